@@ -29,6 +29,10 @@ class EdgeKVError(Exception):
         return _rebuild, (type(self), self.field, str(self.got), str(self.expected), self.fix)
 
 
+class EdgeKVWarning(UserWarning):
+    """What the user should know. The command line prints it without its place in the code."""
+
+
 class UsageError(EdgeKVError):
     """An invalid option or argument. The command line exits with 2."""
 

@@ -216,12 +216,12 @@ def limited_store(blocks: int) -> PrefixStore:
 
 def test_layers_share_blocks_by_window_and_heads() -> None:
     groups = split_layers(LayeredGeometry(4, 64, (2, 2, 1, 2), (8,), (64, 8)))
-    assert [(g.window, g.geometry.kv_heads, g.layers) for g in groups] == [
+    assert [(g.window, g.geometry.kv_heads, g.geometry.numbers) for g in groups] == [
         (None, 2, (0,)),
         (None, 1, (2,)),
         (8, 2, (1, 3)),
     ]
-    assert split_layers(Geometry(2, 2, 8, 64))[0].layers == (0, 1)
+    assert [g.window for g in split_layers(Geometry(2, 2, 8, 64))] == [None]
 
 
 def test_a_limited_window_needs_its_last_tokens_alone() -> None:

@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.cli import run
-from edgekv.errors import UsageError
+from edgekv.errors import EdgeKVWarning, UsageError
 from edgekv.prefix import (
     PrefixError,
     PrefixStore,
-    PrefixWarning,
     RetentionPolicy,
     Snapshot,
     StoreConfig,
@@ -194,11 +193,14 @@ def test_a_damaged_file_is_rejected_and_counted_and_never_used(tmp_path: Path, n
     audit(tmp_path)
 
 
-def test_what_follows_a_damaged_file_goes_with_it(tmp_path: Path) -> None:
+def test_what_follows_a_damaged_file_is_found_again_with_it(tmp_path: Path) -> None:
     flip(saved(tmp_path)[1], -1)
     store = opened(tmp_path)
-    assert found(store, LONG) == STEP
-    assert store.stats.disk.blocks == 1
+    assert (found(store, LONG), store.stats.disk.blocks) == (STEP, 5)
+    insert(store, LONG[:4])
+    assert (found(store, LONG), store.stats.blocks_inserted) == (len(LONG), 1)
+    store.save()
+    assert found(opened(tmp_path), LONG) == len(LONG)
     audit(tmp_path)
 
 
@@ -240,7 +242,7 @@ def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path) -> None:
     names[2].unlink()
     assert found(store, LONG) == 2 * STEP
     assert store.stats.rejected_files == 0
-    audit(tmp_path)
+    audit(tmp_path, whole=False)
 
 
 @pytest.mark.parametrize("damage", ["removed", "garbage", "another table", "a page", "a short secret"])
@@ -263,7 +265,7 @@ def test_a_damaged_table_is_an_empty_cache_and_said_once(tmp_path: Path, damage:
                 connection.execute("UPDATE secret SET value = x'00'")
     if index.exists():
         index.chmod(0o600)
-        with pytest.warns(PrefixWarning, match=r"blocks\.sqlite was damaged; the cache starts empty"):
+        with pytest.warns(EdgeKVWarning, match=r"blocks\.sqlite was damaged; the cache starts empty"):
             store = opened(tmp_path)
     else:
         store = opened(tmp_path)
@@ -281,12 +283,22 @@ def test_a_table_that_is_damaged_while_it_is_open_leaves_the_memory(tmp_path: Pa
     insert(store, LONG)
     with sqlite3.connect(tmp_path / INDEX) as connection:
         connection.execute("DROP TABLE blocks")
-    with pytest.warns(PrefixWarning, match="the cache is that in memory") as caught:
+    with pytest.warns(EdgeKVWarning, match="memory alone is used") as caught:
         assert [found(store, LONG), found(store, (50, 51)), found(store, LONG)] == [12, 0, 12]
     assert len(caught) == 1
     store.save()
     assert store.stats.failed_writes == 1
     assert found(opened(tmp_path), LONG) == 0
+
+
+def test_the_command_line_prints_a_warning_without_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path)
+    (tmp_path / INDEX).write_bytes(b"garbage" * 999)
+    assert run(["prefix", "ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"edgekv: warning: prefix cache: {tmp_path / INDEX} was damaged; the cache starts empty"]
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextvars
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -17,6 +18,7 @@ from click.shell_completion import CompletionItem
 from edgekv.cli.commands import Entry, find_commands
 from edgekv.cli.config_file import read_defaults
 from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
+from edgekv.errors import EdgeKVWarning
 
 _NAME = "edgekv"
 _WIDTH = 100
@@ -47,6 +49,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _invoke(arguments: Sequence[str]) -> None:
+    show, warnings.showwarning = warnings.showwarning, _show_warning
     try:
         with program.make_context(_NAME, list(arguments), max_content_width=_WIDTH) as ctx:
             program.invoke(ctx)
@@ -55,6 +58,17 @@ def _invoke(arguments: Sequence[str]) -> None:
         sys.exit(error.exit_code)
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
+    finally:
+        warnings.showwarning = show
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    if issubclass(category, EdgeKVWarning):
+        click.echo(f"{_NAME}: warning: {message}", err=True)
+    else:
+        click.echo(warnings.formatwarning(message, category, filename, lineno), err=True, nl=False)
 
 
 class _Program(click.Group):

@@ -7,7 +7,7 @@ that all processes share.
 
 from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
 from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.errors import PrefixError, PrefixWarning
+from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
 from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
 from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
@@ -24,7 +24,6 @@ __all__ = [
     "PrefixCache",
     "PrefixError",
     "PrefixStore",
-    "PrefixWarning",
     "Prefixes",
     "RetentionPolicy",
     "SharedStore",

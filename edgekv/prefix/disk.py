@@ -9,22 +9,15 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edgekv.prefix.block import (
-    SNAPSHOT,
-    Arrays,
-    Block,
-    BlockId,
-    RejectedFileError,
-    decode_block,
-    encode_block,
-)
-from edgekv.prefix.errors import PrefixError, PrefixWarning
+from edgekv.errors import EdgeKVWarning
+from edgekv.prefix.block import SNAPSHOT, Arrays, Block, BlockId, RejectedFileError, decode_block, encode_block
+from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.keys import Keys
-from edgekv.prefix.private import NotPrivateError, check_folder, make_folder, read_private, write_private
 from edgekv.prefix.stats import StoreStats
 from edgekv.prefix.table import INDEX, LOCKED, Row, Table
+from edgekv.private_file import NotPrivateError, check_folder, make_folder, read_private, write_private
 
-_OWN = re.compile(r"[0-9a-f]{32}-(?:g\d+|s)\.safetensors|\..+\.partial-\d+")
+_OWN = re.compile(r"\.?[0-9a-f]{32}-(?:g\d+|s)\.safetensors(?:\.partial-\d+)?")
 _OLD_INDEX = "index.sqlite"  # of the format before this one
 
 
@@ -40,13 +33,7 @@ class Disk:
     """
 
     def __init__(self, folder: Path, limit_bytes: int, store: str, counters: StoreStats) -> None:
-        """Open a folder; create it and its table if they are missing.
-
-        Args:
-            folder: of the files.
-            limit_bytes: bytes of all files.
-            store: short digest of the model, for listings.
-            counters: updated by every operation.
+        """Open a folder; create it and its table if they are missing. `store` names the model in listings.
 
         Raises:
             PrefixError: the folder cannot be used, is of an older format, or is writable by other users.
@@ -81,8 +68,6 @@ class Disk:
                 fix = "Wait until the other process has written its blocks, and try again."
             raise PrefixError(f"disk_folder {folder}", got=error.strerror, expected=wanted, fix=fix) from None
         self.keys = Keys(self._table.secret)
-        if self._table.was_damaged:
-            self._warn(f"{folder / INDEX} was damaged; the cache starts empty")
 
     def close(self) -> None:
         """Write the last uses of blocks to the table, and close it."""
@@ -97,7 +82,8 @@ class Disk:
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
-                self._warn(f"{self._folder / INDEX} cannot be read ({error.strerror}); the cache is that in memory")
+                text = f"prefix cache: {self._folder / INDEX} cannot be read ({error.strerror}); memory alone is used"
+                warnings.warn(text, EdgeKVWarning, stacklevel=2)
             return []
 
     def held(self) -> tuple[int, int]:
@@ -110,26 +96,19 @@ class Disk:
     def load(self, row: Row, is_right: Callable[[Arrays], bool]) -> Arrays | None:
         """The verified arrays of a block; None if the file is gone, or was rejected and removed.
 
-        Args:
-            row: of the block.
-            is_right: checks names, types and shapes; a checksum does not.
+        `is_right` checks names, types and shapes, which a valid checksum does not.
         """
         try:
             content = read_private(self._folder / row.file, row.size_bytes + 1)
             arrays = decode_block((row.key, row.part), content, self.keys)
             if not is_right(arrays):
                 raise RejectedFileError("the arrays are not those of the model")
-        except FileNotFoundError:
-            self._drop([row])
-            return None
-        except (OSError, RejectedFileError):
-            self._counters.rejected_files += 1
-            self._drop([row])
+        except (OSError, RejectedFileError) as error:
+            self._counters.rejected_files += not isinstance(error, FileNotFoundError)
+            self.drop([row])
             return None
         self._counters.disk.bytes_out += len(content)
         return arrays
-
-    # ------------------------------------------------------------------ write and remove
 
     def used(self, block: Block) -> None:
         """Record that a block was used; it may have a file."""
@@ -139,11 +118,8 @@ class Disk:
     def write(self, blocks: Iterable[Block], find: Callable[[BlockId], Block | None]) -> None:
         """Write files for blocks, and for those before them that they need, in one change of the table.
 
-        Files of lower rank, of any store, are removed to make room. Ends with the first block that finds no room.
-
-        Args:
-            blocks: the most important first.
-            find: a block in memory by its name.
+        Files of lower rank, of any store, are removed to make room. Ends with the first block that finds no room;
+        the most important one comes first. `find` has the blocks in memory.
         """
         done: list[Block] = []
         written: list[str] = []
@@ -166,9 +142,10 @@ class Disk:
         for block in done:
             block.is_saved = True
 
-    def remove(self, id: BlockId) -> None:
-        """Remove a block."""
-        self._drop(row for row in self.rows(lambda table: table.named([id[0]])) if row.part == id[1])
+    def drop(self, rows: Sequence[Row]) -> None:
+        """Remove blocks. Those after them are found again when these are."""
+        with suppress(OSError), self._table.transaction():
+            self._remove(rows)
 
     def _without_row(self, block: Block, find: Callable[[BlockId], Block | None]) -> list[Block]:
         """The block and those before it that have no row, from the first one on; none if one of them is lost."""
@@ -189,7 +166,7 @@ class Disk:
             if row.tokens.startswith(block.link.tokens):
                 return True
             if block.link.tokens.startswith(row.tokens):
-                self._drop([row])
+                self._remove([row])
         content = encode_block(block.id, block.arrays, self.keys)
         rank = block.lasting_priority, block.used
         if not self._make_room(len(content), rank, keep):
@@ -222,12 +199,6 @@ class Disk:
             self._remove([victim])
         return True
 
-    def _drop(self, rows: Iterable[Row]) -> None:
-        """Remove rows and files, with those that are of no use without them."""
-        with suppress(OSError), self._table.transaction():
-            for row in rows:
-                self._remove([row, *self._table.descendants(row)])
-
     def _remove(self, rows: Sequence[Row]) -> None:
         self._table.remove(rows)
         for row in rows:
@@ -249,7 +220,4 @@ class Disk:
         held = {path.name for path in self._folder.iterdir() if _OWN.fullmatch(path.name)}
         for name in held - rows.keys():
             (self._folder / name).unlink(missing_ok=True)
-        self._drop(row for name, row in rows.items() if name not in held)
-
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"prefix cache: {text}", PrefixWarning, stacklevel=2)
+        self._remove([row for name, row in rows.items() if name not in held])

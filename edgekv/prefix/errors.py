@@ -1,4 +1,4 @@
-"""The prefix store's error, and its warning."""
+"""The prefix store's error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,3 @@ from edgekv.errors import UsageError
 
 class PrefixError(UsageError, ValueError):
     """An invalid setting or argument of the prefix store."""
-
-
-class PrefixWarning(UserWarning):
-    """A folder of prefixes that was damaged, so that the cache starts empty."""

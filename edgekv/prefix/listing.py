@@ -11,8 +11,8 @@ import msgspec
 
 from edgekv.errors import UsageError
 from edgekv.prefix.keys import TOKEN_BYTES
-from edgekv.prefix.private import check_folder
 from edgekv.prefix.table import INDEX, Row, Table
+from edgekv.private_file import check_folder
 
 _ID_CHARACTERS = 12
 

@@ -37,8 +37,8 @@ class Memory:
         self._blocks: dict[BlockId, Block] = {}
         self._children: dict[BlockId, list[bytes]] = {}  # the tokens of the blocks after each, sorted
         # An evictable block has an entry with its priority and last use, or earlier ones; see `evict`.
-        self._heap: list[tuple[int, int, Block]] = []
-        self._expiring: list[tuple[int, int, Block]] = []
+        self._heap: list[tuple[int, int, BlockId]] = []
+        self._expiring: list[tuple[int, BlockId]] = []
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -89,13 +89,13 @@ class Memory:
         skipped = []
         try:
             while self._heap:
-                entry = heappop(self._heap)
-                priority, used, block = entry
-                if self._blocks.get(block.id) is not block or (priority, used) > (block.priority, block.used):
+                priority, used, id = entry = heappop(self._heap)
+                block = self._blocks.get(id)
+                if block is None or (priority, used) > (block.priority, block.used):
                     continue  # removed, or entered again when its priority was lowered
                 if (priority, used) < (block.priority, block.used):
                     self._push(block)
-                elif is_pinned(block.id) or (block.chained and block.id in self._children):
+                elif is_pinned(id) or (block.chained and id in self._children):
                     skipped.append(entry)
                 else:
                     self.remove(block)
@@ -117,14 +117,15 @@ class Memory:
         """Set the priority of a block, and for how long."""
         block.expires_ms = None if retention.duration_ms is None else self._clock_ms() + retention.duration_ms
         if block.expires_ms is not None:
-            heappush(self._expiring, (block.expires_ms, block.used, block))
+            heappush(self._expiring, (block.expires_ms, block.id))
         self._set_priority(block, retention.priority)
 
     def expire(self) -> None:
         """Reset priorities whose time is over to the default."""
         while self._expiring and self._expiring[0][0] <= self._clock_ms():
-            expires_ms, _, block = heappop(self._expiring)
-            if block.expires_ms == expires_ms:
+            expires_ms, id = heappop(self._expiring)
+            block = self._blocks.get(id)
+            if block is not None and block.expires_ms == expires_ms:
                 block.expires_ms = None
                 self._set_priority(block, DEFAULT_PRIORITY)
 
@@ -135,6 +136,6 @@ class Memory:
 
     def _push(self, block: Block) -> None:
         if len(self._heap) > max(_MIN_HEAP, 2 * len(self._blocks)):
-            self._heap = [(each.priority, each.used, each) for each in self._blocks.values()]
+            self._heap = [(each.priority, each.used, each.id) for each in self._blocks.values()]
             heapify(self._heap)
-        heappush(self._heap, (block.priority, block.used, block))
+        heappush(self._heap, (block.priority, block.used, block.id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ Rows = NDArray[Any]
 class BlockGroup:
     """The layers of one attention window, number of heads and head width.
 
+    The rows of a block are in the order of the geometry's names: by layer, keys before values, by head.
+
     Attributes:
         geometry: of these layers; its `context` is their window, or S for full attention.
         window: tokens that a token attends to, including itself; None for full attention.
@@ -28,18 +30,9 @@ class BlockGroup:
     window: int | None
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers, ascending."""
-        return self.geometry.numbers or tuple(range(self.geometry.layers))
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of one token's rows in all tensors."""
         return self.geometry.tensors * self.geometry.row_bytes
-
-    def names(self) -> Iterator[KvTensor]:
-        """Its tensors, in the order of a block's rows: by layer, keys before values, by head."""
-        return self.geometry.names()
 
     def shape(self, tokens: int) -> tuple[int, int, int]:
         """Shape of the rows of so many tokens: `[tensors, tokens, D]`."""
@@ -106,7 +99,7 @@ class CacheRows:
         self._first: list[int] = []
         self._runs: list[list[_Run]] = []
         for group in groups:
-            names = list(group.names())
+            names = list(group.geometry.names())
             self._first.append(cache.tokens_seen - homes[names[0]].length)
             self._runs.append(_runs(dict.fromkeys(homes[name] for name in names), names))
 

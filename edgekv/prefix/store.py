@@ -52,23 +52,6 @@ class Match:
     states: Block | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """What is stored of a sequence, in memory or on disk.
-
-    Attributes:
-        links: its blocks, the last one perhaps another that begins as the sequence goes on.
-        ends: lengths at which a match may end, longest first.
-        states: by end, the block with the states there; empty for a model without states.
-        rows: of the blocks on disk.
-    """
-
-    links: list[Link]
-    ends: list[int]
-    states: dict[int, Link]
-    rows: dict[BlockId, Row]
-
-
 class PrefixStore:
     """Keys and values of token sequences, found by their longest common prefix. Not thread-safe.
 
@@ -114,8 +97,7 @@ class PrefixStore:
         self._parts = range(len(self.groups))
         self._dtype = np.dtype(DTYPES[geometry.kv_dtype])
         # What determines the meaning of a block's bytes, and its size.
-        groups = [(each.window, each.geometry.kv_heads, each.geometry.head_dim, each.layers) for each in self.groups]
-        said = repr((fingerprint, geometry.kv_dtype, self._step, groups, snapshots))
+        said = repr((fingerprint, self.groups, self._step, snapshots))
         self._layout = hashlib.blake2b(said.encode(), digest_size=16).digest()
         self._memory = Memory(config.memory_bytes(self.groups, geometry.context, free_bytes), clock_ms)
         self._disk: Disk | None = None
@@ -178,7 +160,10 @@ class PrefixStore:
             self.counters.rejected_files += 1
             self._memory.remove(match.states)
             if self._disk is not None:
-                self._disk.remove(match.states.id)
+                key = match.states.link.key
+                self._disk.drop(
+                    [row for row in self._disk.rows(lambda table: table.named([key])) if row.part == SNAPSHOT]
+                )
 
     # ------------------------------------------------------------------ insert
 
@@ -342,42 +327,35 @@ class PrefixStore:
     # ------------------------------------------------------------------ the search
 
     def _match(self, root: bytes, asked: bytes) -> Match:
-        path = self._path(root, asked)
-        while end := self._longest(path.links, path.ends, path.rows):
-            stop = -(-end // self._step)
-            needed = [
-                [(link, part) for link in path.links[group.first_needed(end) // self._step : stop]]
-                for part, group in enumerate(self.groups)
-            ]
-            if self.snapshots:
-                needed.append([(path.states[end], SNAPSHOT)])
-            spans = self._load_all(needed, path.rows)
-            if spans is not None:
-                states = spans.pop()[0] if self.snapshots else None
-                return Match(end, tuple(tuple(block.arrays[ROWS] for block in span) for span in spans), states)
-            if self.snapshots and not self._has((path.states[end].key, SNAPSHOT), path.rows):
-                path.ends.remove(end)
-        return Match()
-
-    def _path(self, root: bytes, asked: bytes) -> _Path:
-        """Look for all blocks of a sequence, and for one that begins as it goes on."""
-        rows: dict[BlockId, Row] = {}
+        rows: dict[BlockId, Row] = {}  # of what is on disk alone
         links = self._keys.chain(root, asked, self._step)
         self._look_up([link.key for link in links], rows)
         while links and not self._has((links[-1].key, 0), rows):
             links.pop()
         ends = [link.end for link in reversed(links)]
-        at = len(links) * self._step * TOKEN_BYTES
-        rest = asked[at : at + self._step * TOKEN_BYTES]
-        beginning = self._partial(tail(links, root), rest, len(links) * self._step, rows)
         states = self._states(root, links, asked, rows) if self.snapshots else {}
-        if beginning is not None:
+        start = len(links) * self._step
+        rest = asked[start * TOKEN_BYTES : (start + self._step) * TOKEN_BYTES]
+        if (beginning := self._partial(tail(links, root), rest, start, rows)) is not None:
             link, count = beginning
-            ends.insert(0, link.start + count)
             links.append(link)
+            ends.insert(0, start + count)
         if self.snapshots:
             ends = sorted((end for end in states if ends and end <= ends[0]), reverse=True)
-        return _Path(links, ends, states, rows)
+        while end := self._longest(links, ends, rows):
+            needed = [
+                [(link, part) for link in links[group.first_needed(end) // self._step : -(-end // self._step)]]
+                for part, group in enumerate(self.groups)
+            ]
+            if self.snapshots:
+                needed.append([(states[end], SNAPSHOT)])
+            spans = self._load_all(needed, rows)
+            if spans is not None:
+                found = spans.pop()[0] if self.snapshots else None
+                return Match(end, tuple(tuple(block.arrays[ROWS] for block in span) for span in spans), found)
+            if self.snapshots and not self._has((states[end].key, SNAPSHOT), rows):
+                ends.remove(end)
+        return Match()
 
     def _partial(self, parent: bytes, rest: bytes, start: int, rows: dict[BlockId, Row]) -> tuple[Link, int] | None:
         """The block after a parent that has most of the next tokens, and how many."""

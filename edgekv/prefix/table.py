@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edgekv.errors import EdgeKVWarning
 from edgekv.prefix.block import SNAPSHOT, BlockId
 from edgekv.prefix.keys import SECRET_BYTES
-from edgekv.prefix.private import read_private, write_private
+from edgekv.private_file import read_private, write_private
 
 INDEX = "blocks.sqlite"
 LOCKED = "database is locked"  # SQLite's words
@@ -70,13 +72,15 @@ class Table:
     All methods raise OSError if the table cannot be read, or not written within half a minute.
 
     Attributes:
-        was_damaged: whether the file was no table of this format, so that an empty one was made.
         secret: of the keys in the table; made with it.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the table of a folder, or make an empty one; NotPrivateError if another user could have written it."""
-        self.was_damaged = False
+        """Open the table of a folder. If there is none, or it is damaged, make an empty one; the latter is said.
+
+        Raises:
+            NotPrivateError: another user could have written it.
+        """
         self._depth = 0
         path = folder / INDEX
         with suppress(FileExistsError):
@@ -88,7 +92,8 @@ class Table:
             except sqlite3.OperationalError:
                 raise
             except sqlite3.DatabaseError:
-                self.was_damaged = True
+                text = f"prefix cache: {path} was damaged; the cache starts empty"
+                warnings.warn(text, EdgeKVWarning, stacklevel=2)
                 for suffix in ("", "-wal", "-shm", "-journal"):
                     path.with_name(INDEX + suffix).unlink(missing_ok=True)
                 write_private(path, b"")
@@ -141,15 +146,6 @@ class Table:
     def has(self, id: BlockId) -> bool:
         """Whether a block has a row."""
         return bool(self._select("WHERE key = ? AND part = ?", *id))
-
-    def descendants(self, row: Row) -> list[Row]:
-        """The chained rows that are of no use without a row; the row itself is not among them."""
-        found: list[Row] = []
-        newest = [row] if row.chained else []
-        while newest:
-            newest = self.children([each.key for each in newest], row.part)
-            found += newest
-        return found
 
     def evictable(self) -> Iterator[Row]:
         """The rows that no other row needs: lowest priority first, then least recently used."""
