@@ -23,7 +23,7 @@ from exporters.options import LOCAL, Cluster, ExportOptions
 from exporters.pipeline.dask.fitness import WorkerRequirements, versions
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
-from exporters.pipeline.store import PieceStore
+from exporters.pipeline.store import PieceStore, store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
 from exporters.sweep.combination import Combination, combinations
@@ -122,6 +122,7 @@ def test_one_export_and_one_compilation_on_a_cluster(checkpoint, tmp_path, capsy
     for place, more in (("near", ["--compile"]), ("far", far)):
         assert run(["export", str(checkpoint), "-o", str(tmp_path / place), *options, *more]) == 0
     assert contents(tmp_path / "far") == contents(tmp_path / "near")
+    assert store_in().pieces == 0
     assert run(["export", str(checkpoint), "-o", str(tmp_path / "other"), *options, "--divide-layers"]) == 2
     assert "--divide-layers: got it without --scheduler" in capsys.readouterr().err
     for place, more in (("near", []), ("far", ["--scheduler", "local"])):

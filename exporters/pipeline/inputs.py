@@ -181,6 +181,7 @@ class Inputs:
         self._quantizer: tuple[str, Quantizer] | None = None
         self._exact: dict[str, tuple[Checkpoint, Checkpoint]] = {}
         self._surveyed: dict[str, Surveyed] = {}
+        self._folded: tuple[str, Tensors, Tensors] | None = None
         self._bundles: dict[str, Path] = {}
 
     def exact(self, exact: Exact) -> Tensors:
@@ -265,8 +266,11 @@ class Inputs:
         return read_survey(self.store.path(name), self.exact(exact).spec)
 
     def folded(self, folded: Folded) -> Tensors:
-        """The weights with all that the recipe folds into them."""
-        return transformed(self.exact(folded.exact), folded.transforms, self.surveyed(folded).heads)
+        """The weights with all that the recipe folds into them; the last ones are kept."""
+        exact, key = self.exact(folded.exact), hashed(folded)
+        if self._folded is None or self._folded[0] != key or self._folded[1] is not exact:
+            self._folded = key, exact, transformed(exact, folded.transforms, self.surveyed(folded).heads)
+        return self._folded[2]
 
     def layer(self, name: str) -> LayerFile:
         """A finished layer.

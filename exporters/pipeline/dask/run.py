@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from uuid import uuid4
 
 from distributed import Client, Future, KilledWorker, get_worker
 
@@ -84,14 +85,16 @@ def run_on(
     wanted = plan.unfinished(store, targets)
     if not wanted:
         return {}
-    probe = hashed("probe")
+    probe = hashed("probe", uuid4().hex)  # of this command, which removes it
     store.make(probe, "probe", lambda folder: None)
     requirements = WorkerRequirements(versions(), place, identity, store, probe, disk_bytes)
     largest_bytes = max(each.ram_bytes for each in wanted.values())
     with connected(cluster.scheduler, cluster.workers, largest_bytes) as client:
         cluster.say(f"{len(wanted)} of {len(plan.under(targets))} pieces to do; dashboard: {client.dashboard_link}")
         check_workers(client, requirements, largest_bytes, keep_going=cluster.keep_going, say=cluster.say)
-        return run_pieces(client, wanted, requirements, progress, cluster.say, keep_going=cluster.keep_going)
+        failed = run_pieces(client, wanted, requirements, progress, cluster.say, keep_going=cluster.keep_going)
+    store.remove([probe])
+    return failed
 
 
 def check_workers(
