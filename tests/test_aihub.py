@@ -124,4 +124,4 @@ def test_fetching_again_downloads_no_binary_again(
     assert sum(line.endswith("/download/") for line in service.log) == downloads
     (small / "hub" / S24 / f"compile_{DECODE}.dlc").write_bytes(b"")
     assert run(["hub", "fetch", str(small)]) == 1
-    assert "got another content" in capsys.readouterr().err
+    assert "got sha256" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgekv.bundle import Bundle, Manifest
@@ -20,6 +20,7 @@ class Capabilities:
         parts: `any`; `layers`: parts that all have layers, from token ids to logits; `one`: a graph is one file.
         cache_types: integer types of the cache.
         windows: layers that attend to fewer tokens than the context, or with rotary tables of their own.
+        ropes: kinds of rotary embedding, over all elements of a head; empty for all.
         slots: graphs with inputs for adapters.
         sink: first tokens whose keys and values no graph computes.
         states: layers with a state in place of keys and values, such as short convolutions.
@@ -30,6 +31,7 @@ class Capabilities:
     parts: Literal["any", "layers", "one"] = "any"
     cache_types: tuple[KvDtype, ...] = ("u8", "s8", "s16")
     windows: bool = False
+    ropes: tuple[str, ...] = ()
     slots: bool = False
     sink: bool = True
     states: bool = False
@@ -67,6 +69,15 @@ class Capabilities:
             found = ", ".join("all" if window is None else str(window) for window in manifest.windows)
             wanted = f"layers that all attend to the whole context, as {self.reader} lets them"
             yield "attention windows", found or "two rotary embeddings", wanted, "Run it with edgekv generate."
+        rope, width = manifest.model.rope, manifest.model.head_dim
+        if self.ropes and (rope.rope_type not in self.ropes or rope.width != width):
+            wanted = f"{' or '.join(self.ropes)} of all {width} elements, whose tables in {self.reader} equal edgekv's"
+            yield (
+                "rotary embedding",
+                f"{rope.rope_type} of {rope.width} elements",
+                wanted,
+                "Run it with edgekv generate.",
+            )
         if not self.states and manifest.model.convolution is not None:
             wanted = f"keys and values in every layer, all that {self.reader} keeps"
             yield "layers", "layers with states", wanted, "Run it with edgekv generate."
@@ -79,7 +90,7 @@ class Capabilities:
 
 
 ONNX = Capabilities("edgekv's own reports", windows=True, slots=True, states=True)
-GENIE = Capabilities("Genie", slots=True)
-GENIEX = Capabilities("GenieX", parts="layers", sink=False, decode_alone=False)
+GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"))
+GENIEX = replace(GENIE, reader="GenieX", parts="layers", slots=False, sink=False, decode_alone=False)
 GENAI = Capabilities("onnxruntime-genai", parts="one", cache_types=("u8",), decode_alone=False)
 AI_HUB = Capabilities("AI Hub", parts="one", windows=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -147,48 +147,20 @@ class HubRun:
         options = compile_options(runtime, graph, self._ports[graph.name], self._qairt)
         model = self._uploaded(graph)
         assert model.id is not None, "an upload that is done has an id"
-        question = self._question("compile", [graph], target, options, [model.id])
-
-        def send(client: qai_hub.Client, name: str) -> qai_hub.Job:
-            job = client.submit_compile_job(
-                client.get_model(question.sources[0]), device=_device(target), name=name, options=options
-            )
-            assert not isinstance(job, list), "one device, one job"
-            return job
-
-        return self._job(question, send)
+        return self._job(self._question("compile", [graph], target, options, [model.id]), target)
 
     def _linked(self, target: Target) -> JobRecord:
         compiled = [self._compiled(graph, target, "qnn_dlc") for graph in self._graphs]
         options = link_options(self._qairt)
         models = [record.product for record in compiled if record.product is not None]
-        question = self._question("link", self._graphs, target, options, models)
-
-        def send(client: qai_hub.Client, name: str) -> qai_hub.Job:
-            dlcs = [client.get_model(each) for each in question.sources]
-            job = client.submit_link_job([*dlcs], device=_device(target), name=name, options=options)
-            assert not isinstance(job, list), "one device, one job"
-            return job
-
-        return self._job(question, send)
+        return self._job(self._question("link", self._graphs, target, options, models), target)
 
     def _run_on(self, target: Target, graph: GraphRecord, kind: Kind, datasets: list[str]) -> JobRecord:
         shared = target.hosted.shares_weights and len(self._graphs) > 1
         binary = self._linked(target) if shared else self._compiled(graph, target, "qnn_dlc")
         options = run_options(graph, self._qairt)
         assert binary.product is not None, "a submitted job has a product"
-        question = self._question(kind, [graph], target, options, [binary.product, *datasets])
-
-        def send(client: qai_hub.Client, name: str) -> qai_hub.Job:
-            model = client.get_model(question.sources[0])
-            inputs = client.get_dataset(datasets[0]) if datasets else None
-            job = client.submit_inference_job(
-                model, _device(target), inputs, name=name, options=options, retry=False, profile=kind == "profile"
-            )
-            assert not isinstance(job, list), "one device, one job"
-            return job
-
-        return self._job(question, send)
+        return self._job(self._question(kind, [graph], target, options, [binary.product, *datasets]), target)
 
     def _uploaded(self, graph: GraphRecord) -> JobRecord:
         question = self._question("upload", [graph], None, "", [self._bundle.manifest.files[graph.file].sha256])
@@ -235,7 +207,7 @@ class HubRun:
             service=self._ledger.service,
         )
 
-    def _job(self, question: JobRecord, send: Callable[[qai_hub.Client, str], qai_hub.Job]) -> JobRecord:
+    def _job(self, question: JobRecord, target: Target) -> JobRecord:
         """The record of a job of an earlier run, of this one, or submitted now. A failed job is submitted again."""
         for record in self.records:
             if record.key == question.key:
@@ -246,7 +218,7 @@ class HubRun:
         if known is None or known.state == "failed":
             self._ledger.put(question)
             with self._account.asking(f"submitting {question.name}") as client:
-                known = self._ledger.put(_submitted(question, send(client, question.name)))
+                known = self._ledger.put(_submitted(question, _submit(client, question, target)))
         self.records.append(known)
         return known
 
@@ -277,6 +249,25 @@ def check_all_done(records: Sequence[JobRecord]) -> None:
             expected="finished jobs",
             fix=f"See {first.url}. Run the same command again: it submits only the failed jobs.",
         )
+
+
+def _submit(client: qai_hub.Client, question: JobRecord, target: Target) -> qai_hub.Job:
+    """Submit a job for one device."""
+    device, name, options = _device(target), question.name, question.options
+    first, *rest = question.sources
+    job: qai_hub.Job | list[Any]
+    if question.kind == "compile":
+        job = client.submit_compile_job(client.get_model(first), device=device, name=name, options=options)
+    elif question.kind == "link":
+        models = [client.get_model(each) for each in question.sources]
+        job = client.submit_link_job([*models], device=device, name=name, options=options)
+    else:
+        inputs, profiles = client.get_dataset(rest[0]) if rest else None, question.kind == "profile"
+        job = client.submit_inference_job(
+            client.get_model(first), device, inputs, name=name, options=options, retry=False, profile=profiles
+        )
+    assert not isinstance(job, list), "one device, one job"
+    return job
 
 
 def _submitted(question: JobRecord, job: qai_hub.Job) -> JobRecord:

@@ -11,7 +11,6 @@ from msgspec import UNSET, UnsetType
 
 from devices import Device
 from edgekv.bundle import Manifest
-from edgekv.errors import BundleError
 from edgekv.spec import Rope
 from edgekv.text import SamplingParams
 from quant import Encoding
@@ -171,19 +170,8 @@ class GenieConfig(_Part, frozen=True, kw_only=True):
 
 
 def positional_encoding(rope: Rope, head_dim: int) -> PositionalEncoding:
-    """The rotary embedding in Genie's terms.
-
-    Raises:
-        BundleError: a kind whose tables in Genie were never compared with edgekv's.
-    """
+    """The rotary embedding in Genie's terms; one that `GENIE` can run."""
     half = head_dim // 2
-    if rope.rope_type not in ("default", "llama3") or rope.width != head_dim:
-        raise BundleError(
-            "rotary embedding",
-            got=f"{rope.rope_type} of {rope.width} elements",
-            expected=f"default or llama3 of all {head_dim} elements, whose tables in Genie are known to equal ours",
-            fix="Run the bundle with edgekv generate.",
-        )
     if rope.rope_type == "default":
         return PositionalEncoding(rope_dim=half, rope_theta=rope.theta)
     scaling = msgspec.convert(rope.parameters, _Llama3)

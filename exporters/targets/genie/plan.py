@@ -15,7 +15,6 @@ from edgekv.kv import Sink
 from edgekv.option import Option, OptionGroup, find_device
 from edgekv.text import SamplingParams
 from exporters.targets.capabilities import GENIE, GENIEX
-from exporters.targets.genie.config import positional_encoding
 from exporters.targets.graph_names import GraphName
 
 
@@ -108,7 +107,6 @@ class GeniePlan:
                 expected=f"{device.soc} (V{device.arch}), for which the bundle was exported and checked",
                 fix=f"Leave it out, or export the bundle with --device {options.device.soc}.",
             )
-        positional_encoding(manifest.model.rope, manifest.model.head_dim)
         graphs = {GraphName.of("genie", g).stem: g for g in manifest.graphs if g.role != "score"}
         _check_past(graphs.values())
         largest = manifest.context
