@@ -15,11 +15,15 @@ from edgekv.draft import DraftTree, Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.prefix import StoreConfig
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.reference import Reference
+from exporters.targets.aihub.sample import take_sample
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.drafts import Oracle, with_drafts
 from tests.exports import export_options, exported
 
 CONTEXT = 160
+TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 LONG = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
@@ -74,6 +78,49 @@ def test_every_split_of_a_text_into_steps_gives_the_bits_of_one(tmp_path: Path, 
             if wanted is None:
                 wanted = logits, session.cache.state
             assert np.array_equal(logits, wanted[0]) and same(session.cache.state, wanted[1])
+
+
+def test_the_step_for_ai_hub_has_the_state_after_its_text(bundle: Path, tmp_path: Path) -> None:
+    opened = open_bundle(bundle)
+    (graph,) = [each for each in opened.manifest.graphs if (each.role, each.context) == ("decode", CONTEXT)]
+    sample = take_sample(opened, graph, TEXT, tmp_path)
+    with edgekv.load(bundle, cpu_mode="emulate") as model:
+        (tokens,) = sample.inputs["input_ids"]
+        text = opened.tokenizer().encode(TEXT).ids[:33]
+        assert tokens.tolist() == text[32:]
+        assert np.array_equal(model.session.feed(text), sample.outputs["logits"][0, -1])
+
+
+def test_keys_as_columns_change_no_bit(bundle: Path, tmp_path: Path) -> None:
+    prompt = [*range(40, 60)]
+    with edgekv.load(bundle, cpu_mode="emulate") as rows:
+        wanted = ids(rows.generate(prompt, LONG))
+    with edgekv.load(hybrid(tmp_path, key_layout="columns"), cpu_mode="emulate") as columns:
+        assert ids(columns.generate(prompt, LONG)) == wanted
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
+@pytest.mark.parametrize("kv_dtype", ["s8", "s16"])
+def test_tflite_graphs_of_both_runtimes_compute_states(tmp_path: Path, name: str, kv_dtype: str) -> None:
+    bundle = hybrid(tmp_path, name, graph_format="tflite", kv_dtype=kv_dtype, context=64, draft_rows=())
+    checkpoint = Checkpoint.open(str(tmp_path / "checkpoint"))
+    tokens = [256, *checkpoint.encode("The quick brown fox jumps over the lazy dog")]
+    (wanted,) = Reference(checkpoint, 64).logits([np.array(tokens)])
+    for engine in ("litert", "tflite"):
+        found = edgekv.load(bundle, engine).score(tokens)
+        assert np.square(wanted).sum() > 10**2.4 * np.square(found - wanted).sum()
+
+
+@pytest.mark.parametrize("strategy", ["pointer-shift"])
+@pytest.mark.parametrize("growth", ["staggered", "together"])
+def test_layers_with_attention_grow_beside_states(bundle: Path, strategy: str, growth: str) -> None:
+    prompt = [*range(40, 60)]
+    params = SamplingParams(max_new_tokens=80, ignore_eos=True)
+    with (
+        edgekv.load(bundle, cpu_mode="emulate") as fixed,
+        edgekv.load(bundle, cpu_mode="emulate", kv_update=strategy, kv_growth=growth) as growing,
+    ):
+        assert ids(growing.generate(prompt, params)) == ids(fixed.generate(prompt, params))
 
 
 @pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])

@@ -130,7 +130,8 @@ class _Steps:
 
     def _padded(self, tensor: KvTensor, shape: tuple[int, ...], manifest: Manifest) -> NDArray[Any]:
         """The newest rows of a tensor, behind rows that stand for zero."""
-        padded = np.full(shape, manifest.geometry.zero_point, DTYPES[manifest.kv_dtype])
+        encoding = manifest.encodings[tensor.past]
+        padded = np.full(shape, encoding.zero_point, DTYPES[encoding.dtype])
         if tensor.past in self._past:
             axis, held = _rows_axis(manifest.key_layout, tensor.kind), self._past[tensor.past]
             count = min(shape[axis], held.shape[axis])
