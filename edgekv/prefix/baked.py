@@ -62,6 +62,10 @@ class BakedPrefix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bytes: int
     sha256: str
 
+    def is_meant(self, name: str | None, engine: str | None) -> bool:
+        """Whether it has a name and an engine; None for any."""
+        return name in (None, self.name) and engine in (None, self.engine)
+
 
 class BakedRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`prefixes.json`: the version of this layout, and the prefixes in the order in which they were baked."""
@@ -149,12 +153,12 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
         BundleError: the record is broken, or the folder cannot be written.
     """
     held = baked_prefixes(bundle)
-    if not any(_is_meant(each, name, engine) for each in held):
+    if not any(each.is_meant(name, engine) for each in held):
         got = (repr(name) if name else "any name") + (f" on {engine}" if engine else "")
         wanted = f"one of {', '.join(f'{each.name} ({each.engine})' for each in held)}" if held else "a baked prefix"
         raise UsageError(f"prefix of {bundle}", got=got, expected=wanted, fix="See edgekv prefix ls.")
     with _changing(bundle) as record:
-        gone = [each for each in record.prefixes if _is_meant(each, name, engine)]
+        gone = [each for each in record.prefixes if each.is_meant(name, engine)]
         _replace_record(bundle, BakedRecord(prefixes=[each for each in record.prefixes if each not in gone]))
     return gone
 
@@ -214,10 +218,6 @@ def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[li
         raise BundleError(f"{path}: states", got=sorted(states), expected="those of the model", fix=fix)
     source = GroupRows(groups, [entry.tokens - rows.shape[1] for rows in groups])
     return tokens.tolist(), source, Snapshot(entry.tokens, states) if states else None
-
-
-def _is_meant(entry: BakedPrefix, name: str | None, engine: str | None) -> bool:
-    return name in (None, entry.name) and engine in (None, entry.engine)
 
 
 @contextmanager

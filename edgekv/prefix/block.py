@@ -66,29 +66,22 @@ class Block:
         return self.priority if self.expires_ms is None else DEFAULT_PRIORITY
 
 
-class RejectedFileError(Exception):
-    """A file that must not be used; the message gives the reason."""
-
-
 def encode_block(id: BlockId, arrays: Arrays, keys: Keys) -> bytes:
     """The content of a block's file."""
     return encode_tensors(arrays, {"format": FORMAT, "checksum": _checksum(id, arrays, keys).hex()})
 
 
-def decode_block(id: BlockId, content: bytes, keys: Keys) -> Arrays:
-    """The arrays of a block, verified; they share the memory of `content`.
+def decode_block(id: BlockId, content: bytes, keys: Keys) -> Arrays | None:
+    """The arrays of a block, which share the memory of `content`.
 
-    Raises:
-        RejectedFileError: the file is truncated, changed, of another block, or was written with another secret.
+    None if the file is truncated, changed, of another block, or was written with another secret.
     """
     try:
         file = decode_tensors(content)
-    except TensorFileError as error:
-        raise RejectedFileError(str(error)) from None
+    except TensorFileError:
+        return None
     wanted = {"format": FORMAT, "checksum": _checksum(id, file.arrays, keys).hex()}
-    if file.metadata != wanted:
-        raise RejectedFileError("the format or the checksum differs")
-    return file.arrays
+    return file.arrays if file.metadata == wanted else None
 
 
 def _checksum(id: BlockId, arrays: Arrays, keys: Keys) -> bytes:

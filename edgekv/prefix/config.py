@@ -81,12 +81,9 @@ class StoreConfig:
         check("disk_cache_size", self.disk_cache_size > 0, "at least 1 byte")
 
     def memory_bytes(self, groups: Sequence[BlockGroup], context: int, free_bytes: int | None = None) -> int:
-        """Bytes of memory for the blocks of these groups.
+        """Bytes of memory for the blocks of these groups, of which S, `context` tokens, are a full sequence.
 
-        Args:
-            groups: of the model.
-            context: S, the tokens of a full sequence.
-            free_bytes: the memory that fractions refer to; None asks the system.
+        Fractions refer to `free_bytes`; None asks the system.
 
         Raises:
             PrefixError: less than one block of each group fits.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from edgekv.errors import EdgeKVWarning
-from edgekv.prefix.block import SNAPSHOT, Arrays, Block, BlockId, RejectedFileError, decode_block, encode_block
+from edgekv.prefix.block import SNAPSHOT, Arrays, Block, BlockId, decode_block, encode_block
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.keys import Keys
 from edgekv.prefix.stats import StoreStats
@@ -100,11 +100,14 @@ class Disk:
         """
         try:
             content = read_private(self._folder / row.file, row.size_bytes + 1)
-            arrays = decode_block((row.key, row.part), content, self.keys)
-            if not is_right(arrays):
-                raise RejectedFileError("the arrays are not those of the model")
-        except (OSError, RejectedFileError) as error:
-            self._counters.rejected_files += not isinstance(error, FileNotFoundError)
+        except FileNotFoundError:
+            self.drop([row])
+            return None
+        except OSError:
+            content = b""
+        arrays = decode_block((row.key, row.part), content, self.keys)
+        if arrays is None or not is_right(arrays):
+            self._counters.rejected_files += 1
             self.drop([row])
             return None
         self._counters.disk.bytes_out += len(content)

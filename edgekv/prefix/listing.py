@@ -38,10 +38,9 @@ class StoredPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sequences:
-    """The blocks of a table by key, and the sequences that end in the last of them."""
+    """The blocks of a table by key, the first ones of sequences first, and the sequences that end in the last."""
 
     def __init__(self, rows: list[Row]) -> None:
-        """Take rows, the first blocks of sequences first."""
         self.rows: dict[bytes, list[Row]] = defaultdict(list)
         for row in rows:
             self.rows[row.key].append(row)
@@ -77,11 +76,7 @@ class _Sequences:
 
 
 def stored_prefixes(folder: Path) -> list[StoredPrefix]:
-    """The sequences in a prefix cache folder.
-
-    Raises:
-        UsageError: it is not a prefix folder, or cannot be read.
-    """
+    """The sequences in a prefix cache folder; UsageError if it is none, or cannot be read."""
     with _opened(folder) as table:
         sequences = _Sequences(table.rows())
         return [sequences.prefix(end) for end in sorted(sequences.ends)]

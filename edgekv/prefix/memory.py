@@ -43,9 +43,6 @@ class Memory:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, id: BlockId) -> bool:
-        return id in self._blocks
-
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
 
@@ -74,9 +71,10 @@ class Memory:
         self._blocks[block.id] = block
         self.bytes_held += block.size_bytes
 
-    def remove(self, block: Block) -> None:
-        """Remove a block."""
-        if self._blocks.pop(block.id, None) is None:
+    def remove(self, id: BlockId) -> None:
+        """Remove a block, if it is there."""
+        block = self._blocks.pop(id, None)
+        if block is None:
             return
         self.bytes_held -= block.size_bytes
         children = self._children[block.parent]
@@ -98,7 +96,7 @@ class Memory:
                 elif is_pinned(id) or (block.chained and id in self._children):
                     skipped.append(entry)
                 else:
-                    self.remove(block)
+                    self.remove(id)
                     return block
             return None
         finally:

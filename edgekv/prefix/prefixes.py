@@ -19,7 +19,7 @@ from edgekv.prefix.baked import baked_prefixes, load_baked
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import CacheRows
-from edgekv.prefix.stats import StoreStats
+from edgekv.prefix.stats import StoreStats, add_since
 from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
 
@@ -70,7 +70,7 @@ def open_store(
     Args:
         bundle: of the graphs and of baked prefixes.
         engine: runs the graphs.
-        cache: of one sequence; prefixes are restored into such caches.
+        cache: prefixes are restored into such caches.
         mode: must keep every sequence.
         wanted: None for the bundle's own prefixes, if it has any.
         window: see `SharedStore`. Stores with another one are others.
@@ -144,15 +144,10 @@ class Prefixes:
         return self._store.stats_of(self._counters)
 
     def restore(self, cache: KVCache, tokens: Sequence[int], held: int) -> int:
-        """Restore the longest stored prefix of a sequence into a cache, if it is longer than the cached one.
+        """Restore the longest stored prefix of a sequence into a cache that holds its first `held` tokens.
 
-        The last token is never restored, because its logits are needed. A snapshot that the cache refuses is removed
-        from the store, and the next shorter prefix is taken.
-
-        Args:
-            cache: holds the first `held` tokens, or is empty.
-            tokens: the sequence.
-            held: tokens in the cache.
+        A prefix that is not longer is left. The last token is never restored, because its logits are needed. A
+        snapshot that the cache refuses is removed from the store, and the next shorter prefix is taken.
 
         Returns:
             Tokens in the cache now.
@@ -229,7 +224,7 @@ class Prefixes:
         try:
             yield
         finally:
-            self._counters.add_since(self._store.counters, before)
+            add_since(self._counters, self._store.counters, before)
 
 
 def open_prefixes(
@@ -238,8 +233,7 @@ def open_prefixes(
     """The call's use of the prefix cache; None if there is none. Adapters share no prefixes.
 
     Raises:
-        UsageError: a salt or a retention policy without a prefix cache.
-        PrefixError: an empty salt.
+        UsageError: an empty salt; a salt or a retention policy without a prefix cache.
     """
     if store is not None:
         return Prefixes(store, salt, retention, adapter)

@@ -71,9 +71,8 @@ class GroupRows:
     """An array `[tensors, tokens, D]` for each group; a `Source` and a `Target`."""
 
     def __init__(self, rows: Sequence[Rows], first: Sequence[int] = ()) -> None:
-        """Wrap arrays whose first rows belong to the tokens `first`; 0 for all if it is empty."""
         self._rows = rows
-        self._first = first or [0] * len(rows)
+        self._first = first or [0] * len(rows)  # the tokens of the first rows
 
     def first(self, group: int) -> int:
         return self._first[group]

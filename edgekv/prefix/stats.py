@@ -51,10 +51,6 @@ class StoreStats:
     memory: TierStats = field(default_factory=TierStats)
     disk: TierStats = field(default_factory=TierStats)
 
-    def add_since(self, now: StoreStats, before: StoreStats) -> None:
-        """Add what was counted between two copies of a store's statistics."""
-        _add(self, now, before)
-
     def held(self, memory: tuple[int, int], disk: tuple[int, int]) -> StoreStats:
         """A copy, with the blocks and bytes that are held now."""
         copied = deepcopy(self)
@@ -63,10 +59,11 @@ class StoreStats:
         return copied
 
 
-def _add(total: Any, now: Any, before: Any) -> None:
+def add_since(total: Any, now: Any, before: Any) -> None:
+    """Add to statistics what was counted between two copies of a store's."""
     for each in fields(total):
         value, new, old = (getattr(stats, each.name) for stats in (total, now, before))
         if isinstance(value, TierStats):
-            _add(value, new, old)
+            add_since(value, new, old)
         else:
             setattr(total, each.name, value + new - old)

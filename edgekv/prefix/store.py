@@ -113,13 +113,11 @@ class PrefixStore:
             raise PrefixError("cache_salt", got="an empty text", expected="a text, or None", fix="Leave it out.")
         return self._keys.root(self._layout, salt, adapter)
 
-    # ------------------------------------------------------------------ match
-
     def match(self, tokens: Sequence[int], salt: str | None = None, adapter: str | None = None) -> Match:
         """Find the longest stored prefix of a sequence.
 
         Args:
-            tokens: the sequence, without its last token if its logits are needed.
+            tokens: without the last one if its logits are needed.
             salt: finds sequences inserted under the same salt, and public ones; None counts as a separate salt.
             adapter: finds what was computed with the same one; None for none.
 
@@ -158,7 +156,7 @@ class PrefixStore:
         """Count and remove the snapshot of a match, which the model refused."""
         if match.states is not None:
             self.counters.rejected_files += 1
-            self._memory.remove(match.states)
+            self._memory.remove(match.states.id)
             if self._disk is not None:
                 key = match.states.link.key
                 self._disk.drop(
@@ -268,9 +266,8 @@ class PrefixStore:
         source.read(part, link.start, rows)
         block = self._insert_one(Block(link, part, group.window is None, {ROWS: rows}), is_pinned)
         for tokens in self._memory.neighbours((link.parent, part), link.tokens) if block is not None else ():
-            shorter = self._memory.get((self._keys.link(link.parent, tokens, link.start).key, part))
-            if shorter is not None and shorter is not block and link.tokens.startswith(tokens):
-                self._memory.remove(shorter)
+            if tokens != link.tokens and link.tokens.startswith(tokens):
+                self._memory.remove((self._keys.link(link.parent, tokens, link.start).key, part))
         return block
 
     def _insert_snapshot(self, links: list[Link], root: bytes, whole: bytes, snapshot: Snapshot) -> None:
@@ -292,15 +289,10 @@ class PrefixStore:
         self.counters.blocks_inserted += 1
         return block
 
-    # ------------------------------------------------------------------ save and close
-
     def save(self) -> int:
         """Write a file for every block that is worth it, highest priority first, until the disk limit is reached.
 
-        Blocks stay in memory. A store that is opened on the folder later finds them.
-
-        Returns:
-            Files of this store now.
+        Blocks stay in memory. Returns the files of this store now.
         """
         if self._disk is None:
             return 0
@@ -417,9 +409,11 @@ class PrefixStore:
         for span in needed:
             spans.append([])
             for link, part in span:
-                block = self._memory.get((link.key, part)) or self._load(link, part, rows.pop((link.key, part), None))
-                if block is None or not (block.id in self._memory or self._add(block, pinned.__contains__)):
-                    return None
+                block = self._memory.get((link.key, part))
+                if block is None:
+                    block = self._load(link, part, rows.pop((link.key, part), None))
+                    if block is None or not self._add(block, pinned.__contains__):
+                        return None
                 self._memory.touch(block)
                 spans[-1].append(block)
         self._touch(spans)
@@ -433,8 +427,6 @@ class PrefixStore:
         arrays = self._disk.load(row, lambda found: shape is None or _are_rows(found, shape, self._dtype))
         chained = part != SNAPSHOT and self.groups[part].window is None
         return None if arrays is None else Block(link, part, chained, arrays, row.priority, is_saved=True)
-
-    # ------------------------------------------------------------------ small parts
 
     def _add(self, block: Block, is_pinned: IsPinned) -> bool:
         """Put a block into memory, if others may be evicted for it; those worth it are written to the folder."""

@@ -35,9 +35,7 @@ CREATE TABLE IF NOT EXISTS secret (value BLOB NOT NULL);
 class Row(NamedTuple):
     """One block file: what it holds, as in `Link` and `Block`.
 
-    Attributes:
-        size_bytes: of the file.
-        store: a short digest of the model that wrote it.
+    `size_bytes` are those of the file; `store` is a short digest of the model that wrote it.
     """
 
     key: bytes
@@ -67,12 +65,10 @@ def file_name(id: BlockId) -> str:
 
 
 class Table:
-    """Rows of block files. SQLite serializes the writers; its write-ahead log is used where the file system has one.
+    """Rows of block files, and the secret of their keys.
 
-    All methods raise OSError if the table cannot be read, or not written within half a minute.
-
-    Attributes:
-        secret: of the keys in the table; made with it.
+    SQLite serializes the writers; its write-ahead log is used where the file system has one. All methods raise OSError
+    if the table cannot be read, or not written within half a minute.
     """
 
     def __init__(self, folder: Path) -> None:
