@@ -75,7 +75,7 @@ def export_bundle(
         inputs = Inputs(store, place, progress, keeps_files=True)
         inputs.take(exported.folded.exact, checkpoint, prepared.checkpoint)
         run_serial(planner.plan, exported.names, inputs, progress, resume=run.resume)
-    with full_disk_named(target, disk_bytes, "the bundle"), one_step("seal", progress):
+    with full_disk_named(target, "the bundle", disk_bytes), one_step("seal", progress):
         allow_float = options.allow_float
         device = options.device
         manifest = assemble(exported, device, store, target, force=force, allow_float=allow_float, watch=watch)

@@ -106,8 +106,13 @@ def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
 
 
 @contextmanager
-def full_disk_named(folder: Path, needed_bytes: int, what: str) -> Iterator[None]:
+def full_disk_named(folder: Path, what: str, needed_bytes: int | None = None) -> Iterator[None]:
     """Turn a full disk into an error that names what was being written.
+
+    Args:
+        folder: on the disk.
+        what: was being written.
+        needed_bytes: space that it needs; None if nobody knows.
 
     Raises:
         BundleError: in place of the system's error.
@@ -120,8 +125,9 @@ def full_disk_named(folder: Path, needed_bytes: int, what: str) -> Iterator[None
         raise BundleError(
             f"disk of {folder}",
             got=f"{error.strerror} while writing {what}",
-            expected=f"{_gb(needed_bytes)} for it",
-            fix="Free some space, or choose another disk, and run again with --resume; no partial file was left.",
+            expected="room for it" if needed_bytes is None else f"{_gb(needed_bytes)} for it",
+            fix="Free some space, or choose another disk with -o, --cache-dir or --store, and run again with --resume; "
+            "no partial file was left.",
         ) from error
 
 

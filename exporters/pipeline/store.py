@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import platform
@@ -18,15 +17,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from edgekv.bundle import FileRecord, atomic_file, file_hashes, is_plain_path, record_files, remove_directory
-from edgekv.errors import BundleError, EdgeKVError, ServiceError, UsageError
+from edgekv.errors import EdgeKVError, ServiceError, UsageError
 from edgekv.json_file import decode_json, read_json
 from edgekv.system import CACHE_VARIABLE, cache_folder, is_alive
+from exporters.resources import full_disk_named
 
 RECORD = "piece.json"
 _WHOLE = "the record of a finished piece"
 _AGAIN = "Run the same command again: it is made again."
 _PARTIAL = ".partial-"
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _proven: dict[Path, list[tuple[str, int, int, int]]] = {}  # files that this process has hashed
 
 T = TypeVar("T")
@@ -283,17 +282,9 @@ class PieceStore:
         """
         partial = self.folder / f"{_PARTIAL}{platform.node()}+{os.getpid()}+{uuid.uuid4().hex}"
         try:
-            partial.mkdir(parents=True)
-            yield partial
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            raise BundleError(
-                f"disk of {self.folder}",
-                got=f"{error.strerror} while writing the piece {kind}",
-                expected="room for it",
-                fix="Free some space, or choose another disk with --cache-dir or --store, and run again with --resume.",
-            ) from error
+            with full_disk_named(self.folder, f"the piece {kind}"):
+                partial.mkdir(parents=True)
+                yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
