@@ -17,6 +17,7 @@ import edgekv
 from devices import find
 from edgekv import qnn
 from edgekv.bundle import open_bundle
+from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -119,6 +120,19 @@ def test_options_that_no_checkpoint_fits_are_refused(changes, words):
     with pytest.raises(UsageError) as caught:
         options(**changes)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--recipe", "w3a16"], "--recipe"),
+        (["--recipe", "w4a16", "--sink", "first"], "--sink: got 'first'"),
+        (["--recipe", "w4a16", "--sink", "none", "--context", "8"], "--context: got 8"),
+    ],
+)
+def test_values_of_options_are_read_from_the_command_line(tmp_path, capsys, given, words):
+    assert run(["export", str(tmp_path), "-o", str(tmp_path / "bundle"), "--device", "SM8650", *given]) == 2
+    assert words in (said := capsys.readouterr().err) and "bug" not in said
 
 
 def test_a_context_beyond_the_checkpoint_is_refused(tmp_path):

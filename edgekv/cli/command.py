@@ -320,14 +320,15 @@ def _fields(kind: type[Any], group: OptionGroup, instance: Any, *, is_optional: 
     for path in group.only:
         name, _, inner = path.partition(".")
         within.setdefault(name, []).extend([inner] if inner else [])
-    names = _Names(vars(builtins) | vars(sys.modules[kind.__module__]))
+    module = vars(sys.modules[kind.__module__])  # a lambda in an annotation finds its names there
+    names = _Names(vars(builtins) | module)
     found = {}
     for each in fields(kind):
         if group.only and each.name not in within:
             continue
         annotation = each.type
         if isinstance(annotation, str):
-            annotation = eval(annotation, {}, names)
+            annotation = eval(annotation, module, names)
         if get_origin(annotation) is Annotated:
             is_own = isinstance(instance, kind)
             default = getattr(instance, each.name) if is_own else _field_default(each)
