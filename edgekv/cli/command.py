@@ -21,13 +21,18 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin
 
 import click
 
 from edgekv.cli.output import steps_on_stderr
 from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup, Parser
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # no generic type before 8.4
 
 T = TypeVar("T")
 
@@ -236,7 +241,7 @@ class _OptionOf(click.Option):
         record = super().get_help_record(ctx)
         assert record is not None and self.name is not None
         names, text = record
-        configured = ctx.lookup_default(self.name)
+        configured = (ctx.default_map or {}).get(self.name)
         shown = _in_words(self._default) if self._shown is None else self._shown
         shown = shown if configured is None else _in_words(configured)
         return names, f"{text}  [default: {shown}]" if shown else text
@@ -256,7 +261,7 @@ class _ArgumentOf(click.Argument):
         return self.make_metavar(ctx), self._text
 
 
-class _Parsed(click.ParamType[Any]):
+class _Parsed(_ParamType):
     """A value that a parser reads."""
 
     name = "text"
