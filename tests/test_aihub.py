@@ -81,6 +81,7 @@ def test_one_profile_over_many_devices_ends_in_one_table(
     table = capsys.readouterr().out
     assert len(re.findall(r"\d+ us", table)) == 6 and "1 layers on" in table
     assert "SM8650" in table and "SM8750" in table and "QCS6490" in table
+    assert f"next: edgekv hub infer {small} --devices " in table
     (small / "hub" / S24 / f"profile_{DECODE}.json").read_text()
 
 

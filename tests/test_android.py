@@ -162,7 +162,9 @@ def test_a_push_copies_what_the_phone_needs_and_no_binary_of_single_graphs(
 ) -> None:
     assert run(["push", str(genie)]) == 0
     assert phone.files() == PUSHED
-    assert "SM-S928B, SM8650, Android 15: /data/local/tmp/edgekv/my_model" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "SM-S928B, SM8650, Android 15: /data/local/tmp/edgekv/my_model" in printed
+    assert f"next: edgekv run '{genie}' --on adb --prompt " in printed
 
 
 def test_a_second_push_copies_what_changed_and_removes_the_rest(
