@@ -134,8 +134,11 @@ def started(
         stderr: likewise.
     """
     parent = os.getpid() if dies_with_thread else 0
+    # Alone, in front of a program: reading site-packages would take longer than all else.
+    alone = ["-IS", str(Path(__file__).with_name("child_start.py"))]
+    start = ["-m", "edgekv.child_start"] if kind == "module" else alone
     child = subprocess.Popen(
-        [sys.executable, "-m", "edgekv.child_start", str(parent), kind, *command],
+        [sys.executable, *start, str(parent), kind, *command],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

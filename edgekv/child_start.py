@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import runpy
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 
@@ -23,8 +21,12 @@ def main() -> None:
         die_with(parent)
     if kind == "program":
         if os.name == "nt":  # `execv` would end this process at once, with the exit code 0
+            import subprocess
+
             sys.exit(subprocess.call(sys.argv[3:]))
         os.execv(target, sys.argv[3:])  # the death signal stays set
+    import runpy
+
     sys.argv = sys.argv[3:]
     runpy.run_module(target, run_name="__main__", alter_sys=True)
 
