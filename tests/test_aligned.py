@@ -43,7 +43,9 @@ def surveyed(checkpoint: Checkpoint, first: int = 1) -> Survey:
 
 
 def cached(trace: Trace) -> dict[str, Any]:
-    return {name: values for name, values in trace.items() if name.startswith("past_")}
+    found = {name: values for name, values in trace.items() if name.startswith("past_")}
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("architecture", SHAPES)

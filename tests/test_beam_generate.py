@@ -65,10 +65,10 @@ def text_tokens(model: edgekv.Model, embedded: Path) -> list[int]:
 @pytest.mark.htp
 @pytest.mark.parametrize(("options", "tokens"), [({"kv_update": "slot"}, 58), ({"reserve": 1.5}, 8)])
 def test_beams_that_share_memory_find_what_separate_ones_find(
-    small_export: Path, options: dict[str, Any], tokens: int
+    small_on_htp: Path, options: dict[str, Any], tokens: int
 ) -> None:
     """Bit by bit: the HTP's sums of integers do not depend on the order of the columns."""
-    model = edgekv.load(small_export, "htp", verify=False, **options)
+    model = edgekv.load(small_on_htp, "htp", verify=False, **options)
     prompt = list(range(tokens))
     result = model.generate(prompt, 5, num_beams=3, num_return_sequences=3)
     assert (result.stats.kv_bytes_beside > 0) == (tokens == 58)
@@ -108,7 +108,9 @@ def test_the_prompt_is_run_once_and_left_in_the_cache(model: edgekv.Model) -> No
 
 
 def test_text_is_the_decoding_of_the_tokens(model: edgekv.Model) -> None:
-    for sequence in model.generate(PROMPT, 20, num_beams=3, num_return_sequences=3).sequences:
+    sequences = model.generate(PROMPT, 20, num_beams=3, num_return_sequences=3).sequences
+    assert len(sequences) == 3
+    for sequence in sequences:
         assert sequence.text == model.tokenizer.decode(list(sequence.tokens))
         assert sequence.stop_reason == "length"
 
