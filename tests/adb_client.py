@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
-PHONE = Path(os.environ["ADB_PHONE"])
-SETTINGS = json.loads((PHONE / "phone.json").read_text())
+# It starts a dozen times for each push: `shutil`, `subprocess` and `pathlib` would be most of that.
+PHONE = os.environ["ADB_PHONE"]
+ROOT = f"{PHONE}/root"
 STORAGE = "/data/local/tmp"
+with open(f"{PHONE}/phone.json") as _file:
+    SETTINGS = json.load(_file)
 
 
 def main(arguments: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         return 0
     option, serial, verb, *rest = arguments
     assert option == "-s"
-    if SETTINGS["states"].get(serial) != "device" or (PHONE / "lost").exists():
+    if SETTINGS["states"].get(serial) != "device" or os.path.exists(f"{PHONE}/lost"):
         print(f"error: device '{serial}' not found", file=sys.stderr)
         return 1
     return {"shell": shell, "push": push, "pull": pull}[verb](*rest)
@@ -33,48 +33,57 @@ def main(arguments: list[str]) -> int:
 
 def shell(command: str) -> int:
     """Run a command with the phone's storage in place of its path, and say its paths as the phone would."""
-    here = str(PHONE / "root") + STORAGE
-    environment = {"PATH": f"{PHONE / 'bin'}:{os.environ['PATH']}", "ADB_PHONE": str(PHONE)}
-    run = subprocess.Popen(
-        ["sh", "-c", command.replace(STORAGE, here)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+    reading, writing = os.pipe()
+    child = os.posix_spawn(
+        "/bin/sh",
+        ["sh", "-c", command.replace(STORAGE, ROOT + STORAGE)],
+        {"PATH": f"{PHONE}/bin:{os.environ['PATH']}", "ADB_PHONE": PHONE},
+        file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1), (os.POSIX_SPAWN_DUP2, writing, 2)],
     )
-    assert run.stdout is not None
-    while chunk := run.stdout.read1():
-        sys.stdout.buffer.write(chunk.replace(str(PHONE / "root").encode(), b""))
-        sys.stdout.buffer.flush()
-    return run.wait()
+    os.close(writing)
+    while chunk := os.read(reading, 1 << 16):
+        os.write(1, chunk.replace(ROOT.encode(), b""))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def push(local: str, remote: str) -> int:
-    count = PHONE / "pushes"
-    done = int(count.read_text()) if count.exists() else 0
-    target = Path(f"{PHONE / 'root'}{remote}")
+    count, target = f"{PHONE}/pushes", ROOT + remote
+    done = int(_read(count)) if os.path.exists(count) else 0
     if done == SETTINGS.get("lost_after"):
-        (PHONE / "lost").touch()
-        target.write_bytes(Path(local).read_bytes()[:10])
+        _write(f"{PHONE}/lost", b"")
+        _write(target, _read(local)[:10])
         print("adb: error: failed to read copy response: EOF", "error: device offline", sep="\n", file=sys.stderr)
         return 1
     if done == SETTINGS.get("full_after"):
         print(f"adb: error: failed to copy '{local}': remote write failed: No space left on device", file=sys.stderr)
         return 1
-    count.write_text(str(done + 1))
-    if not remote.startswith(STORAGE) or not target.parent.is_dir():
+    _write(count, str(done + 1).encode())
+    if not remote.startswith(STORAGE) or not os.path.isdir(os.path.dirname(target)):
         print(f"adb: error: failed to copy '{local}' to '{remote}': remote Permission denied", file=sys.stderr)
         return 1
-    shutil.copyfile(local, target)
+    _write(target, _read(local))
     return 0
 
 
 def pull(remote: str, local: str) -> int:
-    source = Path(f"{PHONE / 'root'}{remote}")
-    if not source.exists():
+    import shutil
+
+    source = ROOT + remote
+    if not os.path.exists(source):
         print(f"adb: error: failed to stat remote object '{remote}': No such file or directory", file=sys.stderr)
         return 1
-    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, local)
+    (shutil.copytree if os.path.isdir(source) else shutil.copyfile)(source, local)
     return 0
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _write(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
 
 
 if __name__ == "__main__":

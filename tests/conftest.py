@@ -157,6 +157,13 @@ def small_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported(checkpoint, export_options(context=64, ar=(1, 8)))
 
 
+@pytest.fixture(scope="session")
+def small_on_htp(small_export: Path) -> Path:
+    """The same, checked and compiled for the HTP; shared, so not to be written to."""
+    options = export_options(context=64, ar=(1, 8), check_on_htp=True)
+    return exported(small_export.parent / "checkpoint", options, compiled=True)
+
+
 @pytest.fixture
 def small(small_export: Path, tmp_path: Path) -> Path:
     """A copy of it to write into."""

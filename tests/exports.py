@@ -6,6 +6,7 @@ shared folders that were written to nevertheless.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -28,6 +29,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.quantize.recipe import Recipe, find_recipe
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.dependencies import code_digest
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +39,7 @@ EXPORTS = ("exporters.export", "exporters.compile")
 KEPT_BYTES = 8 << 30
 GIVEN = "EDGEKV_TEST_PLATFORM"
 LONGEST_RUN_S = 3600
-TOKENS_OF_RANDOM_MODELS = 2048
+TOKENS_OF_RANDOM_MODELS = 1024
 """Calibration tokens of models that were never trained; more of them take seconds and show nothing more."""
 
 Contents = dict[str, tuple[int, int]]
@@ -85,6 +87,27 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
             compile_bundle(open_bundle(folder / "bundle"), options.device)
 
     return kept("export", EXPORTS, make, source, replace(options, calibration=None), calibration, compiled) / "bundle"
+
+
+def exported_architecture(folder: Path, name: str) -> Path:
+    """A shared bundle of a random model of an architecture, in a context of 64.
+
+    The recipe, the layout of keys and the type of the cache alternate.
+
+    Args:
+        folder: for the checkpoint, which is written.
+        name: one of `ARCHITECTURES`.
+    """
+    at, checkpoint = sorted(ARCHITECTURES).index(name), write_checkpoint(folder, ARCHITECTURES[name])
+    has_blocks = json.loads((checkpoint / "config.json").read_bytes())["hidden_size"] % 32 == 0
+    options = export_options(
+        ("w8a16", "w4a16", "w4a16-lpbq32" if has_blocks else "w4a16")[at % 3],
+        context=64,
+        ar=(1, 8),
+        key_layout=("rows", "columns")[at % 2],
+        kv_dtype=("u8", "s16")[at // 2 % 2],
+    )
+    return exported(checkpoint, options)
 
 
 def kept(kind: str, code: tuple[str, ...], make: Callable[[Path], object], *key: object) -> Path:

@@ -114,8 +114,8 @@ def test_size_reads_what_export_reads(tmp_path, name):
     assert any(group.context < 64 for group in groups if not group.is_state) is any(spec.windows_in(64))
 
 
-EVERY_OPERATION = ["llama-biased", "qwen3", "phi4-mini", "gemma2", "gemma3"]
-EVERY_OPERATION += ["smollm3", "granite", "olmo2", "olmo3", "ministral3", "mistral3", "exaone4", "gemma3-multimodal"]
+EVERY_OPERATION = ["llama-biased", "phi4-mini", "gemma2", "gemma3", "smollm3", "granite", "olmo2"]
+OTHERS = ["qwen2-sliding", "qwen3", "phi3", "olmo3", "ministral3", "mistral3", "exaone4", "gemma3-multimodal"]
 DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 
@@ -131,7 +131,7 @@ def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-sliding", "phi3", *EVERY_OPERATION])
+@pytest.mark.parametrize("name", EVERY_OPERATION + OTHERS)
 def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     """In layers with windows of 24 in a context of 64, on the CPU; int8 matrices of noise alone give about 32 dB."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
@@ -197,7 +197,8 @@ def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
 @pytest.mark.htp
 @pytest.mark.parametrize("name", EVERY_OPERATION)
 def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
-    """Between them they have every operation: biases, q and k norms, partial rotation, GELU, both soft caps."""
+    """Between them they have every operation: biases, norms of heads and of all heads, norms behind blocks, partial and
+    no rotation, two rotary embeddings, windows, GELU, both soft caps, multipliers."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
     tokens = [256, *checkpoint.encode(TEXT)][:32]
     bundle = calibrated(checkpoint, tmp_path)

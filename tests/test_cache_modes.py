@@ -67,11 +67,11 @@ def test_every_mode_gives_the_same_tokens(bundle: Path, wanted: list[int], mode:
 
 
 @pytest.mark.htp
-def test_every_mode_gives_the_same_bits_on_the_htp(small_export: Path) -> None:
+def test_every_mode_gives_the_same_bits_on_the_htp(small_on_htp: Path) -> None:
     """From 30 tokens on, where another step of the prefill graph becomes necessary."""
     text = list(range(34))
     logits = [
-        _logits(_load(small_export, mode, "htp"), text[:30], text[30:])
+        _logits(_load(small_on_htp, mode, "htp"), text[:30], text[30:])
         for mode in ("always", "disabled", "long-sequence-only(32)")
     ]
     assert logits[0].std() > 0
@@ -126,10 +126,9 @@ def test_a_conversation_goes_on_where_it_ended(model: edgekv.Model) -> None:
     assert tokens == _ids(model.generate(turn, 10))
 
 
-@pytest.mark.parametrize("engine", ["cpu", "htp"])
-def test_an_answer_can_be_asked_for_again(bundle: Path, small_export: Path, engine: str) -> None:
+def test_an_answer_can_be_asked_for_again(bundle: Path) -> None:
     """The same prompt, and one that departs from it: the common beginning is kept, the rest is dropped."""
-    model = _load(bundle if engine == "cpu" else small_export, engine=engine)
+    model = _load(bundle)
     prompt = model.encode(PROMPT)
     other = [*prompt[:-3], *model.encode("(name)")]
     first = _ids(model.generate(prompt, 4, sequence=1))
@@ -156,9 +155,17 @@ def test_a_conversation_goes_on_beyond_a_sliding_window(bundle: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "kv_update"), [("cpu", "slot"), ("cpu", "pointer-shift"), ("htp", "pointer-shift")])
-def test_sequences_take_turns(bundle: Path, small_export: Path, engine: str, kv_update: str) -> None:
-    model = edgekv.load(bundle if engine == "cpu" else endless(small_export), engine, kv_update=kv_update, verify=False)
+@pytest.mark.parametrize("kv_update", ["slot", "pointer-shift"])
+def test_sequences_take_turns(bundle: Path, kv_update: str) -> None:
+    _take_turns(edgekv.load(bundle, kv_update=kv_update, verify=False))
+
+
+@pytest.mark.htp
+def test_sequences_take_turns_on_the_htp(small_on_htp: Path) -> None:
+    _take_turns(edgekv.load(endless(small_on_htp), "htp", kv_update="pointer-shift", verify=False))
+
+
+def _take_turns(model: edgekv.Model) -> None:
     prompts = [PROMPT, "class Reader:\n", "The module "]
     alone = [_ids(model.generate(prompt, 4)) for prompt in prompts]
     together = [model.generate(prompt, 4, sequence=i) for i, prompt in enumerate(prompts[:2])]

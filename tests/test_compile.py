@@ -18,7 +18,7 @@ from exporters.export import ExportOptions, export_bundle
 from exporters.htp.binary import check_target
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
-from tests.exports import export_options, exported, small_options
+from tests.exports import small_options
 
 pytestmark = pytest.mark.htp
 
@@ -37,11 +37,9 @@ def compiled(compiled_bundle):
 
 
 @pytest.fixture(scope="module")
-def small_compiled(tmp_path_factory, small_export):
+def small_compiled(tmp_path_factory, small_on_htp):
     """A small random model, where the model does not matter, to write into."""
-    options = export_options(device="Snapdragon 8 Gen 3", context=64, ar=(1, 8), check_on_htp=True)
-    made = exported(small_export.parent / "checkpoint", options, compiled=True)
-    folder = shutil.copytree(made, tmp_path_factory.mktemp("small_compiled") / "bundle")
+    folder = shutil.copytree(small_on_htp, tmp_path_factory.mktemp("small_compiled") / "bundle")
     return folder, record_of(folder)
 
 
@@ -69,7 +67,8 @@ def test_every_chip_of_the_catalogue_is_targeted_for_real(small_compiled, soc):
     assert (record.soc, record.arch, len(record.binaries)) == (soc, find(soc).arch, 1)
 
 
-def test_an_export_that_compiles_checks_and_writes_binaries_at_once(tmp_path):
+def test_an_export_that_compiles_writes_the_bytes_of_an_export_that_is_compiled_later(tmp_path):
+    """In another folder too, and each time."""
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
     options, peaks = small_options(context=64, ar=(1, 8), check_on_htp=True), {}
     made = export_bundle(checkpoint, tmp_path / "at-once", replace(options, compile=True), watch=peaks.__setitem__)
@@ -80,10 +79,6 @@ def test_an_export_that_compiles_checks_and_writes_binaries_at_once(tmp_path):
     at_once = open_compiled(opened, "SM8650", apart.compiler)
     assert at_once is not None and at_once.manifest.binaries == apart.binaries
     assert at_once.manifest.files == apart.files, "the same bytes"
-    assert (
-        edgekv.load(opened, "htp").score([3, 4, 5]).tolist()
-        == edgekv.load(open_bundle(tmp_path / "apart"), "htp").score([3, 4, 5]).tolist()
-    )
     assert peaks.keys() == {binary.file for binary in apart.binaries}
 
 
@@ -93,40 +88,20 @@ def test_compiling_at_once_needs_graphs_that_are_checked(options):
         ExportOptions(device=find("SM8650"), recipe=find_recipe("w8a16"), compile=True, **options)
 
 
-def test_the_same_bundle_compiles_to_the_same_bytes_in_another_folder(small_compiled, tmp_path):
-    folder, record = small_compiled
-    shutil.copytree(folder, copy := tmp_path / "a" / "copy", ignore=shutil.ignore_patterns("compiled"))
-    assert compile_bundle(open_bundle(copy), find("SM8650")) == record
-    for name in record.files:
-        assert (copy / "compiled" / "SM8650" / name).read_bytes() == (
-            folder / "compiled" / "SM8650" / name
-        ).read_bytes()
-
-
-def test_exporting_and_compiling_twice_writes_the_same_bytes(tmp_path):
-    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
-    options = small_options(context=32, ar=(1, 8), check_on_htp=True, compile=True)
-    records = []
-    for name in ("one", "two"):
-        export_bundle(checkpoint, tmp_path / name, options)
-        records.append(record_of(tmp_path / name))
-    assert records[0] == records[1]
-
-
 def test_a_compiled_bundle_still_opens(compiled):
     assert open_bundle(compiled[0]).manifest.device == "SM8650"
 
 
-def test_compiling_again_needs_force(small_compiled):
-    opened = open_bundle(small_compiled[0])
+def test_compiling_again_needs_force(small_compiled, tmp_path):
+    opened = open_bundle(shutil.copytree(small_compiled[0], tmp_path / "copy"))
     with pytest.raises(UsageError, match="--force"):
-        compile_bundle(opened, find("SM8650"))
-    assert compile_bundle(opened, find("SM8650"), force=True) == small_compiled[1]
+        compile_bundle(opened, find("SM8650"), each=False)
+    assert compile_bundle(opened, find("SM8650"), force=True, each=False).binaries == small_compiled[1].binaries[-1:]
 
 
-def test_a_compiled_graph_runs_like_the_one_it_was_made_from(compiled):
+def test_a_compiled_graph_runs_like_the_one_it_was_made_from(small_compiled):
     """In a child process: the library that loads context binaries can crash."""
-    folder, record = compiled
+    folder, record = small_compiled
     program = """
 import sys, numpy as np
 from pathlib import Path
@@ -145,13 +120,13 @@ assert set(outputs[0]) == set(outputs[1])
 assert all((outputs[1][name] == value).all() for name, value in outputs[0].items())
 print("equal")
 """
-    wrapper = folder / "compiled" / "SM8650" / record.binaries[0].wrappers["ar1_cl128"]
-    command = [sys.executable, "-c", program, str(folder / "ar1_cl128.onnx"), str(wrapper)]
+    wrapper = folder / "compiled" / "SM8650" / record.binaries[0].wrappers["ar1_cl64"]
+    command = [sys.executable, "-c", program, str(folder / "ar1_cl64.onnx"), str(wrapper)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] == "equal"
 
 
-def test_the_engine_loads_what_was_compiled_and_gives_the_same_tokens(compiled, tmp_path):
-    folder, record = compiled
+def test_the_engine_loads_what_was_compiled_and_gives_the_same_tokens(small_compiled, tmp_path):
+    folder, record = small_compiled
     shutil.copytree(folder, bare := tmp_path / "bare", ignore=shutil.ignore_patterns("compiled"))
     wrappers = {graph: name for b in record.binaries if b.graphs == 1 for graph, name in b.wrappers.items()}
     found = make_engine(open_bundle(folder), EngineOptions("htp")).compiled

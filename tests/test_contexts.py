@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import edgekv
 from devices import find
-from edgekv.bundle import open_bundle
+from edgekv import qnn
+from edgekv.bundle import open_bundle, open_compiled
 from edgekv.cli import run
 from edgekv.engine.graphs import choose_context
 from edgekv.errors import UsageError
-from exporters.compile import compile_bundle
 from exporters.export import ExportOptions
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
@@ -25,11 +25,24 @@ DEVICE = find("SM8650")
 PROMPT = [(7 * i) % 200 + 3 for i in range(20)]
 
 
+MADE = {"one": (48,), "three": (32, 16, 48)}
+
+
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("contexts") / "checkpoint")
-    made = {"one": (48,), "three": (32, 16, 48)}
-    return {name: exported(checkpoint, export_options(context=context, ar=(1, 8))) for name, context in made.items()}
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("contexts") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def bundles(checkpoint: Path) -> dict[str, Path]:
+    return {name: exported(checkpoint, export_options(context=context, ar=(1, 8))) for name, context in MADE.items()}
+
+
+@pytest.fixture(scope="module")
+def compiled(checkpoint: Path) -> dict[str, Path]:
+    """The same for the HTP."""
+    options = {name: export_options(context=context, ar=(1, 8)) for name, context in MADE.items()}
+    return {name: exported(checkpoint, each, compiled=True) for name, each in options.items()}
 
 
 def test_each_context_has_its_graphs_and_all_have_one_set_of_weights(bundles: dict[str, Path]) -> None:
@@ -44,11 +57,8 @@ def test_each_context_has_its_graphs_and_all_have_one_set_of_weights(bundles: di
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["cpu", "htp"])
-@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
-def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path], engine: str, strategy: str) -> None:
-    """Bit by bit on the HTP; on the CPU a longer row of attention weights may be summed in another order."""
+def climbed(bundles: dict[str, Path], engine: str, strategy: str) -> dict[str, NDArray[np.int64]]:
+    """Integer logits `[48 - 20 + 1, V]` of a prompt and of single tokens, up to the end of the largest context."""
     logits = {}
     for name, folder in bundles.items():
         model = edgekv.load(folder, engine, kv_update=strategy)
@@ -58,19 +68,29 @@ def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path],
         copied = model.cache.stats.bytes_copied
         assert copied == (0 if strategy == "pointer-shift" else 48 * 2 * 2 * 2 * 16)
         assert len({graph.record.context for graph in model.engine.graphs.loaded}) == (1 if name == "one" else 3)
-    if engine == "htp":
-        assert np.array_equal(logits["one"], logits["three"])
-    assert np.abs(logits["one"] - logits["three"]).max() <= 64
     assert logits["one"].std() > 1000
+    return logits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "strategy"), [("cpu", "slot"), ("cpu", "pointer-shift"), ("htp", "pointer-shift")])
-def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], engine: str, strategy: str) -> None:
-    """The memory moves under sessions that are bound to it; bit by bit on both engines, as the graphs are the same."""
+@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path], strategy: str) -> None:
+    """On the CPU a longer row of attention weights may be summed in another order."""
+    logits = climbed(bundles, "cpu", strategy)
+    assert np.abs(logits["one"] - logits["three"]).max() <= 64
+
+
+@pytest.mark.htp
+def test_the_contexts_are_climbed_bit_by_bit_on_the_htp(compiled: dict[str, Path]) -> None:
+    logits = climbed(compiled, "htp", "pointer-shift")
+    assert np.array_equal(logits["one"], logits["three"])
+
+
+def grown(bundle: Path, engine: str, strategy: str) -> None:
+    """The memory moves under sessions that are bound to it; the same bits, as the graphs are the same."""
     logits = {}
     for growth in (None, "staggered", "together"):
-        model = edgekv.load(bundles["three"], engine, kv_update=strategy, kv_growth=growth)
+        model = edgekv.load(bundle, engine, kv_update=strategy, kv_growth=growth)
         rows = [model.session.feed(PROMPT[:9]).copy()]
         rows += [model.session.feed([(11 * t) % 200]).copy() for t in range(48 - 9)]
         logits[growth] = np.stack(rows)
@@ -78,6 +98,17 @@ def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], engine
         assert model.cache.stats.reallocations == (0 if growth is None else 4)
     assert np.array_equal(logits[None], logits["staggered"])
     assert np.array_equal(logits[None], logits["together"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
+def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], strategy: str) -> None:
+    grown(bundles["three"], "cpu", strategy)
+
+
+@pytest.mark.htp
+def test_a_cache_that_grows_gives_the_same_bits_on_the_htp(compiled: dict[str, Path]) -> None:
+    grown(compiled["three"], "htp", "pointer-shift")
 
 
 @pytest.mark.slow
@@ -137,8 +168,10 @@ def test_a_kept_sequence_goes_on_across_contexts(bundles: dict[str, Path]) -> No
 
 
 @pytest.mark.htp
-def test_one_binary_holds_all_graphs(bundles: dict[str, Path], tmp_path: Path) -> None:
-    record = compile_bundle(open_bundle(shutil.copytree(bundles["three"], tmp_path / "three")), DEVICE)
+def test_one_binary_holds_all_graphs(compiled: dict[str, Path]) -> None:
+    found = open_compiled(open_bundle(compiled["three"]), "SM8650", qnn.compiler())
+    assert found is not None
+    record = found.manifest
     shared = record.binaries[-1]
     assert [*shared.wrappers] == [f"ar{ar}_cl{context}" for context in (16, 32, 48) for ar in (1, 8)]
     alone = sum(record.files[binary.file].bytes for binary in record.binaries[:-1])

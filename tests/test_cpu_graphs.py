@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import MemoryBinding
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.cpu_graphs import any_step, outputs, source_of
-from tests.exports import export_options, exported
+from tests.exports import export_options, exported, exported_architecture
 
 
 def assert_same_bits(bundle: Bundle) -> None:
@@ -37,16 +36,10 @@ def test_the_built_graph_has_the_bits_of_the_exported_one(bundle: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_has_the_bits_of_the_exported_graph(tmp_path: Path, architecture: str, layout: Any) -> None:
-    """AR-1 and AR-8, and the graph that scores; the recipe and the cache's type alternate."""
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
-    at = sorted(ARCHITECTURES).index(architecture) + (layout == "columns")
-    has_blocks = architecture != "smollm2"  # 48 channels
-    recipe, kv_dtype = ("w8a16", "w4a16", "w4a16-lpbq32" if has_blocks else "w4a16")[at % 3], ("u8", "s16")[at % 2]
-    options = export_options(recipe, context=64, ar=(1, 8), key_layout=layout, kv_dtype=kv_dtype)
-    assert_same_bits(open_bundle(exported(checkpoint, options)))
+def test_every_architecture_has_the_bits_of_the_exported_graph(tmp_path: Path, architecture: str) -> None:
+    """AR-1 and AR-8, and the graph that scores."""
+    assert_same_bits(open_bundle(exported_architecture(tmp_path / "checkpoint", architecture)))
 
 
 @pytest.mark.slow

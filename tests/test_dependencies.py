@@ -41,7 +41,8 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from tests.exports import export_options
 
-options = export_options(sys.argv[3], context=64, ar=(1, 4), calibration_tokens=64, check_on_htp=True, compile=True)
+chosen = {"context": 64, "ar": (1, 4), "calibration_tokens": 64, "check_on_htp": True, "compile": True}
+options = export_options("w4a16-lpbq32-updown8", **chosen)
 export_bundle(Checkpoint.open(sys.argv[1]), Path(sys.argv[2]), options)
 """
 
@@ -77,12 +78,11 @@ def test_serving_prefixes_and_sessions_are_no_part_of_exporting():
 
 @pytest.mark.htp
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["w8a16", "w4a16-lpbq32-updown8"])
-def test_all_functions_that_exporting_calls_are_in_files_of_the_key(tmp_path: Path, recipe: str):
+def test_all_functions_that_exporting_calls_are_in_files_of_the_key(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(OBSERVE)
     checkpoint = write_checkpoint(tmp_path / "checkpoint", {"num_hidden_layers": 1})
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OBSERVED": str(tmp_path / "observed")}
-    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(tmp_path / "bundle"), recipe]
+    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(tmp_path / "bundle")]
     subprocess.run(command, env=environment, cwd=ROOT, check=True)
     ran = {Path(line) for line in (tmp_path / "observed").read_text().splitlines()}
     ran = {file for file in ran if ROOT in file.parents and file.relative_to(ROOT).parts[0] in PACKAGES}

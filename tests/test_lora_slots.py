@@ -37,8 +37,8 @@ def test_slots_without_an_adapter_change_no_bit(slots: Path, small_export: Path,
 
 
 @pytest.mark.htp
-def test_slots_without_an_adapter_change_no_bit_on_the_htp(slots: Path, small_export: Path) -> None:
-    scores = [edgekv.load(each, engine="htp").score(TOKENS) for each in (slots, small_export)]
+def test_slots_without_an_adapter_change_no_bit_on_the_htp(slots: Path, small_on_htp: Path) -> None:
+    scores = [edgekv.load(each, engine="htp").score(TOKENS) for each in (slots, small_on_htp)]
     assert np.array_equal(*scores)
 
 

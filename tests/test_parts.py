@@ -14,7 +14,7 @@ from edgekv.bundle import Bundle, open_bundle
 from exporters.graphs.parts import build_part, save_part, weight_files
 from exporters.lora.options import LoraOptions
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
-from tests.exports import export_options, exported
+from tests.exports import export_options, exported, exported_architecture
 
 EXPORTS: dict[str, dict[str, Any]] = {
     "whole": {"draft_rows": (4,)},
@@ -35,8 +35,7 @@ def test_a_part_is_built_as_it_was_exported(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_part_of_every_architecture_is_built_as_it_was_exported(name: str, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])
-    _check_parts(open_bundle(exported(checkpoint, export_options(context=128, ar=(1, 16)))))
+    _check_parts(open_bundle(exported_architecture(tmp_path / "checkpoint", name)))
 
 
 def _check_parts(bundle: Bundle) -> None:

@@ -19,7 +19,7 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KVCache, LayeredGeometry
 from edgekv.paged import paged_attention
-from edgekv.prefix import CacheRows, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
+from edgekv.prefix import CacheRows, GroupRows, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
 from edgekv.spec.geometry import KeyLayout, KvDtype
 from edgekv.text import Token
 from tests.checkpoints import write_checkpoint
@@ -80,14 +80,14 @@ def test_every_match_length_gives_the_same_tokens(
 
 
 @pytest.mark.htp
-def test_every_match_length_gives_the_same_bits_on_the_htp(small_export: Path) -> None:
-    model = _load(small_export, "htp", prefix_cache=CONFIG)
+def test_every_match_length_gives_the_same_bits_on_the_htp(small_on_htp: Path) -> None:
+    model = _load(small_on_htp, "htp", prefix_cache=CONFIG)
     store, text = model.prefix_store, list(range(60))
     assert store is not None
     found, rows = {}, np.empty(0, np.uint8)
     for length in (0, *EDGES):
         if length:
-            store.insert(text[:length], rows[:, :length], salt=f"{length}", ended=True)
+            store.insert(text[:length], GroupRows([rows[:, :length]]), salt=f"{length}", ended=True)
         generation = model.generate(text, 1, cache_salt=f"{length}")
         list(generation)
         assert generation.stats.cache.restored_tokens == length
