@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +113,25 @@ def audit(folder: Path, limit_bytes: int | None = None, *, whole: bool = True) -
     assert not whole or not [row for row in rows if row.chained and row.start and (row.parent, row.part) not in held]
     if limit_bytes is not None:
         assert sum(row.size_bytes for row in rows) <= limit_bytes
+
+
+def drawn(seed: int) -> Iterator[Tokens]:
+    """Sequences of which many begin alike."""
+    draw = random.Random(seed)
+    while True:
+        begin = draw.randrange(12)
+        yield tuple(begin * 100 + i for i in range(8)) + tuple(
+            draw.randrange(1000) for _ in range(draw.randrange(1, 24))
+        )
+
+
+def work(folder: Path, seed: int, disk_bytes: int) -> None:
+    """Match, insert and save until killed; each line says that what was drawn up to a number is saved."""
+    store = opened(folder, max_bytes=40 * STEP * TOKEN_BYTES, disk_cache_size=disk_bytes)
+    for number, tokens in enumerate(drawn(seed)):
+        match = store.match(tokens)
+        assert np.array_equal(fetch(store, match)[0], rows_of(tokens[: match.tokens]))
+        if store.insert(tokens, source(tokens), ended=True) < len(tokens):
+            raise AssertionError("the memory is large enough")
+        store.save()
+        print(number, flush=True)

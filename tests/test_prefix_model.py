@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +30,20 @@ from edgekv.prefix import (
     StoreConfig,
     TokenRangeRetentionConfig,
 )
-from tests.prefix_cases import GEOMETRY, STEP, TOKEN_BYTES, Tokens, audit, fetch, files, opened, rows_of, source, split
+from tests.prefix_cases import (
+    GEOMETRY,
+    STEP,
+    TOKEN_BYTES,
+    Tokens,
+    audit,
+    drawn,
+    fetch,
+    files,
+    opened,
+    rows_of,
+    source,
+    split,
+)
 
 Name = tuple[str | None, Tokens]
 
@@ -336,28 +349,6 @@ TestRestarted.settings = settings(max_examples=60, stateful_step_count=40, deadl
 # ---------------------------------------------------------------------- kills
 
 
-def drawn(seed: int) -> Iterator[Tokens]:
-    """Sequences of which many begin alike."""
-    draw = random.Random(seed)
-    while True:
-        begin = draw.randrange(12)
-        yield tuple(begin * 100 + i for i in range(8)) + tuple(
-            draw.randrange(1000) for _ in range(draw.randrange(1, 24))
-        )
-
-
-def work(folder: Path, seed: int, disk_bytes: int) -> None:
-    """Match, insert and save until killed; each line says that what was drawn up to a number is saved."""
-    store = opened(folder, max_bytes=40 * STEP * TOKEN_BYTES, disk_cache_size=disk_bytes)
-    for number, tokens in enumerate(drawn(seed)):
-        match = store.match(tokens)
-        assert np.array_equal(fetch(store, match)[0], rows_of(tokens[: match.tokens]))
-        if store.insert(tokens, source(tokens), ended=True) < len(tokens):
-            raise AssertionError("the memory is large enough")
-        store.save()
-        print(number, flush=True)
-
-
 def kill_often(folder: Path, kills: int, operations: int, disk_bytes: int, *, whole: bool) -> tuple[int, int, int]:
     """Operations done, sequences lost and rows that are wrong, over so many killed processes.
 
@@ -368,30 +359,26 @@ def kill_often(folder: Path, kills: int, operations: int, disk_bytes: int, *, wh
         disk_bytes: limit of the folder.
         whole: whether the limit is so large that nothing may be lost.
     """
-    pause, done, lost, wrong = random.Random(0), 0, 0, 0
-    saved: set[Tokens] = set()
+    draw, done, lost, wrong = random.Random(0), 0, 0, 0
+    saved: list[Tokens] = []
     for kill in range(kills):
-        command = [
-            sys.executable,
-            "-c",
-            f"from tests.test_prefix_model import *; work(Path({str(folder)!r}), {kill}, {disk_bytes})",
-        ]
-        least = max(1, (operations - done) // (3 * (kills - kill))) if operations else pause.randrange(1, 12)
+        call = f"from tests.prefix_cases import *; work(Path({str(folder)!r}), {kill}, {disk_bytes})"
+        command = [sys.executable, "-c", call]
+        least = max(1, (operations - done) // (3 * (kills - kill))) if operations else draw.randrange(1, 12)
+        fresh = []
         with subprocess.Popen(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             for count, tokens in zip(range(least), drawn(kill), strict=False):
-                line = child.stdout.readline()
-                assert line.strip() == str(count)
-                saved.add(tokens)
+                assert child.stdout.readline().strip() == str(count)
+                fresh.append(tokens)
                 done += 3
-            # In the middle of what follows, wherever that is.
-            deadline = pause.uniform(0, 0.02)
-            signal.sigtimedwait([], deadline)
+            time.sleep(draw.uniform(0, 0.02))  # in the middle of what follows, wherever that is
             os.kill(child.pid, signal.SIGKILL)
         store = opened(folder, disk_cache_size=disk_bytes)
         assert not list(folder.glob(".*partial*"))
         audit(folder, disk_bytes)
-        for tokens in saved:
+        saved += fresh
+        for tokens in saved if kill == kills - 1 else [*fresh, *draw.sample(saved, min(20, len(saved)))]:
             match = store.match(tokens)
             wrong += not np.array_equal(fetch(store, match)[0], rows_of(tokens[: match.tokens]))
             lost += whole and match.tokens < len(tokens)
