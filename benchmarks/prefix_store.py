@@ -6,7 +6,8 @@ Sequences share one of 20 prefixes of 8 blocks, followed by 8 blocks of their ow
 be, so that the first table measures the search. `list scan` keeps all sequences in a list and compares each new one
 with all of them, token by token; it is run on fewer sequences, since its cost grows with their square. The second
 table copies a prefix of Llama-3.2-1B's cache shape into strided memory, against a plain copy of as many bytes;
-the two take turns.
+the two take turns. The third is about a folder: what a process pays for 2,000 blocks that another one has saved since
+its last call, and how long `edgekv prefix ls` reads for 100 sequences of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from rich.console import Console
@@ -24,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.turns import by_turns
 from edgekv.kv import Geometry
-from edgekv.prefix import GroupRows, PrefixStore, StoreConfig
+from edgekv.prefix import GroupRows, PrefixStore, StoreConfig, stored_prefixes
 
 STEP, SHARED_BLOCKS, OWN_BLOCKS, BEGINNINGS = 32, 8, 8, 20
 SMALL = Geometry(layers=1, kv_heads=1, head_dim=1, context=1024)
@@ -128,15 +131,60 @@ def restore(tokens: int, rounds: int = 15) -> Table:
     return table
 
 
+def folder_times(sequences: int, foreign_blocks: int) -> Table:
+    """Milliseconds of a match after blocks of another process, and of a listing."""
+    draw = random.Random(0)
+    context = 4096
+    rows = GroupRows([np.zeros((SMALL.tensors, context, SMALL.head_dim), np.uint8)])
+
+    def opened(folder: str) -> PrefixStore:
+        return PrefixStore(SMALL, StoreConfig(disk_folder=Path(folder)), fingerprint="benchmark")
+
+    def save(store: PrefixStore, tokens: int, count: int) -> Tokens:
+        for _ in range(count):
+            last = tuple(draw.randrange(128_000) for _ in range(tokens))
+            store.insert(last, rows)
+        store.save()
+        return last
+
+    def milliseconds(call: Callable[[], object]) -> float:
+        began = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - began) / 1e6
+
+    times: dict[str, list[float]] = {"match of none of them": [], "match of 512 tokens of them": []}
+    with TemporaryDirectory() as folder:
+        one, other = opened(folder), opened(folder)
+        for _ in range(5):
+            found = save(one, 512, foreign_blocks // 16)
+            times["match of none of them"].append(milliseconds(partial(other.match, tuple(range(512)))))
+            save(one, 512, foreign_blocks // 16)
+            times["match of 512 tokens of them"].append(milliseconds(partial(other.match, found)))
+    with TemporaryDirectory() as folder:
+        save(opened(folder), context, sequences)
+        times[f"list {sequences} sequences of {context:,} tokens"] = [
+            milliseconds(partial(stored_prefixes, Path(folder))) for _ in range(5)
+        ]
+    table = Table(title=f"a folder, after {foreign_blocks:,} blocks of another process")
+    table.add_column("call")
+    table.add_column("ms", justify="right")
+    for name, each in times.items():
+        table.add_row(name, f"{statistics.median(each):.2f}")
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=10_000)
     parser.add_argument("--naive", type=int, default=1_000, help="sequences for the list scan")
     parser.add_argument("--tokens", type=int, default=2_000, help="tokens of the restored prefix")
+    parser.add_argument("--listed", type=int, default=100, help="sequences of the listed folder")
+    parser.add_argument("--foreign-blocks", type=int, default=2_000, help="blocks that another process saves")
     args = parser.parse_args()
     console = Console()
     console.print(throughput(args.sequences, args.naive))
     console.print(restore(args.tokens))
+    console.print(folder_times(args.listed, args.foreign_blocks))
 
 
 if __name__ == "__main__":
