@@ -1,0 +1,144 @@
+"""The engine: requests are queued, advanced by steps and ended, and each has the tokens that it has alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgekv
+from edgekv import SamplingParams
+from edgekv.engine import POOLED, Engine, Request, Scores, Sequence
+from edgekv.errors import EngineError, UsageError
+from edgekv.prefix import StoreConfig
+from edgekv.text import Token
+from tests.endless import endless
+
+PARAMS = SamplingParams(max_new_tokens=6)
+PROMPTS = [tuple(np.random.default_rng(seed).integers(5, 250, 4 + 5 * seed).tolist()) for seed in range(6)]
+STORE = StoreConfig(tokens_per_block=4, max_bytes=1 << 22)
+
+
+@pytest.fixture(scope="module")
+def bundle(small_export: Path) -> Path:
+    return endless(small_export)
+
+
+@pytest.fixture
+def model(bundle: Path) -> Any:
+    """Whose answers do not depend on what is cached."""
+    with edgekv.load(bundle, threads=1, reproducible=True, prefix_cache=STORE, verify=False) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def alone(bundle: Path) -> dict[tuple[int, ...], list[int]]:
+    with edgekv.load(bundle, threads=1, reproducible=True, verify=False) as loaded:
+        return {prompt: [token.id for token in loaded.generate(prompt, PARAMS)] for prompt in PROMPTS}
+
+
+def request(number: int, **options: Any) -> Request:
+    return Request(PROMPTS[number], PARAMS, **{"cache": POOLED, **options})
+
+
+def run(engine: Engine) -> dict[Sequence, list[int]]:
+    """The tokens of all requests, to their end."""
+    found: dict[Sequence, list[int]] = {}
+    while engine.running or engine.waiting:
+        for sequence, event in engine.step():
+            assert isinstance(event, Token)
+            found.setdefault(sequence, []).append(event.id)
+    return found
+
+
+def test_more_requests_than_caches_take_turns_in_the_order_of_their_arrival(model: edgekv.Model, alone: Any) -> None:
+    engine = model.engine
+    engine.most_sequences = 2
+    added = [engine.add(request(number)) for number in range(6)]
+    assert engine.step() and [*engine.running] == added[:2] and [*engine.waiting] == added[2:]
+    found = run(engine)
+    assert [each for each in found if each in added[2:]] == added[2:]
+    assert all(found[each][-5:] == alone[each.request.tokens][-5:] for each in added)
+    assert len(engine.pool) == 2 and engine.pool.taken == 0
+
+
+def test_any_order_of_requests_steps_and_aborts_gives_each_its_own_tokens(model: edgekv.Model, alone: Any) -> None:
+    engine, chance = model.engine, random.Random(7)
+    engine.most_sequences = 3
+    found: dict[Sequence, list[int]] = {}
+    for _ in range(400):
+        if chance.random() < 0.2 and len(engine.waiting) < 5:
+            engine.add(request(chance.randrange(6), salt=chance.choice((None, "a"))))
+        if chance.random() < 0.05 and (live := [*engine.running, *engine.waiting]):
+            engine.abort(chance.choice(live))
+        for sequence, event in engine.step():
+            assert isinstance(event, Token)
+            found.setdefault(sequence, []).append(event.id)
+    for sequence, tokens in run(engine).items():
+        found.setdefault(sequence, []).extend(tokens)
+    whole = [each for each in found if each.stop_reason == "length"]
+    assert len(whole) > 30 and len(found) > len(whole)
+    assert all(tokens == alone[each.request.tokens][: len(tokens)] for each, tokens in found.items())
+    assert engine.pool.taken == 0 and engine.holder(None) is None
+
+
+def test_a_failing_step_ends_its_request_alone(
+    model: edgekv.Model, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = model.engine
+    broken, whole = engine.add(request(0)), engine.add(request(1))
+    real = Engine.advance
+
+    def advance(engine: Engine, sequence: Sequence, most: int | None = None) -> Any:
+        if sequence is broken and len(sequence.output.tokens) == 2:  # type: ignore[union-attr]
+            raise EngineError("engine", got="a fault", expected="a step", fix="Try again.")
+        return real(engine, sequence, most)
+
+    monkeypatch.setattr(Engine, "advance", advance)
+    events = [each for _ in range(8) for each in engine.step()]
+    assert [type(event) for sequence, event in events if sequence is broken] == [Token, Token, EngineError]
+    assert [event.id for sequence, event in events if sequence is whole] == alone[PROMPTS[1]]  # type: ignore[union-attr]
+    assert broken.has_ended and engine.pool.taken == 0
+
+
+def test_a_request_that_cannot_begin_is_told_and_holds_nothing(model: edgekv.Model) -> None:
+    with pytest.raises(UsageError, match="lora: got a bundle without slots"):
+        model.engine.add(request(0, lora="calm"))
+    model.engine.add(request(0, cache=1 << 70))
+    ((sequence, event),) = model.engine.step()
+    assert isinstance(event, UsageError) and sequence.has_ended
+    assert not model.engine.running and not model.engine.waiting and model.engine.holder(1 << 70) is None
+
+
+def test_a_later_request_displaces_the_one_that_has_its_cache(model: edgekv.Model) -> None:
+    engine = model.engine
+    first = engine.start(request(0, cache=3))
+    assert engine.advance(first) and engine.holder(3) is first
+    second = engine.start(request(0, cache=3))
+    assert first.is_displaced and first.has_ended and engine.holder(3) is second
+    engine.abort(first)
+    assert engine.holder(3) is second
+    engine.abort(second)
+    assert engine.holder(3) is None
+
+
+def test_equal_prompts_are_read_once(model: edgekv.Model, alone: Any) -> None:
+    added = [model.engine.add(request(5)) for _ in range(3)]
+    found = run(model.engine)
+    assert all(found[each] == alone[PROMPTS[5]] for each in added)
+    computed = [each.use.computed_tokens for each in added]
+    assert computed[0] >= len(PROMPTS[5]) + 5 > computed[1] == computed[2]
+
+
+def test_a_prompt_is_scored_before_its_answer(model: edgekv.Model, alone: Any) -> None:
+    sequence = model.engine.add(request(3, scores=True))
+    other = model.engine.add(Request(PROMPTS[2], scores=True))  # of the same cache: it waits
+    events = [each for _ in range(40) for each in model.engine.step()]
+    rows = [event.rows for each, event in events if each is sequence and isinstance(event, Scores)]
+    np.testing.assert_array_equal(np.concatenate(rows), model.score(PROMPTS[3]))
+    assert [event.id for each, event in events if each is sequence and isinstance(event, Token)] == alone[PROMPTS[3]]
+    rows = [event.rows for each, event in events if each is other and isinstance(event, Scores)]
+    assert len(np.concatenate(rows)) == len(PROMPTS[2]) and other.has_ended
