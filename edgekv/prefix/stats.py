@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -53,7 +52,7 @@ class StoreStats:
 
     def held(self, memory: tuple[int, int], disk: tuple[int, int]) -> StoreStats:
         """A copy, with the blocks and bytes that are held now."""
-        copied = deepcopy(self)
+        copied = replace(self, memory=replace(self.memory), disk=replace(self.disk))
         copied.memory.blocks, copied.memory.bytes_held = memory
         copied.disk.blocks, copied.disk.bytes_held = disk
         return copied
