@@ -25,7 +25,7 @@ def test_token_by_token_the_logits_are_those_of_the_reference(tmp_path, name):
         hidden = ops.embed(windows[:, position, None], "embedding")
         for layer in range(checkpoint.spec.layers):
             hidden = decoder_layer(ops, checkpoint.spec, layer, hidden)
-        found.append(logits(ops, checkpoint.spec, checkpoint.head_key, hidden)[:, 0])
+        found.append(logits(ops, checkpoint.spec, hidden)[:, 0])
     expected = np.stack(list(Reference(checkpoint).logits(windows)))
     assert np.abs(np.stack(found, axis=1) - expected).max() < 1e-4 * np.abs(expected).max()
 

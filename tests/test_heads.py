@@ -49,7 +49,7 @@ class Uneven:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.spec, self.head_key = checkpoint.spec, checkpoint.head_key
+        self.spec = checkpoint.spec
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         stored = self._checkpoint.tensor(key)

@@ -54,10 +54,10 @@ class Renaming:
         return renamed
 
 
-def carry_out(ops: Any, spec: DecoderSpec, head: str, hidden: Any) -> None:
+def carry_out(ops: Any, spec: DecoderSpec, hidden: Any) -> None:
     for layer in range(spec.layers):
         hidden = decoder_layer(ops, spec, layer, hidden)
-    logits(ops, spec, head, hidden)
+    logits(ops, spec, hidden)
 
 
 def observed(checkpoint: Checkpoint, rename: Rename) -> dict[str, Range]:
@@ -68,14 +68,14 @@ def observed(checkpoint: Checkpoint, rename: Rename) -> dict[str, Range]:
 
     spec = checkpoint.spec
     ops = Renaming(NumpyOps(spec, Weights(checkpoint), len(TOKENS), len(TOKENS), observe), rename)
-    carry_out(ops, spec, checkpoint.head_key, ops.embed(TOKENS, "embedding"))
+    carry_out(ops, spec, ops.embed(TOKENS, "embedding"))
     return ranges
 
 
 def recorded(spec: DecoderSpec, rename: Rename) -> Mapping[str, Result]:
     recorder = ResultRecorder()
     ops = Renaming(recorder, rename)
-    carry_out(ops, spec, "lm_head.weight", ops.embed("embedding"))
+    carry_out(ops, spec, ops.embed("embedding"))
     return recorder.results
 
 

@@ -13,7 +13,6 @@ from edgekv.graphs.source import PartSource
 from edgekv.graphs.stacks import StackedOps
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.graphs.wide import WideOps
-from edgekv.spec import HEAD
 
 
 def emulated(source: PartSource, *, alike_rows: bool = False) -> onnx.ModelProto:
@@ -49,6 +48,6 @@ def _built(source: PartSource, ops: StackedOps) -> onnx.ModelProto:
         hidden = decoder_layer(ops, spec, layer, hidden)
     if part.head:
         rows = ops.select(hidden) if part.layers and source.graph.role == "prefill" else hidden
-        hidden = logits(ops, spec, HEAD, rows)
+        hidden = logits(ops, spec, rows)
     ops.give(hidden)
     return ops.finish()

@@ -14,6 +14,7 @@ from edgekv.kv import KvTensor
 from edgekv.spec import (
     CONVOLUTION_INPUTS,
     FINAL_NORM,
+    HEAD,
     HEAD_TURN,
     DecoderSpec,
     LoraTarget,
@@ -245,13 +246,13 @@ def head_inputs(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
     return ops.add(x, ops.linear(x, HEAD_TURN, "head.turn"), "head.input") if spec.vocabulary == "turned" else x
 
 
-def logits(ops: Ops[V], spec: DecoderSpec, head: str, hidden: V) -> V:
-    """The last norm and the head; `head` is the name of its matrix."""
+def logits(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
+    """The last norm and the head."""
     x = head_inputs(ops, spec, hidden)
     if spec.logits_cap is None:
-        return ops.linear(x, head, "head")
+        return ops.linear(x, HEAD, "head")
     gain = 1.0 if spec.shares_vocabulary else 1 / spec.logits_cap
-    uncapped = ops.linear(x, head, "head.uncapped", gain=gain)
+    uncapped = ops.linear(x, HEAD, "head.uncapped", gain=gain)
     return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
 
 

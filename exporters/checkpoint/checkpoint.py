@@ -244,11 +244,6 @@ class Checkpoint:
         return stored
 
     @property
-    def head_key(self) -> str:
-        """The name of the tensor that computes logits."""
-        return HEAD
-
-    @property
     def parameters(self) -> int:
         """Number of parameters; a tied head counts once."""
         return sum(int(np.prod(self._tensors[key].shape)) for key in {view.key for view in self._views.values()})

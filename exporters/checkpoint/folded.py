@@ -35,7 +35,6 @@ class FoldedCheckpoint:
             neurons: factors of neurons by layer, if they are known.
         """
         self.spec = spec = tensors.spec
-        self.head_key = tensors.head_key
         if recipe.rotation != "none" and spec.post_norms:
             raise ValueError("recipe: got a rotation of a residual with post-norms; expected none")
         self._tensors = tensors

@@ -134,7 +134,7 @@ def write_graphs(
                 progress(layer + 1)
         heads = False
         for ops, each, (graph, part) in zip(builders, hidden, parts.values(), strict=True):
-            end_part(ops, graph, part, each, tensors.head_key)
+            end_part(ops, graph, part, each)
             heads |= part.head
             if not part.head:
                 encodings[part.exit] = each.encoding  # the next part reads it

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec import EMBEDDINGS, HEAD, KeyLayout, hidden_name
+from edgekv.spec import EMBEDDINGS, KeyLayout, hidden_name
 from edgekv.system import link_or_copy
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import AS_EXPORTED, GraphForm, QdqOps
@@ -50,11 +50,11 @@ def build_part(
     return ops
 
 
-def end_part(ops: QdqOps, graph: GraphRecord, part: PartRecord, hidden: Tensor, head: str = HEAD) -> None:
-    """Give the logits or the hidden state of a part whose layers are built; `head` is the name of the head's matrix."""
+def end_part(ops: QdqOps, graph: GraphRecord, part: PartRecord, hidden: Tensor) -> None:
+    """Give the logits or the hidden state of a part whose layers are built."""
     if part.head:
         rows = ops.select(hidden) if part.layers and graph.role == "prefill" else hidden
-        ops.give_logits(logits(ops, ops.spec, head, rows))
+        ops.give_logits(logits(ops, ops.spec, rows))
     else:
         ops.give_residual(hidden)
 

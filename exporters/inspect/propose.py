@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle, BundleWeights
 from edgekv.errors import UsageError
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec.tensors import by_inputs, by_outputs, matrices
+from edgekv.spec.tensors import HEAD, by_inputs, by_outputs, matrices
 from exporters.inspect.tally import log_softmax
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule
@@ -197,21 +197,21 @@ def matrix_costs(
             states[number].append(of.replacing(replaced, layer, start))
             together[layer] += _square(states[number][-1] - exact)
     weights.drop()
-    head = {key: by_outputs(stored.matrix(key).dequantize()) for key in keys if key == tensors.head_key}
+    head = {key: by_outputs(stored.matrix(key).dequantize()) for key in keys if key == HEAD}
     divergences = [0.0] * spec.layers
     for of, (final, *others) in zip(ops, states, strict=True):
-        exact = logits(of, spec, tensors.head_key, final)
+        exact = logits(of, spec, final)
         for layer, state in enumerate(others):
-            divergences[layer] += _divergence(exact, logits(of, spec, tensors.head_key, state))
+            divergences[layer] += _divergence(exact, logits(of, spec, state))
         if head:
             of.replaced = head
-            errors[tensors.head_key] += _divergence(exact, logits(of, spec, tensors.head_key, final))
+            errors[HEAD] += _divergence(exact, logits(of, spec, final))
             of.replaced = {}
     progress("sensitivity", spec.layers + 1, spec.layers + 1)
     tokens = sum(len(text) for text in texts)
     followed = [after / max(before, 1e-30) for after, before in zip(divergences, together, strict=True)]
     return {
-        key: error / tokens * (1.0 if key == tensors.head_key else followed[int(key.split(".")[2])])
+        key: error / tokens * (1.0 if key == HEAD else followed[int(key.split(".")[2])])
         for key, error in errors.items()
     }
 

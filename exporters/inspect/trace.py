@@ -72,7 +72,7 @@ def trace_stages(
             yield stage()
         weights.drop()
     for state in states:
-        seen["logits"] = logits(ops[len(state)], spec, tensors.head_key, state)[first:]
+        seen["logits"] = logits(ops[len(state)], spec, state)[first:]
         yield stage()
 
 

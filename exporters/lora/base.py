@@ -15,7 +15,7 @@ import numpy as np
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
-from edgekv.spec import EMBEDDING, HEAD, Config, DecoderSpec, describe, views
+from edgekv.spec import EMBEDDING, Config, DecoderSpec, describe, views
 from edgekv.system import read_file
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from exporters.checkpoint.aligned import HEADS_FILE, read_heads
@@ -82,14 +82,12 @@ class LoraBase:
 
     Attributes:
         spec: the decoder.
-        head_key: see `Tensors`.
     """
 
     spec: DecoderSpec
     _arrays: Mapping[str, Floats]
     _folded: FoldedCheckpoint | None = None
     _split: SplitResidual | None = None
-    head_key: str = HEAD
 
     @classmethod
     def open(cls, bundle: Bundle) -> LoraBase:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle
 from edgekv.engine import read_sink
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec import EMBEDDING, HEAD, LOGITS, DecoderInterface, DecoderSpec, KvTensor, LoraTarget
+from edgekv.spec import EMBEDDING, LOGITS, DecoderInterface, DecoderSpec, KvTensor, LoraTarget
 from edgekv.spec.tensors import by_outputs
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import Factors
@@ -91,7 +91,7 @@ def _run(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Floats]:
     ops = _AdaptedOps(bundle, base, changes, len(hidden), observe)
     for layer in range(base.spec.layers):
         hidden = decoder_layer(ops, base.spec, layer, hidden)
-    found[LOGITS] = logits(ops, base.spec, HEAD, hidden)
+    found[LOGITS] = logits(ops, base.spec, hidden)
     return found
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from edgekv.graphs.decoder import Ops, decoder_layer, logits
 from edgekv.spec import (
-    HEAD,
     LOGITS,
     MASK,
     ROPE_SUFFIXES,
@@ -33,7 +32,7 @@ def decoder_results(spec: DecoderSpec) -> Mapping[str, Result]:
     hidden = ops.embed("embedding")
     for layer in range(spec.layers):
         hidden = decoder_layer(ops, spec, layer, hidden)
-    last = logits(ops, spec, HEAD, hidden)
+    last = logits(ops, spec, hidden)
     return ops.results | {LOGITS: replace(ops.results[last], source=last)}
 
 

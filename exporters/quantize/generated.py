@@ -51,7 +51,7 @@ def generated_windows(
         for layer in range(spec.layers):
             hidden = decoder_layer(ops, spec, layer, hidden)
         if position + 1 == tokens.shape[1]:
-            scores = logits(ops, spec, tensors.head_key, hidden)[:, 0]
+            scores = logits(ops, spec, hidden)[:, 0]
             tokens = np.append(tokens, _sampled(scores, random)[:, None], axis=1)
         progress(position + 1)
     written: NDArray[np.int64] = tokens[:, :length]

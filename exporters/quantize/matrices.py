@@ -23,7 +23,7 @@ from edgekv.graphs.decoder import (
 )
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraGroup, lora_reach
-from edgekv.spec.tensors import CONVOLUTION_INPUTS, EMBEDDING, HEAD_TURN, by_inputs, by_outputs
+from edgekv.spec.tensors import CONVOLUTION_INPUTS, EMBEDDING, HEAD, HEAD_TURN, by_inputs, by_outputs
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
@@ -232,7 +232,7 @@ class Quantizer:
 
         The head is quantized and observed some rows of the vocabulary at a time.
         """
-        ops, spec, key = self._ops, self._spec, self._tensors.head_key
+        ops, spec, key = self._ops, self._spec, HEAD
         rule = self.recipe.rule(key)
         windows = range(self.hidden.shape[1])
         if spec.vocabulary == "turned":
@@ -257,7 +257,7 @@ class Quantizer:
                 grids.append(part.grid)
             ops.quantized[key] = by_outputs(part.dequantize())
             for window in windows:
-                logits(ops, spec, key, self.hidden[-1:, window])
+                logits(ops, spec, self.hidden[-1:, window])
         ops.drop()
         if table is None:
             yield key, QuantizedWeight(integers, Grid.joined(grids))

@@ -30,10 +30,6 @@ class Tensors(Protocol):
     def spec(self) -> DecoderSpec:
         """The decoder."""
 
-    @property
-    def head_key(self) -> str:
-        """The name of the tensor that computes logits."""
-
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """A tensor as float32, or some of its rows; matrices are `[out, in]`."""
 
@@ -258,7 +254,7 @@ class Reference:
         weights = Weights(self._checkpoint)
         for state in states:
             ops = self._ops(weights, {len(state)}, observe)
-            yield logits(ops[len(state)], self._checkpoint.spec, self._checkpoint.head_key, state)
+            yield logits(ops[len(state)], self._checkpoint.spec, state)
 
     def _ops(self, weights: Weights, lengths: Iterable[int], observe: Observer | None) -> dict[int, NumpyOps]:
         return {n: NumpyOps(self._checkpoint.spec, weights, n, self._context or n, observe) for n in lengths}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec import EMBEDDING, DecoderInterface, DecoderSpec, KvTensor, by_inputs
+from edgekv.spec import EMBEDDING, HEAD, DecoderInterface, DecoderSpec, KvTensor, by_inputs
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.reach import HeadNumber, HeadReach
 from exporters.checkpoint.rotate import hadamard
@@ -81,7 +81,7 @@ def survey(
             states[window] = decoder_layer(ops, spec, layer, state)
     weights.drop()
     ops = _PartialOps(tensors, weights, max(first, 1), context)
-    last = logits(ops, spec, tensors.head_key, states[0][: max(first, 1)])[:first]
+    last = logits(ops, spec, states[0][: max(first, 1)])[:first]
     progress(spec.layers * len(states), spec.layers * len(states))
     return Survey(seen.outlier, seen.rows, last, seen.reach, seen.sizes)
 
@@ -148,7 +148,7 @@ class _PartialOps(NumpyOps):
         return self._seen(name, self._tensors.tensor(EMBEDDING, tokens))
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        if weight != self._tensors.head_key:
+        if weight != HEAD:
             return super().product(x, weight, rows, gain)
         blocks = (self._tensors.tensor(weight, rows) for rows in blocks_of_rows(self._spec.vocab))
         columns = [x @ by_inputs(block) * np.float32(gain) for block in blocks]

@@ -47,5 +47,5 @@ def write_tflite(
             progress(layer + 1)
     for ops, each, graph in zip(builders, hidden, graphs, strict=True):
         rows = ops.select(each) if graph.role == "prefill" else each
-        ops.finish(logits(ops, spec, tensors.head_key, rows))
+        ops.finish(logits(ops, spec, rows))
     file.save(folder / target)
