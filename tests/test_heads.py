@@ -40,8 +40,9 @@ def test_heads_are_transformed_and_logits_stay(tmp_path: Path, name: str) -> Non
     )
     exact, folded = (trace_reference(each, TOKENS) for each in (checkpoint, transformed(checkpoint, turned)))
     assert changed(exact["logits"], folded["logits"]) < 1e-4
-    assert changed(exact["past_key_0_h0_in"], folded["past_key_0_h0_in"]) > 0.01
-    assert changed(exact["past_value_0_h0_in"], folded["past_value_0_h0_in"]) > 0.01
+    keys = next(name for name in exact if name.startswith("past_key_"))  # not every layer has some
+    for cached in (keys, keys.replace("key", "value")):
+        assert changed(exact[cached], folded[cached]) > 0.01
 
 
 class Uneven:
