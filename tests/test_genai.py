@@ -123,9 +123,9 @@ def test_prompts_that_it_would_misread_are_refused(folders: dict[str, Path]) -> 
 def test_a_folder_that_is_none_or_lacks_a_file_is_explained(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"genai_bundle.json: got .*No such file.*edgekv bundle genai BUNDLE"):
         open_genai_folder(tmp_path)
-    shutil.copy(folders["cpu"] / "genai_config.json", tmp_path)
-    with pytest.raises(EngineError, match=r"onnxruntime-genai on .*position-processor.onnx"):
-        run_folder(open_genai_folder(tmp_path), [0, 5], 4)
+    shutil.copy(folders["cpu"] / "genai_bundle.json", tmp_path)
+    with pytest.raises(BundleError, match=r"got no such file; expected sha256 .*edgekv bundle genai BUNDLE"):
+        open_genai_folder(tmp_path)
 
 
 def test_another_folder_is_called_what_it_is(bundle: Path, embedded: Path, tmp_path: Path) -> None:
