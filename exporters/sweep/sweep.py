@@ -32,7 +32,7 @@ from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors, Meas
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 
 RESULTS = "results.json"
-_ERROR_TOKENS = 256
+_ERROR_TOKENS = 64
 _PROCESS_BYTES = 300_000_000
 _ENGINE_COPIES = 4  # of a bundle's bytes, at the peak of loading it on the CPU
 
