@@ -1,7 +1,8 @@
 """The commands: edgekv's own, and those that installed packages add.
 
 An entry point of the group `edgekv.command_tables` names a sequence of `Entry`. The module that has it is imported at
-every start, so it holds nothing else.
+every start, so it holds nothing else. One of the group `edgekv.commands` names a single command, which is listed
+without a help text.
 """
 
 from __future__ import annotations
@@ -100,12 +101,8 @@ def find_commands() -> dict[str, Entry]:
     """The commands by name. None is imported, and one whose name is taken is left out with a warning."""
     found = {each.name: each for each in OWN}
     for entry in _installed():
-        if entry.name in found and found[entry.name].target == entry.target:
-            continue
-        if entry.name in found:
+        if found.setdefault(entry.name, entry).target != entry.target:
             _warn(entry.name, entry.target, "the name is taken")
-        else:
-            found[entry.name] = entry
     return dict(sorted(found.items()))
 
 
