@@ -15,6 +15,7 @@ from edgekv.draft import DraftTree, Speculation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.prefix import StoreConfig
+from edgekv.prefix.block import SNAPSHOT
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 from exporters.targets.aihub.sample import take_sample
@@ -215,3 +216,20 @@ def test_prefixes_rewinds_and_drafts_change_no_bit(bundle: Path, strategy: str) 
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     with edgekv.load(bundle, **options) as plain, edgekv.load(bundle, prefix_cache=config, **options) as model:
         assert random_calls(plain, model, 60, params) > 500
+
+
+def test_a_stored_state_that_does_not_fit_is_rejected_and_computed_again(bundle: Path) -> None:
+    """As of a file with a valid checksum that whoever has the folder's secret has written."""
+    text = [*range(3, 60)]
+    with edgekv.load(bundle, prefix_cache=StoreConfig(tokens_per_block=16)) as model:
+        wanted = ids(model.generate(text, LONG))
+        store = model.prefix_store
+        assert store is not None
+        for block in store._memory:
+            if block.part == SNAPSHOT:
+                block.arrays = {"other": np.zeros(3, np.uint8)}
+        again = model.generate(text, LONG)
+        assert (ids(again), again.stats.cache.restored_tokens) == (wanted, 0)
+        assert store.stats.rejected_files > 0
+        third = model.generate(text, LONG)
+        assert (ids(third), third.stats.cache.restored_tokens > 0) == (wanted, True)
