@@ -161,7 +161,7 @@ class Hybrid(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
     parser.add_argument("--tokens-per-step", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
