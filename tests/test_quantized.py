@@ -24,7 +24,6 @@ from exporters.export import export_bundle
 from exporters.quantize.as_stored import resolve, stored_record
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from exporters.records import recipe_record
-from quant import rescale
 from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.exports import TOKENS_OF_RANDOM_MODELS, export_options, small_options
 from tests.quantized_files import read_tensors, rounded, write_awq, write_compressed, write_float8, write_gptq
@@ -174,17 +173,6 @@ def test_groups_become_blocks_of_lpbq(folder: Path, block: int) -> None:
     assert record.error_db == pytest.approx(10 * np.log10(error / energy))
     assert record.error_db < -30
     assert record.changed_integers == changed < record.integers / 100
-
-
-def test_scales_that_are_multiples_of_one_change_nothing() -> None:
-    random = np.random.default_rng(0)
-    integers = random.integers(-8, 8, (256, 24)).astype(np.int8)
-    scales = random.uniform(0.001, 0.01, 24).astype(np.float32)
-    levels = random.integers(1, 16, (4, 24))
-    weight = rescale(integers, scales * levels.astype(np.float32), "lpbq64")
-    np.testing.assert_array_equal(weight.integers, integers)
-    exact = integers * np.repeat(scales * levels.astype(np.float32), 64, axis=0)
-    np.testing.assert_allclose(weight.dequantize(), exact, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
