@@ -133,6 +133,16 @@ def test_save_keeps_the_dearest_when_the_disk_is_small(tmp_path: Path) -> None:
     assert [found(later, (token, token)) for token in (1, 2, 3, 4)] == [0, 2, 0, 2]
 
 
+def test_a_block_does_not_displace_the_one_that_it_needs(tmp_path: Path) -> None:
+    size = saved(tmp_path / "probe", (0, 0))[0].stat().st_size
+    store = opened(tmp_path / "real", disk_cache_size=size + 100)
+    policy = RetentionPolicy((TokenRangeRetentionConfig(0, 2, 40), TokenRangeRetentionConfig(2, 4, 90)))
+    store.insert((1, 2, 3, 4), source((1, 2, 3, 4)), retention=policy)
+    assert store.save() == 1
+    assert found(opened(tmp_path / "real"), (1, 2, 3, 4)) == 2
+    audit(tmp_path / "real", size + 100)
+
+
 def test_blocks_of_low_priority_are_not_written(tmp_path: Path) -> None:
     store = opened(tmp_path, max_bytes=SMALL)
     insert(store, (1, 2, 3, 4), 34)
@@ -259,7 +269,7 @@ def test_a_damaged_table_is_an_empty_cache_and_said_once(tmp_path: Path, damage:
         with sqlite3.connect(index) as connection:
             connection.execute("CREATE TABLE blocks (name TEXT)")
     elif damage != "removed":
-        index.write_bytes(raw[:4096] + bytes(len(raw) - 4096) if damage == "a page" else raw)
+        index.write_bytes(raw[:8192] + bytes(4096) + raw[12288:] if damage == "a page" else raw)
         if damage == "a short secret":
             with sqlite3.connect(index) as connection:
                 connection.execute("UPDATE secret SET value = x'00'")

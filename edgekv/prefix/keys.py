@@ -18,11 +18,7 @@ MAX_TOKEN = 2**32 - 1
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:
-    """Tokens as big-endian 32-bit integers: bytes sort as the tokens do.
-
-    Raises:
-        ValueError: a token below 0 or above 2**32-1.
-    """
+    """Tokens as big-endian 32-bit integers: bytes sort as the tokens do. ValueError if one is out of range."""
     try:
         held = array("I", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
     except OverflowError:

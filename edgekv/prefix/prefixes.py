@@ -24,11 +24,10 @@ from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
 
 class CacheMode(Protocol):
-    """What of a caching mode matters here."""
+    """What of a caching mode matters here: sequences up to this length are not kept; None if none is."""
 
     @property
-    def recomputed_tokens(self) -> int | None:
-        """Sequences up to this length are not kept; None if none is."""
+    def recomputed_tokens(self) -> int | None: ...
 
 
 PrefixCache = str | Path | StoreConfig | PrefixStore

@@ -159,9 +159,8 @@ class PrefixStore:
             self._memory.remove(match.states.id)
             if self._disk is not None:
                 key = match.states.link.key
-                self._disk.drop(
-                    [row for row in self._disk.rows(lambda table: table.named([key])) if row.part == SNAPSHOT]
-                )
+                rows = self._disk.rows(lambda table: table.named([key]))
+                self._disk.drop([row for row in rows if row.part == SNAPSHOT])
 
     # ------------------------------------------------------------------ insert
 
@@ -264,8 +263,11 @@ class PrefixStore:
         group = self.groups[part]
         rows = np.empty(group.shape(link.end - link.start), self._dtype)
         source.read(part, link.start, rows)
-        block = self._insert_one(Block(link, part, group.window is None, {ROWS: rows}), is_pinned)
-        for tokens in self._memory.neighbours((link.parent, part), link.tokens) if block is not None else ():
+        block = Block(link, part, group.window is None, {ROWS: rows})
+        if not self._add(block, is_pinned):
+            self.counters.blocks_refused += 1
+            return None
+        for tokens in self._memory.neighbours((link.parent, part), link.tokens):
             if tokens != link.tokens and link.tokens.startswith(tokens):
                 self._memory.remove((self._keys.link(link.parent, tokens, link.start).key, part))
         return block
@@ -280,14 +282,8 @@ class PrefixStore:
             return
         keys = {each.key for each in links}
         arrays = {name: np.array(each) for name, each in snapshot.arrays.items()}
-        self._insert_one(Block(link, SNAPSHOT, False, arrays), lambda id: id[0] in keys and id[1] != SNAPSHOT)
-
-    def _insert_one(self, block: Block, is_pinned: IsPinned) -> Block | None:
-        if not self._add(block, is_pinned):
-            self.counters.blocks_refused += 1
-            return None
-        self.counters.blocks_inserted += 1
-        return block
+        block = Block(link, SNAPSHOT, False, arrays)
+        self.counters.blocks_refused += not self._add(block, lambda id: id[0] in keys and id[1] != SNAPSHOT)
 
     def save(self) -> int:
         """Write a file for every block that is worth it, highest priority first, until the disk limit is reached.
@@ -441,6 +437,7 @@ class PrefixStore:
             if self._disk is not None and not victim.is_saved and self._is_worth(victim):
                 self._disk.write([victim], self._memory.get)
         self._memory.add(block)
+        self.counters.blocks_inserted += not block.is_saved
         self.counters.memory.bytes_in += size_bytes
         return True
 
