@@ -95,7 +95,7 @@ def test_the_reference_operator_is_not_imported_at_run_time():
     [
         ("exporters.htp.worker", ["edgekv.kv", "edgekv.runtime", "onnx"]),
         ("exporters.targets.genie.worker", ["edgekv.spec", "numpy", "onnxruntime"]),
-        ("exporters.targets.genai.messages", ["edgekv.spec", "numpy", "onnxruntime"]),
+        ("exporters.targets.genai.worker", ["edgekv.spec", "numpy", "onnxruntime"]),
         ("exporters.targets.probes", ["onnx_ir", "qai_hub"]),
     ],
 )

@@ -45,7 +45,6 @@ EXTRAS_OF = {
     "exporters.graphs.tflite": ("litert",),
     "exporters.htp.compile_tflite": (),
     "exporters.targets.genai.providers": ("genai",),
-    "exporters.targets.genai.worker": ("genai",),
     "exporters.pipeline.dask": ("cli", "cpu", "export", "sweep"),
     "exporters.sweep": ("cli", "cpu", "export", "sweep"),
     "exporters": ("cli", "cpu", "export"),

@@ -10,7 +10,7 @@ import msgspec
 from edgekv.child import run_in_child
 from edgekv.errors import EngineError, UsageError
 from exporters.targets.genai.folder import GenaiFolder, GenaiManifest
-from exporters.targets.genai.messages import GenaiJob, GenaiReply
+from exporters.targets.genai.worker import GenaiJob, GenaiReply
 
 PACKAGE = "onnxruntime-genai"
 TESTED = ("0.15.2", "0.16.0")

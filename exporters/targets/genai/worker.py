@@ -6,10 +6,27 @@ import sys
 from pathlib import Path
 
 import msgspec
-import onnxruntime_genai as genai
 
-from exporters.targets.genai.messages import GenaiJob, GenaiReply
-from exporters.targets.genai.providers import register_providers
+
+class GenaiJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A greedy generation.
+
+    Attributes:
+        folder: what `write_folder` wrote.
+        tokens: the prompt.
+        max_new_tokens: most tokens to generate.
+    """
+
+    folder: str
+    tokens: list[int]
+    max_new_tokens: int
+
+
+class GenaiReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens generated, or the text of the error that stopped it."""
+
+    tokens: list[int] = []
+    error: str | None = None
 
 
 def main() -> None:
@@ -22,6 +39,10 @@ def main() -> None:
 
 
 def _generate(job: GenaiJob) -> list[int]:
+    import onnxruntime_genai as genai  # only in the child process
+
+    from exporters.targets.genai.providers import register_providers
+
     register_providers()
     model = genai.Model(job.folder)
     generator = genai.Generator(model, genai.GeneratorParams(model))
