@@ -28,6 +28,7 @@ from exporters.options import RunOptions
 from exporters.pipeline.assemble import take_binaries
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Plan
+from exporters.pipeline.pieces import Compiled, read_compiled
 from exporters.pipeline.planning import give_bundle, plan_binaries
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore, store_in
@@ -102,27 +103,31 @@ def compile_bundle(
 
 
 def compile_folder(
-    parts: Sequence[Mapping[str, Path]],
+    sets: Sequence[Mapping[str, Path]],
     device: Device,
     folder: Path,
-    each: bool,
     progress: Progress = silent,
+    *,
+    prefix: str = "shared_",
     run: RunOptions = _RESUMED,
-) -> list[CompiledBinary]:
+) -> list[Compiled]:
     """Compile graphs that a target has written; binaries that an interrupted run has finished are taken.
 
     Args:
-        parts: for each part, its ONNX files by name, all in one folder, over the same weights.
+        sets: the ONNX files of each binary by name, in one folder, over the same weights.
         device: the chip, which is read back from every binary.
         folder: receives the binaries and their wrappers.
-        each: also compile each file into a binary, before the one that shares weights.
         progress: called for each binary.
+        prefix: of the names of binaries of several graphs.
         run: where finished binaries are kept.
+
+    Returns:
+        The binaries, with the float nodes of each file.
 
     Raises:
         EngineError: the compiler failed, or targeted something else.
     """
-    sets, plan, store = binary_sets(parts, each=each), Plan(), open_store(run)
+    plan, store = Plan(), open_store(run)
     inputs, names, compiler = Inputs(store, None, progress), list[str](), qnn.compiler()
     for models in sets:
         source = next(iter(models.values())).parent
@@ -132,9 +137,10 @@ def compile_folder(
             hashes = [(name, known.sha256_of(source / name)) for name in files]
         given = plan.give(lambda folder: None, "graphs", hashes)
         inputs.adopt(given, source)
-        names += plan_binaries(plan, given, [models], device, compiler, COMPILER_DEFAULTS)
+        names += plan_binaries(plan, given, [models], device, compiler, COMPILER_DEFAULTS, prefix)
     run_serial(plan, names, inputs, progress, resume=run.resume)
-    binaries = take_binaries(names, store, folder)
+    take_binaries(names, store, folder)
+    binaries = [read_compiled(store, name) for name in names]
     if run.removes_pieces:
         store.remove(names)
     return binaries

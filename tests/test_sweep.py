@@ -30,7 +30,7 @@ from exporters.sweep.combination import Combination, combinations
 from exporters.sweep.page import render_page
 from exporters.sweep.quality import Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
-from exporters.sweep.sweep import RESULTS, Text, run_sweep
+from exporters.sweep.sweep import RESULTS, SweepOptions, Text, run_sweep
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.folders import contents
 from tests.test_page import Page
@@ -62,7 +62,7 @@ def swept(
     folder.mkdir(exist_ok=True)
     cluster = Cluster(**{"scheduler": LOCAL, "workers": 2, "say": ([] if said is None else said).append, **changes})
     text = Text("text.txt", TEXT, 200)
-    return run_sweep(str(checkpoint), given, text, folder, cluster, COMMON, store_place=store, progress=progress)
+    return run_sweep(str(checkpoint), given, text, folder, COMMON, SweepOptions(store=store), cluster, progress)
 
 
 @pytest.fixture(scope="module")

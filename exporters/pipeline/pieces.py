@@ -270,6 +270,7 @@ class CompilePiece(Piece):
         soc: the chip.
         compiler: its version.
         htp: options of the compiler.
+        prefix: of the names of a binary of several graphs, and of its wrappers.
     """
 
     kind: ClassVar[str] = "compile"
@@ -280,6 +281,7 @@ class CompilePiece(Piece):
     soc: str
     compiler: str
     htp: HtpOptions = COMPILER_DEFAULTS
+    prefix: str = "shared_"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -294,7 +296,7 @@ class CompilePiece(Piece):
             device,
             {name: place / file for name, file in self.files},
             folder,
-            prefix="shared_" if len(self.files) > 1 else "",
+            prefix=self.prefix if len(self.files) > 1 else "",
             watch=peaks.__setitem__,
             lint=floating.__setitem__,
             options=self.htp,

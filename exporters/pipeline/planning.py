@@ -204,7 +204,13 @@ class Planner:
 
 
 def plan_binaries(
-    plan: Plan, bundle: str, sets: Sequence[Mapping[str, Path]], device: Device, compiler: str, options: HtpOptions
+    plan: Plan,
+    bundle: str,
+    sets: Sequence[Mapping[str, Path]],
+    device: Device,
+    compiler: str,
+    options: HtpOptions,
+    prefix: str = "shared_",
 ) -> list[str]:
     """Add the binaries of graphs that exist; returns their names.
 
@@ -215,11 +221,12 @@ def plan_binaries(
         device: the chip.
         compiler: its version.
         options: of the compiler.
+        prefix: of the names of binaries of several graphs.
     """
     found = []
     for models in sets:
         files = tuple((name, path.name) for name, path in models.items())
-        piece: Piece = CompilePiece(bundle, files, device.soc, compiler, options)
+        piece: Piece = CompilePiece(bundle, files, device.soc, compiler, options, prefix)
         found.append(plan.put(piece, compiler_bytes([*models.values()])))
     return found
 

@@ -18,7 +18,6 @@ from edgekv.errors import UsageError
 from edgekv.kv import KvDtype
 from edgekv.option import Argument, Option, OptionGroup, find_device, parse_numbers
 from edgekv.plan import DEFAULT_CONTEXT
-from edgekv.system import parse_bytes
 from edgekv.text_file import read_text_file
 from exporters.cli.common import ready_cluster
 from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions
@@ -28,12 +27,13 @@ from exporters.sweep.combination import combinations
 from exporters.sweep.page import write_page
 from exporters.sweep.result import SweepReport
 from exporters.sweep.show import lines
-from exporters.sweep.sweep import Text, run_sweep
+from exporters.sweep.sweep import SweepOptions, Text, run_sweep
 
 PAGE = "sweep.html"
 _SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora")
 _COMMON = tuple(each.name for each in fields(ExportOptions) if each.name not in _SWEPT)
 _LOCAL = Cluster(LOCAL)
+_DEFAULTS = SweepOptions()
 
 
 def _listed(option: str, text: str) -> list[str]:
@@ -114,26 +114,7 @@ def sweep(
     compiles: Annotated[bool, Option("Also write context binaries.", "--compile/--no-compile")] = True,
     cluster: Annotated[Cluster, OptionGroup("Run")] = _LOCAL,
     tokens: Annotated[int, Option("Maximum number of tokens to evaluate.", least=1)] = 4096,
-    budget: Annotated[
-        int | None, Option("Size limit of the recommended bundle, such as 600MB.", parse=parse_bytes)
-    ] = None,
-    store: Annotated[
-        str | None,
-        Option(
-            "Folder or fsspec URL of the pieces, which all workers reach, such as s3://bucket/sweeps.",
-            shown="OUTPUT/pieces",
-            group="Run",
-        ),
-    ] = None,
-    prune_days: Annotated[
-        float | None,
-        Option(
-            "Afterwards remove pieces that no sweep of this folder has used for so many days.",
-            "--prune",
-            least=0,
-            group="Run",
-        ),
-    ] = None,
+    options: Annotated[SweepOptions, OptionGroup("Options")] = _DEFAULTS,
 ) -> None:
     """What combinations share is computed once. An interrupted sweep continues when the same command is run again."""
     checked = common.get("check_on_htp", True)
@@ -149,12 +130,10 @@ def sweep(
             [*wanted],
             Text(text.name, content, tokens),
             folder,
-            ready_cluster(cluster),
             template,
-            store_place=store,
-            progress=progress,
-            budget_bytes=budget,
-            prune_days=prune_days,
+            options,
+            ready_cluster(cluster),
+            progress,
         )
     write_page(folder / PAGE, report)
     if output.as_json:

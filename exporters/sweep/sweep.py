@@ -7,14 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from edgekv.bundle import atomic_file, readable_json
 from edgekv.cli.command import option_words
 from edgekv.errors import EdgeKVError, UsageError
+from edgekv.option import Option
 from edgekv.plan import MemoryLimit, Overrides, estimate_speed, find_subject
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
-from edgekv.system import format_bytes
+from edgekv.system import format_bytes, parse_bytes
 from exporters.inspect.tally import Evaluation
 from exporters.options import Cluster, ExportOptions
 from exporters.pipeline.assemble import assemble
@@ -53,6 +55,35 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """Where pieces are kept, and what is recommended.
+
+    Pieces lie in `pieces` in the folder of results, if `store` does not name another folder or an fsspec URL.
+    """
+
+    budget_bytes: Annotated[
+        int | None, Option("Size limit of the recommended bundle, such as 600MB.", "--budget", parse=parse_bytes)
+    ] = None
+    store: Annotated[
+        str | None,
+        Option(
+            "Folder or fsspec URL of the pieces, which all workers reach, such as s3://bucket/sweeps.",
+            shown="OUTPUT/pieces",
+            group="Run",
+        ),
+    ] = None
+    prune_days: Annotated[
+        float | None,
+        Option(
+            "Afterwards remove pieces that no sweep of this folder has used for so many days.",
+            "--prune",
+            least=0,
+            group="Run",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A combination and the names of its pieces.
 
@@ -79,13 +110,10 @@ def run_sweep(
     wanted: Sequence[Combination],
     text: Text,
     folder: Path,
-    cluster: Cluster,
     template: ExportOptions,
-    *,
-    store_place: str | None = None,
+    options: SweepOptions,
+    cluster: Cluster,
     progress: Progress = silent,
-    budget_bytes: int | None = None,
-    prune_days: float | None = None,
 ) -> SweepReport:
     """Do a sweep, and write its results and bundles.
 
@@ -94,12 +122,10 @@ def run_sweep(
         wanted: the combinations.
         text: on which quality is measured.
         folder: of results and bundles.
-        cluster: where pieces are done.
         template: options of all exports, for what is not combined.
-        store_place: path or fsspec URL of the pieces; None for `pieces` in the folder.
+        options: where pieces are kept, and what is recommended.
+        cluster: where pieces are done.
         progress: called for each kind of piece.
-        budget_bytes: the most that a recommended bundle may have.
-        prune_days: afterwards remove pieces not used for so many days; None for none.
 
     Raises:
         UsageError: combinations cannot be, or workers do not fit, and `keep_going` is not given.
@@ -119,9 +145,9 @@ def run_sweep(
             expected="combinations that can be exported",
             fix="Leave them out, or go on with the others with --keep-going.",
         )
-    store = PieceStore(store_place or str((folder / "pieces").absolute()))
+    store = PieceStore(options.store or str((folder / "pieces").absolute()))
     store.check()
-    if prune_days is not None:
+    if options.prune_days is not None:
         check_prunable(store)
     identity, place = Identity.of(opened), Place.of(opened)
     planner = Planner(identity, divide=cluster.divide)
@@ -147,7 +173,7 @@ def run_sweep(
     report = SweepReport(
         checkpoint=checkpoint,
         text=text.title,
-        budget_bytes=budget_bytes,
+        budget_bytes=options.budget_bytes,
         pieces=len(plan.pieces),
         separate_pieces=sum(len(plan.under(member.names)) for member in members),
         done=before - len(failed),
@@ -155,13 +181,13 @@ def run_sweep(
         results=with_front(results),
         refused=refused,
         failed=lost,
-        recommended=recommend(results, budget_bytes),
+        recommended=recommend(results, options.budget_bytes),
     )
     with atomic_file(folder / RESULTS) as partial:
         partial.write_bytes(readable_json(report, indent=2))
     mark_used(store, {*plan.pieces, *plan.given})
-    if prune_days is not None:
-        pruned = prune(store, prune_days)
+    if options.prune_days is not None:
+        pruned = prune(store, options.prune_days)
         cluster.say(f"removed {pruned.pieces} pieces, {format_bytes(pruned.bytes)}")
     return report
 

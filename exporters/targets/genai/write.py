@@ -13,11 +13,10 @@ from edgekv.bundle import Bundle, GraphRecord, atomic_directory, readable_json
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.option import Option, find_device
+from exporters.compile import compile_folder
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
-from exporters.htp.check import floating_nodes
-from exporters.htp.compile import compile_graphs
 from exporters.progress import Progress, silent
 from exporters.targets.capabilities import GENAI
 from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
@@ -190,18 +189,18 @@ def stacked_graph(bundle: Bundle, record: GraphRecord) -> QdqOps:
 
 
 def _compile(device: Device, graphs: Sequence[Path], folder: Path, options: GenaiOptions, progress: Progress) -> None:
-    """Check for float nodes, then compile; the wrappers of the binaries take the names of the graphs."""
-    progress("check on HTP", 0, 1)
-    if found := floating_nodes(graphs, device):
+    """Compile; the wrappers of the binaries take the names of the graphs.
+
+    Raises:
+        EngineError: the compiler failed, or would compute a node in float.
+    """
+    together = [graphs] if options.share_weights else [[graph] for graph in graphs]
+    sets = [{graph.stem: graph for graph in each} for each in together]
+    binaries = compile_folder(sets, device, folder, progress, prefix="")
+    if found := [node for binary in binaries for nodes in binary.floating.values() for node in nodes]:
         raise EngineError(
             "float check",
             got=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
             expected="integers only",
             fix="If the bundle was exported without --allow-float, report this model.",
         )
-    progress("check on HTP", 1, 1)
-    jobs = [graphs] if options.share_weights else [[graph] for graph in graphs]
-    for done, together in enumerate(jobs):
-        progress("compile", done, len(jobs))
-        compile_graphs(device, {graph.stem: graph for graph in together}, folder)
-    progress("compile", len(jobs), len(jobs))

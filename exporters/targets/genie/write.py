@@ -24,6 +24,7 @@ from edgekv.scratch import scratch_folder
 from exporters.compile import compile_folder
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm
+from exporters.htp.compile import binary_sets
 from exporters.progress import Progress, silent
 from exporters.targets.genie.adapters import reads_adapters, write_adapters
 from exporters.targets.genie.config import (
@@ -88,7 +89,7 @@ def write_genie(
             for name, graph in plan.named(part)
         }
         adapters = write_adapters(bundle, folder)
-        binaries = compile_folder(parts, plan.device, folder, options.each, progress)
+        binaries = compile_folder(binary_sets(parts, each=options.each), plan.device, folder, progress)
         named = {
             name: full
             for binary in binaries
