@@ -1,0 +1,62 @@
+"""What calibration saw of a tensor, and the encodings that follow from it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quant import Encoding
+from quant.ranges import Range
+
+BOUNDS = st.tuples(st.floats(-100, 0), st.floats(0, 100))
+
+
+@given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1), min_size=1))
+def test_a_range_has_the_extremes_of_all_values_and_zero(batches: list[list[float]]) -> None:
+    found = Range()
+    for values in batches:
+        found.observe(np.array(values, np.float32))
+    seen = [0.0, *(value for values in batches for value in values)]
+    assert (found.low, found.high, found.absmax) == (min(seen), max(seen), max(map(abs, seen)))
+    assert not len(found.sample)
+
+
+@given(BOUNDS, BOUNDS, st.floats(1, 3))
+def test_a_range_is_widened_on_both_sides_by_a_multiple_of_its_magnitude_at_most(
+    own: tuple[float, float], other: tuple[float, float], most: float
+) -> None:
+    found = Range(*own)
+    bound = most * found.absmax
+    found.widen(Range(*other), most)
+    assert (found.low, found.high) == (min(own[0], max(other[0], -bound)), max(own[1], min(other[1], bound)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2e9, -2e9])
+def test_values_that_no_working_model_has_are_refused(value: float) -> None:
+    found = Range(-1.0, 1.0)
+    with pytest.raises(ValueError, match="values: got"):
+        found.observe(np.array([0.0, value], np.float32))
+    assert (found.low, found.high) == (-1.0, 1.0)
+
+
+def test_every_element_of_a_head_is_in_the_sample() -> None:
+    """Its width is even, and so would a step between elements be that skips some."""
+    found = Range()
+    found.observe(np.tile(np.arange(64, dtype=np.float32), 1000), keep_sample=True)
+    assert {*found.sample.tolist()} == {*range(64)} and 3000 < len(found.sample) < 5000
+
+
+def test_the_symmetric_encoding_has_the_least_error_on_the_sample() -> None:
+    """Of a normal distribution with one value far outside, which is clipped; without a sample nothing is."""
+    values = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
+    values[0] = 8.0
+    found = Range()
+    found.observe(values, keep_sample=True)
+    chosen, whole = found.symmetric("u8"), Encoding.symmetric(8.0, "u8")
+
+    def error(encoding: Encoding) -> float:
+        return float(np.square(encoding.dequantize(encoding.quantize(values)) - values).mean())
+
+    assert chosen.scale < whole.scale and error(chosen) < error(whole)
+    assert error(chosen) <= min(error(Encoding.symmetric(8.0 * clip, "u8")) for clip in np.linspace(0.5, 1, 6)) * 1.05
+    assert Range(-8.0, 3.0).symmetric("u8") == whole
