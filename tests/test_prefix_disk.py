@@ -317,8 +317,8 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     (tmp_path / f"{'0' * 32}-g0.safetensors").write_bytes(b"a file whose row was not written")
     names[-1].unlink()
     store = opened(tmp_path)
-    assert (found(store, LONG), store.stats.rejected_files) == (len(LONG) - STEP, 0)
     audit(tmp_path)
+    assert (found(store, LONG), store.stats.rejected_files) == (len(LONG) - STEP, 0)
     assert not list(tmp_path.glob(".*partial*"))
 
 
@@ -380,6 +380,16 @@ def test_the_least_recently_used_file_of_any_process_goes_first(tmp_path: Path) 
     other.save()
     fresh = opened(folder, disk_cache_size=limit)
     assert [found(fresh, (token, token)) for token in (1, 2, 3, 4)] == [2, 0, 2, 2]
+
+
+def test_the_last_use_of_all_processes_counts(tmp_path: Path) -> None:
+    saved(tmp_path, (1, 1))
+    one, other = opened(tmp_path), opened(tmp_path)
+    assert (found(one, (1, 1)), found(other, (1, 1))) == (2, 2)
+    other.save()
+    (latest,) = table_rows(tmp_path)
+    one.save()
+    assert table_rows(tmp_path) == [latest]
 
 
 def test_a_clock_that_was_set_back_does_not_evict_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
