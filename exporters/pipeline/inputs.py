@@ -22,8 +22,8 @@ from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.contents import Surveyed
 from exporters.lora.sink import adapted_rows
+from exporters.pipeline.hashed import hashed
 from exporters.pipeline.layer_file import LayerFile
-from exporters.pipeline.piece import hashed
 from exporters.pipeline.place import Identity, Place
 from exporters.pipeline.store import PieceStore
 from exporters.pipeline.survey_file import read_survey

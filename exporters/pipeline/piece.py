@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
-
+from exporters.pipeline.hashed import hashed
 from exporters.pipeline.program import program_sha256
 
 if TYPE_CHECKING:
@@ -111,16 +109,3 @@ class Plan:
     def kinds(self, names: Iterable[str]) -> Iterator[str]:
         """The kind of each of these pieces."""
         return (self.pieces[name].piece.kind for name in names)
-
-
-def hashed(*content: object) -> str:
-    """The name of what depends on this, in hexadecimal."""
-    return hashlib.sha256(msgspec.json.encode(content, enc_hook=_encoded, order="sorted")).hexdigest()[:32]
-
-
-def _encoded(value: object) -> object:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, range):
-        return value.start, value.stop, value.step
-    raise TypeError(f"piece: got a {type(value).__name__}; expected values that have one form in JSON")

@@ -16,7 +16,7 @@ from edgekv.system import cache_folder, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.locate import locate
 from exporters.checkpoint.lora import AdapterChoice
-from exporters.pipeline.piece import hashed
+from exporters.pipeline.hashed import hashed
 
 _fetching = Lock()
 

@@ -20,8 +20,9 @@ from exporters.options import Cluster
 from exporters.pipeline.dask.cluster import connected
 from exporters.pipeline.dask.fitness import RAM, TOPIC, FitWorkers, WorkerRequirements, looking, versions
 from exporters.pipeline.dask.limit import within
+from exporters.pipeline.hashed import hashed
 from exporters.pipeline.inputs import Inputs
-from exporters.pipeline.piece import Piece, Plan, Planned, hashed
+from exporters.pipeline.piece import Piece, Plan, Planned
 from exporters.pipeline.place import Identity, Place
 from exporters.pipeline.store import PieceStore
 from exporters.progress import Progress, silent
