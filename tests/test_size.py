@@ -32,7 +32,7 @@ from edgekv.plan import (
     make_size_report,
 )
 from edgekv.plan.cache import CHOICES, count_addresses, estimate
-from edgekv.spec import DecoderSpec, Geometry, LayeredGeometry, Rope
+from edgekv.spec import ConvolutionStates, DecoderSpec, Geometry, LayeredGeometry, Rope
 from quant import Encoding
 from tests.manifests import int8_recipe, places_in_one_file
 
@@ -65,6 +65,14 @@ layered = st.builds(
     head_dim=st.integers(1, 40).map(lambda columns: (columns,)),
     windows=st.lists(st.none() | st.integers(6, 50), min_size=1, max_size=3),
     kv_dtype=st.sampled_from(["u8", "s16"]),
+)
+hybrid = st.builds(
+    lambda geometry, **sizes: replace(geometry, states=ConvolutionStates(**sizes)),
+    layered,
+    layers=st.sampled_from([frozenset({0}), frozenset({1})]),
+    kernel=st.integers(2, 7),
+    width=st.integers(1, 40),
+    dtype=st.sampled_from(["u8", "u16"]),
 )
 larger_ar = st.integers(1, 4)
 choices = st.sampled_from(CHOICES)
@@ -118,7 +126,7 @@ def cost_of(choice, geometry, ar):
     return next(cost for cost, each in zip(strategies, CHOICES, strict=True) if each == choice)
 
 
-@given(geometries | layered, larger_ar, choices)
+@given(geometries | layered | hybrid, larger_ar, choices)
 def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
     ar = tuple(sorted({1, max_ar}))
     each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)
@@ -131,7 +139,7 @@ def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
 
 
 @pytest.mark.slow
-@given(geometries | layered, larger_ar, choices)
+@given(geometries | layered | hybrid, larger_ar, choices)
 @settings(max_examples=100)
 def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     ar = tuple(sorted({1, max_ar}))
@@ -147,7 +155,12 @@ def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     assert max(copied) <= each.worst_step_bytes
 
 
-@given(geometries | layered, larger_ar, choices, st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=80))
+@given(
+    geometries | layered | hybrid,
+    larger_ar,
+    choices,
+    st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=80),
+)
 @settings(max_examples=100)
 def test_no_step_copies_more_than_the_worst(geometry, max_ar, choice, steps):
     ar = tuple(sorted({1, max_ar}))

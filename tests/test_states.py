@@ -218,6 +218,27 @@ def test_prefixes_rewinds_and_drafts_change_no_bit(bundle: Path, strategy: str) 
         assert random_calls(plain, model, 60, params) > 500
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "calls"), [("lfm2", 1000), ("lfm3", 300)])
+def test_a_thousand_calls_change_no_bit(tmp_path: Path, name: str, calls: int) -> None:
+    config, bundle = StoreConfig(tokens_per_block=16, max_bytes=1 << 22), hybrid(tmp_path, name)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    options = {"cpu_mode": "emulate", "kv_update": "pointer-shift"}
+    with edgekv.load(bundle, **options) as plain, edgekv.load(bundle, prefix_cache=config, **options) as model:
+        assert random_calls(plain, model, calls, params) > 20 * calls
+
+
+@pytest.mark.slow
+@pytest.mark.htp
+def test_prefixes_rewinds_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
+    config, params = (
+        StoreConfig(tokens_per_block=16, max_bytes=1 << 22),
+        SamplingParams(max_new_tokens=8, ignore_eos=True),
+    )
+    with edgekv.load(bundle, "htp") as plain, edgekv.load(bundle, "htp", prefix_cache=config) as model:
+        assert random_calls(plain, model, 20, params) > 200
+
+
 def test_a_stored_state_that_does_not_fit_is_rejected_and_computed_again(bundle: Path) -> None:
     """As of a file with a valid checksum that whoever has the folder's secret has written."""
     text = [*range(3, 60)]

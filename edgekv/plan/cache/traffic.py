@@ -62,12 +62,18 @@ def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int)
 
 
 def _state_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int) -> Traffic:
-    """The copies of states: `slot` moves the state itself, and the new rows to its tail."""
+    """The copies of states: `slot` moves the state itself, and the new rows to its tail; others, the tail of a text."""
     if choice.strategy == "slot":
         kernel = geometry.context
         return Traffic(0, (context - 1) * kernel, Fraction(kernel), max_ar + kernel - 1, 0)
-    strip = replace(state_strip(geometry, max_ar), kinds=KINDS)
-    return count_traffic(choice, strip, context, max_ar)
+    # Rows are counted, whose type is no matter; those of keys and values have no u16.
+    strip = replace(state_strip(geometry, max_ar), kinds=KINDS, kv_dtype="s16")
+    traffic = count_traffic(choice, strip, context, max_ar)
+    if choice.strategy != "shift-concat":
+        return traffic
+    tokens, held, state = context - 1, strip.past_rows(1), geometry.context - 1
+    growing = sum(max(each, state) for each in range(1, min(tokens, held) + 1))
+    return replace(traffic, filling_rows=growing + max(0, tokens - held) * held)
 
 
 def count_addresses(choice: Choice, geometry: Geometry, max_ar: int, ar: int) -> int:
