@@ -15,7 +15,7 @@ from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.place import Identity, Place, remember
 from exporters.pipeline.planning import Planner
 from exporters.pipeline.serial import run_serial
-from exporters.pipeline.store import PieceStore
+from exporters.pipeline.store import MissingPieceError, PieceStore
 from exporters.preconditions import check_compiler
 from exporters.prepared import Prepared, prepare
 from exporters.progress import Progress, one_step, silent
@@ -24,6 +24,7 @@ from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_n
 __all__ = ["ExportOptions", "RunOptions", "export_bundle"]
 
 _PLAIN = RunOptions()
+_ATTEMPTS = 5
 
 
 def export_bundle(
@@ -65,20 +66,29 @@ def export_bundle(
     identity, place = Identity.of(checkpoint, partial(progress, "hash weights")), Place.of(checkpoint)
     planner = Planner(identity, divide=run.cluster is not None and run.cluster.divide)
     exported = planner.export(prepared)
-    if run.cluster is not None:
-        from exporters.pipeline.dask.run import run_on  # its packages are optional
+    remember(checkpoint, identity)
+    inputs = Inputs(store, place, progress, keeps_files=True)
+    inputs.take(exported.folded.exact, checkpoint, prepared.checkpoint)
 
-        names = exported.names
-        run_on(run.cluster, planner.plan, names, store, place, identity, progress, disk_bytes=2 * disk_bytes)
-    else:
-        remember(checkpoint, identity)
-        inputs = Inputs(store, place, progress, keeps_files=True)
-        inputs.take(exported.folded.exact, checkpoint, prepared.checkpoint)
-        run_serial(planner.plan, exported.names, inputs, progress, resume=run.resume)
-    with full_disk_named(target, "the bundle", disk_bytes), one_step("seal", progress):
-        allow_float = options.allow_float
-        device = options.device
-        manifest = assemble(exported, device, store, target, force=force, allow_float=allow_float, watch=watch)
+    def make(*, again: bool) -> Manifest:
+        plan, names = planner.plan, exported.names
+        if run.cluster is not None:
+            from exporters.pipeline.dask.run import run_on  # its packages are optional
+
+            run_on(run.cluster, plan, names, store, place, identity, progress, disk_bytes=2 * disk_bytes)
+        else:
+            run_serial(plan, names, inputs, progress, resume=run.resume or again)
+        with full_disk_named(target, "the bundle", disk_bytes), one_step("seal", progress):
+            allow, replaces = options.allow_float, force or again
+            return assemble(exported, options.device, store, target, force=replaces, allow_float=allow, watch=watch)
+
+    for attempt in range(_ATTEMPTS):
+        try:
+            manifest = make(again=attempt > 0)
+            break
+        except (MissingPieceError, FileNotFoundError):  # another export has removed pieces that both had
+            if attempt == _ATTEMPTS - 1:
+                raise
     if run.removes_pieces:
         store.remove([*planner.plan.under(exported.names), *planner.plan.given])
     return manifest
