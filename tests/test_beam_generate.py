@@ -193,9 +193,9 @@ def test_the_command_prints_sequences_and_scores(bundle: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--num-beams", "0"], "num_beams: got 0"),
-        (["--num-beams", "2", "--top-k", "3"], "top_k: got 3 with num_beams"),
-        (["--length-penalty", "2"], "length_penalty: got 2.0 without num_beams"),
+        (["--num-beams", "0"], "--num-beams: got 0"),
+        (["--num-beams", "2", "--top-k", "3"], "--top-k: got 3 with num_beams"),
+        (["--length-penalty", "2"], "--length-penalty: got 2.0 without num_beams"),
         (
             ["--num-beams", "2", "--early-stopping", "soon"],
             "--early-stopping: got 'soon'; expected true, false or never",

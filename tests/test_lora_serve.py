@@ -66,7 +66,7 @@ def test_adapters_are_listed_as_models(server: Server) -> None:
 def test_the_summary_lists_adapters(server: Server) -> None:
     told = list(summary(server.serving, ServeOptions(keys=("k",)), "64MiB", Path("kept")))
     assert f"adapters   {NAME}:calm, {NAME}:loud, {NAME}:terse" in told and "API keys   1" in told
-    assert "sessions   4, caches within 64MiB; 64 more requests may wait" in told
+    assert "sessions   16, caches within 64MiB; 64 more requests may wait" in told
     assert "prefixes   in memory and in kept" in told
 
 

@@ -226,10 +226,11 @@ class _OptionOf(click.Option):
         names = spec.flags.split() or [f"--{field.replace('_', '-')}"]
         longest = max((name.partition("/")[0] for name in names), key=len)
         settings: dict[str, Any] = {"is_flag": True} if kind is bool and spec.parse is None else _typed(kind, spec)
+        if not is_required:  # from click 8.3 on None is a value: nothing would be missing
+            settings["default"] = None
         super().__init__(
             [longest.lstrip("-").replace("-", "_"), *names],
             help=spec.help,
-            default=None,
             required=is_required,
             metavar=spec.metavar or None,
             envvar=spec.variable or None,
@@ -255,7 +256,9 @@ class _ArgumentOf(click.Argument):
     def __init__(self, field: str, kind: Any, spec: Argument, is_required: bool) -> None:
         self._text = spec.help
         settings = _typed(kind, spec)
-        super().__init__([field], required=is_required, default=None, metavar=spec.metavar or None, **settings)
+        if not is_required:
+            settings["default"] = None
+        super().__init__([field], required=is_required, metavar=spec.metavar or None, **settings)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         return self.make_metavar(ctx), self._text
