@@ -150,7 +150,9 @@ def test_a_command_names_its_extra_before_any_work(
     assert run([name, "no such checkpoint"]) == 1
     expected = f"command {name}: got no {missing}; expected the packages of edgekv[export]"
     assert f'{expected}. Run pip install "edgekv[export]"' in capsys.readouterr().err
-    assert run(["--help"]) == 0 and f"  {name}" in capsys.readouterr().out.splitlines(), "without a description"
+    assert run(["--help"]) == 0
+    listed = [line.split(maxsplit=1)[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert name in listed
 
 
 def test_talking_without_the_package_for_speed_is_said(

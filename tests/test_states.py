@@ -100,6 +100,7 @@ def test_keys_as_columns_change_no_bit(bundle: Path, tmp_path: Path) -> None:
         assert ids(columns.generate(prompt, LONG)) == wanted
 
 
+@pytest.mark.numpy1
 @pytest.mark.parametrize("name", ["lfm2", "lfm3"])
 @pytest.mark.parametrize("kv_dtype", ["s8", "s16"])
 def test_tflite_graphs_of_both_runtimes_compute_states(tmp_path: Path, name: str, kv_dtype: str) -> None:
