@@ -146,7 +146,7 @@ def test_the_meter_moves_while_an_answer_is_written(chat: Browser) -> None:
         say(chat, "Hello", turns)
         *moving, last = list(dict.fromkeys(chat.run("shown")))
         estimates = [int(each.removeprefix("~").removesuffix(" of 512")) for each in moving if each.startswith("~")]
-        assert len(estimates) > 2
+        assert estimates  # how many depends on how often the browser gets to draw
         assert [counted, *estimates] == sorted({counted, *estimates})
         counted = int(last.removesuffix(" of 512"))  # by the server
         assert counted >= estimates[-1]  # tokens that end within a character send nothing
