@@ -12,6 +12,8 @@ import pytest
 import edgekv
 from edgekv.bench import BenchPlan, FirstToken, Speed, default_plan, run_bench
 from edgekv.cli import run
+from edgekv.driver import Driver
+from edgekv.engine import Request, Sequence
 from edgekv.prefix import StoreConfig
 
 
@@ -48,24 +50,36 @@ def test_the_table_names_the_tests(small_export: Path, capsys: pytest.CaptureFix
     assert " ± 0.00" in printed
 
 
-def test_tests_run_their_tokens_and_leave_the_session_empty(small_export: Path) -> None:
+def test_tests_are_calls_of_generate(small_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Speed | FirstToken] = []
+    requests: list[tuple[int, int]] = []
+    start = Driver.start
+
+    def noted(driver: Driver, request: Request) -> Sequence:
+        assert request.params is not None
+        requests.append((len(request.tokens), request.params.max_new_tokens))
+        return start(driver, request)
+
+    monkeypatch.setattr(Driver, "start", noted)
     with edgekv.load(small_export, threads=1, prefix_cache=StoreConfig()) as model:
-        run_bench(model, BenchPlan((), (5,), (8,), repetitions=2), report=results.append)
-        times = {graph.record.ar: graph.steps for graph in model.engine.graphs.loaded}
-        assert times[8] >= 3  # the depth, with the warm-up
-        assert times[1] >= 15
-        assert model.session.is_empty
-    (speed,) = results
-    assert isinstance(speed, Speed)
+        run_bench(model, BenchPlan((6,), (5,), (8,), repetitions=2), report=results.append)
+        steps = {graph.record.ar: graph.steps for graph in model.engine.graphs.loaded}
+    depth = [(14, 1)] * 3 + [(8, 6)] * 3
+    first = [(6, 1)] * 3 + [(5, 1), (6, 1)] * 3
+    assert requests == [(1, 1), *depth, *first]
+    assert steps[8] >= 3 * 3  # pp6 @ d8 in two steps, tg5 @ d8 in one
+    assert steps[1] >= 3 * 5
+    speed = results[1]
+    assert isinstance(speed, Speed) and speed.test == "tg5 @ d8"
     assert math.isclose(speed.avg_ts, fmean(5e9 / each for each in speed.samples_ns))
 
 
 def test_default_lengths_fit_the_context(small_export: Path) -> None:
     with edgekv.load(small_export, threads=1) as model:
         plan = default_plan(model, BenchPlan(depths=(10,)))
-    assert list(plan.prompt_tokens) == [64]
-    assert list(plan.new_tokens) == [54]
+        empty = default_plan(model, BenchPlan())
+    assert (list(plan.prompt_tokens), list(plan.new_tokens)) == ([64], [54])
+    assert list(empty.new_tokens) == [63]  # after a first token
 
 
 @pytest.mark.parametrize(
@@ -73,6 +87,7 @@ def test_default_lengths_fit_the_context(small_export: Path) -> None:
     [
         (["-p", "65"], "length: got 65 tokens; expected at most 64"),
         (["-p", "8", "-n", "8", "-d", "60"], "8 tokens after 60"),
+        (["-n", "64"], "64 tokens after 1;"),
         (["-p", "0"], "prompt tokens: got 0"),
         (["-r", "0"], "repetitions: got 0"),
         (["-n", "x"], "--new-tokens"),

@@ -1,8 +1,8 @@
 """Speed of a bundle: prefill, decode, and the time to the first token with and without a cached prefix.
 
-The tests are those of llama-bench: `pp512` runs 512 random tokens through an empty cache, `tg128` runs 128 random
-tokens one at a time, `@ d256` after 256 tokens that are not counted. Nothing is sampled or turned into text. The first
-run of a test warms up and is not counted.
+The tests have the names and lengths of those of llama-bench: `pp512` is a prompt of 512 random tokens, `tg128` 128
+tokens one at a time, `@ d256` after 256 tokens that are not counted. All are calls of `Model.generate`: greedy, with
+text, and with prefixes stored in memory. The first run of a test warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, stdev
 from time import perf_counter_ns
@@ -18,9 +20,11 @@ import numpy as np
 
 from edgekv.bench.plan import DEFAULT_NEW_TOKENS, DEFAULT_PROMPT_TOKENS, BenchPlan
 from edgekv.bench.report import BenchReport, FirstToken, Speed, VerifyPass
-from edgekv.engine import Session
+from edgekv.draft import Speculation
+from edgekv.driver import Generation
 from edgekv.errors import UsageError
 from edgekv.model import Model
+from edgekv.text.params import SamplingParams
 
 _VERIFY_PASSES = 8  # of each run
 _UNCACHED_PART = 8  # of a prompt whose prefix is cached, one part in eight is not
@@ -30,7 +34,7 @@ def default_plan(model: Model, plan: BenchPlan) -> BenchPlan:
     """A plan whose default lengths are no longer than the context."""
     room = _room(model)
     prompts = sorted({min(length, room) for length in DEFAULT_PROMPT_TOKENS})
-    fitting = [min(length, max(room - max(plan.depths, default=0), 1)) for length in DEFAULT_NEW_TOKENS]
+    fitting = [min(length, max(room - max(1, *plan.depths), 1)) for length in DEFAULT_NEW_TOKENS]
     return BenchPlan(
         prompts if plan.prompt_tokens is DEFAULT_PROMPT_TOKENS else plan.prompt_tokens,
         fitting if plan.new_tokens is DEFAULT_NEW_TOKENS else plan.new_tokens,
@@ -57,13 +61,15 @@ def run_bench(
     """
     room = _room(model)
     for depth in plan.depths:
-        for length in (*plan.prompt_tokens, *plan.new_tokens):
-            if depth + length > room:
-                found = f"{length} tokens after {depth}" if depth else f"{length} tokens"
+        decoded_after = max(depth, 1)
+        tests = (*((each, depth) for each in plan.prompt_tokens), *((each, decoded_after) for each in plan.new_tokens))
+        for length, before in tests:
+            if before + length > room:
+                found = f"{length} tokens after {before}" if before else f"{length} tokens"
                 wanted = f"at most {room}, the room in the context of the bundle"
                 raise UsageError("length", got=found, expected=wanted, fix="Use smaller ones.")
     random = np.random.default_rng(plan.seed)
-    warm_up = model.generate(_tokens(model, 1, random), 1, temperature=0)
+    warm_up = _begin(model, _tokens(model, 1, random), 1)
     list(warm_up)
     speeds: list[Speed] = []
     for depth in plan.depths:
@@ -78,8 +84,9 @@ def run_bench(
     verify: list[VerifyPass] = []
     for depth in plan.depths:
         for rows in model.verify_rows:
-            if depth + rows + 2 * (1 + plan.repetitions) <= room:
-                verify.append(_verify_pass(model, rows, depth, plan.repetitions, random))
+            if (passes := min(_VERIFY_PASSES, room - max(depth, 1) - rows)) > 0:
+                measured = _verify_pass(model, rows, depth, passes, plan.repetitions, random)
+                verify += [] if measured is None else [measured]
     manifest = model.bundle.manifest
     return BenchReport(
         bundle=str(model.bundle.path),
@@ -98,20 +105,17 @@ def run_bench(
 
 
 def _speed(model: Model, prompt: int, new: int, depth: int, repetitions: int, random: np.random.Generator) -> Speed:
-    session, samples = model.session, list[int]()
+    samples = list[int]()
     for _ in range(1 + repetitions):
-        session.reset()
-        if depth:
-            session.feed(_tokens(model, depth, random))
-        tokens = _tokens(model, prompt + new, random)
-        began = perf_counter_ns()
-        if prompt:
-            session.feed(tokens)
-        else:
-            for token in tokens:
-                session.feed([token])
-        samples.append(perf_counter_ns() - began)
-    session.reset()
+        with _begin(model, _tokens(model, depth + prompt or 1, random), 1 + new) as generation:
+            if new:
+                next(generation)
+            elif depth:
+                generation.prefill(depth)
+            began = perf_counter_ns()
+            for _ in generation:
+                pass
+            samples.append(perf_counter_ns() - began)
     counted = samples[1:]
     rates = [(prompt + new) * 1e9 / sample for sample in counted]
     test = (f"pp{prompt}" if prompt else f"tg{new}") + (f" @ d{depth}" if depth else "")
@@ -120,23 +124,41 @@ def _speed(model: Model, prompt: int, new: int, depth: int, repetitions: int, ra
     )
 
 
-def _verify_pass(model: Model, rows: int, depth: int, repetitions: int, random: np.random.Generator) -> VerifyPass:
-    """Passes and single steps in turns, each of which adds one token."""
-    session, passes, steps = model.session, list[float](), list[float]()
-    session.reset()
-    session.feed(_tokens(model, max(depth, 1), random))
-    count = min(_VERIFY_PASSES, (_room_left(session) - rows) // (2 * (1 + repetitions)))
+@dataclass(frozen=True, slots=True)
+class _RandomDrafts:
+    """Fills passes with drafts, hardly any of which are right."""
+
+    vocab: int
+    random: np.random.Generator
+    name: str = "random"
+
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+        drawn: list[int] = self.random.integers(self.vocab, size=k).tolist()
+        return drawn
+
+    def accepted(self, n: int) -> None:
+        """Nothing to learn."""
+
+
+def _verify_pass(
+    model: Model, rows: int, depth: int, count: int, repetitions: int, random: np.random.Generator
+) -> VerifyPass | None:
+    """Answers with drafts and without in turns, of `count` tokens after the first; None if no pass had drafts."""
+    drafts = Speculation(tokens=rows - 1, drafter=_RandomDrafts(model.bundle.manifest.model.vocab, random))
+    passes, steps, proposed = list[float](), list[float](), 0
     for _ in range(1 + repetitions):
-        for samples, more in ((passes, rows - 1), (steps, 0)):
-            began = perf_counter_ns()
-            for _ in range(count):
-                if more:
-                    session.verify(_tokens(model, 1, random), _tokens(model, more, random))
-                    session.settle()
-                else:
-                    session.feed(_tokens(model, 1, random))
-            samples.append((perf_counter_ns() - began) / count)
-    session.reset()
+        for samples, speculation in ((passes, drafts), (steps, None)):
+            prompt = _tokens(model, max(depth, 1), random)
+            with _begin(model, prompt, 1 + count + rows, speculation) as generation:
+                next(generation)
+                began = perf_counter_ns()
+                for _ in islice(generation, count):
+                    pass
+                spent, done = perf_counter_ns() - began, generation.stats.speculation
+            samples.append(spent / (count if done is None else done.passes))
+            proposed += 0 if done is None else done.proposed
+    if not proposed:
+        return None
     counted = passes[1:]
     return VerifyPass(rows, depth, fmean(counted), _deviation(counted), fmean(counted) / fmean(steps[1:]), counted)
 
@@ -146,8 +168,8 @@ def _first_token(model: Model, length: int, cached: int, repetitions: int, rando
     for number in range(1 + repetitions):
         tokens, salt = _tokens(model, length, random), f"{length} {cached} {number}"
         if cached:
-            list(model.generate(tokens[:cached], 1, temperature=0, cache_salt=salt))
-        generation = model.generate(tokens, 1, temperature=0, cache_salt=salt)
+            list(_begin(model, tokens[:cached], 1, salt=salt))
+        generation = _begin(model, tokens, 1, salt=salt)
         began = perf_counter_ns()
         next(generation)
         samples.append((perf_counter_ns() - began) / 1e6)
@@ -161,16 +183,18 @@ def _tokens(model: Model, count: int, random: np.random.Generator) -> list[int]:
     return drawn
 
 
+def _begin(
+    model: Model, tokens: Sequence[int], new: int, speculation: Speculation | None = None, salt: str | None = None
+) -> Generation:
+    """A greedy call that only its length ends."""
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    return model.generate(tokens, params, speculate=speculation, cache_salt=salt)
+
+
 def _room(model: Model) -> int:
     """Tokens that an empty cache has room for."""
-    model.session.reset()
-    return _room_left(model.session)
-
-
-def _room_left(session: Session) -> int:
-    room = session.cache.room_tokens
-    assert room is not None  # of the policy `fail`
-    return room
+    manifest = model.bundle.manifest
+    return manifest.context - (0 if manifest.sink is None else len(manifest.sink.tokens))
 
 
 def _deviation(samples: Sequence[float]) -> float:

@@ -11,9 +11,9 @@ class Speed:
 
     Attributes:
         test: its name.
-        n_prompt: tokens of prefill.
-        n_gen: tokens decoded.
-        n_depth: tokens in the cache before.
+        n_prompt: tokens of the prompt that are counted, to the first token of the answer.
+        n_gen: tokens after the first.
+        n_depth: tokens of the prompt before.
         avg_ns: mean time of a run.
         stddev_ns: standard deviation of it; 0 of a single run.
         avg_ts: mean tokens per second.
@@ -41,7 +41,7 @@ class VerifyPass:
         n_depth: tokens in the cache before.
         avg_ns: mean time of a pass.
         stddev_ns: standard deviation of it; 0 of a single run.
-        steps: single steps of decode that take as long: drafts pay if a pass brings more tokens.
+        steps: decoded tokens without drafts that take as long: drafts pay if a pass brings more tokens.
         samples_ns: mean time of a pass in each run.
     """
 
@@ -55,7 +55,7 @@ class VerifyPass:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Time to the first token of a prompt, sampling and text included.
+    """Time to the first token of a prompt.
 
     Attributes:
         n_prompt: tokens of the prompt.

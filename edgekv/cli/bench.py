@@ -24,8 +24,8 @@ def bench(
     engine: EngineOptions,
     output: Output,
 ) -> None:
-    """The tests are those of llama-bench: pp512 is prefill of 512 random tokens, tg128 decodes 128 tokens. The mean and
-    standard deviation are of the counted runs; one more warms up.
+    """The tests have the names of llama-bench's: pp512 is a prompt of 512 random tokens, tg128 decodes 128 tokens. All
+    are greedy calls of generate. The mean and standard deviation are of the counted runs; one more warms up.
     """
     with open_model(bundle, interactive(engine), cache, StoreConfig()) as model:
         report = run_bench(model, default_plan(model, plan), engine.threads, lambda result: None)
