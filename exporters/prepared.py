@@ -37,6 +37,8 @@ class Prepared:
         graphs: to be written.
         calibration: the text.
         first: the tokens at the start of each of its windows, a sink if the survey says so.
+        survey_tokens: token ids of the text `[windows, T]`, each window with the tokens `first` at its start.
+        plain_tokens: likewise for first tokens that are no sink: each window begins with BOS, if there is one.
     """
 
     checkpoint: Checkpoint
@@ -46,11 +48,8 @@ class Prepared:
     graphs: Sequence[GraphRecord]
     calibration: CalibrationText
     first: tuple[int, ...]
-
-    @property
-    def survey_tokens(self) -> NDArray[np.int64]:
-        """Token ids of the calibration text `[windows, T]`, each window with the tokens `first` at its start."""
-        return self._tokens(self.first)
+    survey_tokens: NDArray[np.int64]
+    plain_tokens: NDArray[np.int64]
 
     @property
     def survey_windows(self) -> NDArray[np.int64] | None:
@@ -64,11 +63,6 @@ class Prepared:
     def surveyed_first(self) -> tuple[int, ...]:
         """The tokens that may become a sink."""
         return () if self.options.sink.mode == "none" else self.first
-
-    @property
-    def plain_tokens(self) -> NDArray[np.int64]:
-        """As `survey_tokens`, for first tokens that are no sink: each window begins with BOS, if there is one."""
-        return self._tokens()
 
     @property
     def learned_windows(self) -> int:
@@ -91,13 +85,6 @@ class Prepared:
             lora=options.lora,
         )
 
-    def _tokens(self, first: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """`[windows, T]`; each window begins with the tokens `first`, or with the BOS token, if there is one."""
-        checkpoint, options = self.checkpoint, self.options
-        tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
-        window = min(CALIBRATION_WINDOW, options.contexts[-1], tokens)
-        return np.stack(calibration_windows(checkpoint, self.calibration.text, window, tokens, first=first))
-
 
 def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     """Bring a checkpoint and options together.
@@ -118,14 +105,21 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     channels = outlier_channels(checkpoint.spec, checkpoint.tensor) if options.recipe.splits_channels else []
     checkpoint = checkpoint.split(channels).with_vocabulary(vocabulary)
     split = _split(checkpoint, options)
+    calibration = read_calibration(options.calibration, checkpoint.folder)
+    first, bos = first_tokens(checkpoint, options.sink), checkpoint.special.bos
+    ids = checkpoint.encode(calibration.text)
+    tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
+    window = min(CALIBRATION_WINDOW, options.contexts[-1], tokens)
     return Prepared(
         checkpoint=checkpoint,
         options=options,
         recipe=recipe_record(checkpoint.spec, options.recipe),
         split=split,
         graphs=plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.draft_rows),
-        calibration=read_calibration(options.calibration, checkpoint.folder),
-        first=first_tokens(checkpoint, options.sink),
+        calibration=calibration,
+        first=first,
+        survey_tokens=calibration_windows(ids, window, tokens, first),
+        plain_tokens=calibration_windows(ids, window, tokens, () if bos is None else (bos,)),
     )
 
 

@@ -176,7 +176,7 @@ def test_every_command_reads_a_text_that_begins_with_the_sink_as_it_is(
             (window,) = evaluation_windows(source, text, manifest, 100)
             assert window.inputs.tolist() == WORDS
             assert window.targets.tolist() == WORDS[len(first) :], "the sink is given"
-            assert calibration_windows(source, text, 32, 32, first=first)[0].tolist() == WORDS[:32]
+            assert calibration_windows(tokens, 32, 32, first)[0].tolist() == WORDS[:32]
             with closing(open_contender(bundle, ContenderOptions())) as model:
                 (window,) = text_windows(model, model, text, ComparePlan(tokens=100))
             assert window.inputs.tolist() == WORDS

@@ -104,14 +104,12 @@ def cut_windows(
     return windows
 
 
-def calibration_windows(
-    checkpoint: Checkpoint, text: str, length: int, tokens: int, *, first: Sequence[int] | None = None
-) -> list[NDArray[np.int64]]:
-    """Windows of a calibration text of equal length, at most `tokens` in total; a shorter window is dropped.
+def calibration_windows(ids: Sequence[int], length: int, tokens: int, first: Sequence[int]) -> NDArray[np.int64]:
+    """Windows of a calibration text, `[windows, length]`, at most `tokens` ids in total; a shorter window is dropped.
 
     Raises:
-        UsageError: as `token_windows`.
+        UsageError: as `cut_windows`.
     """
     field = "--calibration-tokens" if tokens == length else "--context"
-    windows = token_windows(checkpoint, text, length, max(1, tokens // length), first=first, field=field)
-    return [window for window in windows if len(window) == len(windows[0])]
+    windows = cut_windows(ids, length, first, field)[: max(1, tokens // length)]
+    return np.stack([window for window in windows if len(window) == len(windows[0])])
