@@ -60,6 +60,11 @@ class Block:
             yield Command(lines[start].removeprefix("$ "), tuple(shown))
 
 
+def name_of(page: Path) -> str:
+    """As tests name it: `guides/export.md`."""
+    return page.relative_to(ROOT / "docs" if page.name != "README.md" else ROOT).as_posix()
+
+
 def blocks(page: Path) -> list[Block]:
     """The console and Python blocks of a page, in order."""
     found = []

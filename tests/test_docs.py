@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from edgekv.cli import run
-from tests.docs import PAGES, ROOT, Block, Command, blocks, difference
+from tests.docs import PAGES, ROOT, Block, Command, blocks, difference, name_of
 from tests.exports import export_options, exported, kept
 
 BUNDLE, DRAFTING = "build/stdlib-4m", "build/drafting"
@@ -97,7 +97,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Scratch
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_print_what_the_page_shows(scratch: Scratch, page: Path) -> None:
     differences = []
     for block in blocks(page):
@@ -130,7 +130,7 @@ def test_other_commands_name_targets_and_extras_that_there_are() -> None:
                 assert program == "edgekv", f"{block.page.name}: {command.line}: say why it is not run"
 
 
-@pytest.mark.parametrize("block", [block for block in ALL if block.not_run], ids=lambda block: block.page.name)
+@pytest.mark.parametrize("block", [block for block in ALL if block.not_run], ids=lambda block: name_of(block.page))
 def test_blocks_that_do_not_run_here(block: Block) -> None:
     """Commands and options that exist, at least."""
     for command in block.commands if block.kind == "console" else ():
