@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
+from typing import Annotated, Literal, get_args, get_origin
 
 import click
 import msgspec
@@ -18,7 +20,6 @@ from edgekv.spec.decoder import SplitChannel
 from edgekv.spec.rope import Rope
 
 WIDTH = 100
-_PLAIN = {"Positive": "float", "Number": "float"}  # aliases of DecoderSpec; the others are integers
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -49,12 +50,12 @@ def _help(command: click.Command, context: click.Context) -> Iterator[str]:
 
 def decoder_page() -> str:
     """The fields of DecoderSpec, and of the records in it."""
-    kinds = (DecoderSpec, Rope, Convolution, SplitChannel)
     introduction = (
-        "# DecoderSpec\n\nHow a decoder differs from Llama's. "
-        "[A family's file](architectures.md#adding-an-architecture) makes it from `config.json`, and `model` in a bundle's manifest holds it.\n"
+        "# DecoderSpec\n\n"
+        "How a decoder differs from Llama's. [A family's file](architectures.md#adding-an-architecture) makes it from "
+        "`config.json`, and `model` in a bundle's manifest holds it.\n"
     )
-    return "\n".join([introduction, *map(_table, kinds)])
+    return "\n".join([introduction, *map(_table, (DecoderSpec, Rope, Convolution, SplitChannel))])
 
 
 def _table(kind: type[msgspec.Struct]) -> str:
@@ -75,15 +76,14 @@ def _attributes(kind: type) -> dict[str, str]:
 
 
 def _type(kind: type, name: str) -> str:
-    """The annotation as it is written, without the limits that msgspec checks."""
+    """The annotation as it is written, with the values of a Literal, without the limits that msgspec checks."""
     written = next(base.__annotations__[name] for base in kind.__mro__ if name in getattr(base, "__annotations__", {}))
-    plain = {
-        "_Layers": "int",
-        "_Layer": "int",
-        "_Width": "int",
-        "_Tokens": "int",
-        "_Positive": "float",
-        "_Number": "float",
-    }
-    written = re.sub(r"Annotated\[(\w+), .*\]", r"\1", str(written))
-    return re.sub(r"_(Layers?|Width|Tokens|Positive|Number)", lambda m: _PLAIN.get(m[1], "int"), written)
+    names = vars(sys.modules[kind.__module__])
+
+    def expand(match: re.Match[str]) -> str:
+        meant = names.get(match[0])
+        if get_origin(meant) is Literal:
+            return " | ".join(map(repr, get_args(meant)))
+        return get_args(meant)[0].__name__ if get_origin(meant) is Annotated else match[0]
+
+    return re.sub(r"\w+", expand, re.sub(r"Annotated\[(\w+), .*\]", r"\1", str(written)))
