@@ -16,7 +16,7 @@ from edgekv.driver import Generation
 from edgekv.errors import UsageError
 from edgekv.kv import BatchColumns, CacheState
 from edgekv.serve import ServeOptions
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.serving import NAME, served
 
@@ -70,9 +70,16 @@ def test_columns_have_one_owner() -> None:
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
-def test_each_text_and_cache_is_that_of_a_run_alone(verifying: Path, strategy: str) -> None:
-    with edgekv.load(verifying, "htp", kv_update=strategy) as model:
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("dense", "slot"), ("dense", "pointer-shift"), ("lfm2", "slot"), ("lfm2", "mirror")]
+)
+def test_each_text_and_cache_is_that_of_a_run_alone(verifying: Path, tmp_path: Path, name: str, strategy: str) -> None:
+    """Also of a model with states, which are an input of the pass."""
+    bundle = verifying
+    if name != "dense":
+        checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name], gain=1.0)
+        bundle = exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), draft_rows=(3, 8)))
+    with edgekv.load(bundle, "htp", kv_update=strategy) as model:
         alone = [[token.id for token in start(model, number)] for number in range(5)]
         wanted = [state(model, number) for number in range(5)]
         model.sequences.clear()

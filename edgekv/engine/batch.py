@@ -13,7 +13,7 @@ from edgekv.engine.caches import CacheSetup
 from edgekv.engine.graphs import Graphs
 from edgekv.engine.session import Session
 from edgekv.errors import refuse
-from edgekv.kv import BatchColumns, KVCache
+from edgekv.kv import BatchColumns, KVCache, landing
 from edgekv.runtime import RowView
 
 
@@ -21,7 +21,8 @@ class Batch:
     """Advances several sessions in one pass of the largest verify graph: a row for each, which sees its own past alone.
 
     The past of all of them is in one window. A session's rows are copied into it when it joins, and again after a
-    step without the batch; each new row is written to both. Sessions that find no column run by themselves.
+    step without the batch; each new row is written to both. States are an input of the pass: the rows that the next
+    token reads are copied each time. Sessions that find no column run by themselves.
 
     Attributes:
         most: sessions of a pass at most.
@@ -45,6 +46,7 @@ class Batch:
         self._graph = graphs.largest_verify()
         self._cache = cache
         self._arena = cache.arena
+        self._wide = [group.geometry.is_state for group in cache.groups].index(False)
         self.most = self._graph.ar
         columns = cache.geometry.context - self.most
         with cache.hold(columns):
@@ -77,19 +79,19 @@ class Batch:
         if not placed:
             return found
         views = [
-            RowView(sessions[at].cache.tokens_seen, self._columns.of(id(sessions[at])), (row,))
+            RowView(cache.tokens_seen, self._columns.of(id(sessions[at])), (row,), cache.newest_states)
             for row, at in enumerate(placed)
+            for cache in [sessions[at].cache]
         ]
         self._graphs.use(self._cache, sessions[0].adapter)
         windows = self._cache.window(self.most)
         self._graph.run([tokens[at] for at in placed], windows, 0, views)
-        (window,) = windows
-        landed = self._arena.array if window.in_place else self._arena.scratch
+        landed = [landing(group, window) for group, window in zip(self._cache.groups, windows, strict=True)]
         for row, at in enumerate(placed):
             session = sessions[at]
-            new = landed[:, window.new_row + row]
+            new = [rows[:, row] for rows in landed]
             session.append(tokens[at], new)
-            self._arena.array[:, self._columns.append(id(session))] = new
+            self._arena.array[:, self._columns.append(id(session))] = new[self._wide]
             self._revisions[session] = session.cache.revision
             found[at] = self._graph.logits[row].copy()
         self.passes += 1
@@ -112,7 +114,7 @@ class Batch:
             self._revisions.pop(session, None)  # until its rows are copied
             rows = np.array(cache.held_rows(), np.intp) % cache.arena.layout.rows
             self._arena.array[:, self._columns.join(key, cache.length)] = cache.arena.array[:, rows]
-            self.bytes_copied += len(rows) * cache.geometry.tensors * cache.arena.row_bytes
+            self.bytes_copied += len(rows) * len(cache.arena.tensors) * cache.arena.row_bytes
         return True
 
     def _room(self, wanted: int, needed: Sequence[Session]) -> int:
@@ -139,9 +141,9 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
     if graphs.row_bits != "equal":
         found = "an engine whose sums depend on the columns of tokens"
         refuse("batch", found, "one that gives a token the same bits beside any others, such as htp", fix)
-    if len(manifest.cache_geometry.groups()) > 1 or caches.growth is not None:
-        others = "states" if manifest.model.convolution is not None else "attention windows"
-        found = "a cache that grows" if caches.growth is not None else f"layers with {others}"
+    attending = [group for group in manifest.cache_geometry.groups() if not group.is_state]
+    if len(attending) > 1 or caches.growth is not None:
+        found = "a cache that grows" if caches.growth is not None else "layers with attention windows"
         refuse("batch", found, "layers that attend to the whole context, in memory of one size", fix)
     if manifest.cache_geometry.key_layout == "columns":
         refuse("batch", "keys as columns", "keys as rows", "Export with --key-layout rows.")

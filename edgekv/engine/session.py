@@ -189,16 +189,16 @@ class Session:
         """Whether the last pass has run exactly these next tokens as drafts."""
         return self._pass is not None and self._pass.has(tokens)
 
-    def append(self, token: int, rows: Rows) -> None:
-        """Append a token whose keys and values were computed in another cache's memory.
+    def append(self, token: int, rows: Sequence[Rows]) -> None:
+        """Append a token whose keys, values and states were computed in another cache's memory.
 
         Args:
             token: its id.
-            rows: `[N, D]`, a row of each tensor of the cache's only arena.
+            rows: `[N, D]` of each group of the cache, a row of each tensor.
 
         Raises:
             ContextFullError: there is no room.
-            ValueError: the cache has several arenas.
+            ValueError: a group of the cache has several arenas.
         """
         self.settle()
         self.cache.append(rows)

@@ -260,8 +260,8 @@ class StackedOps(Ops[View]):
         nodes, encodings = self._nodes, (self._encoding(tensor.past),)
         rows = nodes.reshape(self._tensor(new), [1, 1, -1, self.spec.hidden])
         nodes.quantize(rows, encodings, tensor.new)
-        together = nodes.add("Concat", [tensor.past, tensor.new], f"{tensor.past}.all", axis=2)
-        return View(together, encodings=encodings)
+        parts = [tensor.past, tensor.new, *([tensor.others] if tensor.others in self._ports else [])]
+        return View(nodes.add("Concat", parts, f"{tensor.past}.all", axis=2), encodings=encodings)
 
     def tap(self, rows: View, weight: str, tap: int, name: str) -> View:
         assert self.spec.convolution is not None, "a layer has one"
@@ -274,6 +274,8 @@ class StackedOps(Ops[View]):
                 lambda: self._nodes.add("Gather", gathered, f"{rows.tensor}.gathered", axis=_ROWS),
             )
             start, end = tap * self._ar, (tap + 1) * self._ar
+        elif CONV_ROWS in self._ports:
+            end = tap + self._ar
         bounds = [self._nodes.integers([at]) for at in (start, end, _ROWS)]
         read = self._nodes.add("Slice", [source, *bounds], f"{rows.tensor}.rows")
         flat = View(self._nodes.reshape(read, [1, -1, self.spec.hidden]))

@@ -6,7 +6,7 @@ integers; `Layout` gives the bytes of any strategy without allocating them.
 
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.batch_columns import BatchColumns
-from edgekv.kv.cache import KVCache
+from edgekv.kv.cache import KVCache, landing
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
@@ -79,6 +79,7 @@ __all__ = [
     "Window",
     "default_strategy",
     "find_policy",
+    "landing",
     "make_strategy",
     "state_rows",
     "state_strip",

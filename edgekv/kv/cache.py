@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 
 from edgekv.kv.arena import Arena, Rows
+from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.compatibility import check_state, copy_state
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.footprint import Footprint
@@ -124,11 +125,16 @@ class KVCache:
 
     @property
     def arena(self) -> RowArena:
-        """The only arena; ValueError if there are several, because layers differ or keys are columns."""
-        arenas = self.arenas
+        """The only arena of keys and values; ValueError if layers with attention differ or keys are columns."""
+        arenas = [arena for group in self.groups if not group.geometry.is_state for arena in group.arenas]
         if len(arenas) != 1 or not isinstance(arenas[0], RowArena):
-            raise ValueError(f"arena: got {len(arenas)} arenas; expected one that holds all tensors row by row")
+            raise ValueError(f"arena: got {len(arenas)} arenas; expected one that holds all keys and values row by row")
         return arenas[0]
+
+    @property
+    def newest_states(self) -> Rows | None:
+        """A copy of the states that the next token reads, `[N, K-1, H]`; None without layers that have some."""
+        return self._states[0].newest() if self._states else None
 
     @property
     def length(self) -> int:
@@ -246,20 +252,19 @@ class KVCache:
         self._tokens_committed += n
         self.dirty = False
 
-    def append(self, rows: Rows) -> None:
-        """Append a token whose keys and values were computed elsewhere.
+    def append(self, rows: Sequence[Rows]) -> None:
+        """Append a token whose keys, values and states were computed elsewhere.
 
         Args:
-            rows: `[N, D]`, a row of each tensor of the only arena.
+            rows: `[N, D]` of each group, a row of each tensor of its only arena.
 
         Raises:
             ContextFullError: the policy is `fail` and there is no room.
-            ValueError: the cache is dirty, or has several arenas.
+            ValueError: the cache is dirty, or a group has several arenas.
         """
-        arena = self.arena
-        (window,) = self.window(1)
-        place = arena.array if window.in_place else arena.scratch
-        place[:, window.new_row % place.shape[1]] = rows  # where a graph would write them
+        places = [landing(group, window) for group, window in zip(self.groups, self.window(1), strict=True)]
+        for place, new in zip(places, rows, strict=True):
+            place[:, 0] = new
         self.commit(1)
 
     def rewind(self, n: int) -> None:
@@ -399,3 +404,17 @@ class KVCache:
         self._open_ar = None
         if self._memory.grows:
             self._memory.free_outgrown()
+
+
+def landing(group: CacheGroup, window: Window) -> Rows:
+    """Where a graph writes the new rows of an open step, `[N, AR, D]`; those alone that lie before the end of a ring.
+
+    Raises:
+        ValueError: the group has several arenas: keys are columns.
+    """
+    (arena,) = group.arenas if len(group.arenas) == 1 else (None,)
+    if not isinstance(arena, RowArena):
+        raise ValueError(f"rows: got {len(group.arenas)} arenas; expected one that holds all tensors row by row")
+    place = arena.array if window.in_place else arena.scratch
+    first = window.new_row % place.shape[1]
+    return place[:, first : first + window.ar]

@@ -159,6 +159,15 @@ class StateGroup:
             for at, tensor in enumerate(self._arena.tensors)
         }
 
+    def newest(self) -> Rows:
+        """A copy of what the next token reads, `[N, K-1, H]`: 0 where there was no token."""
+        held = self.strategy.held_rows()[-self._past_rows :]
+        shape = len(self._arena.tensors), self._past_rows, self.geometry.head_dim
+        rows = np.full(shape, self.geometry.zero_point, self._arena.dtype)
+        if held:
+            rows[:, -len(held) :] = self._arena.array[:, held]
+        return rows
+
     def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
         wanted = self._past_rows if tokens is None else min(tokens, self._past_rows)
         for tensor in self._arena.tensors:

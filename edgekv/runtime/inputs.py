@@ -25,11 +25,13 @@ class RowView:
         position: absolute position.
         columns: past columns that it attends to; None for all that a token at its position sees.
         rows: new rows that it attends to, with its own.
+        states: of the layers that have some, `[N, K-1, H]`, if it follows another sequence than the cache's.
     """
 
     position: int
     columns: Sequence[int] | None
     rows: Sequence[int]
+    states: NDArray[Any] | None = None
 
 
 def tree_views(parents: Sequence[int], position: int) -> list[RowView]:
@@ -89,7 +91,8 @@ class StepInputs:
             if (names := rope_inputs(suffix))[0] in self.arrays
         ]
         self._index = self.arrays.get(LOGITS_INDEX)
-        self._taps = ConvolutionRows(self.arrays[CONV_ROWS], record.ar) if CONV_ROWS in self.arrays else None
+        others = [self.arrays[port.name][0, 0] for port in inputs if port.kind == "others"]
+        self._taps = ConvolutionRows(self.arrays[CONV_ROWS], others, record.ar) if CONV_ROWS in self.arrays else None
         first_group: dict[str, int] = {}  # groups with the same window share a mask
         for group, geometry in enumerate(decoder.cache.groups()):
             if geometry.is_state:
@@ -149,12 +152,20 @@ class StepInputs:
 class ConvolutionRows:
     """Which row each tap of a convolution reads for each new token, `[K-1, AR]`: tap j the one K-1-j tokens before it.
 
-    Rows are those of the state, then the new ones. The last tap reads the token's own row in any case.
+    Rows are those of the cache's state, then the new ones, then the states of other sequences, K-1 for each new token.
+    The last tap reads the token's own row in any case.
     """
 
-    def __init__(self, rows: NDArray[Any], ar: int) -> None:
-        """Use `rows`, which are contiguous, as memory; the new tokens follow each other."""
+    def __init__(self, rows: NDArray[Any], others: Sequence[NDArray[Any]], ar: int) -> None:
+        """Use this memory.
+
+        Args:
+            rows: contiguous; the new tokens follow each other.
+            others: the states of other sequences, `[(K-1) * AR, H]` of each layer.
+            ar: tokens per inference.
+        """
         self._rows = rows.reshape(-1, ar)
+        self._others = others
         self._past = len(self._rows)
         self._are_linear = False
         self.write()
@@ -168,10 +179,16 @@ class ConvolutionRows:
     def write_views(self, views: Sequence[RowView]) -> None:
         """Write the rows of a step whose tokens see what `views` say."""
         self._are_linear = False
+        past, ar = self._rows.shape
         for token, view in enumerate(views):
-            assert view.columns is None, "no other sequence is in the window of a model with states"
-            path = [*range(self._past), *(self._past + row for row in view.rows)]
-            self._rows[:, token] = path[-1 - self._past : -1]
+            start = 0
+            if view.states is not None:
+                place = past * token
+                for memory, state in zip(self._others, view.states, strict=True):
+                    memory[place : place + past] = state
+                start = past + ar + place
+            path = [*range(start, start + past), *(past + row for row in view.rows)]
+            self._rows[:, token] = path[-1 - past : -1]
 
 
 class AttentionMask:

@@ -38,6 +38,11 @@ class KvTensor:
         return f"{self._stem}_out"
 
     @property
+    def others(self) -> str:
+        """The input `[1, 1, (K-1) * AR, H]` of a verify graph: states of other sequences, K-1 rows for each token."""
+        return f"{self._stem}_others"
+
+    @property
     def is_state(self) -> bool:
         """Whether it is the state of a layer without attention."""
         return self.kind in STATE_KINDS

@@ -23,7 +23,9 @@ CONV_ROWS = "conv_rows"
 ROPE_SUFFIXES = ("", "_local")
 """Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
-STEP_KINDS: frozenset[PortKind] = frozenset({"ids", "embeddings", "mask", "cos", "sin", "conv_rows", "logits_index"})
+STEP_KINDS: frozenset[PortKind] = frozenset(
+    {"ids", "embeddings", "mask", "cos", "sin", "conv_rows", "others", "logits_index"}
+)
 """The inputs that the host writes before a step. The others are in the cache or come from the previous part."""
 
 
@@ -112,9 +114,9 @@ class DecoderInterface:
         attend to W < S tokens, `attention_mask_w{W}` [1, 1, AR, P+AR]; `position_ids_cos` and `_sin` [1, 1, AR, R/2] of
         each rotary embedding; and each past [1, 1, P, D], keys as columns [1, 1, D, P], with P = S-AR, or
         min(W-1, S-AR), and each state of a convolution [1, 1, K-1, hidden]. In verify graphs with states: `conv_rows`
-        [(K-1) * AR], the row, of past and new ones, that a tap of a convolution reads for a token, by tap. In graphs
-        with slots: the A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part has layers:
-        `logits_index` [1].
+        [(K-1) * AR], the row that a tap of a convolution reads for a token, by tap, of past, new and others' rows; and
+        for each layer the others, [1, 1, (K-1) * AR, hidden], states of further sequences. In graphs with slots: the
+        A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1].
 
         Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; and `logits` [1, AR or 1, V] or `hidden_{L}`.
 
@@ -173,7 +175,10 @@ class DecoderInterface:
             yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
         states = [layer for layer in part.layers if self._groups[layer].is_state]
         if states and graph.role == "verify":
-            yield Port(CONV_ROWS, "int32", (self._past_rows(states[0], graph) * ar,), "conv_rows")
+            rows = self._past_rows(states[0], graph) * ar
+            yield Port(CONV_ROWS, "int32", (rows,), "conv_rows")
+            for tensor in self.tensors(states):
+                yield self._cached("others", tensor, rows)
         if self.lora is not None:
             for layer in part.layers:
                 for name, shape, encoding in self.lora.tensors(layer):
@@ -192,11 +197,11 @@ class DecoderInterface:
     def _activation(self, kind: PortKind, name: str, shape: tuple[int, ...], encoding: str | None = None) -> Port:
         return Port(name, DTYPES[self.activations].name, shape, kind, encoding or name)
 
-    def _cached(self, kind: Literal["past", "new"], tensor: KvTensor, rows: int) -> Port:
+    def _cached(self, kind: Literal["past", "new", "others"], tensor: KvTensor, rows: int) -> Port:
         group = self._groups[tensor.layer]
         is_column = tensor.kind == "key" and group.key_layout == "columns"
         shape = (1, 1, group.head_dim, rows) if is_column else (1, 1, rows, group.head_dim)
-        name = tensor.past if kind == "past" else tensor.new
+        name = {"past": tensor.past, "new": tensor.new, "others": tensor.others}[kind]
         port_kind: PortKind = "state" if kind == "past" and tensor.is_state else kind
         return Port(name, DTYPES[group.kv_dtype].name, shape, port_kind, tensor.past)
 

@@ -261,7 +261,11 @@ class QdqOps(Ops[Tensor]):
         if self._form.stacks_heads:
             self._stack_new(tensor)
         name = f"conv_{tensor.layer}" if tensor.is_state else f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
-        return self._nodes.emit("Concat", [*parts, added.name], name, encoding, axis=rows_axis)
+        if tensor.others in self._ports:
+            parts = [*parts, added.name, self._read(self._ports[tensor.others]).name]
+        else:
+            parts = [*parts, added.name]
+        return self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
 
     def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
         assert self._spec.convolution is not None, "a layer has one"
@@ -273,9 +277,11 @@ class QdqOps(Ops[Tensor]):
             self._wide[rows.name] = self._nodes.requantize(rows.name, rows.name + ".wide", wide)
         source = self._wide[rows.name]
         bounds = (tap, np.iinfo(np.int64).max if tap == past_rows else tap - past_rows, _ROWS)
-        if CONV_ROWS in self._ports and tap < past_rows:
-            source, ar = self._gathered(source), self._ports[CONV_ROWS].shape[0] // past_rows
-            bounds = (tap * ar, (tap + 1) * ar, _ROWS)
+        if CONV_ROWS in self._ports:
+            ar = self._ports[CONV_ROWS].shape[0] // past_rows
+            bounds = (tap, tap + ar, _ROWS)
+            if tap < past_rows:
+                source, bounds = self._gathered(source), (tap * ar, (tap + 1) * ar, _ROWS)
         begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds)
         read = self._nodes.emit("Slice", [source.name, begin, end, axis], f"{rows.name}.rows", source.encoding)
         return self._nodes.emit("Mul", [read.name, self._weight(*self._weights.tensor(weight, tap=tap))], name)
