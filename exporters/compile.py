@@ -13,7 +13,6 @@ from edgekv.bundle import (
     COMPILED,
     MANIFEST,
     Bundle,
-    CompiledBinary,
     CompiledManifest,
     atomic_directory,
     check_target,
@@ -22,14 +21,14 @@ from edgekv.bundle import (
 from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
 from exporters.graphs.parts import weight_files
-from exporters.htp.binary import check_target as check_chip
 from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
+from exporters.htp.compile_tflite import compiler as tflite_compiler
 from exporters.options import RunOptions
 from exporters.pipeline.assemble import take_binaries
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.pieces import Compiled, read_compiled
-from exporters.pipeline.planning import give_bundle, plan_binaries
+from exporters.pipeline.planning import give_bundle, plan_binaries, plan_tflite
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore, store_in
 from exporters.progress import Progress, one_step, silent
@@ -75,28 +74,27 @@ def compile_bundle(
     _check(bundle, device, options, each)
     target = bundle.path / "compiled" / device.soc
     check_target(target, force=force, marker=COMPILED)
-    if bundle.manifest.graph_format == "tflite":
-        (models,) = device_parts(bundle.manifest.graphs, bundle.path)
-        with atomic_directory(target, force=force, marker=COMPILED) as folder:
-            binary, compiler = _compile_tflite(models, device, folder, progress)
-            return _sealed(folder, device, [binary], compiler, bundle, options, progress)
-    alone = bundle.manifest.is_whole if each is None else each
     parts, plan, store = device_parts(bundle.manifest.graphs, bundle.path), Plan(), open_store(run)
     given = give_bundle(plan, bundle)
-    compiler = qnn.compiler()
-    names = plan_binaries(plan, given, binary_sets(parts, each=alone), device, compiler, options)
+    if bundle.manifest.graph_format == "tflite":
+        compiler = tflite_compiler()
+        names = [plan_tflite(plan, given, parts[0], device, compiler)]
+    else:
+        alone, compiler = bundle.manifest.is_whole if each is None else each, qnn.compiler()
+        names = plan_binaries(plan, given, binary_sets(parts, each=alone), device, compiler, options)
     if run.cluster is not None:
         from exporters.pipeline.dask.run import run_on  # its packages are optional
 
-        weights_bytes = sum(bundle.manifest.files[name].bytes for name in bundle.manifest.weights.files)
-        run_on(run.cluster, plan, names, store, None, None, progress, disk_bytes=weights_bytes)
+        bundle_bytes = sum(file.bytes for file in bundle.manifest.files.values())
+        run_on(run.cluster, plan, names, store, None, None, progress, disk_bytes=bundle_bytes)
     else:
         inputs = Inputs(store, None, progress)
         inputs.adopt(given, bundle.path)
         run_serial(plan, names, inputs, progress, resume=run.resume)
     with atomic_directory(target, force=force, marker=COMPILED) as folder:
         binaries = take_binaries(names, store, folder, watch)
-        compiled = _sealed(folder, device, binaries, compiler, bundle, options, progress)
+        with one_step("seal", progress):
+            compiled = write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
     if run.removes_pieces:
         store.remove([*names, given])
     return compiled
@@ -170,33 +168,6 @@ def _check(bundle: Bundle, device: Device, options: HtpOptions, each: bool | Non
             expected="neither: they are compiled into one file",
             fix="Leave it out.",
         )
-
-
-def _compile_tflite(
-    models: Mapping[str, Path], device: Device, folder: Path, progress: Progress
-) -> tuple[CompiledBinary, str]:
-    """One `.tflite` file that holds a context of these signatures of another, and the compiler."""
-    from exporters.htp.compile_tflite import compile_tflite, compiler  # its packages are optional
-
-    (source,) = set(models.values())
-    progress("compile", 0, 1)
-    compile_tflite(source, folder / source.name, list(models), device)
-    check_chip(folder / source.name, device)
-    progress("compile", 1, 1)
-    return CompiledBinary(file=source.name, wrappers=dict.fromkeys(models, source.name), graphs=len(models)), compiler()
-
-
-def _sealed(
-    folder: Path,
-    device: Device,
-    binaries: Sequence[CompiledBinary],
-    compiler: str,
-    bundle: Bundle,
-    options: HtpOptions,
-    progress: Progress,
-) -> CompiledManifest:
-    with one_step("seal", progress):
-        return write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
 
 
 def open_store(run: RunOptions) -> PieceStore:

@@ -18,6 +18,7 @@ from quant import WEIGHT_TYPES
 
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
+_ENGINE_COPIES = 4  # of a bundle
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -95,6 +96,11 @@ def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
     sizes = spec.sizes
     residual = 2 * 4 * tokens * sizes.hidden
     return sizes.all_layer_parameters + sizes.layers * residual + sizes.table_parameters
+
+
+def engine_bytes(size_bytes: int) -> int:
+    """RAM of the CPU engine, at the peak of loading a bundle of this size."""
+    return _PROCESS_BYTES + _ENGINE_COPIES * size_bytes
 
 
 def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:

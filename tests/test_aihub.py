@@ -12,6 +12,7 @@ import pytest
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from exporters.htp.binary import read_target
+from exporters.pipeline.store import store_in
 from tests.aihub_server import TOKEN, AiHub
 
 pytestmark = pytest.mark.htp
@@ -50,7 +51,7 @@ def test_linking_brings_a_real_binary_for_each_chip_into_the_bundle(
         assert target is not None and target.soc == soc
         assert (small / "hub" / slug / f"compile_{DECODE}.dlc").stat().st_size > 10_000
     assert service.count("POST /api/v1/models/") == 2, "each graph is uploaded once for all devices"
-    assert not any((small / "hub" / "upload").iterdir())
+    assert not store_in().pieces, "what was uploaded"
     open_bundle(small)
 
 

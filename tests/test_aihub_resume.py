@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from edgekv.bundle import Bundle, GraphRecord
 from edgekv.cli import run
+from exporters.pipeline.store import store_in
+from exporters.targets.aihub import pack, sample
 from tests.aihub_server import AiHub, Fault
 from tests.manifests import replace_in_manifest
 from tests.test_aihub import DECODE, POLL, answer
@@ -85,6 +88,50 @@ def test_jobs_go_on_without_us_and_are_fetched_later(
     report = answer(capsys, "fetch", str(small))
     assert {job["id"] for job in report["jobs"]} == {job["id"] for job in submitted}
     assert len(report["devices"][0]["artefacts"]) == 3
+
+
+def test_an_upload_that_failed_is_neither_packed_nor_run_again(
+    service: AiHub, small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, take = [], sample.take_sample
+
+    def packing(bundle: Bundle, graph: GraphRecord, folder: Path) -> Path:
+        made.append(f"pack {graph.name}")
+        return pack_graph(bundle, graph, folder)
+
+    def taking(bundle: Bundle, graph: GraphRecord, text: str) -> sample.Sample:
+        made.append(f"run {graph.name}")
+        return take(bundle, graph, text)
+
+    pack_graph = pack.pack_graph
+    monkeypatch.setattr(pack, "pack_graph", packing)
+    monkeypatch.setattr(sample, "take_sample", taking)
+    infer = ("infer", str(small), "--devices", "SM8650", *POLL)
+    for path in ("/api/v1/datasets/", "/api/v1/models/"):
+        service.faults.append(Fault("POST", path, status=413, text="Too large."))
+        assert run(["hub", *infer]) == 1
+    assert store_in().pieces and "Too large" in capsys.readouterr().err
+    answer(capsys, *infer)
+    assert sorted(made) == ["pack ar1_cl64", "pack ar8_cl64", "run ar1_cl64", "run ar8_cl64"]
+    assert not store_in().pieces and len([*(small / "hub" / "samples").iterdir()]) == 2
+
+
+def test_outputs_are_compared_with_the_step_that_was_submitted(
+    service: AiHub, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Although another one was begun since, and its upload failed."""
+    service.patience = 1000
+    answer(capsys, "infer", str(small), "--devices", "SM8650", "--no-wait")
+    other = tmp_path / "other.txt"
+    other.write_text("class Area:\n    width = height = 3\n" * 20)
+    service.faults.append(Fault("POST", "/api/v1/datasets/", status=413, text="Too large."))
+    assert run(["hub", "infer", str(small), "--devices", "SM8650", "--no-wait", "--text", str(other)]) == 1
+    capsys.readouterr()
+    service.patience = 0
+    (device,) = answer(capsys, "fetch", str(small))["devices"]
+    assert all(comparison["top1_equal"] for comparison in device["comparisons"])
+    answer(capsys, "infer", str(small), "--devices", "SM8650", "--text", str(other), *POLL)
+    assert len([*(small / "hub" / "samples").iterdir()]) == 2, "those of the new text"
 
 
 def test_the_same_command_again_submits_nothing_and_another_device_adds_its_own(

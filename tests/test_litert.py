@@ -12,6 +12,8 @@ from edgekv.errors import EngineError, UsageError
 from exporters.compile import compile_bundle
 from exporters.graphs.tflite.flatbuffer import TfliteFile
 from exporters.htp.compile_tflite import _operators, compile_tflite
+from exporters.options import RunOptions
+from exporters.pipeline import pieces
 from tests.exports import export_options, exported
 
 pytestmark = pytest.mark.htp
@@ -51,6 +53,26 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
     folder, record = compiled
     assert (record.soc, record.arch, record.vtcm_bytes) == ("SM8650", 75, 8 << 20)
     assert compile_bundle(open_bundle(folder), find("SM8750")).arch == 79
+
+
+def test_a_file_that_is_finished_is_not_compiled_again(compiled, tmp_path, monkeypatch):
+    bundle = open_bundle(shutil.copytree(compiled[0], tmp_path / "bundle"))
+    chip, run, done = find("SM8550"), RunOptions(cache_dir=tmp_path / "cache", resume=True), []
+
+    def counting(source, target, graphs, device):
+        done.append(source.name)
+        compile_tflite(source, target, graphs, device)
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pieces, "compile_tflite", counting)
+    with monkeypatch.context() as stopping, pytest.raises(KeyboardInterrupt):
+        stopping.setattr("exporters.compile.write_compiled", stop)
+        compile_bundle(bundle, chip, run)
+    assert not (bundle.path / "compiled" / chip.soc).exists()
+    assert compile_bundle(bundle, chip, run).arch == 73 and done == ["graphs.tflite"]
+    assert not [*(tmp_path / "cache" / "pieces").glob("[!.]*")]
 
 
 def test_a_chip_that_the_plugin_does_not_know_is_refused(compiled):

@@ -23,6 +23,7 @@ from exporters.lora.options import LoraOptions
 from exporters.options import ExportOptions
 from exporters.pipeline import piece as pieces
 from exporters.pipeline.piece import Piece, Plan
+from exporters.pipeline.pieces import CompileTflitePiece
 from exporters.pipeline.place import Identity
 from exporters.pipeline.planning import Planner
 from exporters.prepared import prepare
@@ -30,6 +31,8 @@ from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.sink import SinkWanted
 from exporters.sweep.combination import Combination
 from exporters.sweep.sweep import Text, _add
+from exporters.targets.aihub.pack import PackPiece
+from exporters.targets.aihub.sample import SamplePiece
 from tests.adapters import write_adapter
 from tests.checkpoints import NEWER, write_checkpoint
 
@@ -158,6 +161,20 @@ def test_each_field_of_each_piece_changes_its_name(export: Export):
         "error",
     }
     assert counted["write"] > 200 > counted["layer"] > 40 and counted["check"] == 4 < counted["compile"]
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        CompileTflitePiece("bundle", "graphs.tflite", ("ar1_cl64",), "SM8650", COMPILER),
+        PackPiece("bundle", "ar1_cl64"),
+        SamplePiece("bundle", "ar1_cl64", "text"),
+    ],
+    ids=lambda piece: piece.kind,
+)
+def test_each_field_of_the_pieces_of_targets_changes_their_names(piece: Piece):
+    names = [other.name for other in changed(piece)]
+    assert len({piece.name, *names}) == len(names) + 1 > len(dataclasses.fields(piece))
 
 
 def test_another_program_changes_every_name(export: Export, monkeypatch: pytest.MonkeyPatch):

@@ -81,10 +81,10 @@ def test_every_split_of_a_text_into_steps_gives_the_bits_of_one(tmp_path: Path, 
             assert np.array_equal(logits, wanted[0]) and same(session.cache.state, wanted[1])
 
 
-def test_the_step_for_ai_hub_has_the_state_after_its_text(bundle: Path, tmp_path: Path) -> None:
+def test_the_step_for_ai_hub_has_the_state_after_its_text(bundle: Path) -> None:
     opened = open_bundle(bundle)
     (graph,) = [each for each in opened.manifest.graphs if (each.role, each.context) == ("decode", CONTEXT)]
-    sample = take_sample(opened, graph, TEXT, tmp_path)
+    sample = take_sample(opened, graph, TEXT)
     with edgekv.load(bundle, cpu_mode="emulate") as model:
         (tokens,) = sample.inputs["input_ids"]
         text = opened.tokenizer().encode(TEXT).ids[:33]

@@ -24,6 +24,7 @@ from edgekv.vendor_libraries import Platform
 SOCS = frozenset(["SA8255", "SA8295", "SM8350", "SM8450", "SM8475", "SM8550", "SM8650", "SM8750", "SM8845", "SM8850"])
 """What the plugin of ai-edge-litert 2.3 compiles for."""
 
+_PACKAGES = ("ai_edge_litert", "onnxruntime_qnn")
 _COMPILES_ON = Platform("linux", "x86_64")
 _DISPATCH = b"DISPATCH_OP"
 _REFUSED = re.compile(r"LiteRT Op #\d+ '(\w+)' \(code=\d+\) is not supported")
@@ -59,7 +60,7 @@ def compile_tflite(source: Path, target: Path, graphs: Sequence[str], device: De
             expected=f"{_COMPILES_ON.system} on {_COMPILES_ON.machine}, where LiteRT's plugin was tested",
             fix="Compile there; the compiled file is for the device alone.",
         )
-    litert, libraries = _package("ai_edge_litert"), _package("onnxruntime_qnn")
+    litert, libraries = map(_package, _PACKAGES)
     with scratch_folder("litert") as folder:
         _link_libraries(libraries, folder)
         graph = folder / "graphs.tflite"
@@ -87,7 +88,13 @@ def compile_tflite(source: Path, target: Path, graphs: Sequence[str], device: De
 
 
 def compiler() -> str:
-    """The packages that compile, with their versions."""
+    """The packages that compile, with their versions.
+
+    Raises:
+        EngineError: one is missing.
+    """
+    for name in _PACKAGES:
+        _package(name)
     return " with ".join(f"{name} {metadata.version(name)}" for name in ("ai-edge-litert", "onnxruntime-qnn"))
 
 

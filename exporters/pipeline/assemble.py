@@ -91,7 +91,8 @@ def take_binaries(
         binary = read_compiled(store, name)
         for file, path in store.files(name).items():
             link_or_copy(path, folder / file)
-        watch(binary.file, binary.peak_bytes)
+        if binary.peak_bytes is not None:
+            watch(binary.file, binary.peak_bytes)
         found.append(_plain(binary))
     return found
 

@@ -36,6 +36,7 @@ from exporters.quantize.survey import Survey
 
 BUNDLE = "bundle"
 LAYER = "layer"
+TEXT = "text.txt"
 TOKENS = "tokens.npy"
 _MOST_KEPT = 4  # decoders of a process
 
@@ -235,6 +236,14 @@ class Inputs:
         """
         found = self._decoder(exact, weights=exact.weights, config=exact.config, tokenizer=tokenizer)
         return replace(found, chat=None, generation=None)
+
+    def text(self, name: str) -> str:
+        """A text that the command has put into the store.
+
+        Raises:
+            UsageError: it is not there, or damaged.
+        """
+        return (self.store.path(name) / TEXT).read_bytes().decode()
 
     def tokens(self, name: str) -> NDArray[np.int64]:
         """Token ids `[windows, T]` of a finished piece.

@@ -25,8 +25,10 @@ from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
 from edgekv.spec import EMBEDDING, DecoderSpec, table_key, views
 from exporters.contents import BundleForm, make_manifest, write_contents
+from exporters.htp.binary import check_target
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs
+from exporters.htp.compile_tflite import compile_tflite
 from exporters.pipeline.inputs import BUNDLE, LAYER, TOKENS, Exact, Folded, Inputs, ProvenAdapter, SinkChoice
 from exporters.pipeline.layer_file import LayerFile, LayerMatrices
 from exporters.pipeline.piece import Piece
@@ -254,10 +256,10 @@ class CheckPiece(Piece):
 
 
 class Compiled(CompiledBinary, frozen=True, kw_only=True):
-    """A binary, the float nodes of each file in it, and the peak RAM of its compiler."""
+    """A binary, the float nodes of each file in it, and the peak RAM of its compiler, if that is known."""
 
     floating: dict[str, list[str]]
-    peak_bytes: int
+    peak_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,44 @@ class CompilePiece(Piece):
             graphs=binary.graphs,
             floating=floating,
             peak_bytes=peaks[binary.file],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompileTflitePiece(Piece):
+    """A `.tflite` file whose graphs call one context for a chip; answers `Compiled`.
+
+    Attributes:
+        bundle: name of the bundle.
+        file: of the graphs.
+        graphs: the signatures to compile.
+        soc: the chip.
+        compiler: its version.
+    """
+
+    kind: ClassVar[str] = "compile"
+    in_child: ClassVar[bool] = True
+
+    bundle: str
+    file: str
+    graphs: tuple[str, ...]
+    soc: str
+    compiler: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.bundle,)
+
+    def make(self, folder: Path, inputs: Inputs) -> Compiled:
+        device, target = find(self.soc), folder / self.file
+        compile_tflite(inputs.bundle(self.bundle) / self.file, target, self.graphs, device)
+        check_target(target, device)
+        return Compiled(
+            file=self.file,
+            wrappers=dict.fromkeys(self.graphs, self.file),
+            graphs=len(self.graphs),
+            floating={},
+            peak_bytes=None,
         )
 
 

@@ -23,12 +23,13 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
 from exporters.pipeline.division import JoinPiece, MatrixPiece, RunPiece
-from exporters.pipeline.inputs import BUNDLE, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
+from exporters.pipeline.inputs import BUNDLE, TEXT, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
 from exporters.pipeline.parallel import compiler_bytes
 from exporters.pipeline.piece import Piece, Plan
 from exporters.pipeline.pieces import (
     CheckPiece,
     CompilePiece,
+    CompileTflitePiece,
     HeadPiece,
     LayerPiece,
     SurveyPiece,
@@ -231,10 +232,30 @@ def plan_binaries(
     return found
 
 
+def plan_tflite(plan: Plan, bundle: str, models: Mapping[str, Path], device: Device, compiler: str) -> str:
+    """Add the context of TFLite graphs that exist; returns its name.
+
+    Args:
+        plan: takes the piece.
+        bundle: name of the folder with the graphs.
+        models: the one file of all graphs, by their names.
+        device: the chip.
+        compiler: its version.
+    """
+    (source,) = {*models.values()}
+    piece = CompileTflitePiece(bundle, source.name, tuple(models), device.soc, compiler)
+    return plan.put(piece, compile_bytes(source.stat().st_size, 0, len(models)))
+
+
 def give_bundle(plan: Plan, bundle: Bundle) -> str:
     """Add a bundle that exists, under the hash of its manifest, which has those of its files; returns its name."""
     files = [*bundle.manifest.files, MANIFEST]
     return plan.give(partial(_copy_files, bundle.path, files), "bundle", sha256_of(bundle.path / MANIFEST))
+
+
+def give_text(plan: Plan, text: str) -> str:
+    """Add a text, its line ends as they are: they are tokens. Returns its name."""
+    return plan.give(partial(_write_text, text), "text", text)
 
 
 def quantizing_bytes(prepared: Prepared) -> int:
@@ -243,6 +264,10 @@ def quantizing_bytes(prepared: Prepared) -> int:
     windows, window = prepared.survey_tokens.shape
     tokens = (windows + prepared.learned_windows) * window
     return quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, tokens, window)
+
+
+def _write_text(text: str, folder: Path) -> None:
+    (folder / TEXT).write_bytes(text.encode())
 
 
 def _write_tokens(ids: NDArray[np.int64], folder: Path) -> None:

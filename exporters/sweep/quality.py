@@ -22,10 +22,10 @@ from exporters.inspect.tally import Evaluation
 from exporters.inspect.wikitext import Window
 from exporters.pipeline.inputs import Exact, Inputs, SinkChoice
 from exporters.pipeline.piece import Piece, Plan
-from exporters.pipeline.store import PieceStore
+from exporters.pipeline.planning import give_text
 from exporters.quantize.reference import Floats, Reference
 
-ENGINE, TEXT = "cpu", "text.txt"
+ENGINE = "cpu"
 
 
 class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,16 +50,8 @@ class Sample:
 
     @classmethod
     def give(cls, plan: Plan, title: str, text: str, tokens: int) -> Sample:
-        """Add a text to a plan, its line ends as they are: they are tokens."""
-
-        def write(folder: Path) -> None:
-            (folder / TEXT).write_bytes(text.encode())
-
-        return cls(plan.give(write, "text", text), title, tokens)
-
-    def read(self, store: PieceStore) -> str:
-        """The text."""
-        return (store.path(self.name) / TEXT).read_bytes().decode()
+        """Add a text to a plan."""
+        return cls(give_text(plan, text), title, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +82,7 @@ class Measured:
         has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
         first = self.sink.first if has_sink else ()
         checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
-        return context_windows(checkpoint, self.sample.read(inputs.store), self.context, first, self.sample.tokens)
+        return context_windows(checkpoint, inputs.text(self.sample.name), self.context, first, self.sample.tokens)
 
 
 @dataclass(frozen=True, slots=True)

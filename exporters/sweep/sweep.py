@@ -28,15 +28,13 @@ from exporters.pipeline.prune import check_prunable, mark_used, prune
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared
 from exporters.progress import Progress, silent
-from exporters.resources import bundle_bytes
+from exporters.resources import bundle_bytes, engine_bytes
 from exporters.sweep.combination import Combination, Refusal, sort_out
 from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors, Measured, ReferencePiece, Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 
 RESULTS = "results.json"
 _ERROR_TOKENS = 64
-_PROCESS_BYTES = 300_000_000
-_ENGINE_COPIES = 4  # of a bundle's bytes, at the peak of loading it on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +200,11 @@ def _add(planner: Planner, identity: Identity, combination: Combination, prepare
     )
     measured = Measured(exact, identity.tokenizer, sink, context, sample)
     logits_bytes = 4 * min(context, sample.tokens) * spec.vocab
-    quantizing, engine_bytes = quantizing_bytes(prepared), _PROCESS_BYTES + _ENGINE_COPIES * _bundle_bytes(prepared)
+    quantizing, running = quantizing_bytes(prepared), engine_bytes(_bundle_bytes(prepared))
     reference = plan.put(ReferencePiece(measured), quantizing + 2 * logits_bytes)
-    evaluate = plan.put(EvaluatePiece(measured, exported.write, reference), engine_bytes + 4 * logits_bytes)
+    evaluate = plan.put(EvaluatePiece(measured, exported.write, reference), running + 4 * logits_bytes)
     by_layer = Measured(exact, identity.tokenizer, sink, context, errors)
-    error = plan.put(ErrorPiece(by_layer, exported.write), engine_bytes + quantizing)
+    error = plan.put(ErrorPiece(by_layer, exported.write), running + quantizing)
     return Member(combination, exported, evaluate, error)
 
 

@@ -151,7 +151,7 @@ def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as
     fetched = []
     for slug in dict.fromkeys(record.slug for record in run.records):
         of_device = [r for r in ledger.records("compile", "link", "profile", "infer") if r.slug == slug]
-        found = fetch_device(bundle, account, of_device)
+        found = fetch_device(bundle, account, ledger, of_device)
         if found is not None:
             fetched.append(found)
     _print(bundle, run.records, fetched, as_json=as_json)

@@ -15,7 +15,7 @@ from edgekv.errors import ServiceError
 from exporters.htp.binary import read_target
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.compare import Comparison, compare
-from exporters.targets.aihub.ledger import FOLDER, JobRecord
+from exporters.targets.aihub.ledger import FOLDER, JobRecord, Ledger
 from exporters.targets.aihub.options import graph_name
 from exporters.targets.aihub.sample import read_sample
 from exporters.targets.record import TargetRecord, read_record, write_record
@@ -77,12 +77,13 @@ class Fetched(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     comparisons: list[Comparison]
 
 
-def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord]) -> Fetched | None:
+def fetch_device(bundle: Bundle, account: Account, ledger: Ledger, records: Sequence[JobRecord]) -> Fetched | None:
     """Download one device's finished jobs and replace its folder in one step. Files of earlier fetches are reused.
 
     Args:
         bundle: the target.
         account: the source.
+        ledger: of the bundle.
         records: of one device; unfinished jobs are skipped.
 
     Returns:
@@ -109,7 +110,7 @@ def fetch_device(bundle: Bundle, account: Account, records: Sequence[JobRecord])
             elif record.kind == "profile":
                 profiles.append(_profile(account, record, folder))
             elif record.kind == "infer":
-                comparisons.append(_compare(bundle, account, record))
+                comparisons.append(_compare(bundle, account, ledger, record))
         return write_record(
             Fetched,
             folder,
@@ -169,9 +170,9 @@ def _profile(account: Account, record: JobRecord, folder: Path) -> ProfileResult
     )
 
 
-def _compare(bundle: Bundle, account: Account, record: JobRecord) -> Comparison:
+def _compare(bundle: Bundle, account: Account, ledger: Ledger, record: JobRecord) -> Comparison:
     assert record.id is not None
-    sample = read_sample(bundle.path / FOLDER / "samples", record.graphs[0])
+    sample = read_sample(ledger.sample(record.sources[-1]))
     graph = next(g for g in bundle.manifest.graphs if g.role != "score" and graph_name(g) == record.graphs[0])
     expected = {port.name: sample.outputs[port.name] for port in bundle.manifest.interface.graph(graph).outputs}
     with account.asking(f"reading the outputs of job {record.id}") as client:

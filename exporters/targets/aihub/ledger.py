@@ -32,7 +32,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         slug: the device's folder under `hub/`; `uploads` for uploads.
         soc: part number of the device's chip.
         options: in the service's syntax.
-        sources: its inputs: ids of the service, or hashes of uploaded files.
+        sources: its inputs: ids of the service, and names of the pieces that are uploaded.
         bundle_sha256: hash of the bundle's manifest.
         service: host of the service.
         state: `submitting` until the service has answered; after an interruption the job is looked up by its name.
@@ -113,6 +113,10 @@ class Ledger:
             partial.write_bytes(readable_json(record))
         self._records[record.key] = record
         return record
+
+    def sample(self, piece: str) -> Path:
+        """Where the step of this piece is kept while a job runs it."""
+        return self.folder / "samples" / f"{piece}.safetensors"
 
     def _read(self, path: Path) -> JobRecord:
         fix = "Discard earlier jobs with --force."

@@ -5,12 +5,14 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import onnx
 
-from edgekv.bundle import Bundle, GraphRecord, atomic_file
+from edgekv.bundle import Bundle, GraphRecord, atomic_file, open_bundle
 from edgekv.errors import BundleError
-from edgekv.system import sha256_of
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.piece import Piece
 from exporters.targets.aihub.options import graph_name
 
 _BLOCK_BYTES = 1 << 20
@@ -19,20 +21,31 @@ _TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip: the same graph
 
 
 @dataclass(frozen=True, slots=True)
-class PackedGraph:
-    """An upload on disk.
+class PackPiece(Piece):
+    """A graph as it is uploaded.
 
     Attributes:
-        path: the zip file.
-        sha256: of the zip file.
+        bundle: name of the bundle.
+        graph: the graph.
     """
 
-    path: Path
-    sha256: str
+    kind: ClassVar[str] = "pack"
+
+    bundle: str
+    graph: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.bundle,)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
+        pack_graph(bundle, next(each for each in bundle.manifest.graphs if each.name == self.graph), folder)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Extent:
     """Bytes of a shard, and where they go in the .data file."""
 
     file: str
@@ -41,8 +54,8 @@ class _Piece:
     length: int
 
 
-def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> PackedGraph:
-    """Write `<graph name>.onnx.zip` into a folder, complete or not at all.
+def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> Path:
+    """Write `<graph name>.onnx.zip` into a folder, complete or not at all; returns its path.
 
     The weights are copied in blocks of 1 MiB, because a graph may be larger than the memory. They are stored
     uncompressed: integer weights hardly shrink.
@@ -53,7 +66,7 @@ def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> PackedGraph:
     name = graph_name(graph)
     model = onnx.load(bundle.graph_path(graph), load_external_data=False)
     model.graph.name = name
-    pieces = _redirect(model, bundle, graph, f"{name}.data")
+    extents = _redirect(model, bundle, graph, f"{name}.data")
     target = folder / f"{name}.onnx.zip"
     with (
         atomic_file(target) as partial,
@@ -62,22 +75,22 @@ def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> PackedGraph:
         archive.writestr(zipfile.ZipInfo(f"{name}/{name}.onnx", _TIMESTAMP), model.SerializeToString())
         with archive.open(zipfile.ZipInfo(f"{name}/{name}.data", _TIMESTAMP), "w", force_zip64=True) as out:
             written = 0
-            for piece in pieces:
-                out.write(bytes(piece.target - written))
-                with (bundle.path / piece.file).open("rb") as shard:
-                    shard.seek(piece.source)
-                    left = piece.length
+            for extent in extents:
+                out.write(bytes(extent.target - written))
+                with (bundle.path / extent.file).open("rb") as shard:
+                    shard.seek(extent.source)
+                    left = extent.length
                     while left:
                         block = shard.read(min(_BLOCK_BYTES, left))
                         out.write(block)
                         left -= len(block)
-                written = piece.target + piece.length
-    return PackedGraph(target, sha256_of(target))
+                written = extent.target + extent.length
+    return target
 
 
-def _redirect(model: onnx.ModelProto, bundle: Bundle, graph: GraphRecord, data: str) -> list[_Piece]:
+def _redirect(model: onnx.ModelProto, bundle: Bundle, graph: GraphRecord, data: str) -> list[_Extent]:
     """Point every external weight into one file; what to copy there, in order."""
-    pieces: dict[tuple[str, int, int], _Piece] = {}
+    extents: dict[tuple[str, int, int], _Extent] = {}
     end = 0
     for tensor in model.graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:
@@ -93,11 +106,11 @@ def _redirect(model: onnx.ModelProto, bundle: Bundle, graph: GraphRecord, data: 
                 fix="Export the bundle again.",
             )
         key = (file, source, length)
-        if key not in pieces:
+        if key not in extents:
             start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            pieces[key] = _Piece(file, source, start, length)
+            extents[key] = _Extent(file, source, start, length)
             end = start + length
         del tensor.external_data[:]
-        for name, value in (("location", data), ("offset", pieces[key].target), ("length", length)):
+        for name, value in (("location", data), ("offset", extents[key].target), ("length", length)):
             tensor.external_data.add(key=name, value=str(value))
-    return list(pieces.values())
+    return list(extents.values())

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from edgekv.bundle import Bundle, GraphRecord
+from edgekv.bundle import Bundle, GraphRecord, atomic_file
 from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
+from exporters.compile import open_store
+from exporters.options import RunOptions
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.piece import Plan
+from exporters.pipeline.planning import give_bundle, give_text
+from exporters.pipeline.serial import run_serial
 from exporters.progress import Progress, silent
+from exporters.resources import engine_bytes
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.hosted import Target
 from exporters.targets.aihub.ledger import JobRecord, Kind, Ledger
 from exporters.targets.aihub.options import Runtime, compile_options, graph_name, link_options, run_options
-from exporters.targets.aihub.pack import pack_graph
-from exporters.targets.aihub.sample import take_sample
+from exporters.targets.aihub.pack import PackPiece
+from exporters.targets.aihub.sample import SamplePiece, read_sample
 
 if TYPE_CHECKING:
     import qai_hub
@@ -44,6 +53,10 @@ class HubRun:
         self._qairt = qairt
         graphs = (graph for graph in bundle.manifest.graphs if graph.role != "score")
         self._graphs = sorted(graphs, key=lambda graph: (graph.ar, graph.context))
+        self._plan, self._inputs = Plan(), Inputs(open_store(RunOptions()), None)
+        self._engine_bytes = engine_bytes(sum(file.bytes for file in bundle.manifest.files.values()))
+        self._given = give_bundle(self._plan, bundle)
+        self._inputs.adopt(self._given, bundle.path)
         self._ports = {graph.name: bundle.manifest.interface.graph(graph) for graph in self._graphs}
 
     def compile(self, targets: Sequence[Target], runtime: Runtime) -> None:
@@ -90,10 +103,16 @@ class HubRun:
             UsageError: the text is too short.
             ServiceError: the service refused, failed or could not be reached.
         """
+        given = give_text(self._plan, text)
         for graph in self._graphs:
-            dataset = self._dataset(graph, text)
+            dataset = self._dataset(graph, given)
             for target in targets:
-                self._run_on(target, graph, "infer", [dataset])
+                self._run_on(target, graph, "infer", dataset)
+        named = {self._ledger.sample(each.sources[-1]) for each in self._ledger.records("dataset", "infer")}
+        for path in self._ledger.sample("").parent.glob("*.safetensors"):
+            if path not in named:
+                path.unlink()
+        self._inputs.store.remove([given])
 
     def wait(self, poll_s: float, progress: Progress = silent) -> None:
         """Poll the run's jobs until all are done or failed; each result is recorded at once.
@@ -155,40 +174,52 @@ class HubRun:
         models = [record.product for record in compiled if record.product is not None]
         return self._job(self._question("link", self._graphs, target, options, models), target)
 
-    def _run_on(self, target: Target, graph: GraphRecord, kind: Kind, datasets: list[str]) -> JobRecord:
+    def _run_on(self, target: Target, graph: GraphRecord, kind: Kind, dataset: list[str]) -> JobRecord:
         shared = target.hosted.shares_weights and len(self._graphs) > 1
         binary = self._linked(target) if shared else self._compiled(graph, target, "qnn_dlc")
         options = run_options(graph, self._qairt)
         assert binary.product is not None, "a submitted job has a product"
-        return self._job(self._question(kind, [graph], target, options, [binary.product, *datasets]), target)
+        return self._job(self._question(kind, [graph], target, options, [binary.product, *dataset]), target)
 
     def _uploaded(self, graph: GraphRecord) -> JobRecord:
-        question = self._question("upload", [graph], None, "", [self._bundle.manifest.files[graph.file].sha256])
+        name = self._plan.put(PackPiece(self._given, graph.name), self._engine_bytes)
+        question = self._question("upload", [graph], None, "", [name])
         if (record := self._ledger.find(question)) is not None and record.state == "done":
             return record
-        work = self._ledger.folder / "upload"
-        work.mkdir(parents=True, exist_ok=True)
-        packed = pack_graph(self._bundle, graph, work)
+        (packed,) = self._made(name).values()
         with self._account.asking(f"uploading {graph.name}") as client:
-            model = client.upload_model(str(packed.path), name=question.name)
-        packed.path.unlink()
-        return self._ledger.put(
-            msgspec.structs.replace(question, state="done", id=model.model_id, product=packed.sha256)
-        )
+            model = client.upload_model(str(packed), name=question.name)
+        return self._uploaded_once(question, model.model_id)
 
-    def _dataset(self, graph: GraphRecord, text: str) -> str:
-        """The id of the uploaded inputs of one step."""
-        sample = take_sample(self._bundle, graph, text, self._ledger.folder / "samples")
-        question = self._question("dataset", [graph], None, "", [sample.sha256])
+    def _dataset(self, graph: GraphRecord, text: str) -> list[str]:
+        """The id of the uploaded inputs of one step, and the name of its piece."""
+        name = self._plan.put(SamplePiece(self._given, graph.name, text), self._engine_bytes)
+        question, kept = self._question("dataset", [graph], None, "", [name]), self._ledger.sample(name)
         record = self._ledger.find(question)
-        if record is None or record.id is None:
+        if record is None or record.id is None or not kept.is_file():
+            (made,) = self._made(name).values()
+            sample = read_sample(made)
             # The service matches inputs by their order.
             entries = {port.name: [sample.inputs[port.name]] for port in self._ports[graph.name].inputs}
             with self._account.asking(f"uploading inputs of {graph.name}") as client:
                 dataset = client.upload_dataset(entries, name=question.name)
-            record = self._ledger.put(msgspec.structs.replace(question, state="done", id=dataset.dataset_id))
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(kept) as partial:
+                shutil.copyfile(made, partial)
+            record = self._uploaded_once(question, dataset.dataset_id)
         assert record.id is not None
-        return record.id
+        return [record.id, name]
+
+    def _made(self, name: str) -> dict[str, Path]:
+        """The files of a piece, made now unless an interrupted command has finished it."""
+        run_serial(self._plan, [name], self._inputs, silent, resume=True)
+        return self._inputs.store.files(name)
+
+    def _uploaded_once(self, question: JobRecord, id: str) -> JobRecord:
+        """Note what was uploaded; its piece has done its work."""
+        record = self._ledger.put(msgspec.structs.replace(question, state="done", id=id))
+        self._inputs.store.remove(question.sources)
+        return record
 
     # ------------------------------------------------------------------ submitting
 

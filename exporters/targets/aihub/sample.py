@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-from edgekv.bundle import Bundle, GraphRecord, Manifest, atomic_file
+from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KvTensor, Window
@@ -21,9 +19,11 @@ from edgekv.runtime import CpuEngine
 from edgekv.runtime.inputs import StepInputs
 from edgekv.runtime.rope import rope_tables
 from edgekv.spec.text import begins_with
-from exporters.targets.aihub.options import graph_name
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.piece import Piece
 from quant import DTYPES
 
+SAMPLE = "sample.safetensors"
 _INPUT, _OUTPUT = "input.", "output."
 
 Tensors = Mapping[str, NDArray[Any]]
@@ -36,33 +36,54 @@ class Sample:
     Attributes:
         inputs: by name, in the types and shapes of the graph.
         outputs: of the CPU engine, by name.
-        sha256: of the inputs.
     """
 
     inputs: Tensors
     outputs: Tensors
-    sha256: str
 
 
-def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> Sample:
-    """Run the beginning of a text on the CPU and keep the next step of this graph.
+@dataclass(frozen=True, slots=True)
+class SamplePiece(Piece):
+    """The next step of a graph after the beginning of a text, run on the CPU.
 
-    The step is kept in `<folder>/<graph name>.safetensors` and reused for the same text.
+    Attributes:
+        bundle: name of the bundle, whose graphs run.
+        graph: to sample; its step comes after as much of the text as two prefill steps take.
+        text: name of the text.
+    """
+
+    kind: ClassVar[str] = "sample"
+
+    bundle: str
+    graph: str
+    text: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.bundle, self.text
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
+        graph = next(each for each in bundle.manifest.graphs if each.name == self.graph)
+        taken = take_sample(bundle, graph, inputs.text(self.text))
+        named = {_INPUT + name: value for name, value in taken.inputs.items()}
+        named |= {_OUTPUT + name: value for name, value in taken.outputs.items()}
+        (folder / SAMPLE).write_bytes(save(named))
+        return None
+
+
+def take_sample(bundle: Bundle, graph: GraphRecord, text: str) -> Sample:
+    """Run the beginning of a text on the CPU, and the next step of a graph.
 
     Args:
         bundle: whose graphs run.
-        graph: the one to sample; its step comes after as much of the text as two prefill steps take.
+        graph: see `SamplePiece`.
         text: real text, such as the calibration text.
-        folder: where to keep the step.
 
     Raises:
         UsageError: the text has too few tokens.
         EngineError: the CPU engine refused a graph.
     """
-    path = folder / f"{graph_name(graph)}.safetensors"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    if path.is_file() and _text_of(path) == digest:
-        return _read(path)
     same_context = [g for g in bundle.manifest.graphs if g.role != "score" and g.context == graph.context]
     feeder = max(same_context, key=lambda g: g.ar)
     sink = [] if bundle.manifest.sink is None else bundle.manifest.sink.tokens
@@ -77,13 +98,7 @@ def take_sample(bundle: Bundle, graph: GraphRecord, text: str, folder: Path) -> 
     steps = _Steps(bundle)
     for start in range(0, before, feeder.ar):
         steps.run(feeder, tokens[start : start + feeder.ar])
-    inputs, outputs = steps.run(graph, tokens[before:])
-    named = {_INPUT + name: value for name, value in inputs.items()}
-    named |= {_OUTPUT + name: value for name, value in outputs.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as partial:
-        partial.write_bytes(save(named, metadata={"text_sha256": digest}))
-    return Sample(inputs, outputs, _hash(inputs))
+    return Sample(*steps.run(graph, tokens[before:]))
 
 
 class _Steps:
@@ -146,36 +161,17 @@ def _rows_axis(key_layout: str, kind: str) -> int:
     return 3 if kind == "key" and key_layout == "columns" else 2
 
 
-def read_sample(folder: Path, graph: str) -> Sample:
-    """The step that `take_sample` has kept of a graph.
+def read_sample(path: Path) -> Sample:
+    """The step that `SamplePiece` has written.
 
     Raises:
         BundleError: the file is missing.
     """
-    path = folder / f"{graph}.safetensors"
     if not path.is_file():
         raise BundleError(
             str(path), got="no such file", expected="the step that was submitted", fix="Run: edgekv hub infer"
         )
-    return _read(path)
-
-
-def _text_of(path: Path) -> str | None:
-    """Hash of the text that a kept step is of."""
-    with safe_open(path, "numpy") as file:
-        return (file.metadata() or {}).get("text_sha256")
-
-
-def _read(path: Path) -> Sample:
     values = load_file(path)
     inputs = {name.removeprefix(_INPUT): value for name, value in values.items() if name.startswith(_INPUT)}
     outputs = {name.removeprefix(_OUTPUT): value for name, value in values.items() if name.startswith(_OUTPUT)}
-    return Sample(inputs, outputs, _hash(inputs))
-
-
-def _hash(tensors: Tensors) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).tobytes())
-    return digest.hexdigest()
+    return Sample(inputs, outputs)
