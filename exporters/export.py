@@ -79,8 +79,8 @@ def export_bundle(
         else:
             run_serial(plan, names, inputs, progress, resume=run.resume or again)
         with full_disk_named(target, "the bundle", disk_bytes), one_step("seal", progress):
-            allow, replaces = options.allow_float, force or again
-            return assemble(exported, options.device, store, target, force=replaces, allow_float=allow, watch=watch)
+            allow = options.allow_float
+            return assemble(exported, options.device, store, target, force=force, allow_float=allow, watch=watch)
 
     for attempt in range(_ATTEMPTS):
         try:

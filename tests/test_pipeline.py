@@ -20,12 +20,12 @@ from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
 from edgekv.cli import run
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.system import parse_bytes
-from exporters import resources
+from exporters import export, resources
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.pipeline import pieces
-from exporters.pipeline.store import RECORD, PieceRecord
+from exporters.pipeline.store import RECORD, MissingPieceError, PieceRecord
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.reference import Reference
@@ -221,6 +221,22 @@ def test_clearing_the_cache_takes_nothing_from_an_export_that_runs(work):
 
     run = RunOptions(cache_dir=work.folder / "cache")
     assert export_bundle(work.checkpoint, work.folder / "bundle", options(), run, progress=clear) == whole
+
+
+def test_a_second_attempt_replaces_no_folder_of_others(work, monkeypatch):
+    """It is made while an export puts its bundle together, whose pieces somebody has removed."""
+    made, theirs = export.assemble, work.folder / "bundle" / "manifest.json"
+
+    def assemble(*given, **options):
+        theirs.parent.mkdir()
+        theirs.write_text("theirs")
+        monkeypatch.setattr(export, "assemble", made)
+        raise MissingPieceError("piece", got="nothing", expected="a piece", fix="-")
+
+    monkeypatch.setattr(export, "assemble", assemble)
+    with pytest.raises(UsageError, match=r"output .*bundle: got .*exist"):
+        work.export()
+    assert [*theirs.parent.iterdir()] == [theirs] and theirs.read_text() == "theirs"
 
 
 AT_ONCE = """
