@@ -89,12 +89,24 @@ class Server:
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
         """Status and JSON of the answer to a body, which is sent as it is if it is bytes."""
+        answer, content = self._post(path, body, headers)
+        return int(answer.split()[1]), msgspec.json.decode(content)
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The data of all events of a stream."""
+        answer, content = self._post(path, body, {})
+        assert int(answer.split()[1]) == 200
+        data = [line.removeprefix(b"data: ") for line in content.splitlines() if line.startswith(b"data: {")]
+        return [msgspec.json.decode(each) for each in data]
+
+    def _post(self, path: str, body: Any, headers: dict[str, str]) -> tuple[bytes, bytes]:
+        """Head and content of an answer."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         given = {"host": "127.0.0.1", "content-type": "application/json", "connection": "close"} | headers
         lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in given.items())
         head = f"POST {path} HTTP/1.1\r\n{lines}content-length: {len(data)}\r\n\r\n"
         answer, _, content = self.raw(head.encode() + data).partition(b"\r\n\r\n")
-        return int(answer.split()[1]), msgspec.json.decode(content)
+        return answer, content
 
     def get(self, path: str) -> str:
         """The body of a page."""

@@ -365,8 +365,7 @@ STREAMS = {
 
 @pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.MonkeyPatch, path: str):
-    """Its headers come before its turn, and comments until then; the answer is that of a stream that need not wait."""
-    monkeypatch.setattr(pump, "FIRST_S", 0.05)
+    """Its headers come at once, and comments until its turn; the answer is that of a stream that need not wait."""
     monkeypatch.setattr(pump, "WAITING_S", 0.05)
     body = msgspec.json.encode({"model": NAME, "stream": True, **STREAMS[path]})
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -389,14 +388,18 @@ def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.Mo
     assert b"[DONE]" in answer or b"response.incomplete" in answer
 
 
-def test_an_error_at_once_keeps_its_status_in_a_stream(server: Server):
+def test_a_stream_that_is_refused_has_a_status_and_one_that_fails_an_event(server: Server):
+    with pytest.raises(openai.BadRequestError, match="logit_bias: got id 99999999"):
+        _ask(server, "Refused", stream=True, logit_bias={"99999999": 1})
+
     def fail(*_: Any) -> Any:
         raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "advance", fail)
-        with pytest.raises(openai.InternalServerError, match="log says why"):
-            _ask(server, "Fails", stream=True)
+        with pytest.raises(openai.APIError, match="log says why") as told:
+            list(_ask(server, "Fails", stream=True))
+        assert not isinstance(told.value, openai.APIStatusError)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Ticket:
     scored: list[TokenLogprob] = field(default_factory=list)
 
     def tell(self, event: Piece | PromptLogprobs | Finished | ApiError) -> None:
-        """Send an event, from any thread."""
+        """Put an event into the channel, from any thread."""
         self.channel.put(self.index, event)
 
     def add_scores(self, scores: Scores) -> None:
@@ -127,6 +127,7 @@ class EngineThread:
         self._changed = threading.Condition()
         self._arrived: deque[Ticket] = deque()
         self._tickets: dict[Sequence, Ticket] = {}
+        self._told: list[Channel] = []
         self._is_closed = False
         self._mean_s = 1.0
         self._measured = (0, 0)
@@ -192,6 +193,7 @@ class EngineThread:
         """End the answers of a thread that does not end, from another thread."""
         for ticket in (*self._tickets.values(), *self._arrived):
             ticket.tell(_stopping())
+            Channel.wake([ticket.channel])
 
     def _drive(self) -> None:
         try:
@@ -202,6 +204,7 @@ class EngineThread:
                 arrived, self._arrived = self._arrived, deque()
             for ticket in (*self._tickets.values(), *arrived):
                 self._fail(ticket, _stopping())
+            self._wake()
             self._engine.pool.forget_idle()
             self._measure()
 
@@ -218,8 +221,10 @@ class EngineThread:
                 self._add(ticket)
                 self._arrived.popleft()
             self._end_overdue()
+            self._wake()
             for sequence, event in engine.step():
                 self._pass_on(sequence, event)
+            self._wake()
             if self._measured != (self.queued, self.running):
                 self._measure()
 
@@ -247,6 +252,7 @@ class EngineThread:
         ticket = self._tickets.get(sequence)
         if ticket is None:  # it has failed in the same step
             return
+        self._told.append(ticket.channel)
         if isinstance(event, BaseException):
             self._fail(ticket, api_error(event))
             return
@@ -290,6 +296,13 @@ class EngineThread:
         self._metrics.count_failed(sequence, error)
         self._measure()
         ticket.tell(error)
+        self._told.append(ticket.channel)
+
+    def _wake(self) -> None:
+        """Wake those who got an event since the last call."""
+        if self._told:
+            Channel.wake(self._told)
+            self._told.clear()
 
     def _measure(self) -> None:
         """Note what the engine holds: other threads must not look at it."""

@@ -48,6 +48,8 @@ class Exchange:
         self._send = send
         self._limits = limits
         self._is_aborted = False
+        self._write_began: float | None = None
+        self._watch: asyncio.TimerHandle | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header, by its name in lower case."""
@@ -144,18 +146,31 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        # A timer alone, as asyncio.timeout costs more than all else here: the answer ends when its connection does.
-        timer = asyncio.get_running_loop().call_later(self._limits.send_s, self._abort)
+        loop = asyncio.get_running_loop()
+        self._write_began = loop.time()
+        if self._watch is None:  # one timer serves many writes: setting it costs as much as a write
+            self._watch = loop.call_later(self._limits.send_s, self._check_write)
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         finally:
-            timer.cancel()
+            self._write_began = None
+            if not more:
+                self._watch.cancel()
         if self._is_aborted:
             raise DisconnectedError
 
-    def _abort(self) -> None:
-        self._is_aborted = True
-        self.scope["state"]["abort"]()
+    def _check_write(self) -> None:
+        """End the connection if the client takes nothing for too long; the write that waits ends with it."""
+        self._watch = None
+        if self._write_began is None:
+            return
+        loop = asyncio.get_running_loop()
+        left_s = self._write_began + self._limits.send_s - loop.time()
+        if left_s > 0:
+            self._watch = loop.call_later(left_s, self._check_write)
+        else:
+            self._is_aborted = True
+            self.scope["state"]["abort"]()
 
 
 def _same(field: str) -> str:

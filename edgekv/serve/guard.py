@@ -73,23 +73,16 @@ class Guard:
                 write_line(record.line(scope["method"], scope["raw_path"][:200].decode("ascii", "backslashreplace")))
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def noted(message: MutableMapping[str, Any]) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
-        exchange = Exchange(scope, receive, noted, self._options.limits)
+        exchange = Exchange(scope, receive, send, self._options.limits)
         try:
             self._check(exchange)
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send)
         except DisconnectedError:
             self._metrics.disconnects += 1
         except Exception as error:
             told = self._told(error, scope)
             exchange.record.error = told.code or told.body.error.type
-            if started:  # the status is out: all that is left is to end the connection
+            if exchange.record.has_begun:  # the status is out: all that is left is to end the connection
                 raise
             after = () if told.retry_after_s is None else ((b"retry-after", str(told.retry_after_s).encode()),)
             await exchange.reply(told.body, told.status, after)

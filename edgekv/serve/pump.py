@@ -14,8 +14,6 @@ from edgekv.serve.request_log import RequestRecord
 from edgekv.serve.service import Service
 from edgekv.serve.sse import WAITING
 
-FIRST_S = 1.0
-"""How long the headers of a stream wait for its first event: errors within this time have a status of their own."""
 WAITING_S = 15.0
 """Proxies close a connection that is silent for a minute."""
 
@@ -44,7 +42,7 @@ async def answer(
 ) -> None:
     """Answer a request: with the events of its answers as they come, or with a record at their end.
 
-    A stream has its headers with its first event, or after a second; comments follow while nothing else does.
+    A stream has its headers once its answers are in the queue, and comments while nothing else comes.
 
     Args:
         service: runs them.
@@ -55,7 +53,7 @@ async def answer(
         streams: whether as a stream.
 
     Raises:
-        ApiError: an answer failed, and no stream has begun.
+        ApiError: the queue is full; or an answer failed, without a stream.
         DisconnectedError: the client has gone.
     """
     exchange.record.prompt_tokens = sum(len(each.request.tokens) for each in wanted)
@@ -73,24 +71,20 @@ async def answer(
 
 
 async def _stream(exchange: Exchange, channel: Channel, answers: _Answers) -> None:
-    events = await channel.take(FIRST_S)
-    if events and isinstance(first := events[0][1], ApiError):
-        raise first
     await exchange.begin_events()
-    data = answers.reply.head()
+    if head := answers.reply.head():
+        await exchange.send_events(head)
     while True:
-        is_idle = not events
-        more, error = answers.add(events)
-        data += more
+        events = await channel.take(WAITING_S)
+        data, error = answers.add(events)
         if error is not None:
             await exchange.send_events(data + answers.reply.failed(error.renamed(exchange.name_of)), more=False)
             return
         if answers.are_complete:
             await exchange.send_events(data + answers.reply.tail(answers.ends), more=False)
             return
-        if data or is_idle:
+        if data or not events:
             await exchange.send_events(data or WAITING)
-        data, events = b"", await channel.take(WAITING_S)
 
 
 class _Answers:

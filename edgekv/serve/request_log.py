@@ -34,6 +34,11 @@ class RequestRecord:
     first_token_s: float | None = None
     began: float = field(default_factory=perf_counter)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an answer has begun."""
+        return self.status != LEFT
+
     def count_token(self) -> None:
         """Count a generated token."""
         self.generated_tokens += 1
@@ -43,7 +48,7 @@ class RequestRecord:
     def line(self, method: str, path: str) -> str:
         """The line, without the time of day."""
         parts = [f"{method} {path} {self.status}"]
-        if self.status == LEFT:
+        if not self.has_begun:
             parts.append("client left")
         if self.error is not None:
             parts.append(self.error)

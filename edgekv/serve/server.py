@@ -65,6 +65,7 @@ class HttpServer(Server):
             log_config=None,
             log_level="critical",
             access_log=False,
+            proxy_headers=False,
             server_header=False,
             date_header=False,
             h11_max_incomplete_event_size=limits.header_bytes,

@@ -28,6 +28,7 @@ from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
 from edgekv.spec.chat import check_messages
 from edgekv.text import SamplingParams, Tools
+from edgekv.text.processors import check_bias
 from edgekv.text.tools import render_with_tools
 
 T = TypeVar("T")
@@ -230,7 +231,12 @@ class Service:
             scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
             tools: functions that the answer may call.
             lora: adapters, as `Model.generate` takes them.
+
+        Raises:
+            UsageError: a bias of a token outside of the vocabulary: the headers of a stream do not wait for the engine.
         """
+        if params is not None:
+            check_bias(params, self.model.bundle.manifest.model.vocab)
         request = Request(
             prompt,
             params,
@@ -264,5 +270,6 @@ class Service:
         finally:
             watcher.cancel()
             self.engine.cancel(tickets)
+            channel.close()
             with suppress(asyncio.CancelledError):
                 await watcher

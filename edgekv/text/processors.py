@@ -72,18 +72,22 @@ class Penalties:
         return logits
 
 
+def check_bias(params: SamplingParams, vocab: int) -> None:
+    """Raise UsageError for a bias of a token outside of the vocabulary."""
+    if wrong := [token for token in params.logit_bias if token >= vocab]:
+        wanted, fix = f"0 to {vocab - 1}, the model's vocabulary", "Use ids of the bundle's tokenizer."
+        raise UsageError("logit_bias", got=f"id {wrong[0]}", expected=wanted, fix=fix)
+
+
 def processors_of(params: SamplingParams, vocab: int) -> list[LogitsProcessor]:
     """The processors for some parameters, in the order in which they are applied.
 
     Raises:
         UsageError: a bias for a token outside of the vocabulary.
     """
+    check_bias(params, vocab)
     processors: list[LogitsProcessor] = []
     if params.logit_bias:
-        wrong = [token for token in params.logit_bias if token >= vocab]
-        if wrong:
-            wanted, fix = f"0 to {vocab - 1}, the model's vocabulary", "Use ids of the bundle's tokenizer."
-            raise UsageError("logit_bias", got=f"id {wrong[0]}", expected=wanted, fix=fix)
         tokens = np.array(list(params.logit_bias), np.intp)
         processors.append(LogitBias(tokens, np.array(list(params.logit_bias.values()), np.float32)))
     if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
