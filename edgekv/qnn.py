@@ -116,6 +116,13 @@ def _provider() -> _Provider:
 
 
 def _missing() -> EngineError:
+    if (on := Platform.here()).system in ("android", "macos"):
+        return EngineError(
+            "engine htp",
+            got=f"{on.system}, for which Qualcomm's provider has no wheel",
+            expected="Linux or Windows, on a Snapdragon or x86-64",
+            fix="Use --engine cpu here, or run this command there.",
+        )
     return EngineError(
         "engine htp", got="no package onnxruntime_qnn", expected="Qualcomm's execution provider", fix=_INSTALL
     )

@@ -189,22 +189,6 @@ def test_answers_may_go_to_a_file(terminal: Terminal, talker: Path, tmp_path: Pa
     assert file.read_text() and "\x1b" not in file.read_text()
 
 
-def test_without_the_library_lines_are_read_as_they_are(talker: Path) -> None:
-    program = (
-        "import sys; sys.modules['prompt_toolkit'] = None; from edgekv.cli import run; sys.exit(run(sys.argv[1:]))"
-    )
-    arguments = ["-c", program, "chat", str(talker), "--max-new-tokens", "5", "--threads", "1"]
-    chat = pexpect.spawn(sys.executable, arguments, encoding="utf-8", timeout=60)
-    chat.expect(r'pip install "edgekv\[cli\]" brings line editing')
-    chat.expect("> ")
-    chat.send('"""\r')
-    chat.expect(r"\.\.\. ")
-    chat.send('Hello"""\r')
-    chat.expect(ANSWERED)
-    chat.expect("> ")
-    assert _leave(chat) == 0
-
-
 @pytest.mark.parametrize(
     ("typed", "text", "is_command"),
     [

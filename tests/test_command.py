@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import edgekv
+from edgekv.cli import run
 from edgekv.cli.command import Given, command, option_words
 from edgekv.cli.commands import find_commands
 from edgekv.errors import UsageError
@@ -99,6 +100,20 @@ def test_a_file_of_defaults_sets_them_as_the_command_line_does() -> None:
 )
 def test_errors_name_the_option(arguments: list[str], said: str) -> None:
     assert said in refusal("here", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "BUNDLE", "--verify"], "No such option '--verify'. It is --rehash now."),
+        (["export", "CHECKPOINT", "--verify", "8"], "No such option '--verify'. It is --draft-rows now."),
+    ],
+)
+def test_a_renamed_option_is_refused_with_its_name_today(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"Error: {said}"
 
 
 def test_the_help_is_grouped_and_has_the_defaults_of_the_fields() -> None:

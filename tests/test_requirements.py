@@ -16,26 +16,23 @@ from pathlib import Path
 import pytest
 
 import edgekv
-from edgekv.cli import commands, run
+from edgekv.cli import commands, refused_interpreter, run
 from edgekv.cli.model import interactive
 from edgekv.load_options import EngineOptions
 
 ROOT = Path(__file__).parent.parent
 OURS = {"edgekv", "exporters", "quant", "devices"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BASE = {"jinja2", "msgspec", "numpy", "onnxruntime", "tokenizers"}
+BASE = {*("click", "jinja2", "msgspec", "numpy", "onnxruntime", "packaging", "prompt_toolkit", "rich", "tokenizers")}
 
 # What loads graphs that are kept, and what exports use.
 WITHOUT_ONNX = ("__init__", "cpu_mode", "decoder", "kept", "onnx_session", "processor", "source", "weight_file")
 
 # What may be imported when a module is: the extras of the first package that the module is in. The base always.
 EXTRAS_OF = {
-    "edgekv.cli.__init__": (),
-    "edgekv.cli": ("cli",),
-    "edgekv.doctor.packages": ("cli",),
     **dict.fromkeys((f"edgekv.graphs.{name}" for name in WITHOUT_ONNX), ()),
     "edgekv.graphs": ("cpu",),
-    "edgekv.serve": ("cli", "serve"),
+    "edgekv.serve": ("serve",),
     "edgekv": (),
     "quant": (),
     "devices": (),
@@ -45,9 +42,9 @@ EXTRAS_OF = {
     "exporters.graphs.tflite": ("litert",),
     "exporters.htp.compile_tflite": (),
     "exporters.targets.genai.providers": ("genai",),
-    "exporters.pipeline.dask": ("cli", "cpu", "export", "sweep"),
-    "exporters.sweep": ("cli", "cpu", "export", "sweep"),
-    "exporters": ("cli", "cpu", "export"),
+    "exporters.pipeline.dask": ("cpu", "export", "sweep"),
+    "exporters.sweep": ("cpu", "export", "sweep"),
+    "exporters": ("cpu", "export"),
 }
 # What requirements bring with them: onnxruntime, and Qualcomm's client qai-hub.
 INDIRECT = {"flatbuffers"}, {"botocore", "requests"}
@@ -85,7 +82,7 @@ def test_the_base_loads_and_generates(bundle: Path, tmp_path: Path, engine: str)
     assert [*(tmp_path / "prefixes").rglob("*.safetensors")]
 
 
-def test_the_requirements_are_the_five() -> None:
+def test_the_requirements_are_these() -> None:
     assert {_package(each) for each in PROJECT["dependencies"]} == BASE
 
 
@@ -106,7 +103,7 @@ def test_every_import_is_in_an_extra() -> None:
 
 def test_all_is_what_installs_everywhere() -> None:
     platforms = {"onnxruntime_qnn", "onnxruntime_genai", "ai_edge_litert", "tflite_runtime"}
-    assert _extra("all") >= {"gguf", "llguidance", "matplotlib", "onnx_ir", "rich", "starlette", "click"}
+    assert _extra("all") >= {"dask", "gguf", "llguidance", "matplotlib", "onnx_ir", "starlette"}
     assert not _extra("all") & platforms
 
 
@@ -125,13 +122,11 @@ def test_importing_edgekv_imports_nothing_else() -> None:
     assert modules == {"edgekv"}
 
 
-@pytest.mark.parametrize("package", ["click", "packaging", "rich"])
-def test_without_the_command_line_s_packages_its_extras_are_named(package: str) -> None:
-    program = f"import sys; sys.modules['{package}'] = None; from edgekv.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and f"got no {package}" in done.stderr
-    assert 'pip install "edgekv[cli]"' in done.stderr and 'pip install "edgekv[export]"' in done.stderr
+@pytest.mark.parametrize(("version", "bits"), [((3, 10), 64), ((3, 11), 32)])
+def test_an_interpreter_that_is_too_old_or_narrow_is_refused_in_a_sentence(version: tuple[int, int], bits: int) -> None:
+    refusal = refused_interpreter(version, bits)
+    assert refusal and f"got 3.{version[1]} of {bits} bits" in refusal and "expected 3.11 to 3.13 of 64 bits" in refusal
+    assert refused_interpreter((3, 11), 64) is None
 
 
 @pytest.mark.parametrize(("missing", "name"), [("onnx-ir", "export"), ("huggingface-hub", "eval")])

@@ -624,7 +624,7 @@ def test_a_plot_that_cannot_be_written_is_refused(tmp_path, name):
 def test_without_matplotlib_the_way_out_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run(*NOTE_OPTIONS, "--plot", str(tmp_path / "trade.png"))
-    assert isinstance(result.exception, UsageError) and "pip install edgekv[plot]" in str(result.exception)
+    assert isinstance(result.exception, UsageError) and "pip install matplotlib" in str(result.exception)
 
 
 def test_a_gguf_file_has_no_config_json(tmp_path):

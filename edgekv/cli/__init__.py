@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import NoReturn
 
-_NEEDED = ("click", "packaging", "rich")
+_OLDEST = (3, 11)
 
 
 def main() -> NoReturn:
     """The entry point of the program: run the arguments of the process and exit."""
-    if missing := [each for each in _NEEDED if find_spec(each) is None]:
-        print(
-            f"edgekv: error: the command: got no {', '.join(missing)}; expected the packages of edgekv[cli]. "
-            'Run pip install "edgekv[cli]" to run bundles, or pip install "edgekv[export]" to make them too. '
-            "In Python, edgekv.load works without.",
-            file=sys.stderr,
-        )
+    if refusal := refused_interpreter(sys.version_info[:2], sys.maxsize.bit_length() + 1):
+        print(f"edgekv: error: {refusal}", file=sys.stderr)
         sys.exit(1)
     from edgekv.cli.app import main
 
     main()
+
+
+def refused_interpreter(version: tuple[int, int], bits: int) -> str | None:
+    """Why edgekv does not run on an interpreter, and what it runs on; None if it does."""
+    if version >= _OLDEST and bits == 64:
+        return None
+    return (
+        f"Python: got {version[0]}.{version[1]} of {bits} bits on {platform.system()} {platform.machine()}; "
+        "expected 3.11 to 3.13 of 64 bits. Install one, and edgekv in an environment of it."
+    )
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -32,4 +37,4 @@ def run(arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
-__all__ = ["main", "run"]
+__all__ = ["main", "refused_interpreter", "run"]

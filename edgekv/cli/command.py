@@ -37,6 +37,8 @@ else:
 T = TypeVar("T")
 
 _GENERAL = "Options"
+_RENAMED = {"--verify": ("--draft-rows", "--rehash")}
+"""Options that had another name, and the names that an error proposes, as far as the command has them."""
 _REHASH = Option("Hash all files of the bundle again, even those verified before and not changed.")
 
 
@@ -62,6 +64,16 @@ class Command(click.Command):
         self._names = {each.field: each.shown for each in values}
         settings["help"] = inspect.getdoc(callback)
         super().__init__(name, callback=callback, params=[each.parameter for each in values], **settings)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = {name for parameter in self.params for name in parameter.opts}
+            if renamed := [name for name in _RENAMED.get(error.option_name, ()) if name in known]:
+                message = f"No such option {error.option_name!r}. It is {' or '.join(renamed)} now."
+                raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         given = {name: value for name, value in ctx.params.items() if value is not None and value != ()}

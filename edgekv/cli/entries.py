@@ -7,11 +7,8 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-import click
 
 from edgekv.errors import UsageError
 from edgekv.system import MIB, cache_folder
@@ -69,9 +66,6 @@ def open_entries(commands: Iterable[str], *, keeps_history: bool) -> Entries:
     """
     if not (sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())):
         return LineEntries()
-    if find_spec("prompt_toolkit") is None:
-        click.echo('edgekv: note: pip install "edgekv[cli]" brings line editing and a history', err=True)
-        return LineEntries(is_prompted=True)
     return TerminalEntries(commands, keeps_history=keeps_history)
 
 
@@ -82,29 +76,23 @@ def is_open_block(text: str) -> bool:
 
 
 class LineEntries:
-    """Entries of a file, a pipe, or a terminal as it is."""
+    """Entries of a file or a pipe."""
 
-    def __init__(self, *, is_prompted: bool = False) -> None:
-        self._is_prompted = is_prompted
+    def __init__(self) -> None:
         if hasattr(sys.stdin, "reconfigure"):  # what is no Unicode is refused as a message, and the next line is read
             sys.stdin.reconfigure(errors="surrogateescape")
 
     def next(self) -> Entry | None:
-        text = self._line(_PROMPT)
+        text = sys.stdin.readline()
         if not text:
             return None
         while is_open_block(text):
-            line = self._line(_CONTINUED)
+            line = sys.stdin.readline()
             if not line:
                 fix = f"End the block with {QUOTES}."
                 raise UsageError(f"block {QUOTES}", got="the end of the input", expected=QUOTES, fix=fix)
             text += line
         return Entry.read(text)
-
-    def _line(self, prompt: str) -> str:
-        if self._is_prompted:
-            click.echo(prompt, nl=False, err=True)
-        return sys.stdin.readline()
 
 
 class TerminalEntries:

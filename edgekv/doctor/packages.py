@@ -9,7 +9,7 @@ import msgspec
 from packaging.requirements import Requirement
 
 _SELF = "edgekv"
-_FOR_DEVELOPERS = frozenset({"test", "parity"})
+_FOR_DEVELOPERS = frozenset({"docs", "parity", "test"})
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ def save_plot(report: SizeReport, file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        fix = "Install it with `pip install edgekv[plot]`."
+        fix = "Install it with `pip install matplotlib`."
         raise UsageError("--plot", got="no matplotlib", expected="matplotlib", fix=fix) from None
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
     _draw(figure.add_subplot(), report)

@@ -146,7 +146,7 @@ class GrammarCompiler:
             from llguidance import LLTokenizer
         except ImportError as error:
             raise EngineError(
-                "llguidance", got=error, expected="the library", fix='Install it: pip install "edgekv[grammar]"'
+                "llguidance", got=error, expected="the library", fix='Install it: pip install "edgekv[serve]"'
             ) from None
         if not eos:
             refuse("grammar", "a model without an end-of-sequence token", "one", "Export a checkpoint that names one.")

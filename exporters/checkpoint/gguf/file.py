@@ -69,7 +69,7 @@ class GgufFile:
                 str(path),
                 got="a GGUF file, but no package gguf",
                 expected="the package gguf to read it",
-                fix='Install it: pip install "edgekv[gguf]".',
+                fix='Install it: pip install "edgekv[export]".',
             ) from None
         try:
             check_layout(path, GGML_QUANT_SIZES)
