@@ -14,6 +14,7 @@ from exporters.pipeline.assemble import assemble
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.place import Identity, Place, remember
 from exporters.pipeline.planning import Planner
+from exporters.pipeline.quality import quality_bytes
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import MissingPieceError, PieceStore
 from exporters.preconditions import check_compiler
@@ -106,6 +107,15 @@ def _check_resources(prepared: Prepared, target: Path, store: PieceStore, run: R
     tokens = (windows + prepared.learned_windows) * window
     disk_bytes = bundle_bytes(spec, prepared.options.recipe, len(prepared.graphs))
     in_memory = disk_bytes if prepared.options.graph_format == "tflite" else 0
-    check_ram(spec, tokens, window, in_memory, run.max_ram_bytes, generates=prepared.learned_windows > 0)
+    options = prepared.options
+    check_ram(
+        spec,
+        tokens,
+        window,
+        in_memory,
+        run.max_ram_bytes,
+        generates=prepared.learned_windows > 0,
+        quality_bytes=quality_bytes(spec, options.contexts[-1]) if options.check_quality else 0,
+    )
     check_disk({target: disk_bytes, store.folder: stage_bytes(spec, tokens)})
     return disk_bytes

@@ -28,7 +28,7 @@ LOCAL = "local"
 """The scheduler that stands for processes on this machine."""
 
 DEFAULT_RECIPE = "w8a16"
-_GRAPHS, _QUANTIZATION, _CHECK = "Graphs", "Quantization", "HTP"
+_GRAPHS, _QUANTIZATION, _CHECK = "Graphs", "Quantization", "Checks"
 """Headings in the help."""
 _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
 
@@ -130,6 +130,16 @@ class ExportOptions:
         Option(
             "Skip the HTP compiler's check for float nodes; the manifest records it.",
             "--skip-htp-check",
+            negates=True,
+            group=_CHECK,
+        ),
+    ] = True
+    check_quality: Annotated[
+        bool,
+        Option(
+            "Skip the measurement at the end: the bundle against the float model, on 512 tokens of prose and 256 of "
+            "chat.",
+            "--no-quality-check",
             negates=True,
             group=_CHECK,
         ),

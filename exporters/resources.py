@@ -19,11 +19,19 @@ from quant import WEIGHT_TYPES
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
 _ENGINE_COPIES = 4  # of a bundle
+_MEASURING = "measuring what the bundle lost"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def check_ram(
-    spec: DecoderSpec, tokens: int, window: int, file_bytes: int, most_bytes: int | None, *, generates: bool = False
+    spec: DecoderSpec,
+    tokens: int,
+    window: int,
+    file_bytes: int,
+    most_bytes: int | None,
+    *,
+    generates: bool = False,
+    quality_bytes: int = 0,
 ) -> None:
     """Refuse a RAM limit that the export would exceed.
 
@@ -36,6 +44,7 @@ def check_ram(
         file_bytes: size of a file that is built in memory, such as a .tflite; 0 if there is none.
         most_bytes: the limit, or None.
         generates: whether the float model writes calibration text.
+        quality_bytes: that the measurement at the end takes; 0 if there is none.
 
     Raises:
         UsageError: naming what the export needs.
@@ -50,10 +59,14 @@ def check_ram(
     }
     if generates:
         needs["the float model, which writes the text of --learn-rounding"] = generated_bytes(spec, window)
+    if quality_bytes:
+        needs[_MEASURING] = quality_bytes
     stage, needed = max(needs.items(), key=lambda each: each[1])
     if needed > most_bytes:
         fewer = quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, min(tokens, 2 * window), window)
         fix = f"Use --max-ram {_gb(needed)} or more"
+        if stage == _MEASURING:
+            fix += ", or --no-quality-check"
         if fewer < needed and stage == next(iter(needs)):
             fix += f", or fewer --calibration-tokens: with {2 * window:,} it takes {_gb(fewer)}"
         raise UsageError("--max-ram", got=_gb(most_bytes), expected=f"{_gb(needed)} for {stage}", fix=fix + ".")

@@ -51,7 +51,7 @@ _used: set[Path] = set()
 def export_options(recipe: str | Recipe = "w8a16", device: str = "SM8650", **changes: Any) -> ExportOptions:
     """Options of a test's export, which is not checked on the HTP compiler unless the test says so."""
     chosen = find_recipe(recipe) if isinstance(recipe, str) else recipe
-    return ExportOptions(find(device), chosen, **{"check_on_htp": False, **changes})
+    return ExportOptions(find(device), chosen, **{"check_on_htp": False, "check_quality": False, **changes})
 
 
 def small_options(recipe: str | Recipe = "w8a16", **changes: Any) -> ExportOptions:

@@ -42,7 +42,13 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = write_checkpoint(folder / "checkpoint", {"max_position_embeddings": 512})
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     options = ExportOptions(
-        find("SM8650"), find_recipe("w8a16"), 256, (1, 8), calibration_tokens=256, check_on_htp=False
+        find("SM8650"),
+        find_recipe("w8a16"),
+        256,
+        (1, 8),
+        calibration_tokens=256,
+        check_on_htp=False,
+        check_quality=False,
     )
     export_bundle(Checkpoint.open(str(checkpoint)), folder / "bundle", options)
     return folder / "bundle"

@@ -30,7 +30,7 @@ LAYOUTS = {
 def export(folder: Path, name: str, **changes: object) -> Bundle:
     checkpoint = Checkpoint.open(str(write_checkpoint(folder / "checkpoint", ARCHITECTURES[name])))
     options = {"device": find("SM8650"), "recipe": find_recipe("w8a16"), "context": CONTEXT, "ar": (1, 8)}
-    options |= {"check_on_htp": False, "calibration_tokens": 64}
+    options |= {"check_on_htp": False, "check_quality": False, "calibration_tokens": 64}
     export_bundle(checkpoint, folder / "bundle", ExportOptions(**(options | changes)))
     return open_bundle(folder / "bundle")
 

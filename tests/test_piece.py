@@ -41,7 +41,7 @@ LAYERS = 3
 COMPILER = "tested compiler 1.0"
 
 QUANTIZED = {"layer 0", "layer 1", "layer 2", "head"}
-BUNDLE = {"write", "check", "compile", "evaluate", "error"}
+BUNDLE = {"write", "check", "compile", "evaluate", "error", "quality"}
 AFTER_SURVEY = {"text", *QUANTIZED, *BUNDLE, "reference"}
 ALL = {"survey", *AFTER_SURVEY}
 
@@ -155,7 +155,7 @@ def test_each_field_of_each_piece_changes_its_name(export: Export):
         names = [other.name for other in changed(planned.piece)]
         assert name not in names
         counted[planned.piece.kind] = max(counted.get(planned.piece.kind, 0), len(names))
-    assert counted.keys() == {"survey", "text", "layer", "head", "write", "check", "compile"} | {
+    assert counted.keys() == {"survey", "text", "layer", "head", "write", "quality", "check", "compile"} | {
         "reference",
         "evaluate",
         "error",

@@ -50,6 +50,7 @@ def options(recipe=RECIPE):
         context=64,
         ar=(1, 16),
         check_on_htp=False,
+        check_quality=False,
         calibration_tokens=256,
     )
 
@@ -486,7 +487,8 @@ def test_the_command_says_what_is_left_and_removes_it(work, capsys):
 
 def test_an_export_that_stops_says_how_to_go_on(work, monkeypatch, capsys):
     fixed = ("--device", "SM8650", "--cache-dir", work.folder / "cache", "--context", 64, "--skip-htp-check")
-    arguments = (work.checkpoint.folder, "-o", work.folder / "bundle", *fixed, "--calibration-tokens", 256)
+    fixed += ("--no-quality-check", "--calibration-tokens", 256)
+    arguments = (work.checkpoint.folder, "-o", work.folder / "bundle", *fixed)
     assert "MB for a layer" in invoke("export", capsys, *arguments, "--max-ram", "100MB")[2]
     with monkeypatch.context() as patch:
         patch.setattr(Quantizer, "head", interrupted)

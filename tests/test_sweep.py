@@ -36,7 +36,7 @@ from tests.folders import contents
 from tests.test_page import Page
 
 TEXT = "def area(width, height):\n    return width * height\n" * 20
-COMMON = ExportOptions(find("SM8650"), ar=(1, 16), calibration_tokens=512, check_on_htp=False)
+COMMON = ExportOptions(find("SM8650"), ar=(1, 16), calibration_tokens=512, check_on_htp=False, check_quality=False)
 
 
 @pytest.fixture(scope="module")

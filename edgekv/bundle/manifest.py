@@ -7,6 +7,7 @@ from typing import Literal
 from edgekv.bundle.records import (
     FileRecord,
     GenerationRecord,
+    QualityRecord,
     RecipeRecord,
     Record,
     SinkRecord,
@@ -59,6 +60,7 @@ class Manifest(Record, frozen=True):
         generation: sampling defaults; null if the checkpoint has none.
         sink: the first tokens of every sequence, which no graph computes; null if the graphs compute all.
         lora: the inputs for adapters; null if the graphs have none.
+        quality: what the export lost, on each text; empty if it was not measured.
     """
 
     format: int
@@ -81,6 +83,7 @@ class Manifest(Record, frozen=True):
     generation: GenerationRecord | None = None
     sink: SinkRecord | None = None
     lora: LoraSlots | None = None
+    quality: tuple[QualityRecord, ...] = ()
 
     @property
     def rotations(self) -> dict[str, Rotation]:

@@ -143,6 +143,32 @@ class SourceRecord(Record, frozen=True):
     generated_tokens: Count = 0
 
 
+class QualityRecord(Record, frozen=True):
+    """How close a bundle is to its float model on a text, measured at the end of the export.
+
+    Attributes:
+        text: `prose` or `chat`.
+        tokens: number of tokens predicted.
+        kl_nats: mean Kullback-Leibler divergence of the float model's next-token distribution from the bundle's, nats.
+        kl_most_nats: the largest divergence of a token, nats.
+        top1_agreement: share of positions with the same most likely token.
+        least_token_sqnr_db: lowest SQNR of a token's logits, dB.
+    """
+
+    text: Literal["prose", "chat"]
+    tokens: Tokens
+    kl_nats: float
+    kl_most_nats: float
+    top1_agreement: float
+    least_token_sqnr_db: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens of {self.text}: KL {self.kl_nats:.2g} nats a token, {self.kl_most_nats:.2g} at "
+            f"most; top-1 {self.top1_agreement:.1%}, least token {self.least_token_sqnr_db:.1f} dB"
+        )
+
+
 class WeightRecord(Record, frozen=True):
     """How a matrix was quantized.
 

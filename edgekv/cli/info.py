@@ -17,6 +17,7 @@ from edgekv.bundle import (
     GenerationRecord,
     HtpCheck,
     Manifest,
+    QualityRecord,
     all_compiled,
     lora_names,
     open_bundle,
@@ -114,6 +115,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
         device: the chip that the graphs were checked for.
         htp_check: result of the HTP compiler's check at export.
         floating_nodes: number of nodes that compute in float.
+        quality: what the export lost, on each text; empty if it was not measured.
         files_verified: number of files whose size and SHA-256 are those of the sealed manifest.
         compiled: for which chips there are binaries.
         bytes: of all files, by part.
@@ -148,6 +150,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     htp_check: HtpCheck
     floating_nodes: int
+    quality: tuple[QualityRecord, ...]
     files_verified: int
     compiled: list[CompiledInfo]
     bytes: dict[str, int]
@@ -211,6 +214,7 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
         device=manifest.device,
         htp_check=manifest.htp_check,
         floating_nodes=len(manifest.floating_nodes),
+        quality=manifest.quality,
         files_verified=len(manifest.files),
         compiled=[
             CompiledInfo(
@@ -300,6 +304,7 @@ def _lines(found: BundleInfo) -> Iterator[tuple[str, str]]:
         "not-run": f"not checked on the HTP compiler for {found.device}",
     }
     yield "checks", f"seal and {found.files_verified} files as written; {verdict[found.htp_check]}"
+    yield from zip(("quality", ""), map(str, found.quality or ["not measured at export"]), strict=False)
     parted = ", ".join(f"{part} {size / 1e6:.2f}" for part, size in found.bytes.items())
     yield "MB", f"{sum(found.bytes.values()) / 1e6:.2f}: {parted}"
     yield "written by", f"{found.producer}, format {found.format}"

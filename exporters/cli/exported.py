@@ -10,6 +10,9 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.as_stored import describe_stored
 from exporters.quantize.recipe import describe_recipe
 
+BROKEN_NATS = 0.2
+"""Divergence from the float model that an export warns of."""
+
 
 def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
     """Size, calibration, types, graphs and the verdict of the float check, a line each."""
@@ -32,12 +35,24 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     for graph in manifest.graphs:
         parts = f", in {len(graph.parts)} parts" if len(graph.parts) > 1 else ""
         yield f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}"
+    for each in manifest.quality:
+        yield f"  quality, {each}"
     verdict = {
         "integers-only": f"every graph compiles for {manifest.device}, integers only",
         "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
         "not-run": "not checked on the HTP compiler",
     }
     yield f"  {verdict[manifest.htp_check]}"
+
+
+def quality_warnings(manifest: Manifest) -> Iterator[str]:
+    """What a bundle lost beyond what anybody can want, a line for each text."""
+    for each in manifest.quality:
+        if each.kl_nats > BROKEN_NATS:
+            yield (
+                f"quality: KL divergence {each.kl_nats:.2g} nats a token on {each.text}, above {BROKEN_NATS}: "
+                f"a wrong --sink, --calibration of another kind, or too few bits (--recipe w8a16)"
+            )
 
 
 def _sink_line(sink: SinkRecord, checkpoint: Checkpoint) -> str:

@@ -9,7 +9,7 @@ import msgspec
 
 from devices import Device
 from edgekv import qnn
-from edgekv.bundle import MANIFEST, CompiledBinary, Manifest, atomic_directory, write_manifest
+from edgekv.bundle import MANIFEST, CompiledBinary, Manifest, QualityRecord, atomic_directory, write_manifest
 from edgekv.errors import UsageError
 from edgekv.system import link_or_copy
 from exporters.htp.check import float_verdict
@@ -49,6 +49,7 @@ def assemble(
     floating = {file: nodes for binary in binaries for file, nodes in binary.floating.items()}
     floating |= {file: store.answer(name, list[str]) for file, name in exported.checks.items()}
     manifest = read_manifest(store, exported.write)
+    quality = () if exported.quality is None else store.answer(exported.quality, tuple[QualityRecord, ...])
     verdict, nodes = "not-run", list[str]()
     if floating:
         files = dict.fromkeys(part.file for graph in manifest.graphs for part in graph.parts)
@@ -68,7 +69,9 @@ def assemble(
                 place = folder / inner
                 place.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(path, place)
-        changed = msgspec.structs.replace(manifest, device=device.soc, htp_check=verdict, floating_nodes=nodes)
+        changed = msgspec.structs.replace(
+            manifest, device=device.soc, htp_check=verdict, floating_nodes=nodes, quality=quality
+        )
         write_manifest(folder, changed)
         if binaries:
             compiled = folder / "compiled" / device.soc

@@ -37,6 +37,7 @@ from exporters.pipeline.pieces import (
     WritePiece,
 )
 from exporters.pipeline.place import Identity
+from exporters.pipeline.quality import MEASURED_TOKENS, Measured, QualityPiece, Sample, held_out_texts, quality_bytes
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import GROUPS, names, needs_quantized_pass
@@ -52,19 +53,21 @@ class Exported:
     Attributes:
         folded: the decoder.
         write: the written bundle.
+        quality: what the bundle lost; None if that is not measured.
         checks: the float checks, by file.
         binaries: the compiled binaries, in order.
     """
 
     folded: Folded
     write: str
+    quality: str | None
     checks: Mapping[str, str]
     binaries: tuple[str, ...]
 
     @property
     def names(self) -> list[str]:
         """The last pieces of the bundle."""
-        return [self.write, *self.checks.values(), *self.binaries]
+        return [self.write, *([] if self.quality is None else [self.quality]), *self.checks.values(), *self.binaries]
 
 
 class Planner:
@@ -87,8 +90,9 @@ class Planner:
         """The pieces of an export."""
         folded = self._folded(prepared)
         write = self._write(prepared, folded, self._layers(prepared, folded))
+        quality = self._quality(prepared, folded, write) if prepared.options.check_quality else None
         checks, binaries = self._compiled(prepared, write)
-        return Exported(folded, write, checks, binaries)
+        return Exported(folded, write, quality, checks, binaries)
 
     def _folded(self, prepared: Prepared) -> Folded:
         checkpoint, options, recipe = prepared.checkpoint, prepared.options, prepared.recipe
@@ -182,6 +186,15 @@ class Planner:
             layers=layers,
         )
         return self.plan.put(piece, writing_bytes(checkpoint.spec.sizes))
+
+    def _quality(self, prepared: Prepared, folded: Folded, write: str) -> str:
+        checkpoint, context = prepared.checkpoint, prepared.options.contexts[-1]
+        texts = tuple(
+            (name, Measured(folded.exact.alone, self._identity.tokenizer, folded.sink, context, sample))
+            for name, text in held_out_texts(checkpoint).items()
+            for sample in [Sample(give_text(self.plan, text), name, MEASURED_TOKENS[name])]
+        )
+        return self.plan.put(QualityPiece(write, texts), quality_bytes(checkpoint.spec, context))
 
     def _compiled(self, prepared: Prepared, write: str) -> tuple[dict[str, str], tuple[str, ...]]:
         options = prepared.options

@@ -15,14 +15,13 @@ import edgekv
 from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from exporters.checkpoint.folded import transformed_as
-from exporters.inspect.evaluate import context_windows, evaluate_windows
+from exporters.inspect.evaluate import evaluate_windows
 from exporters.inspect.layers import measure_layers
 from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
-from exporters.inspect.wikitext import Window
-from exporters.pipeline.inputs import Exact, Inputs, SinkChoice
-from exporters.pipeline.piece import Piece, Plan
-from exporters.pipeline.planning import give_text
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.piece import Piece
+from exporters.pipeline.quality import Measured
 from exporters.quantize.reference import Floats, Reference
 
 ENGINE = "cpu"
@@ -32,57 +31,6 @@ class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
     """The error of every layer."""
 
     layers: list[LayerLoss]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The text of the evaluation.
-
-    Attributes:
-        name: of the piece that holds it.
-        title: of the text.
-        tokens: number of tokens to predict.
-    """
-
-    name: str
-    title: str
-    tokens: int
-
-    @classmethod
-    def give(cls, plan: Plan, title: str, text: str, tokens: int) -> Sample:
-        """Add a text to a plan."""
-        return cls(give_text(plan, text), title, tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What windows of text are cut from.
-
-    Attributes:
-        exact: the decoder.
-        tokenizer: see `Identity`.
-        sink: decides how windows begin.
-        context: of the bundle.
-        sample: the text.
-    """
-
-    exact: Exact
-    tokenizer: str
-    sink: SinkChoice
-    context: int
-    sample: Sample
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the pieces that it follows from."""
-        return self.sink.survey, self.sample.name
-
-    def windows(self, inputs: Inputs) -> list[Window]:
-        """Those that `edgekv eval` measures: of the context length, with `sample.tokens` predicted tokens in all."""
-        has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
-        first = self.sink.first if has_sink else ()
-        checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
-        return context_windows(checkpoint, inputs.text(self.sample.name), self.context, first, self.sample.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,15 @@ from exporters.pipeline.assemble import assemble
 from exporters.pipeline.dask.run import run_on
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
-from exporters.pipeline.planning import Exported, Planner, quantizing_bytes
+from exporters.pipeline.planning import Exported, Planner, give_text, quantizing_bytes
 from exporters.pipeline.prune import check_prunable, mark_used, prune
+from exporters.pipeline.quality import Measured, Sample
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared
 from exporters.progress import Progress, silent
 from exporters.resources import bundle_bytes, engine_bytes
 from exporters.sweep.combination import Combination, Refusal, sort_out
-from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors, Measured, ReferencePiece, Sample
+from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors, ReferencePiece
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 
 RESULTS = "results.json"
@@ -196,7 +197,8 @@ def _add(planner: Planner, identity: Identity, combination: Combination, prepare
     spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
     exact, sink = exported.folded.exact.alone, exported.folded.sink
     sample, errors = (
-        Sample.give(plan, text.title, text.content, tokens) for tokens in (text.tokens, min(text.tokens, _ERROR_TOKENS))
+        Sample(give_text(plan, text.content), text.title, tokens)
+        for tokens in (text.tokens, min(text.tokens, _ERROR_TOKENS))
     )
     measured = Measured(exact, identity.tokenizer, sink, context, sample)
     logits_bytes = 4 * min(context, sample.tokens) * spec.vocab

@@ -1,0 +1,72 @@
+"""What every export says it lost: the bundle against the float model, on prose and on a chat."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import edgekv
+from edgekv.bundle import QualityRecord, open_bundle
+from edgekv.cli import run
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.inspect.evaluate import evaluate
+from exporters.pipeline.quality import held_out_texts
+from exporters.quantize.recipe import Recipe, WeightRule
+from tests.checkpoints import NEWER, write_sinking
+from tests.exports import ROOT, export_options, exported
+
+EMBEDDED = ROOT / "models" / "stdlib-4m"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+SMALL = {"context": 64, "ar": (1, 16), "calibration_tokens": 256, "check_quality": True}
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_sinking(tmp_path_factory.mktemp("talker") / "checkpoint", NEWER)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def measured(bundle: Path) -> tuple[QualityRecord, ...]:
+    return open_bundle(bundle).manifest.quality
+
+
+@pytest.mark.parametrize("changes", [{}, {"graph_format": "tflite", "kv_dtype": "s8"}])
+def test_an_export_says_what_eval_finds(talker: Path, changes: dict[str, str]) -> None:
+    bundle, opened = exported(talker, export_options(**SMALL | changes)), Checkpoint.open(str(talker))
+    texts, found = held_out_texts(opened), measured(bundle)
+    assert [(each.text, each.tokens) for each in found] == [("prose", 512), ("chat", 256)]
+    with edgekv.load(bundle, engine="litert" if changes else "cpu") as model:
+        for each in found:
+            wanted = evaluate(model, opened, texts[each.text], "", tokens=each.tokens)
+            assert each.kl_nats == pytest.approx(wanted.kl_nats, rel=0.06)
+            assert each.top1_agreement == pytest.approx(wanted.top1_agreement, abs=1e-4)
+            assert each.least_token_sqnr_db == pytest.approx(wanted.least_token_sqnr_db, abs=0.06)
+
+
+def test_a_model_without_a_template_is_measured_on_prose(capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = exported(EMBEDDED, export_options(check_quality=True))
+    (found,) = measured(bundle)
+    assert found.kl_nats < 0.002
+    assert run(["info", str(bundle)]) == 0
+    assert f"quality        {found}" in capsys.readouterr().out
+
+
+def test_a_broken_choice_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = shutil.copytree(EMBEDDED, tmp_path / "checkpoint")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] *= 8  # logits far apart: a small error chooses another token
+    save_file(tensors, source / "model.safetensors")
+    rules = (WeightRule(tensors="*", dtype="int4", method="nearest"),)
+    Recipe(name="", weights=rules, activations="u16", rotation="none").write(recipe := tmp_path / "nearest.json")
+    command = ["export", str(source), "--device", "SM8650", "--skip-htp-check", "--calibration-tokens", "512", "-q"]
+    assert run([*command, "-o", str(tmp_path / "a"), "--recipe", str(recipe)]) == 0
+    assert "edgekv: warning: quality: KL divergence " in capsys.readouterr().err
+    assert measured(tmp_path / "a")[0].kl_nats > 0.2
+    assert run([*command, "-o", str(tmp_path / "b"), "--no-quality-check"]) == 0
+    assert measured(tmp_path / "b") == () and "quality" not in capsys.readouterr().out
+    assert run(["info", str(tmp_path / "b")]) == 0
+    assert "not measured at export" in capsys.readouterr().out
