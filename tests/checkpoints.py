@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,7 @@ def write_sinking(folder: Path, architecture: dict[str, Any]) -> Path:
     tensors[at + "mlp.down_proj.weight"][5, 0] = 0.5
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+if __name__ == "__main__":  # python -m tests.checkpoints FOLDER JSON: what CONTRIBUTING.md does
+    write_checkpoint(Path(sys.argv[1]), json.loads(sys.argv[2]))
