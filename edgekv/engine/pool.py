@@ -99,7 +99,7 @@ class SessionPool:
         self._recomputed_tokens = self.mode.recomputed_tokens
         self._lock = nullcontext() if lock is None else lock
         self._make_session = make_session
-        self._bytes_per_session = self.own.cache.stats.bytes_held
+        self._bytes_per_session = self.own.cache.bytes_held
         self._held: dict[int, Session] = {}  # least recently used first
         self._lookups = 0
         self._hits = 0
@@ -121,7 +121,7 @@ class SessionPool:
     @property
     def memory_bytes(self) -> int:
         """Bytes allocated for all sequences."""
-        return sum(held.cache.stats.bytes_held for held in self._held.values())
+        return sum([held.cache.bytes_held for held in self._held.values()])
 
     @property
     def stats(self) -> PoolStats:
@@ -308,7 +308,7 @@ class SessionPool:
             if held_bytes + wanted_bytes <= allowance_bytes:
                 return
             if sequence != in_use:
-                held_bytes -= self._held[sequence].cache.stats.bytes_held
+                held_bytes -= self._held[sequence].cache.bytes_held
                 self._free(sequence)
                 self._evictions += 1
 

@@ -26,6 +26,7 @@ class Runner:
         self._pool = pool
         self._graphs = graphs
         self._keeps = pool.keeps
+        self._unkept: Sequence | None = None
 
     def begin(self, sequence: Sequence) -> None:
         """Allocate its cache and load its graphs, so that errors occur before any work; the engine's own is emptied.
@@ -35,6 +36,7 @@ class Runner:
             MemoryBudgetError: the cache does not fit.
             EngineError: the engine refused a graph.
         """
+        self._keep_last()
         own = self._pool.own
         if sequence.request.params is not None:
             self._pool.claim(sequence.cache, sequence.prompt_tokens)
@@ -56,6 +58,7 @@ class Runner:
         """End it, complete or interrupted: the end of its text is stored in the prefix cache."""
         if sequence.speculation is not None:
             sequence.speculation.end()
+        self._keep_last()
         self._settle(sequence)
         session = sequence.session
         if session is None or session.writer is not sequence:
@@ -120,6 +123,7 @@ class Runner:
             EngineError: the runtime failed.
             MemoryBudgetError: the sequence has grown beyond the threshold, and a cache for it does not fit.
         """
+        self._keep_last()
         if sequence.drafting is not None:
             self._settle(sequence)
         known, session = sequence.known_tokens, sequence.session
@@ -135,11 +139,9 @@ class Runner:
             if session.window and start < known:
                 return self._feed_again(sequence, session, text)
             new = text[start:]
-            if sequence.prefixes is None or len(session.cache.groups) == 1:
-                logits = session.feed(new)
-                if sequence.prefixes is not None:
-                    sequence.prefixes.keep(session.cache, session.tokens, session.stable_tokens)
-                return logits
+            if sequence.prefixes is None or (sequence.output is not None and len(session.cache.groups) == 1):
+                self._unkept = None if sequence.prefixes is None else sequence
+                return session.feed(new)
             return self._feed(sequence, session, new)
         finally:
             sequence.own_use.computed_tokens += len(text) - start
@@ -180,6 +182,7 @@ class Runner:
 
     def _enter(self, sequence: Sequence, text: list[int]) -> tuple[Session, int]:
         """The session for the next step of a text, and how much of the text it has; it holds nothing else."""
+        self._keep_last()
         session = self._pool.place(sequence.cache, len(text))
         session.adapt(sequence.adapter)
         start = restored = 0
@@ -212,6 +215,15 @@ class Runner:
         for token in text[prompt:]:
             logits = self._feed(sequence, session, [token])
         return logits
+
+    def _keep_last(self) -> None:
+        """Store the blocks that the last plain step has filled: after its logits were used, before anything else."""
+        if self._unkept is None:
+            return
+        sequence, self._unkept = self._unkept, None
+        session = sequence.session
+        if session is not None and session.writer is sequence:
+            self._keep(sequence, session)
 
     def _keep(self, sequence: Sequence, session: Session) -> None:
         """Store the blocks that have become full."""
@@ -293,6 +305,7 @@ class Runner:
 
     def _verify(self, sequence: Sequence, drafts: DraftTree) -> NDArray[Any]:
         """Run what is not known, and drafts behind it."""
+        self._keep_last()
         session, tokens = self.held_session(sequence), sequence.unknown
         assert session is not None, "there is room for drafts"
         times = self._graphs.times

@@ -148,8 +148,13 @@ class KVCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the rows in use; `stats.bytes_held` counts all allocated bytes."""
+        """Bytes of the rows in use; `bytes_held` counts all allocated bytes."""
         return sum(group.nbytes for group in self.groups)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes allocated."""
+        return self._memory.bytes_held
 
     @property
     def tokens_seen(self) -> int:

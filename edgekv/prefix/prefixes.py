@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -219,7 +218,7 @@ class Prefixes:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Count what the store does in the block as this generation's."""
-        before = deepcopy(self._store.counters)
+        before = self._store.counters.copy()
         try:
             yield
         finally:

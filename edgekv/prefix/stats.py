@@ -50,9 +50,13 @@ class StoreStats:
     memory: TierStats = field(default_factory=TierStats)
     disk: TierStats = field(default_factory=TierStats)
 
+    def copy(self) -> StoreStats:
+        """The counts so far."""
+        return replace(self, memory=replace(self.memory), disk=replace(self.disk))
+
     def held(self, memory: tuple[int, int], disk: tuple[int, int]) -> StoreStats:
         """A copy, with the blocks and bytes that are held now."""
-        copied = replace(self, memory=replace(self.memory), disk=replace(self.disk))
+        copied = self.copy()
         copied.memory.blocks, copied.memory.bytes_held = memory
         copied.disk.blocks, copied.disk.bytes_held = disk
         return copied
