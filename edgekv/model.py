@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,34 +19,13 @@ from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
 from edgekv.runtime import Engine as Backend
 from edgekv.spec.chat import ChatTemplates, Message
 from edgekv.text import Prompt, Tools
-from edgekv.text.params import BeamKeywords, BeamParams, SamplingKeywords, SamplingParams, choose_params, default_params
+from edgekv.text.params import BeamParams, SamplingParams, choose_params, default_params
 from edgekv.text.processors import LogitsProcessor
 
 if TYPE_CHECKING:
     from typing import Self
 
     from tokenizers import Tokenizer
-
-
-class Call(TypedDict, total=False):
-    """Keywords of `Model.generate` for all kinds of calls."""
-
-    cache_salt: str | None
-    lora: str | None
-    retention: RetentionPolicy | None
-
-
-class SamplingCall(SamplingKeywords, Call, total=False):
-    """Keywords of `Model.generate` for sampling."""
-
-    sequence: int | None
-    processors: abc.Sequence[LogitsProcessor]
-    return_logits: bool
-    speculate: Speculation | SpeculationMode | None
-
-
-class BeamCall(BeamKeywords, Call, total=False):
-    """Keywords of `Model.generate` for beam search, except `num_beams`."""
 
 
 class Model:
@@ -192,6 +171,12 @@ class Model:
     # ------------------------------------------------------------------ calls
 
     @overload
+    def generate(self, prompt: Prompt, params: int | None = None, *, num_beams: int, **keywords: Any) -> BeamResult: ...
+
+    @overload
+    def generate(self, prompt: Prompt, params: BeamParams, **keywords: Any) -> BeamResult: ...
+
+    @overload
     def generate(
         self,
         prompt: Prompt | None = None,
@@ -199,16 +184,8 @@ class Model:
         *,
         messages: abc.Sequence[Message] | None = None,
         tools: Tools | abc.Sequence[Mapping[str, Any]] | None = None,
-        **keywords: Unpack[SamplingCall],
+        **keywords: Any,
     ) -> Generation: ...
-
-    @overload
-    def generate(self, prompt: Prompt, params: BeamParams, **keywords: Unpack[BeamCall]) -> BeamResult: ...
-
-    @overload
-    def generate(
-        self, prompt: Prompt, params: int | None = None, *, num_beams: int, **keywords: Unpack[BeamCall]
-    ) -> BeamResult: ...
 
     def generate(
         self,

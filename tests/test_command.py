@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -164,7 +163,15 @@ def test_the_options_of_an_instance_make_it_again() -> None:
     assert option_words(cake, layers="1,2")[:2] == ["--layers", "1,2"]
 
 
-def test_load_takes_the_fields_of_its_options_with_their_defaults() -> None:
-    parameters = inspect.signature(edgekv.load).parameters
-    for each in (*fields(EngineOptions), *fields(CacheOptions)):
-        assert each.default is not MISSING and parameters[each.name].default == each.default
+def test_load_takes_the_fields_of_its_options_by_name_and_no_others(small_export: Path) -> None:
+    records = EngineOptions(threads=1), CacheOptions(policy="sliding-window")
+    keywords = {"engine": "cpu", "threads": 1, "policy": "sliding-window"}
+    with edgekv.load(small_export, *records) as one, edgekv.load(small_export, **keywords) as other:
+        assert one.engine.caches.policy == other.engine.caches.policy and one.evicts_tokens
+    with edgekv.load(small_export, *records, policy="fail") as model:
+        assert not model.evicts_tokens
+    assert all(each.default is not MISSING for record in records for each in fields(record))
+    with pytest.raises(TypeError, match="load: got the option 'thread'; expected one of engine, threads, "):
+        edgekv.load(small_export, thread=1)
+    with edgekv.load(small_export) as model, pytest.raises(TypeError, match="generate: got the keyword 'top'"):
+        model.generate("Hi", top=1)

@@ -240,7 +240,7 @@ def test_auto_learns_how_deep_trees_reach() -> None:
 
 
 def test_an_engine_that_cannot_check_branches_refuses_them(bundles: dict[str, Path], capsys: Any) -> None:
-    wanted = "draft tree: got the engine cpu, whose sums depend on the columns of tokens"
+    wanted = "tree: got the engine cpu, whose sums depend on the columns of tokens"
     with edgekv.load(bundles["rows"]) as model, pytest.raises(UsageError, match=wanted):
         model.generate(PROMPT, LONG, speculate=Speculation(tree=True))
     options = ["--prompt", "Hi", "--speculate", "lookup", "--draft-tree", "--cpu-mode", "emulate"]
@@ -250,7 +250,7 @@ def test_an_engine_that_cannot_check_branches_refuses_them(bundles: dict[str, Pa
 
 
 def test_a_tree_without_a_drafter_that_makes_one_is_refused(bundles: dict[str, Path], capsys: Any) -> None:
-    with pytest.raises(UsageError, match="speculate: tree: got a tree with the mode off"):
+    with pytest.raises(UsageError, match="tree: got a tree with the mode off"):
         Speculation("off", tree=True)
-    assert run(["generate", str(bundles["rows"]), "--prompt", "Hi", "--draft-tree"]) == 2
-    assert "--draft-tree: got no --speculate" in capsys.readouterr().err
+    assert run(["generate", str(bundles["rows"]), "--prompt", "Hi", "--speculate", "draft", "--draft-tree"]) == 2
+    assert "--draft: got none" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("quant", "devices", "edgekv", "exporters")
 FLOORS = (
-    ("quant", "devices", "edgekv.errors"),
+    ("quant", "devices", "edgekv.errors", "edgekv.lazy"),
     ("edgekv.option",),
     ("edgekv.system", "edgekv.vendor_libraries", "edgekv.steps"),
     ("edgekv.library_fault", "edgekv.this_chip"),
@@ -104,3 +105,20 @@ def test_children_do_not_import_what_they_do_not_use(worker: str, unused: list[s
     program = f"import sys, {worker}; print(*sys.modules.keys() & {set(unused)})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", ["bench", "chat", "generate", "serve"])
+def test_help_does_not_wait_for_numpy(name: str):
+    program = f"import sys; from edgekv.cli import run; print(run(['{name}', '--help']), 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
+
+
+@pytest.mark.parametrize(
+    "package", ["edgekv", "edgekv.bench", "edgekv.draft", "edgekv.prefix", "edgekv.serve", "edgekv.text"]
+)
+def test_a_package_has_the_names_that_it_lists(package: str):
+    found = import_module(package)
+    assert all(hasattr(found, name) for name in found.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+        _ = found.missing

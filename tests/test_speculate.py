@@ -209,12 +209,12 @@ def test_a_bundle_without_verify_graphs_speculates_only_if_it_may_not(other: Pat
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"mode": "fast"}, "speculate"),
-        ({"mode": "corpus"}, "speculate: corpus"),
-        ({"mode": "draft"}, "speculate: draft"),
-        ({"tokens": 0}, "speculate: tokens"),
-        ({"mode": "lookup", "draft": object()}, "speculate: draft"),
-        ({"mode": "off", "corpus": object()}, "speculate: corpus"),
+        ({"mode": "fast"}, "mode"),
+        ({"mode": "corpus"}, "corpus"),
+        ({"mode": "draft"}, "draft"),
+        ({"tokens": 0}, "tokens"),
+        ({"mode": "lookup", "draft": object()}, "draft"),
+        ({"mode": "off", "corpus": object()}, "corpus"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], field: str):
@@ -298,10 +298,10 @@ def test_a_bundle_without_verify_graphs_says_so_once(other: Path, capsys: Any):
         (["--speculate", "corpus"], "--draft-corpus: got none"),
         (["--speculate", "draft"], "--draft: got none"),
         (["--speculate", "lookup", "--draft", "x"], "--draft: got one with the mode lookup"),
-        (["--draft-tokens", "3"], "--draft-tokens: got no --speculate"),
+        (["--speculate", "off", "--draft-tree"], "--draft-tree: got a tree with the mode off"),
         (["--draft-corpus", "{bundle}"], "--draft-corpus: got"),
         (["--draft", "{foreign}"], "draft bundle: got"),
-        (["--speculate", "auto", "--draft-tokens", "9"], "got 9 drafts of a pass"),
+        (["--speculate", "auto", "--draft-tokens", "9"], "--draft-tokens: got 9 drafts of a pass"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from edgekv.bench import BenchPlan, BenchReport, default_plan, run_bench
+from edgekv.bench.plan import BenchPlan
+from edgekv.bench.report import BenchReport
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument, interactive
 from edgekv.cli.output import Output, print_json
 from edgekv.cli.summary import engine_and_mode
 from edgekv.load_options import CacheOptions, EngineOptions
-from edgekv.loading import open_model
 from edgekv.option import OptionGroup
-from edgekv.prefix import StoreConfig
+from edgekv.prefix.config import StoreConfig
 
 
 @command
@@ -27,6 +27,9 @@ def bench(
     """The tests have the names of llama-bench's: pp512 is a prompt of 512 random tokens, tg128 decodes 128 tokens. All
     are greedy calls of generate. The mean and standard deviation are of the counted runs; one more warms up.
     """
+    from edgekv.bench import default_plan, run_bench  # import the runtime, which --help does not need
+    from edgekv.loading import open_model
+
     with open_model(bundle, interactive(engine), cache, StoreConfig()) as model:
         report = run_bench(model, default_plan(model, plan), engine.threads, lambda result: None)
     if output.as_json:

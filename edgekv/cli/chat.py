@@ -9,9 +9,10 @@ import msgspec
 from edgekv.cli.command import Given, command
 from edgekv.cli.constraint import ConstraintOptions
 from edgekv.cli.dialog import Dialog
-from edgekv.cli.drafts import DraftOptions
+from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.model import CONVERSATION_CACHE, BundleArgument, LoraOption, interactive, joined
 from edgekv.cli.output import Output, print_json
+from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions, OnFullOption
 from edgekv.option import Option, OptionGroup
@@ -35,10 +36,10 @@ def chat(
     bundle: BundleArgument,
     sampling: Given[SamplingParams],
     constraint: ConstraintOptions,
-    drafts: DraftOptions,
     cache: Annotated[CacheOptions, OptionGroup("Cache", only=CONVERSATION_CACHE)],
     engine: EngineOptions,
     output: Output,
+    drafts: Annotated[Speculation | None, OptionGroup("Drafts")] = None,
     message: Annotated[
         str | None, Option("Send one message, print the answer and exit.", shown="a conversation")
     ] = None,
@@ -60,7 +61,7 @@ def chat(
     keywords: dict[str, Any] = {**sampling, "grammar": constraint.read()}
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     chosen = interactive(engine)
-    with open_model(bundle, chosen, cache) as model, drafts.opened(model, chosen) as speculate:
+    with open_model(bundle, chosen, cache) as model, opened_drafts(drafts, model, chosen) as speculate:
         params, _ = choose_params(None, keywords, answer_defaults(model))
         assert isinstance(params, SamplingParams)
         talk: dict[str, Any] = {"on_full": on_full, "speculate": speculate, "lora": joined(lora)}

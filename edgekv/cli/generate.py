@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 from edgekv.cli.command import NOTHING, Given, command
 from edgekv.cli.constraint import ConstraintOptions
-from edgekv.cli.drafts import DraftOptions
+from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.model import BundleArgument, LoraOption, interactive, joined
 from edgekv.cli.output import Output
 from edgekv.cli.prefix_cache import SaltOption, salt_of, store_config
 from edgekv.cli.prompt import PromptOptions
+from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import Option, OptionGroup
@@ -31,10 +32,10 @@ def generate(
     cache: CacheOptions,
     prefixes: Annotated[Given[StoreConfig], OptionGroup("Prefix cache")],
     retention: Annotated[Given[RetentionPolicy], OptionGroup("Prefix cache")],
-    drafts: DraftOptions,
     engine: EngineOptions,
     output: Output,
     beams: Annotated[Given[BeamParams], OptionGroup("Beam search")] = NOTHING,
+    drafts: Annotated[Speculation | None, OptionGroup("Drafts")] = None,
     cache_salt: SaltOption = None,
     lora: LoraOption = (),
     session: Annotated[
@@ -60,7 +61,7 @@ def generate(
     config = store_config(prefixes)
     policy = RetentionPolicy(**retention) if retention else None
     chosen = interactive(engine)
-    with open_model(bundle, chosen, cache, config) as model, drafts.opened(model, chosen) as speculate:
+    with open_model(bundle, chosen, cache, config) as model, opened_drafts(drafts, model, chosen) as speculate:
         if session is not None:
             load_sequence(model.engine, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE

@@ -54,16 +54,22 @@ class DraftTarget:
         """
         rows = self.rows
         if not rows and wanted.mode not in ("auto", "off"):
-            refuse("speculate", f"{wanted.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
+            refuse("mode", f"{wanted.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
         if rows and wanted.tokens is not None and wanted.tokens >= rows[-1]:
             found = f"{wanted.tokens} drafts of a pass"
             most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
             fix = f"Give less, or export with --draft-rows {wanted.tokens + 1}."
-            refuse("speculate: tokens", found, most, fix)
+            refuse("tokens", found, most, fix)
         if rows and wanted.tree and not self.takes_trees:
             found, fix = f"the engine {self.engine}, whose sums depend on the columns of tokens", "Leave it out."
-            refuse("draft tree", found, "an engine that gives a token the same bits in any column, such as htp", fix)
-        if wanted.draft is not None:
+            refuse("tree", found, "an engine that gives a token the same bits in any column, such as htp", fix)
+        for name, given, fix in (
+            ("corpus", wanted.corpus, "Open it with Model.open_corpus."),
+            ("draft", wanted.draft, "Load it with edgekv.load."),
+        ):
+            if isinstance(given, str):
+                refuse(name, f"the path {given!r}", "what it leads to", fix)
+        if wanted.draft is not None and not isinstance(wanted.draft, str):
             wanted.draft.draft_model.check(self.model)
 
     def begin(self, wanted: Speculation | None) -> SpeculationRun | None:
@@ -82,9 +88,9 @@ class DraftTarget:
         sources: list[Source] = []
         if wanted.mode in ("lookup", "auto"):
             sources.append(PromptLookup(tree=wanted.tree))
-        if wanted.corpus is not None:
+        if wanted.corpus is not None and not isinstance(wanted.corpus, str):
             sources.append(CorpusDrafter(wanted.corpus, tree=wanted.tree))
-        if wanted.draft is not None:
+        if wanted.draft is not None and not isinstance(wanted.draft, str):
             sources.append(BundleDrafter(wanted.draft.draft_model, self.vocab))
         most = wanted.tokens or self.rows[-1] - 1
         if wanted.mode == "auto":

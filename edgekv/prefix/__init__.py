@@ -5,15 +5,22 @@ named by a chain of hashes (`Keys`). `Memory` has blocks within a budget; `Disk`
 that all processes share.
 """
 
-from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
-from edgekv.prefix.config import StoreConfig
-from edgekv.prefix.errors import PrefixError
-from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
-from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
-from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
-from edgekv.prefix.rows import BlockGroup, CacheRows, GroupRows, split_layers
-from edgekv.prefix.stats import StoreStats, TierStats
-from edgekv.prefix.store import Match, PrefixStore, Snapshot
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
+    from edgekv.prefix.config import StoreConfig
+    from edgekv.prefix.errors import PrefixError
+    from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
+    from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
+    from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
+    from edgekv.prefix.rows import BlockGroup, CacheRows, GroupRows, split_layers
+    from edgekv.prefix.stats import StoreStats, TierStats
+    from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
 __all__ = [
     "BakedPrefix",
@@ -43,3 +50,18 @@ __all__ = [
     "split_layers",
     "stored_prefixes",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "baked": "BakedPrefix add_baked baked_prefixes remove_baked",
+        "config": "StoreConfig",
+        "errors": "PrefixError",
+        "listing": "StoredPrefix remove_stored stored_prefixes",
+        "prefixes": "PrefixCache Prefixes SharedStore open_prefixes open_store prefix_fingerprint",
+        "retention": "RetentionPolicy TokenRangeRetentionConfig",
+        "rows": "BlockGroup CacheRows GroupRows split_layers",
+        "stats": "StoreStats TierStats",
+        "store": "Match PrefixStore Snapshot",
+    },
+)

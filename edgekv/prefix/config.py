@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from edgekv.errors import EngineError
 from edgekv.option import Option
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
-from edgekv.prefix.rows import BlockGroup
 from edgekv.system import free_memory_bytes
+
+if TYPE_CHECKING:
+    from edgekv.prefix.rows import BlockGroup
 
 DEFAULT_TOKENS_PER_BLOCK = 32
 DEFAULT_MAX_BYTES = 256 << 20

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
     from edgekv.serve.options import Limits, ServeOptions
@@ -11,15 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "ServeOptions", "Serving"]
 
-_HOMES = {
-    "Limits": "edgekv.serve.options",
-    "ServeOptions": "edgekv.serve.options",
-    "Serving": "edgekv.serve.serving",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # `edgekv --help` imports the command, and must not wait for the runtime or need the extra.
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy(__name__, {"options": "Limits ServeOptions", "serving": "Serving"})

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from edgekv.cli.command import command
-from edgekv.cli.drafts import DraftOptions
+from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.model import CONVERSATION_CACHE, BundleArgument, interactive
 from edgekv.cli.output import Output
 from edgekv.cli.summary import engine_and_mode
+from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import Option, OptionGroup
@@ -35,9 +36,9 @@ def serve(
     options: Annotated[ServeOptions, OptionGroup("Server")],
     cache: Annotated[CacheOptions, OptionGroup("Cache", only=CONVERSATION_CACHE)],
     prefixes: Annotated[StoreConfig, OptionGroup("Prefix cache")],
-    drafts: DraftOptions,
     engine: EngineOptions,
     output: Annotated[Output, OptionGroup("Output", only=("is_quiet",))],
+    drafts: Annotated[Speculation | None, OptionGroup("Drafts")] = None,
     cache_budget: Annotated[
         str, Option("Memory of all caches: 64MiB, or 25% of the free memory.", group="Cache")
     ] = "50%",
@@ -72,7 +73,7 @@ def serve(
         click.echo(f"edgekv: warning: --host {options.host} without API keys: {warning}", err=True)
     cache = replace(cache, cache_mode=Adaptive(parse_budget(cache_budget)))
     chosen = interactive(engine)
-    with open_model(bundle, chosen, cache, prefixes) as model, drafts.opened(model, chosen) as speculate:
+    with open_model(bundle, chosen, cache, prefixes) as model, opened_drafts(drafts, model, chosen) as speculate:
         serving = Serving(model, replace(options, speculate=speculate))
         click.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine.name)}")
         if not output.is_quiet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from edgekv.draft import Speculation
+from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError, refuse
 from edgekv.load_options import OnFullOption, check_on_full
 from edgekv.option import Option, OptionGroup

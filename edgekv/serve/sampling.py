@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import msgspec
@@ -16,6 +17,8 @@ MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 _MOST_TOKENS = 2**31 - 1
 _SEEDS = 1 << 64
+_CHANGED = ("seed", "stop", "logit_bias", "max_new_tokens")
+"""Fields of `SamplingParams` whose values in requests are not as they are there; the others have the same names."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -105,9 +108,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             UsageError: a value out of range.
         """
         given: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-        for name in (*names, "repetition_penalty", "ignore_eos"):
-            if (value := getattr(self, name)) is not None:
+        for name in (each.name for each in fields(SamplingParams) if each.name not in _CHANGED):
+            if (value := getattr(self, name, None)) is not None:
                 given[name] = value
         if self.seed is not None:
             given["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed

@@ -1,14 +1,21 @@
 """Text in, text out: prompts, sampling, constraints, tools, and tokens as text that can be printed at once."""
 
-from edgekv.text.constraint import Constraint, GrammarCompiler
-from edgekv.text.grammar import Grammar
-from edgekv.text.output import Output, StopReason, Token
-from edgekv.text.params import BeamParams, EarlyStopping, SamplingParams
-from edgekv.text.processors import LogitsProcessor
-from edgekv.text.sampler import Sampler
-from edgekv.text.stream import Detokenizer, StopSequences
-from edgekv.text.texts import Prompt, Texts
-from edgekv.text.tools import Tool, ToolCall, Tools
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from edgekv.text.constraint import Constraint, GrammarCompiler
+    from edgekv.text.grammar import Grammar
+    from edgekv.text.output import Output, StopReason, Token
+    from edgekv.text.params import BeamParams, EarlyStopping, SamplingParams
+    from edgekv.text.processors import LogitsProcessor
+    from edgekv.text.sampler import Sampler
+    from edgekv.text.stream import Detokenizer, StopSequences
+    from edgekv.text.texts import Prompt, Texts
+    from edgekv.text.tools import Tool, ToolCall, Tools
 
 __all__ = [
     "BeamParams",
@@ -30,3 +37,18 @@ __all__ = [
     "ToolCall",
     "Tools",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "constraint": "Constraint GrammarCompiler",
+        "grammar": "Grammar",
+        "output": "Output StopReason Token",
+        "params": "BeamParams EarlyStopping SamplingParams",
+        "processors": "LogitsProcessor",
+        "sampler": "Sampler",
+        "stream": "Detokenizer StopSequences",
+        "texts": "Prompt Texts",
+        "tools": "Tool ToolCall Tools",
+    },
+)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from edgekv.errors import BundleError, UsageError, refuse, shown
 from edgekv.option import Option
@@ -133,7 +133,7 @@ class SamplingParams:
         """Whether the most likely token is chosen."""
         return self.temperature == 0
 
-    def overlaid(self, **given: Unpack[SamplingKeywords]) -> SamplingParams:
+    def overlaid(self, **given: Any) -> SamplingParams:
         """These values as defaults, overridden by others.
 
         Values that only apply to sampling are dropped if the result is greedy.
@@ -153,24 +153,6 @@ class SamplingParams:
         changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
         listed = [f"{name} {shown(getattr(self, name))}" for name in changed]
         return ", ".join(["greedy"] * self.greedy + listed)
-
-
-class SamplingKeywords(TypedDict, total=False):
-    """The fields of `SamplingParams` as keywords; omitted ones have their defaults."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    seed: int | None
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    stop: Sequence[str]
-    max_new_tokens: int
-    ignore_eos: bool
-    grammar: Grammar | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +198,10 @@ class BeamParams:
         _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
 
 
-class BeamKeywords(TypedDict, total=False):
-    """The fields of `BeamParams` as keywords, except `num_beams`."""
-
-    num_return_sequences: int | None
-    length_penalty: float | None
-    early_stopping: EarlyStopping | None
-    max_new_tokens: int
-
-
 Params = SamplingParams | BeamParams
-_BEAM_ONLY = tuple(each.name for each in fields(BeamParams) if each.name != "max_new_tokens")
+_SAMPLING_FIELDS, _BEAM_FIELDS = (
+    {each.name for each in fields(kind)} - {"max_new_tokens"} for kind in (SamplingParams, BeamParams)
+)
 
 
 def choose_params(
@@ -241,19 +216,22 @@ def choose_params(
 
     Raises:
         UsageError: a value out of range, or options of sampling and beam search together.
+        TypeError: an unknown keyword.
 
     Returns:
         The parameters, and the names of those that the bundle has set.
     """
+    if unknown := keywords.keys() - _SAMPLING_FIELDS - _BEAM_FIELDS - {"max_new_tokens"}:
+        raise TypeError(f"generate: got the keyword {min(unknown)!r}; expected a field of SamplingParams or BeamParams")
     given = {name: value for name, value in keywords.items() if value is not None}
     if params is not None and not isinstance(params, Params):  # checked as the number of tokens
         given, params = {"max_new_tokens": params, **given}, None
     if isinstance(params, BeamParams) or (params is None and "num_beams" in given):
         fix = "Leave it out: beam search draws nothing, and its text is known at its end alone."
-        _refuse_given(given, SamplingKeywords.__annotations__.keys() - {"max_new_tokens"}, "with num_beams", fix)
-        kept = {name: value for name, value in given.items() if name in _BEAM_ONLY or name == "max_new_tokens"}
+        _refuse_given(given, _SAMPLING_FIELDS, "with num_beams", fix)
+        kept = {name: value for name, value in given.items() if name in _BEAM_FIELDS or name == "max_new_tokens"}
         return BeamParams(**kept) if params is None else replace(params, **kept), ()
-    _refuse_given(given, set(_BEAM_ONLY), "without num_beams", "Leave it out, or give num_beams too.")
+    _refuse_given(given, _BEAM_FIELDS, "without num_beams", "Leave it out, or give num_beams too.")
     if params is not None:
         return params.overlaid(**given), ()
     chosen, plain = defaults.overlaid(**given), SamplingParams()
