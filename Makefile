@@ -11,6 +11,7 @@ BIN := .venv/bin
 # Bytecode is kept, also where the environment says otherwise: hundreds of child processes would compile every module.
 PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 SELECT := not numpy2
+TESTS :=
 CHECKPOINT := models/stdlib-4m
 BUNDLE := build/stdlib-4m
 DEVICE := SM8650
@@ -45,7 +46,7 @@ test-fast: .venv/test
 
 # In the environment that BIN names, which is set up.
 run-tests:
-	$(PYTEST) -m "$(SELECT)"
+	$(PYTEST) -m "$(SELECT)" $(TESTS)
 
 lint: .venv/test
 	$(BIN)/ruff check .
