@@ -5,9 +5,10 @@
 Sequences share one of 20 prefixes of 8 blocks, followed by 8 blocks of their own; rows are as small as they can
 be, so that the first table measures the search. `list scan` keeps all sequences in a list and compares each new one
 with all of them, token by token; it is run on fewer sequences, since its cost grows with their square. The second
-table copies a prefix of Llama-3.2-1B's cache shape into strided memory, against a plain copy of as many bytes;
-the two take turns. The third is about a folder: what a process pays for 2,000 blocks that another one has saved since
-its last call, and how long `edgekv prefix ls` reads for 100 sequences of 4,096 tokens.
+table copies a prefix of Llama-3.2-1B's cache shape into strided memory, against a plain copy of as many bytes, and
+against copies of the same blocks without the store: 256 runs of 2 KiB each, whose cost is that of the memory, not of
+the store. They take turns. The third is about a folder: what a process pays for 2,000 blocks that another one has saved
+since its last call, and how long `edgekv prefix ls` reads for 100 sequences of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -114,12 +115,20 @@ def restore(tokens: int, rounds: int = 15) -> Table:
         copy[...] = plain
         return plain.nbytes
 
+    blocks = [plain[:, at : at + STEP].copy() for at in range(0, tokens // STEP * STEP, STEP)]
+
+    def copy_blocks() -> int:
+        for number, block in enumerate(blocks):
+            arena[:, 100 + number * STEP : 100 + (number + 1) * STEP] = block
+        return len(blocks) * STEP * row_bytes
+
     def speed(call: Callable[[], int]) -> float:
         began = time.perf_counter_ns()
         moved = call()
         return moved / (time.perf_counter_ns() - began)
 
-    speeds = by_turns({"memcpy": partial(speed, memcpy), "match + restore": partial(speed, fetch)}, rounds)
+    calls = {"memcpy": memcpy, "blocks, without the store": copy_blocks, "match + restore": fetch}
+    speeds = by_turns({name: partial(speed, call) for name, call in calls.items()}, rounds)
     table = Table(
         title=f"restoring {tokens:,} tokens, {tokens * row_bytes / 2**20:.0f} MiB (16 layers, 8 heads, D = 64)"
     )
