@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from edgekv.spec import Config, describe, views
 
@@ -45,6 +45,17 @@ NEWER: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta
 OLDER: dict[str, Any] = {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": False}
 """The form before it, with Llama 3's scaling and a head of its own."""
 
+
+WIDE: dict[str, Any] = {
+    **NEWER,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 2048,
+}
+"""Rows of 64 bytes, as every strategy wants them, and more bytes of weights than of graphs; few heads to compile."""
 
 WINDOW = 24
 LONGROPE = {
@@ -276,14 +287,16 @@ def write_checkpoint(
     return folder
 
 
-def write_tokenizer(path: Path, extra: int = 4, special: bool = True) -> None:
-    """A tokenizer of the 256 bytes and `extra` more tokens, special ones or not."""
+def write_tokenizer(path: Path, extra: int = 4, special: bool = True, adds_first: bool = False) -> None:
+    """A tokenizer of the 256 bytes and `extra` more tokens, special or not; `adds_first`: of these, to each text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     added = [AddedToken(f"<|{i}|>", special=special) for i in range(extra)]
     (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+    if adds_first:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<|0|> $A", special_tokens=[("<|0|>", 256)])
     tokenizer.save(str(path))
 
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from edgekv.child import TIMEOUT_VARIABLE
 from tests import exports
-from tests.checkpoints import NEWER, write_checkpoint, write_sinking
+from tests.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, write_tokenizer
 from tests.exports import export_options, exported
 
 if TYPE_CHECKING:
@@ -112,22 +112,36 @@ def bundle(embedded: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def compiled_bundle(embedded: Path) -> Path:
-    """The same, checked and compiled for the HTP; shared, so not to be written to."""
+def embedded_on_htp(embedded: Path) -> Path:
+    """The same, checked and compiled for the HTP; for tests that need a trained model there. Shared likewise."""
     return exported(embedded, export_options(context=128, ar=(1, 32), check_on_htp=True), compiled=True)
 
 
 @pytest.fixture(scope="session")
-def compiled_columns(embedded: Path) -> Path:
-    """The same with keys in columns; shared, so not to be written to."""
-    options = export_options(context=128, ar=(1, 32), key_layout="columns", check_on_htp=True)
-    return exported(embedded, options, compiled=True)
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with rows of 64 bytes, whose tokenizer has a token for each id and adds BOS."""
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("wide") / "checkpoint", WIDE)
+    write_tokenizer(checkpoint / "tokenizer.json", WIDE["vocab_size"] - 256, special=False, adds_first=True)
+    return checkpoint
 
 
 @pytest.fixture(scope="session")
-def genie_folder(compiled_columns: Path) -> GenieFolder:
+def wide_on_htp(wide: Path) -> Path:
+    """Its export with a context of 128, checked and compiled for the HTP; shared, so not to be written to."""
+    return exported(wide, export_options(context=128, ar=(1, 32), check_on_htp=True), compiled=True)
+
+
+@pytest.fixture(scope="session")
+def wide_columns(wide: Path) -> Path:
+    """The same with keys in columns; shared, so not to be written to."""
+    options = export_options(context=128, ar=(1, 32), key_layout="columns", check_on_htp=True)
+    return exported(wide, options, compiled=True)
+
+
+@pytest.fixture(scope="session")
+def genie_folder(wide_columns: Path) -> GenieFolder:
     """What Genie loads of it, which no test has run yet; shared, so not to be written to."""
-    return _genie_folder(compiled_columns)
+    return _genie_folder(wide_columns)
 
 
 @pytest.fixture(scope="session")

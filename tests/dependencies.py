@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -45,9 +46,8 @@ class Module:
 
     @classmethod
     def read(cls, file: Path) -> Module:
-        statements = ast.parse(file.read_bytes()).body
-        collects = file.name == "__init__.py" and all(map(_collects, statements))
-        return cls(file, collects, [node for node in _nodes(statements) if isinstance(node, _USES)])
+        collects, nodes = _read(file.read_bytes())
+        return cls(file, collects and file.name == "__init__.py", nodes)
 
 
 class Source:
@@ -122,6 +122,13 @@ class Source:
                         yield value.value
         if not found:
             yield module
+
+
+@cache
+def _read(source: bytes) -> tuple[bool, list[ast.AST]]:
+    """Whether a source does nothing but import names, and its nodes that say what it uses; each source is read once."""
+    statements = ast.parse(source).body
+    return all(map(_collects, statements)), [node for node in _nodes(statements) if isinstance(node, _USES)]
 
 
 def _nodes(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -2,6 +2,10 @@
 
 They lie in `build/test-cache`, or in EDGEKV_TEST_CACHE. A test that writes takes a copy; `changed` names the files of
 shared folders that were written to nevertheless.
+
+A new architecture is a configuration in `checkpoints.ARCHITECTURES`: tests of all architectures take it from there, and
+share the one export of it that `exported_architecture` makes. A test that needs some bundle of an architecture, and no
+option in particular, takes that one too.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, lru_cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -39,8 +44,8 @@ EXPORTS = ("exporters.export", "exporters.compile")
 KEPT_BYTES = 8 << 30
 GIVEN = "EDGEKV_TEST_PLATFORM"
 LONGEST_RUN_S = 3600
-TOKENS_OF_RANDOM_MODELS = 1024
-"""Calibration tokens of models that were never trained; more of them take seconds and show nothing more."""
+CALIBRATION_TOKENS = {"random": 1024, "trained": 4096}
+"""Of the tests' models, unless a test says otherwise: the default number takes seconds more for each export."""
 
 Contents = dict[str, tuple[int, int]]
 """Size in bytes and modification time in ns of each file in a folder, by its path there."""
@@ -56,7 +61,7 @@ def export_options(recipe: str | Recipe = "w8a16", device: str = "SM8650", **cha
 
 def small_options(recipe: str | Recipe = "w8a16", **changes: Any) -> ExportOptions:
     """Options of an export of a random model, which `exported` does not share."""
-    return export_options(recipe, **{"calibration_tokens": TOKENS_OF_RANDOM_MODELS, **changes})
+    return export_options(recipe, **{"calibration_tokens": CALIBRATION_TOKENS["random"], **changes})
 
 
 def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False) -> Path:
@@ -70,8 +75,8 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
         compiled: add the context binaries of the options' device.
     """
     lasting = ROOT / "models" in checkpoint.resolve().parents
-    if options.calibration_tokens is None and not lasting:
-        options = replace(options, calibration_tokens=TOKENS_OF_RANDOM_MODELS)
+    if options.calibration_tokens is None:
+        options = replace(options, calibration_tokens=CALIBRATION_TOKENS["trained" if lasting else "random"])
     if compiled and options.check_on_htp:  # what compiles is checked too
         options, compiled = replace(options, compile=True), False
     source = (str(checkpoint.resolve()) if lasting else "", _digest(checkpoint))
@@ -79,8 +84,7 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
 
     def make(folder: Path) -> None:
         own = checkpoint if lasting else shutil.copytree(checkpoint, folder / "checkpoint")
-        layers = platform_folder() / f"layers-{_short(_code(EXPORTS), source, options.recipe)}"
-        with FileLock(layers.with_suffix(".lock")):
+        with quantized_layers(source, options.recipe) as layers:
             run = RunOptions(cache_dir=layers, resume=True, keep_stages=True)
             export_bundle(Checkpoint.open(str(own)), folder / "bundle", options, run)
         if compiled:
@@ -89,25 +93,32 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
     return kept("export", EXPORTS, make, source, replace(options, calibration=None), calibration, compiled) / "bundle"
 
 
-def exported_architecture(folder: Path, name: str) -> Path:
-    """A shared bundle of a random model of an architecture, in a context of 64.
+@contextmanager
+def quantized_layers(*key: object) -> Iterator[Path]:
+    """A cache directory that exports share, one at a time: with --resume and --keep-stages each layer is made once."""
+    layers = platform_folder() / f"layers-{_short(_code(EXPORTS), *key)}"
+    with FileLock(layers.with_suffix(".lock")):
+        yield layers
+
+
+@cache
+def exported_architecture(name: str) -> Path:
+    """A shared bundle of a random model of one of `ARCHITECTURES`, in a context of 64; its checkpoint lies beside it.
 
     The recipe, the layout of keys and the type of the cache alternate.
-
-    Args:
-        folder: for the checkpoint, which is written.
-        name: one of `ARCHITECTURES`.
     """
-    at, checkpoint = sorted(ARCHITECTURES).index(name), write_checkpoint(folder, ARCHITECTURES[name])
-    has_blocks = json.loads((checkpoint / "config.json").read_bytes())["hidden_size"] % 32 == 0
-    options = export_options(
-        ("w8a16", "w4a16", "w4a16-lpbq32" if has_blocks else "w4a16")[at % 3],
-        context=64,
-        ar=(1, 8),
-        key_layout=("rows", "columns")[at % 2],
-        kv_dtype=("u8", "s16")[at // 2 % 2],
-    )
-    return exported(checkpoint, options)
+    at = sorted(ARCHITECTURES).index(name)
+    with TemporaryDirectory() as folder:
+        checkpoint = write_checkpoint(Path(folder), ARCHITECTURES[name])
+        has_blocks = json.loads((checkpoint / "config.json").read_bytes())["hidden_size"] % 32 == 0
+        options = export_options(
+            ("w8a16", "w4a16", "w4a16-lpbq32" if has_blocks else "w4a16")[at % 3],
+            context=64,
+            ar=(1, 8),
+            key_layout=("rows", "columns")[at % 2],
+            kv_dtype=("u8", "s16")[at // 2 % 2],
+        )
+        return exported(checkpoint, options)
 
 
 def kept(kind: str, code: tuple[str, ...], make: Callable[[Path], object], *key: object) -> Path:

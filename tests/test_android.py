@@ -422,7 +422,7 @@ def test_binaries_and_libraries_state_their_version(genie_folder: GenieFolder) -
 def test_genie_answers_there_as_here(
     genie_folder: GenieFolder,
     sinking_genie_folder: GenieFolder,
-    compiled_columns: Path,
+    wide_columns: Path,
     phone: Phone,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -438,22 +438,22 @@ def test_genie_answers_there_as_here(
     monkeypatch.setenv("QAIRT_SDK_ROOT", str(sdk))
     settings = {"library": str(find_library()), "folder": str(folder.path)}
     (phone.folder / "emulator.json").write_text(json.dumps(settings))
-    command = ["run", str(folder.path), "--on", "adb", "--prompt", "def main(", "--max-new-tokens", "5", "--json"]
+    command = ["run", str(folder.path), "--on", "adb", "--prompt", "import os", "--max-new-tokens", "5", "--json"]
     there, here = tmp_path / "there.npz", tmp_path / "here.npz"
     assert run([*command, "--trace", str(there)]) == 0
     found = json.loads(capsys.readouterr().out)
     with GenieDialog(folder.path, folder.config(), folder.state) as dialog:
-        assert found["text"] == "".join(dialog.query("def main(", 5))
+        assert found["text"] == "".join(dialog.query("import os", 5))
     assert sink or found["text"]
     assert found["stats"]["new_tokens"] == 5 and found["stats"]["first_token_ms"] > 0
     if sink:
         return
-    (tmp_path / "text.txt").write_text("def main(" * 2)
-    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "4", "--engine", "htp"]
-    assert run(["trace", str(compiled_columns), "-o", str(here), *options]) == 0
-    assert len(read_trace(there)["logits"]) == 4
+    (tmp_path / "text.txt").write_text("import os" * 2)
+    options = ["--text", str(tmp_path / "text.txt"), "--tokens", "10", "--engine", "htp"]
+    assert run(["trace", str(wide_columns), "-o", str(here), *options]) == 0
+    assert len(read_trace(there)["logits"]) == 10
     assert run(["diff", str(here), str(there), "--limit-db", "60"]) == 0
-    assert "no difference: all 17 results agree" in capsys.readouterr().out
+    assert "no difference: all 5 results agree" in capsys.readouterr().out
 
 
 def test_a_run_writes_below_the_folder_that_was_named(

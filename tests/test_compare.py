@@ -20,7 +20,6 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compare import ComparePlan, Comparison, ContenderOptions, compare, open_contender
 from exporters.compare.foreign import ForeignContender
 from exporters.inspect.evaluate import evaluate
-from tests.exports import export_options, exported
 from tests.gguf_files import write_gguf
 
 ROOT = Path(__file__).parent.parent
@@ -28,11 +27,6 @@ EMBEDDED = ROOT / "models" / "stdlib-4m"
 TEXT = (EMBEDDED / "heldout.txt").read_text()
 UNTIMED = ComparePlan(tokens=300, window=128, new=0)
 VOCAB, WIDTH = 4096, 8
-
-
-@pytest.fixture(scope="module")
-def bundle() -> Path:
-    return exported(EMBEDDED, export_options())
 
 
 def measured(a: Path, b: Path, plan: ComparePlan = UNTIMED, options: ContenderOptions | None = None) -> Comparison:

@@ -31,9 +31,9 @@ def record_of(folder):
 
 
 @pytest.fixture(scope="module")
-def compiled(compiled_bundle):
+def compiled(wide_on_htp):
     """The embedded model for SM8650, with the record of its binaries."""
-    return compiled_bundle, record_of(compiled_bundle)
+    return wide_on_htp, record_of(wide_on_htp)
 
 
 @pytest.fixture(scope="module")

@@ -37,9 +37,9 @@ def test_the_built_graph_has_the_bits_of_the_exported_one(bundle: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_has_the_bits_of_the_exported_graph(tmp_path: Path, architecture: str) -> None:
+def test_every_architecture_has_the_bits_of_the_exported_graph(architecture: str) -> None:
     """AR-1 and AR-8, and the graph that scores."""
-    assert_same_bits(open_bundle(exported_architecture(tmp_path / "checkpoint", architecture)))
+    assert_same_bits(open_bundle(exported_architecture(architecture)))
 
 
 @pytest.mark.slow

@@ -56,8 +56,8 @@ def test_every_result_of_a_graph_is_close_to_the_references(
 
 
 @pytest.mark.htp
-def test_the_probes_logits_are_those_of_the_loop(compiled_bundle: Path, on_htp: Trace) -> None:
-    np.testing.assert_array_equal(on_htp["logits"], edgekv.load(compiled_bundle, engine="htp").score(TOKENS))
+def test_the_probes_logits_are_those_of_the_loop(embedded_on_htp: Path, on_htp: Trace) -> None:
+    np.testing.assert_array_equal(on_htp["logits"], edgekv.load(embedded_on_htp, engine="htp").score(TOKENS))
 
 
 @pytest.mark.slow

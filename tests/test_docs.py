@@ -14,14 +14,17 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from edgekv.cli import run
 from tests.docs import PAGES, ROOT, Block, Command, blocks, difference, name_of
-from tests.exports import export_options, exported, kept
+from tests.exports import export_options, exported, kept, quantized_layers
 
 BUNDLE, DRAFTING = "build/stdlib-4m", "build/drafting"
 """Bundles of the embedded model; the second has verify graphs."""
@@ -35,14 +38,15 @@ ALL = [block for page in PAGES for block in blocks(page)]
 
 
 class Scratch:
-    """A folder like the repository's root, in which each command line runs once."""
+    """A folder like the repository's root, which the workers of a run share: each command line runs in it once."""
 
     def __init__(self, folder: Path, embedded: Path) -> None:
         self.folder = folder
         self._embedded = embedded
-        self._printed: dict[str, str] = {}
-        (folder / "models").symlink_to(ROOT / "models")
-        (folder / "build").mkdir()
+        for name in ("build", "printed"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (folder / "models").symlink_to(ROOT / "models")
 
     @cached_property
     def _environment(self) -> dict[str, str]:
@@ -52,38 +56,49 @@ class Scratch:
     def run(self, command: Command) -> str:
         """What a command line prints; it must succeed."""
         line = command.line
-        if line not in self._printed:
-            if line.startswith("edgekv export"):  # another page may have made it
-                shutil.rmtree(self.folder / line.partition(" -o ")[2].split()[0], ignore_errors=True)
-            self._provide_bundles(line)
-            self._printed[line] = self._demo()[line] if line in DEMO else self._run(["bash", "-c", line])
-        return self._printed[line]
+        printed = self.folder / "printed" / sha256(line.encode()).hexdigest()
+        with FileLock(printed.with_suffix(".lock")):
+            if not printed.exists():
+                self._provide_bundles(line)
+                printed.write_text(self._demo()[line] if line in DEMO else self._run_line(line))
+        return printed.read_text()
 
     def run_python(self, program: str) -> None:
         self._provide_bundles(program)
         self._run([sys.executable, "-c", program])
+
+    def _run_line(self, line: str) -> str:
+        """Exports take layers from each other, which changes none of their files."""
+        if not line.startswith("edgekv export"):
+            return self._run(["bash", "-c", line])
+        with quantized_layers("docs") as layers:
+            return self._run(["bash", "-c", f"{line} --resume --keep-stages --cache-dir {shlex.quote(str(layers))}"])
 
     def _demo(self) -> dict[str, str]:
         """What the commands of the demonstration print; the bundle is in place then."""
 
         def make(folder: Path) -> None:
             scratch = Scratch(folder, self._embedded)
-            printed = {line: scratch._run(["bash", "-c", line]) for line in DEMO}
+            printed = {line: scratch._run_line(line) for line in DEMO}
             (folder / "models").unlink()
             shutil.rmtree(folder / "cache", ignore_errors=True)
             (folder / "printed.json").write_text(json.dumps(printed))
 
         made = kept("docs", ("exporters.cli.export", "exporters.cli.compile"), make, DEMO)
-        if not (self.folder / BUNDLE).exists():
-            shutil.copytree(made / BUNDLE, self.folder / BUNDLE)
+        self._copy(made / BUNDLE, BUNDLE)
         return dict[str, str](json.loads((made / "printed.json").read_text()))
 
     def _provide_bundles(self, named_in: str) -> None:
-        if BUNDLE in named_in and not (self.folder / BUNDLE).exists():
+        if BUNDLE in named_in:
             self._demo()
-        if DRAFTING in named_in and not (self.folder / DRAFTING).exists():
+        if DRAFTING in named_in:
             options = export_options(context=512, ar=(1, 32), draft_rows=(8, 16))
-            shutil.copytree(exported(self._embedded, options), self.folder / DRAFTING)
+            self._copy(exported(self._embedded, options), DRAFTING)
+
+    def _copy(self, bundle: Path, name: str) -> None:
+        with FileLock(self.folder / "printed" / "bundles.lock"):
+            if not (self.folder / name).exists():
+                shutil.copytree(bundle, self.folder / name)
 
     def _run(self, arguments: list[str]) -> str:
         done = subprocess.run(arguments, cwd=self.folder, env=self._environment, capture_output=True, text=True)
@@ -93,7 +108,8 @@ class Scratch:
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Scratch:
-    return Scratch(tmp_path_factory.mktemp("docs"), embedded)
+    mine = tmp_path_factory.getbasetemp()
+    return Scratch((mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "docs", embedded)
 
 
 @pytest.mark.htp

@@ -55,9 +55,9 @@ def test_the_manifest_gives_the_ports_of_every_file_in_order(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_a_checkpoint_and_its_manifest_have_one_interface(tmp_path: Path, name: str) -> None:
-    manifest = read_manifest(exported_architecture(tmp_path / "checkpoint", name))
-    spec = Checkpoint.open(str(tmp_path / "checkpoint")).spec
+def test_a_checkpoint_and_its_manifest_have_one_interface(name: str) -> None:
+    bundle = exported_architecture(name)
+    manifest, spec = read_manifest(bundle), Checkpoint.open(str(bundle.parent / "checkpoint")).spec
     made = DecoderInterface.of(spec, CONTEXT, manifest.kv_dtype, manifest.key_layout, "u16")
     for graph in manifest.graphs:
         assert made.graph(graph) == manifest.interface.graph(graph)

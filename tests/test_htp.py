@@ -32,37 +32,28 @@ def _held(model: edgekv.Model) -> np.ndarray[Any, Any]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def text_tokens(bundle: Path, embedded: Path) -> list[int]:
-    return edgekv.load(bundle).encode((embedded / "heldout.txt").read_text("utf-8")[:2000])[:100]
+TOKENS = [256, *((37 * i * i + 5 * i) % 2048 for i in range(39))]
 
 
-def test_no_strategy_changes_a_bit(bundle: Path, text_tokens: list[int]) -> None:
+def test_no_strategy_changes_a_bit(wide_on_htp: Path) -> None:
     """Bit by bit the same, also where the CPU's order of summation would show."""
     logits, rows = [], []
     for options in STRATEGIES:
-        model = edgekv.load(bundle, "htp", verify=False, **options)
-        logits.append(model.score(text_tokens[:40]))
+        model = edgekv.load(wide_on_htp, "htp", verify=False, **options)
+        logits.append(model.score(TOKENS))
         rows.append(_held(model))
     assert all(np.array_equal(logits[0], other) for other in logits[1:])
     assert all(np.array_equal(rows[0], other) for other in rows[1:])
 
 
-def test_a_partly_filled_step_equals_single_steps_bit_by_bit(bundle: Path, text_tokens: list[int]) -> None:
-    model = edgekv.load(bundle, "htp", verify=False)
-    chunked = model.score(text_tokens[:6])
+def test_a_partly_filled_step_equals_single_steps_bit_by_bit(wide_on_htp: Path) -> None:
+    model = edgekv.load(wide_on_htp, "htp", verify=False)
+    chunked = model.score(TOKENS[:6])
     rows = _held(model)
     model.cache.reset()
-    single = np.stack([model.session.feed((token,)).copy() for token in text_tokens[:6]])
+    single = np.stack([model.session.feed((token,)).copy() for token in TOKENS[:6]])
     assert np.array_equal(chunked, model.bundle.manifest.encodings["logits"].dequantize(single))
     assert np.array_equal(rows, _held(model))
-
-
-def test_it_agrees_with_the_cpu(bundle: Path, text_tokens: list[int]) -> None:
-    on_htp, on_cpu = (edgekv.load(bundle, engine, verify=False) for engine in ("htp", "cpu"))
-    agreed = on_htp.score(text_tokens).argmax(-1) == on_cpu.score(text_tokens).argmax(-1)
-    assert agreed.mean() >= 0.95
-    assert np.abs(_held(on_htp).astype(int) - _held(on_cpu)).mean() < 0.1
 
 
 def test_a_refused_graph_is_explained_by_its_node(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -138,18 +138,18 @@ def test_options_are_recorded_and_change_no_token(small_export: Path, capsys: py
 
 @pytest.mark.htp
 @pytest.mark.slow
-def test_binaries_keep_what_they_were_compiled_for(compiled_bundle: Path) -> None:
-    with edgekv.load(compiled_bundle, "htp", htp=edgekv.HtpOptions("burst")) as model:
+def test_binaries_keep_what_they_were_compiled_for(wide_on_htp: Path) -> None:
+    with edgekv.load(wide_on_htp, "htp", htp=edgekv.HtpOptions("burst")) as model:
         assert len(model.score([1, 2, 3])) == 3
     with pytest.raises(UsageError, match=r"htp vtcm, optimization: got one of them for compiled binaries"):
-        edgekv.load(compiled_bundle, "htp", htp="optimization=3")
+        edgekv.load(wide_on_htp, "htp", htp="optimization=3")
 
 
 @pytest.mark.htp
 @pytest.mark.slow
-def test_an_npu_loads_the_binary_of_all_graphs_once(compiled_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_loads_the_binary_of_all_graphs_once(wide_on_htp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not yet run on hardware: the emulator cannot load it, so its wrappers are replaced by those of single graphs."""
-    bundle = open_bundle(compiled_bundle)
+    bundle = open_bundle(wide_on_htp)
     alone = HtpEngine.on(CHIP, bundle)
     with monkeypatch.context() as patch:
         patch.setattr(platform, "machine", lambda: "aarch64")

@@ -44,7 +44,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[int], list[tuple[str, int, int
         ("columns shift-concat", 2),
     ],
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(schedule=schedules(), kv_dtype=st.sampled_from(["u8", "s16"]))
 @example(
     schedule=(8, [1, 3], [("step", 3, 3)] * 4 + [("rewind", 5, 0), ("step", 1, 1), ("step", 3, 2), ("step", 3, 3)]),

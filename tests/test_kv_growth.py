@@ -67,7 +67,7 @@ EVENTS = st.lists(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40)
 @given(growth=st.sampled_from(GROWTHS), policy=st.sampled_from(["fail", "sliding-window", "keydiff(9)"]), events=EVENTS)
 def test_every_step_sees_what_it_would_in_a_cache_made_for_all_tokens(strategy, growth, policy, events):
     chosen = parse_policy(policy, ())

@@ -26,7 +26,7 @@ def test_layers_that_are_all_alike_are_a_plain_geometry():
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     strategy=st.sampled_from(STRATEGIES),
     kv_heads=st.lists(st.integers(1, 2), min_size=1, max_size=3),

@@ -55,7 +55,7 @@ class Model:
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     made=st.sampled_from(MADE),
     sinks=st.integers(1, 6),
@@ -120,7 +120,7 @@ def plain_keydiff(keys: list[np.ndarray], budget: int, recent: int) -> list[int]
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     made=st.sampled_from(MADE),
     budget=st.integers(4, 36),

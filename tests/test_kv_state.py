@@ -36,7 +36,7 @@ def make(made=MADE[0], *, policy="fail", context=12, kv_dtype="u8", **options):
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     made=st.tuples(st.sampled_from(MADE), st.sampled_from(MADE)),
     tokens=st.integers(0, 30),

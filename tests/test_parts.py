@@ -34,8 +34,8 @@ def test_a_part_is_built_as_it_was_exported(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_part_of_every_architecture_is_built_as_it_was_exported(name: str, tmp_path: Path) -> None:
-    _check_parts(open_bundle(exported_architecture(tmp_path / "checkpoint", name)))
+def test_a_part_of_every_architecture_is_built_as_it_was_exported(name: str) -> None:
+    _check_parts(open_bundle(exported_architecture(name)))
 
 
 def _check_parts(bundle: Bundle) -> None:

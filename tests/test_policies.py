@@ -184,9 +184,9 @@ def test_evictions_in_a_cache_made_anew_are_counted(bundle: Path) -> None:
 
 
 @pytest.mark.htp
-def test_the_emulator_of_the_htp_goes_on_too(compiled_bundle: Path) -> None:
+def test_the_emulator_of_the_htp_goes_on_too(wide_on_htp: Path) -> None:
     for policy in (SINKS, KEYDIFF):
-        model = edgekv.load(compiled_bundle, "htp", policy=policy, verify=False)
+        model = edgekv.load(wide_on_htp, "htp", policy=policy, verify=False)
         generation = model.generate([5] * CONTEXT, 4)
         assert len(list(generation)) == 4
         assert generation.stats.cache.evicted_tokens > 0

@@ -25,7 +25,7 @@ from exporters.quantize.as_stored import resolve, stored_record
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
 from exporters.records import recipe_record
 from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
-from tests.exports import TOKENS_OF_RANDOM_MODELS, export_options, small_options
+from tests.exports import CALIBRATION_TOKENS, export_options, small_options
 from tests.quantized_files import read_tensors, rounded, write_awq, write_compressed, write_float8, write_gptq
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
@@ -52,7 +52,7 @@ WRITERS: dict[str, Any] = {
 }
 
 
-SHORT = ["--ar", "1,16", "--skip-htp-check", "--calibration-tokens", str(TOKENS_OF_RANDOM_MODELS)]
+SHORT = ["--ar", "1,16", "--skip-htp-check", "--calibration-tokens", str(CALIBRATION_TOKENS["random"])]
 
 
 @pytest.fixture

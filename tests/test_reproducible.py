@@ -131,8 +131,8 @@ def test_a_shared_store_in_memory_gives_the_same_bits(bundle: Path, prompts, alo
 
 
 @pytest.mark.htp
-def test_an_engine_whose_rows_are_alike_needs_no_windows(compiled_bundle: Path) -> None:
-    with edgekv.load(compiled_bundle, "htp", reproducible=True) as model:
+def test_an_engine_whose_rows_are_alike_needs_no_windows(wide_on_htp: Path) -> None:
+    with edgekv.load(wide_on_htp, "htp", reproducible=True) as model:
         assert model.engine.window == 0
 
 

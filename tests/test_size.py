@@ -140,7 +140,7 @@ def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
 
 @pytest.mark.slow
 @given(geometries | layered | hybrid, larger_ar, choices)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     ar = tuple(sorted({1, max_ar}))
     each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)
@@ -161,7 +161,7 @@ def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     choices,
     st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=80),
 )
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_no_step_copies_more_than_the_worst(geometry, max_ar, choice, steps):
     ar = tuple(sorted({1, max_ar}))
     each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)

@@ -15,6 +15,7 @@ from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import by_inputs
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Rows
 from quant import QuantizedWeight
 
@@ -43,12 +44,12 @@ class Weights:
     """Tensors, each read once until it is dropped."""
 
     def __init__(self, checkpoint: Tensors) -> None:
-        self._tensors = checkpoint
+        self._checkpoint = checkpoint
         self._read: dict[str, Floats] = {}
 
     def __getitem__(self, key: str) -> Floats:
         if key not in self._read:
-            self._read[key] = self._tensors.tensor(key)
+            self._read[key] = self._checkpoint.tensor(key)
         return self._read[key]
 
     def drop(self) -> None:
@@ -204,13 +205,13 @@ class Reference:
     a time.
 
     Args:
-        tensors: the weights.
+        checkpoint: the model.
         context: the longest sequence that the rotary embedding is made for: the context of a bundle that is measured
             against it; None: the length of each window, as transformers does.
     """
 
-    def __init__(self, tensors: Tensors, context: int | None = None) -> None:
-        self._tensors = tensors
+    def __init__(self, checkpoint: Checkpoint, context: int | None = None) -> None:
+        self._checkpoint = checkpoint
         self._context = context
 
     def logits(
@@ -238,7 +239,7 @@ class Reference:
     ) -> list[Floats]:
         """The last layer's output `[T, hidden]` for each window; arguments as for `logits`."""
         windows = [np.asarray(window) for window in windows]
-        spec, weights = self._tensors.spec, Weights(self._tensors)
+        spec, weights = self._checkpoint.spec, Weights(self._checkpoint)
         ops = self._ops(weights, {len(window) for window in windows}, observe)
         states = [ops[len(window)].embed(window, "embedding") for window in windows]
         for layer in range(spec.layers):
@@ -250,10 +251,10 @@ class Reference:
 
     def head(self, states: Iterable[Floats], *, observe: Observer | None = None) -> Iterator[Floats]:
         """Yield the logits `[T, V]` of each output `[T, hidden]` of the last layer."""
-        weights = Weights(self._tensors)
+        weights = Weights(self._checkpoint)
         for state in states:
             ops = self._ops(weights, {len(state)}, observe)
-            yield logits(ops[len(state)], self._tensors.spec, state)
+            yield logits(ops[len(state)], self._checkpoint.spec, state)
 
     def _ops(self, weights: Weights, lengths: Iterable[int], observe: Observer | None) -> dict[int, NumpyOps]:
-        return {n: NumpyOps(self._tensors.spec, weights, n, self._context or n, observe) for n in lengths}
+        return {n: NumpyOps(self._checkpoint.spec, weights, n, self._context or n, observe) for n in lengths}
