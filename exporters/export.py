@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from edgekv.bundle import Manifest, check_target
+from exporters.allocate import allocated
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import open_store
 from exporters.htp.compile import Watch, unwatched
 from exporters.options import ExportOptions, RunOptions
 from exporters.pipeline.assemble import assemble
-from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.inputs import Exact, Inputs
+from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, remember
 from exporters.pipeline.planning import Planner
 from exporters.pipeline.quality import quality_bytes
@@ -26,6 +31,8 @@ __all__ = ["ExportOptions", "RunOptions", "export_bundle"]
 
 _PLAIN = RunOptions()
 _ATTEMPTS = 5
+
+T = TypeVar("T")
 
 
 def export_bundle(
@@ -64,35 +71,77 @@ def export_bundle(
         prepared = prepare(checkpoint, options)
     store = open_store(run)
     disk_bytes = _check_resources(prepared, target, store, run)
-    identity, place = Identity.of(checkpoint, partial(progress, "hash weights")), Place.of(checkpoint)
+    identity = Identity.of(checkpoint, partial(progress, "hash weights"))
     planner = Planner(identity, divide=run.cluster is not None and run.cluster.divide)
-    exported = planner.export(prepared)
     remember(checkpoint, identity)
-    inputs = Inputs(store, place, progress, keeps_files=True)
-    inputs.take(exported.folded.exact, checkpoint, prepared.checkpoint)
+    work = _Work(checkpoint, planner.plan, identity, run, store, progress, 2 * disk_bytes)
+    if options.allocates:
+        prepared = allocated(checkpoint, options, prepared, planner, work.finished)
+    exported = planner.export(prepared)
 
-    def make(*, again: bool) -> Manifest:
-        plan, names = planner.plan, exported.names
-        if run.cluster is not None:
-            from exporters.pipeline.dask.run import run_on  # its packages are optional
-
-            run_on(run.cluster, plan, names, store, place, identity, progress, disk_bytes=2 * disk_bytes)
-        else:
-            run_serial(plan, names, inputs, progress, resume=run.resume or again)
+    def sealed() -> Manifest:
         with full_disk_named(target, "the bundle", disk_bytes), one_step("seal", progress):
             allow = options.allow_float
             return assemble(exported, options.device, store, target, force=force, allow_float=allow, watch=watch)
 
-    for attempt in range(_ATTEMPTS):
-        try:
-            manifest = make(again=attempt > 0)
-            break
-        except (MissingPieceError, FileNotFoundError):  # another export has removed pieces that both had
-            if attempt == _ATTEMPTS - 1:
-                raise
+    manifest = work.finished(prepared, exported.folded.exact, exported.names, lambda _: sealed())
     if run.removes_pieces:
-        store.remove([*planner.plan.under(exported.names), *planner.plan.given])
+        store.remove([*planner.plan.pieces, *planner.plan.given])
     return manifest
+
+
+@dataclass(slots=True)
+class _Work:
+    """Makes pieces of exports of one checkpoint.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        plan: the pieces.
+        identity: of the checkpoint.
+        run: where pieces run.
+        store: where they are kept.
+        progress: called for each step.
+        disk_bytes: space that workers need.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    identity: Identity
+    run: RunOptions
+    store: PieceStore
+    progress: Progress
+    disk_bytes: int
+    _inputs: Inputs = field(init=False)
+    _resumes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._inputs = Inputs(self.store, Place.of(self.checkpoint), self.progress, keeps_files=True)
+        self._resumes = self.run.resume
+
+    def finished(self, prepared: Prepared, exact: Exact, names: Sequence[str], read: Callable[[PieceStore], T]) -> T:
+        """Make pieces, and read what is wanted of them.
+
+        Both are repeated if another export removes pieces that it shares.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._make(prepared, exact, names)
+                return read(self.store)
+            except (MissingPieceError, FileNotFoundError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _make(self, prepared: Prepared, exact: Exact, names: Sequence[str]) -> None:
+        self._inputs.take(exact, self.checkpoint, prepared.checkpoint)
+        resumes, self._resumes = self._resumes, True
+        if self.run.cluster is None:
+            run_serial(self.plan, names, self._inputs, self.progress, resume=resumes)
+            return
+        from exporters.pipeline.dask.run import run_on  # its packages are optional
+
+        cluster, place, most = self.run.cluster, Place.of(self.checkpoint), self.disk_bytes
+        run_on(cluster, self.plan, names, self.store, place, self.identity, self.progress, disk_bytes=most)
 
 
 def _check_resources(prepared: Prepared, target: Path, store: PieceStore, run: RunOptions) -> int:

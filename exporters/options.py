@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -28,6 +29,10 @@ LOCAL = "local"
 """The scheduler that stands for processes on this machine."""
 
 DEFAULT_RECIPE = "w8a16"
+ALLOCATED_RECIPE = "w4a16"
+"""The default with `--target-mb` and `--max-kl`: its types are replaced."""
+
+_EXAMPLES = {"--target-mb": 100, "--max-kl": 0.05}
 _GRAPHS, _QUANTIZATION, _CHECK = "Graphs", "Quantization", "Checks"
 """Headings in the help."""
 _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
@@ -50,7 +55,7 @@ class ExportOptions:
             "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, or a recipe "
             "file (.json).",
             parse=lambda _, name: find_recipe(name),
-            shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint",
+            shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint; {ALLOCATED_RECIPE} with a target",
             group=_QUANTIZATION,
         ),
     ] = field(default_factory=lambda: find_recipe(DEFAULT_RECIPE))
@@ -124,6 +129,26 @@ class ExportOptions:
             group=_QUANTIZATION,
         ),
     ] = 0
+    target_mb: Annotated[
+        float | None,
+        Option(
+            "Give each matrix of the layers 4 or 8 bits so that the bundle has at most N MB and loses least; --recipe "
+            "says the rest.",
+            metavar="N",
+            shown="off",
+            group=_QUANTIZATION,
+        ),
+    ] = None
+    max_kl: Annotated[
+        float | None,
+        Option(
+            "The same, with as few bytes as keep the KL divergence from the float model, as the export measures it, at "
+            "X nats a token or less.",
+            metavar="X",
+            shown="off",
+            group=_QUANTIZATION,
+        ),
+    ] = None
     allow_float: Annotated[bool, Option("Accept nodes that compute in float, and record them.", group=_CHECK)] = False
     check_on_htp: Annotated[
         bool,
@@ -228,6 +253,7 @@ class ExportOptions:
                 expected="a number of tokens",
                 fix="Use --learn-rounding 32768, or leave it out.",
             )
+        self._check_goal()
         if self.kv_dtype not in KV_DTYPES[self.graph_format]:
             kinds = " or ".join(KV_DTYPES[self.graph_format])
             raise UsageError(
@@ -274,6 +300,35 @@ class ExportOptions:
                 got=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
                 expected="V73 or later for a 16-bit cache",
                 fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
+            )
+
+    @property
+    def allocates(self) -> bool:
+        """Whether the export chooses the types of matrices."""
+        return self.target_mb is not None or self.max_kl is not None
+
+    def _check_goal(self) -> None:
+        if self.target_mb is not None and self.max_kl is not None:
+            raise UsageError(
+                "--target-mb, --max-kl", got="both", expected="one of them", fix="Leave out --max-kl: it is measured."
+            )
+        for option, value in (("--target-mb", self.target_mb), ("--max-kl", self.max_kl)):
+            if value is not None and not 0 < value < math.inf:
+                fix = f"Use {option} {_EXAMPLES[option]}."
+                raise UsageError(option, got=value, expected="a number above 0", fix=fix)
+        if self.max_kl is not None and not self.check_quality:
+            raise UsageError(
+                "--max-kl",
+                got="--no-quality-check",
+                expected="the measurement at the end",
+                fix="Leave that option out.",
+            )
+        if self.allocates and (self.recipe.keep_stored or any(rule.method == "stored" for rule in self.recipe.weights)):
+            raise UsageError(
+                "--target-mb, --max-kl",
+                got=f"the recipe {self.recipe.name}, which keeps stored integers",
+                expected="a recipe that rounds",
+                fix=f"Use --recipe {ALLOCATED_RECIPE}.",
             )
 
     @property

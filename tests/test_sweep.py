@@ -21,14 +21,15 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
 from exporters.options import LOCAL, Cluster, ExportOptions
 from exporters.pipeline.dask.fitness import WorkerRequirements, versions
+from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
+from exporters.pipeline.planning import give_text
 from exporters.pipeline.store import PieceStore, store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
 from exporters.sweep.combination import Combination, combinations
 from exporters.sweep.page import render_page
-from exporters.sweep.quality import Sample
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 from exporters.sweep.sweep import RESULTS, SweepOptions, Text, run_sweep
 from tests.checkpoints import NEWER, write_checkpoint
@@ -261,6 +262,6 @@ def test_a_piece_that_fails_stops_the_sweep_with_its_error(checkpoint, tmp_path)
 
 def test_line_ends_of_the_text_stay(tmp_path):
     store, plan, text = PieceStore(str(tmp_path)), Plan(), "one\r\ntwo\n"
-    sample = Sample.give(plan, "text.txt", text, 10)
-    store.make(sample.name, "given", plan.given[sample.name])
-    assert sample.read(store) == text
+    name = give_text(plan, text)
+    store.make(name, "given", plan.given[name])
+    assert Inputs(store, None).text(name) == text

@@ -22,7 +22,7 @@ from exporters.cli.exported import export_lines, quality_warnings
 from exporters.cli.next_step import next_line
 from exporters.cli.stages import resumable
 from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.options import KV_DTYPES
+from exporters.options import ALLOCATED_RECIPE, KV_DTYPES
 from exporters.pipeline.place import open_checkpoint
 from exporters.prepared import export_geometry
 from exporters.progress import shown
@@ -58,7 +58,9 @@ def export(
     run = ready_to_run(run)
     with shown(output.is_quiet) as bars, resumable(bars) as progress:
         opened = open_checkpoint(checkpoint, lora)
-        if "recipe" not in given and opened.quantization is not None:
+        if "recipe" not in given and options.allocates:
+            options = replace(options, recipe=find_recipe(ALLOCATED_RECIPE))
+        elif "recipe" not in given and opened.quantization is not None:
             options = replace(options, recipe=find_recipe(AS_STORED))
         geometry = export_geometry(opened.limited(options.max_attention_window), options)
         for warning in mask_warnings(geometry, options.ar, options.device):

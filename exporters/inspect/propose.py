@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle, BundleWeights
 from edgekv.errors import UsageError
-from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec.tensors import HEAD, by_inputs, by_outputs, matrices
-from exporters.inspect.tally import log_softmax
+from edgekv.spec.tensors import HEAD, matrices
+from exporters.inspect.sensitivity import Candidates, matrix_costs
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule
-from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from exporters.quantize.reference import Tensors
 from exporters.targets.capabilities import ONNX
-from quant import WEIGHT_TYPES
-
-_WINDOWS, _TOKENS = 2, 128
+from quant import WEIGHT_TYPES, WeightDtype
 
 
 class Promotion(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,14 +115,14 @@ def propose(
         )
     manifest = bundle.manifest
     sink = 0 if manifest.sink is None else len(manifest.sink.tokens)
-    costs = matrix_costs(
-        weights, tensors, windows, manifest.context, [each.tensor for each in small], progress, sink=sink
-    )
+    stored = _Stored(weights, tuple((each.tensor, each.dtype) for each in small))
+    costs = matrix_costs(stored.layer, tensors, windows, manifest.context, progress, sink=sink, has_gain=True)
     candidates = []
     for each in small:
         outputs, inputs = matrices(tensors.spec)[each.tensor]
         more = outputs * (inputs + 4) - weights.places.bytes(each.tensor)
-        candidates.append(Promotion(tensor=each.tensor, dtype=each.dtype, nats=costs[each.tensor], bytes=more))
+        nats = costs[each.tensor][each.dtype]
+        candidates.append(Promotion(tensor=each.tensor, dtype=each.dtype, nats=nats, bytes=more))
     candidates.sort(key=lambda candidate: candidate.nats / candidate.bytes, reverse=True)
     chosen, size = [], now
     for candidate in candidates:
@@ -149,101 +146,14 @@ def propose(
     )
 
 
-def matrix_costs(
-    stored: BundleWeights,
-    tensors: Tensors,
-    windows: Sequence[NDArray[Any]],
-    context: int,
-    keys: Sequence[str],
-    progress: Progress = silent,
-    *,
-    sink: int = 0,
-) -> dict[str, float]:
-    """KL divergence from the float32 model if one matrix alone is quantized, nats a token, by name.
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The matrices of a bundle that may get more bits, with their types."""
 
-    Each matrix is replaced alone and its squared error measured at the end of its layer. The effect of an error there
-    on the logits is measured once per layer, with all of its matrices replaced; KL grows with the square of the error.
-    8-bit integers leave about 1/300 of the error of 4-bit ones.
+    weights: BundleWeights
+    small: tuple[tuple[str, WeightDtype], ...]
 
-    Args:
-        stored: the bundle's matrices.
-        tensors: the exact matrices.
-        windows: token ids `[T]`.
-        context: context length for the rotary embedding.
-        keys: names of the matrices.
-        progress: called after every layer.
-        sink: number of first tokens of each window that no graph computes; they stay exact.
-    """
-    spec = tensors.spec
-    weights = Weights(tensors)
-    texts = [np.asarray(window[:_TOKENS]) for window in windows[:_WINDOWS]]
-    ops = [_ReplacingOps(spec, weights, len(text), context) for text in texts]
-    for each in ops:
-        each.sink = sink
-    states = [[of.embed(text, "embedding")] for of, text in zip(ops, texts, strict=True)]
-    errors = dict.fromkeys(keys, 0.0)
-    together = [0.0] * spec.layers
-    for layer in range(spec.layers):
-        progress("sensitivity", layer, spec.layers + 1)
-        weights.drop()
-        inside = [key for key in keys if key.startswith(f"model.layers.{layer}.")]
-        replaced = {key: by_outputs(stored.matrix(key).dequantize()) for key in inside}
-        for number, of in enumerate(ops):
-            start = states[number][0]
-            states[number] = [decoder_layer(of, spec, layer, state) for state in states[number]]
-            exact = states[number][0]
-            for key in inside:
-                errors[key] += _square(of.replacing({key: replaced[key]}, layer, start) - exact)
-            states[number].append(of.replacing(replaced, layer, start))
-            together[layer] += _square(states[number][-1] - exact)
-    weights.drop()
-    head = {key: by_outputs(stored.matrix(key).dequantize()) for key in keys if key == HEAD}
-    divergences = [0.0] * spec.layers
-    for of, (final, *others) in zip(ops, states, strict=True):
-        exact = logits(of, spec, final)
-        for layer, state in enumerate(others):
-            divergences[layer] += _divergence(exact, logits(of, spec, state))
-        if head:
-            of.replaced = head
-            errors[HEAD] += _divergence(exact, logits(of, spec, final))
-            of.replaced = {}
-    progress("sensitivity", spec.layers + 1, spec.layers + 1)
-    tokens = sum(len(text) for text in texts)
-    followed = [after / max(before, 1e-30) for after, before in zip(divergences, together, strict=True)]
-    return {
-        key: error / tokens * (1.0 if key == HEAD else followed[int(key.split(".")[2])])
-        for key, error in errors.items()
-    }
-
-
-class _ReplacingOps(NumpyOps):
-    """The float reference with some matrices replaced by the bundle's, for all tokens but the sink."""
-
-    sink = 0
-    replaced: Mapping[str, Floats] = {}
-
-    def replacing(self, replaced: Mapping[str, Floats], layer: int, states: Floats) -> Floats:
-        """The output `[T, hidden]` of a layer with these matrices."""
-        self.replaced = replaced
-        found = decoder_layer(self, self._spec, layer, states)
-        self.replaced = {}
-        return found
-
-    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        stored = self.replaced.get(weight)
-        if stored is None:
-            return super().product(x, weight, rows, gain)
-        product: Floats = x @ by_inputs(stored[rows])  # includes the gain
-        if self.sink:
-            product[: self.sink] = super().product(x[: self.sink], weight, rows, gain)
-        return product
-
-
-def _square(difference: Floats) -> float:
-    return float(np.square(difference, dtype=np.float64).sum())
-
-
-def _divergence(exact: Floats, other: Floats) -> float:
-    """The Kullback-Leibler divergence of next tokens, summed over the rows of logits `[T, V]`, nats."""
-    one, two = (log_softmax(each) for each in (exact, other))
-    return float((np.exp(one) * (one - two)).sum())
+    def layer(self, layer: int | None) -> Candidates:
+        """Those of a layer, or behind the layers."""
+        prefix = HEAD if layer is None else f"model.layers.{layer}."
+        return {key: {dtype: self.weights.matrix(key)} for key, dtype in self.small if key.startswith(prefix)}

@@ -38,12 +38,13 @@ from exporters.pipeline.pieces import (
 )
 from exporters.pipeline.place import Identity
 from exporters.pipeline.quality import MEASURED_TOKENS, Measured, QualityPiece, Sample, held_out_texts, quality_bytes
+from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import GROUPS, names, needs_quantized_pass
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
-from quant import WEIGHT_TYPES, WeightType
+from quant import WEIGHT_TYPES, WeightDtype, WeightType
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,16 @@ class Planner:
         checks, binaries = self._compiled(prepared, write)
         return Exported(folded, write, quality, checks, binaries)
 
+    def sensitivities(self, prepared: Prepared, types: Mapping[str, tuple[WeightDtype, ...]]) -> str:
+        """The piece that measures what each matrix would lose in each of these types."""
+        piece = SensitivityPiece(self._folded(prepared), tuple(prepared.recipe.weights), tuple(types.items()))
+        most = max(map(len, types.values()))
+        candidates = 2 * most * prepared.checkpoint.spec.sizes.layer_parameters
+        return self.plan.put(piece, quantizing_bytes(prepared) + candidates)
+
     def _folded(self, prepared: Prepared) -> Folded:
         checkpoint, options, recipe = prepared.checkpoint, prepared.options, prepared.recipe
-        exact = self._exact(prepared)
+        exact = self.exact(prepared)
         windows, first = prepared.survey_windows, prepared.surveyed_first
         survey = SurveyPiece(exact.alone, None if windows is None else self._tokens(windows), len(first))
         ram_bytes = quantizing_bytes(prepared)
@@ -113,7 +121,8 @@ class Planner:
             learned=self._learned(checkpoint, exact.alone, sink, prepared),
         )
 
-    def _exact(self, prepared: Prepared) -> Exact:
+    def exact(self, prepared: Prepared) -> Exact:
+        """The exact decoder of an export."""
         return Exact(
             weights=self._identity.weights,
             config=self._identity.config,

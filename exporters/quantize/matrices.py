@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
 from exporters.quantize.table import Table
-from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, quantize, quantize_per_channel
+from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, WeightDtype, quantize, quantize_per_channel
 
 _MOST_AT_START = 16.0
 _LONGEST_AT_START = 4.0
@@ -226,6 +226,23 @@ class Quantizer:
         """Run with a quantized matrix from now on; None if the exact one stands for it."""
         exact = self._ops.exact[name]
         self._ops.quantized[name] = by_outputs(weight.dequantize()) if self._follows and weight is not None else exact
+
+    def candidates(
+        self, layer: int, types: Mapping[str, Sequence[WeightDtype]]
+    ) -> dict[str, dict[WeightDtype, QuantizedWeight]]:
+        """The matrices of the next layer by name and type; the residual runs through the exact ones."""
+        found, x = {}, self.run_to(layer, 0)
+        for group in range(GROUPS):
+            inputs = self.inputs(x)
+            for name in names(self._spec, layer, group):
+                weight, method = by_inputs(self._ops.exact[name]), self.recipe.rule(name).method
+                assert method != "stored", "stored integers have one type"
+                found[name] = {dtype: quantize(weight, dtype, method, inputs) for dtype in types[name]}
+                self.use(name, None)
+            del inputs
+            x = self.run_to(layer, group + 1, x)
+        self.take_ranges()
+        return found
 
     def head(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """The matrices behind the layers by name, but for one whose rows are the embeddings: that is in the `Table`.

@@ -30,7 +30,7 @@ from exporters.sweep.show import lines
 from exporters.sweep.sweep import SweepOptions, Text, run_sweep
 
 PAGE = "sweep.html"
-_SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora")
+_SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora", "target_mb", "max_kl")
 _COMMON = tuple(each.name for each in fields(ExportOptions) if each.name not in _SWEPT)
 _LOCAL = Cluster(LOCAL)
 _DEFAULTS = SweepOptions()

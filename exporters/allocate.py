@@ -1,0 +1,180 @@
+"""The types of matrices that reach a goal of an export: a size, or a divergence from the float model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from edgekv.bundle import QualityRecord
+from edgekv.errors import UsageError
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.inspect.sensitivity import Costs
+from exporters.options import ExportOptions
+from exporters.pipeline.inputs import Exact
+from exporters.pipeline.pieces import read_manifest
+from exporters.pipeline.planning import Exported, Planner
+from exporters.pipeline.store import PieceStore
+from exporters.prepared import Prepared, prepare
+from exporters.quantize.allocation import Allocation, Front, possible_types
+from exporters.resources import bundle_bytes
+
+T = TypeVar("T")
+
+_MOST_TRIED = 4
+_MARGIN = 0.95
+_HOPELESS = 1.1
+
+
+class Finished(Protocol):
+    """Makes the pieces of a prepared export, and reads what is wanted of them."""
+
+    def __call__(
+        self, prepared: Prepared, exact: Exact, names: Sequence[str], read: Callable[[PieceStore], T], /
+    ) -> T: ...
+
+
+def allocated(
+    checkpoint: Checkpoint, options: ExportOptions, prepared: Prepared, planner: Planner, finished: Finished
+) -> Prepared:
+    """The export whose matrices have the types that reach the goal of the options.
+
+    Each proposal is written, and measured if the goal is a divergence; the next one corrects what was expected.
+
+    Args:
+        checkpoint: the checkpoint.
+        options: with a goal.
+        prepared: both together.
+        planner: takes the pieces.
+        finished: makes them.
+
+    Raises:
+        UsageError: no types reach the goal; names the nearest.
+    """
+    spec, plain = prepared.checkpoint.spec, replace(options, target_mb=None, max_kl=None)
+    name = planner.sensitivities(
+        prepared, possible_types(spec, "litert" if options.graph_format == "tflite" else "cpu")
+    )
+    exact = planner.exact(prepared)
+    front = Front.of(spec, finished(prepared, exact, [name], lambda store: store.answer(name, Costs)))
+    goal: _Size | _Divergence
+    if options.target_mb is not None:
+        smallest = front.smallest.recipe(options.recipe, "")
+        goal = _Size(front, options.target_mb, bundle_bytes(spec, smallest, len(prepared.graphs)))
+    else:
+        assert options.max_kl is not None, "one of both"
+        goal = _Divergence(front, options.max_kl)
+    while True:
+        chosen = goal.propose()
+        tried = prepare(checkpoint, replace(plain, recipe=chosen.recipe(options.recipe, goal.name)))
+        exported = planner.export(tried)
+        wanted = goal.piece(exported)
+        if goal.is_reached(chosen, finished(tried, exported.folded.exact, [wanted], partial(goal.read, name=wanted))):
+            return tried
+
+
+class _Size:
+    """At most so many bytes.
+
+    Args:
+        front: the allocations.
+        most_mb: the goal.
+        least_bytes: an estimate of the bundle with the smallest allocation.
+    """
+
+    def __init__(self, front: Front, most_mb: float, least_bytes: int) -> None:
+        self.name = f"{most_mb:g}mb"
+        self._front = front
+        self._most_mb = most_mb
+        self._other_bytes = least_bytes - front.smallest.bytes
+        if least_bytes > _HOPELESS * most_mb * 1e6:
+            raise self._refused(f"about {_mb_up(least_bytes):g}")
+
+    def propose(self) -> Allocation:
+        """The allocation that loses least in the bytes that are left beside all other files."""
+        return self._front.within(int(self._most_mb * 1e6) - self._other_bytes)
+
+    def piece(self, exported: Exported) -> str:
+        """Name of the piece that says whether the goal is reached."""
+        return exported.write
+
+    def read(self, store: PieceStore, name: str) -> int:
+        """Bytes of the bundle."""
+        return sum(file.bytes for file in read_manifest(store, name).files.values())
+
+    def is_reached(self, chosen: Allocation, found_bytes: float) -> bool:
+        """Whether the goal is reached; if not, the next proposal is smaller.
+
+        Raises:
+            UsageError: no allocation reaches it.
+        """
+        if found_bytes <= self._most_mb * 1e6:
+            return True
+        self._other_bytes = int(found_bytes) - chosen.bytes
+        least_bytes = self._front.smallest.bytes + self._other_bytes
+        if least_bytes > self._most_mb * 1e6:
+            raise self._refused(f"at least {_mb_up(least_bytes):g}")
+        return False
+
+    def _refused(self, least: str) -> UsageError:
+        return UsageError(
+            "--target-mb",
+            got=f"{self._most_mb:g}",
+            expected=f"{least}: every matrix of the layers in 4 bits, and all other files",
+            fix="Allow more, or write fewer graphs (--ar, --context).",
+        )
+
+
+class _Divergence:
+    """At most so much divergence from the float model, on each text that the export measures.
+
+    Args:
+        front: the allocations.
+        most_nats: the goal.
+    """
+
+    def __init__(self, front: Front, most_nats: float) -> None:
+        self.name = f"kl-{most_nats:g}"
+        self._front = front
+        self._most_nats = most_nats
+        self._tried = 0
+        self._wanted_nats = _MARGIN * most_nats
+
+    def propose(self) -> Allocation:
+        """The smallest allocation of which the goal can be expected."""
+        self._tried += 1
+        return self._front.largest if self._tried >= _MOST_TRIED else self._front.losing(self._wanted_nats)
+
+    def piece(self, exported: Exported) -> str:
+        """Name of the piece that says whether the goal is reached."""
+        assert exported.quality is not None, "the options say that it is measured"
+        return exported.quality
+
+    def read(self, store: PieceStore, name: str) -> float:
+        """The divergence on the text that loses most."""
+        return max(each.kl_nats for each in store.answer(name, list[QualityRecord]))
+
+    def is_reached(self, chosen: Allocation, found_nats: float) -> bool:
+        """Whether the goal is reached; if not, the next proposal is larger.
+
+        Raises:
+            UsageError: no allocation reaches it.
+        """
+        if found_nats <= self._most_nats:
+            return True
+        if chosen.bytes == self._front.largest.bytes:
+            raise UsageError(
+                "--max-kl",
+                got=f"{self._most_nats:g}",
+                expected=f"{found_nats:g} or more, which 8 bits for every matrix give",
+                fix="Allow more, use --kv s16, or calibrate on other text.",
+            )
+        self._wanted_nats = min(self._wanted_nats, chosen.nats) * _MARGIN * self._most_nats / found_nats
+        return False
+
+
+def _mb_up(size_bytes: int) -> float:
+    """In MB, rounded up to a tenth."""
+    return math.ceil(size_bytes / 1e5) / 10

@@ -1,0 +1,54 @@
+"""The piece that measures what each matrix would lose in each type that it may get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from edgekv.bundle import WeightRecord
+from exporters.inspect.sensitivity import Candidates, Costs, matrix_costs
+from exporters.pipeline.inputs import Folded, Inputs
+from exporters.pipeline.piece import Piece
+from exporters.pipeline.pieces import recipe_of
+from exporters.quantize.matrices import Quantizer
+from quant import WeightDtype
+
+_TOKENS = 4096
+_MEASURED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityPiece(Piece):
+    """KL divergence from the exact decoder if one matrix alone has a type; answers `Costs`.
+
+    Matrices are rounded on the exact decoder's activations on the first tokens of the calibration text. Its last
+    windows are measured.
+
+    Attributes:
+        folded: the decoder, and its calibration text.
+        rules: the methods of the matrices; their types do not count.
+        types: that each may get.
+    """
+
+    kind: ClassVar[str] = "sensitivity"
+
+    folded: Folded
+    rules: tuple[WeightRecord, ...]
+    types: tuple[tuple[str, tuple[WeightDtype, ...]], ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.folded.needs
+
+    def make(self, folder: Path, inputs: Inputs) -> Costs:
+        surveyed, tensors = inputs.surveyed(self.folded), inputs.folded(self.folded)
+        windows, context, types = surveyed.tokens, self.folded.exact.context, dict(self.types)
+        fitted = windows[: max(1, min(_TOKENS // windows.shape[1], len(windows) - _MEASURED))]
+        rules, sink = recipe_of(self.rules), surveyed.sink_tokens
+        quantizer = Quantizer(tensors, fitted, context, rules, sink, follows=False)
+
+        def quantized(layer: int | None) -> Candidates:
+            return {} if layer is None else quantizer.candidates(layer, types)
+
+        return matrix_costs(quantized, tensors, [*windows[-_MEASURED:]], context, inputs.progress, sink=sink)

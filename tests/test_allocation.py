@@ -1,0 +1,131 @@
+"""Bits where they count: `--target-mb` and `--max-kl` choose the type of each matrix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgekv.bundle import Manifest, open_bundle
+from edgekv.cli import run
+from edgekv.errors import UsageError
+from edgekv.spec import DecoderSpec
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import ExportOptions, RunOptions, export_bundle
+from exporters.quantize.allocation import Front, possible_types
+from quant import WEIGHT_TYPES
+from tests.checkpoints import NEWER, write_checkpoint
+from tests.exports import small_options
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(str(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), NEWER)))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def options(recipe: str = "w4a16-lpbq32", **changes: object) -> ExportOptions:
+    return small_options(recipe, **{"context": 64, "ar": (1, 16), "calibration_tokens": 256} | changes)
+
+
+def export(checkpoint: Checkpoint, folder: Path, cache: Path, **changes: object) -> Manifest:
+    kept = RunOptions(cache_dir=cache, resume=True, keep_stages=True)
+    return export_bundle(checkpoint, folder, options(**changes), kept, force=True)
+
+
+def total(manifest: Manifest) -> int:
+    return sum(file.bytes for file in manifest.files.values())
+
+
+COSTS = st.lists(st.floats(1e-9, 1), min_size=4, max_size=4)
+
+
+@given(st.data())
+def test_more_bytes_never_lose_more(checkpoint: Checkpoint, data: st.DataObject) -> None:
+    spec: DecoderSpec = checkpoint.spec
+    types = possible_types(spec, "cpu")
+    costs = {name: dict(zip(each, data.draw(COSTS), strict=False)) for name, each in types.items()}
+    front = Front.of(spec, costs)
+    slopes = [change.nats / change.bytes for change in front.changes]
+    assert slopes == sorted(slopes, reverse=True) and all(slope > 0 for slope in slopes)
+    sizes = sorted(data.draw(st.lists(st.integers(0, 2 * front.largest.bytes), min_size=2, max_size=4)))
+    found = [front.within(size) for size in sizes]
+    for size, each in zip(sizes, found, strict=True):
+        assert each.bytes <= max(size, front.smallest.bytes)
+        assert each.types.keys() == types.keys() and all(each.types[name] in types[name] for name in types)
+        assert each.nats == pytest.approx(sum(costs[name][dtype] for name, dtype in each.types.items()))
+    assert front.within(front.largest.bytes) == front.largest
+    wanted = data.draw(st.floats(0, front.smallest.nats))
+    chosen = front.losing(wanted)
+    assert chosen.nats <= wanted + 1e-9 or chosen == front.largest
+
+
+def test_blocks_divide_the_inputs(checkpoint: Checkpoint) -> None:
+    for types in possible_types(checkpoint.spec, "cpu").values():
+        assert {"int4", "int8"} <= {*types}
+    for types in possible_types(checkpoint.spec, "litert").values():
+        assert {*types} == {"int4", "int8"}, "its kernels have no blocks"
+
+
+def test_a_bundle_is_as_large_as_it_may_be(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    small, large = (
+        total(export(checkpoint, tmp_path / name, cache, recipe=name)) for name in ("w4a16-lpbq32", "w8a16")
+    )
+    middle = (small + large) / 2 / 1e6
+    found = export(checkpoint, tmp_path / "middle", cache, target_mb=middle)
+    assert 0.97 * middle < total(found) / 1e6 <= middle
+    assert found.recipe.name == f"{middle:g}mb"
+    types = Counter(WEIGHT_TYPES[each.dtype].bits for each in found.recipe.weights)
+    assert types[4] and types[8]
+    assert {each.method for each in found.recipe.weights} <= {"gptq", "nearest"}
+    assert export(checkpoint, tmp_path / "large", cache, target_mb=100).recipe.name == "100mb"
+
+
+def test_a_goal_that_no_types_reach_names_the_nearest(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    smallest = total(export(checkpoint, tmp_path / "small", cache, recipe="w4a16"))
+    with pytest.raises(UsageError, match=r"--target-mb: got 0\.1; expected about 0\.\d+: every matrix of the layers"):
+        export(checkpoint, tmp_path / "bundle", cache, target_mb=0.1)
+    with pytest.raises(UsageError, match=r"--target-mb: got .*; expected at least 0\.\d+: every matrix"):
+        export(checkpoint, tmp_path / "bundle", cache, target_mb=0.95 * smallest / 1e6)
+    with pytest.raises(UsageError, match=r"--max-kl: got 1e-09; expected .* which 8 bits for every matrix give"):
+        export(checkpoint, tmp_path / "bundle", cache, max_kl=1e-9, check_quality=True)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_divergence_is_kept(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    wide = export(checkpoint, tmp_path / "wide", cache, recipe="w8a16", check_quality=True)
+    narrow = export(checkpoint, tmp_path / "narrow", cache, recipe="w4a16", check_quality=True)
+    least, most = (each.quality[0].kl_nats for each in (wide, narrow))
+    found = export(checkpoint, tmp_path / "bundle", cache, max_kl=(least + most) / 2, check_quality=True)
+    assert found.quality[0].kl_nats <= (least + most) / 2
+    assert total(found) < total(wide)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_mb": 1.0, "max_kl": 1.0}, "--target-mb, --max-kl: got both"),
+        ({"target_mb": -1.0}, "--target-mb: got -1.0; expected a number above 0"),
+        ({"max_kl": float("nan")}, "--max-kl: got nan; expected a number above 0"),
+        ({"max_kl": 1.0, "check_quality": False}, "--max-kl: got --no-quality-check"),
+        ({"target_mb": 1.0, "recipe": "as-stored"}, "got the recipe as-stored, which keeps stored integers"),
+    ],
+)
+def test_goals_that_exclude_each_other_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        options(**changes)
+
+
+def test_the_command_takes_a_recipe_of_4_bits_by_itself(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    command = ["export", str(checkpoint.folder), "-o", str(tmp_path / "bundle"), "--device", "SM8650", "-q", "--resume"]
+    command += ["--skip-htp-check", "--no-quality-check", "--context", "64", "--ar", "1,16"]
+    assert run([*command, "--calibration-tokens", "256", "--cache-dir", str(cache), "--target-mb", "100"]) == 0
+    found = open_bundle(tmp_path / "bundle").manifest.recipe
+    assert (found.name, found.rotation, found.heads) == ("100mb", "hadamard", "aligned")
