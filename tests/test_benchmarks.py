@@ -4,7 +4,7 @@ import ast
 import re
 
 from benchmarks.turns import by_turns, turns_table
-from tests.docs import PAGES, ROOT
+from tests.pages import PAGES, ROOT
 
 FILES = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
 

@@ -13,8 +13,8 @@ from edgekv.spec.decoder import Convolution
 from exporters.lora.options import LoraOptions
 from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, Capabilities
 from tests.checkpoints import write_checkpoint
-from tests.docs import ROOT
 from tests.exports import export_options, exported
+from tests.pages import ROOT
 
 TARGETS = {"Genie": GENIE, "GenieX": GENIEX, "onnxruntime-genai": GENAI, "AI Hub": AI_HUB, "reports": ONNX}
 

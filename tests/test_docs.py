@@ -23,8 +23,8 @@ import pytest
 from filelock import FileLock
 
 from edgekv.cli import run
-from tests.docs import PAGES, ROOT, Block, Command, blocks, difference, name_of
 from tests.exports import export_options, exported, kept, quantized_layers
+from tests.pages import PAGES, ROOT, Block, Command, blocks, difference, name_of
 
 BUNDLE, DRAFTING = "build/stdlib-4m", "build/drafting"
 """Bundles of the embedded model; the second has verify graphs."""

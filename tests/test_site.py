@@ -6,15 +6,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from tests.docs import PAGES, ROOT, name_of
+from docs.drawings.concepts import ALL
+from docs.drawings.svg import Drawing
+from tests.pages import PAGES, ROOT, name_of
 
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)|src(?:set)?=\"([^\"]+)\"")
-LIMIT = 36_000
-"""Words outside of reference and notebook."""
+CODE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
+LIMIT, README_LIMIT = 18_000, 900
+"""Words of all pages outside of reference and notebook, and of README."""
 
 
 @pytest.mark.slow
@@ -37,6 +42,17 @@ def test_files_that_the_readme_links_to_exist() -> None:
 
 
 def test_guides_are_short() -> None:
+    """Words of tables count, those of code do not; reference and notebook are apart."""
     pages = [page for page in PAGES if not name_of(page).startswith(("reference/", "notebook/"))]
-    words = {name_of(page): len(page.read_text().split()) for page in pages}
+    texts = {name_of(page): CODE.sub("", page.read_text("utf-8")) for page in pages}
+    words = {name: sum(any(map(str.isalnum, word)) for word in text.split()) for name, text in texts.items()}
     assert sum(words.values()) <= LIMIT, words
+    assert words["README.md"] <= README_LIMIT
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: str(draw.__name__))
+def test_pictures_are_those_that_the_scripts_draw(draw: Callable[[], Drawing]) -> None:
+    file = ROOT / "docs" / "images" / f"{draw.__name__.replace('_', '-')}.svg"
+    assert file.read_text("utf-8") == str(draw())
+    ElementTree.fromstring(file.read_text("utf-8"))
+    assert any(file.name in page.read_text("utf-8") for page in PAGES)
