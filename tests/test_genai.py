@@ -28,34 +28,33 @@ pytestmark = pytest.mark.htp
 
 DEVICE = find("SM8650")
 PAD = 2
+PADDING = 2047
 
 
 @pytest.fixture(scope="module")
-def folders(bundle: Path) -> dict[str, Path]:
-    """The embedded model for onnxruntime-genai, by engine."""
+def folders(wide_on_htp: Path) -> dict[str, Path]:
+    """For onnxruntime-genai, by engine."""
 
     def write(parent: Path) -> None:
         for engine, device in (("cpu", None), ("htp", DEVICE)):
-            write_genai(open_bundle(bundle), parent / engine, GenaiOptions(device))
+            write_genai(open_bundle(wide_on_htp), parent / engine, GenaiOptions(device, PADDING))
 
-    parent = kept("genai", ("exporters.targets.genai.write",), write, bundle)
+    parent = kept("genai", ("exporters.targets.genai.write",), write, wide_on_htp)
     return {"cpu": parent / "cpu", "htp": parent / "htp"}
 
 
-@pytest.fixture(scope="module")
-def prompt(bundle: Path, embedded: Path) -> list[int]:
-    """40 tokens: with AR-32 a window that is padded and one that is full."""
-    return edgekv.load(bundle, verify=False).encode((embedded / "heldout.txt").read_text("utf-8")[:400])[:40]
+PROMPT = [256, *((37 * i * i + 5 * i) % 256 for i in range(39))]
+"""40 tokens: with AR-32 a window that is padded and one that is full."""
 
 
 @pytest.mark.parametrize(("engine", "tokens"), [("cpu", 64), ("htp", 16)])
 def test_it_generates_the_tokens_that_our_loop_does(
-    engine: str, tokens: int, bundle: Path, folders: dict[str, Path], prompt: list[int]
+    engine: str, tokens: int, wide_on_htp: Path, folders: dict[str, Path]
 ) -> None:
-    model = edgekv.load(bundle, engine, verify=False)
-    expected = [token.id for token in model.generate(prompt, tokens)]
+    model = edgekv.load(wide_on_htp, engine, verify=False)
+    expected = [token.id for token in model.generate(PROMPT, tokens)]
     assert len(expected) == tokens
-    assert run_folder(open_genai_folder(folders[engine]), prompt, tokens) == expected
+    assert run_folder(open_genai_folder(folders[engine]), PROMPT, tokens) == expected
 
 
 @pytest.mark.parametrize(("engine", "tokens"), [("cpu", 1000), ("htp", 4)])
@@ -75,12 +74,13 @@ def test_its_graphs_begin_with_the_sink(
     assert run_folder(open_genai_folder(target), prompt[1:], 4) == expected[:4]
 
 
-def test_it_ends_where_the_context_does(folders: dict[str, Path], prompt: list[int]) -> None:
+def test_it_ends_where_the_context_does(folders: dict[str, Path]) -> None:
     """Padding counts: 40 tokens in windows of 32 leave 128 - 64."""
-    assert len(run_folder(open_genai_folder(folders["cpu"]), prompt, 1000)) == 64
+    assert len(run_folder(open_genai_folder(folders["cpu"]), PROMPT, 1000)) == 64
 
 
-def test_its_tokenizer_is_ours_but_for_the_first_token(folders: dict[str, Path], embedded: Path) -> None:
+def test_its_tokenizer_is_ours_but_for_the_first_token(bundle: Path, embedded: Path, tmp_path: Path) -> None:
+    write_genai(open_bundle(bundle), tmp_path / "genai", GenaiOptions(None, check=False))
     text = (embedded / "heldout.txt").read_text("utf-8")[:20000] + "\n'héllo' 123 <|end_of_text|>"
     program = (
         "import json, sys, onnxruntime_genai as og\n"
@@ -88,7 +88,7 @@ def test_its_tokenizer_is_ours_but_for_the_first_token(folders: dict[str, Path],
         "tokens = [int(token) for token in tokenizer.encode(sys.stdin.read())]\n"
         "print(json.dumps([tokens, tokenizer.decode(tokens[:500])]))\n"
     )
-    command = [sys.executable, "-c", program, str(folders["cpu"])]
+    command = [sys.executable, "-c", program, str(tmp_path / "genai")]
     done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8", check=True)
     tokens, decoded = json.loads(done.stdout)
     ours = Tokenizer.from_file(str(embedded / "tokenizer.json"))
@@ -97,21 +97,21 @@ def test_its_tokenizer_is_ours_but_for_the_first_token(folders: dict[str, Path],
 
 
 def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(
-    bundle: Path, folders: dict[str, Path], prompt: list[int], tmp_path: Path
+    wide_on_htp: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """It has both graphs; only a Snapdragon can load it."""
     written = write_genai(
-        open_bundle(bundle), tmp_path / "shared", GenaiOptions(DEVICE, share_weights=True, check=False)
+        open_bundle(wide_on_htp), tmp_path / "shared", GenaiOptions(DEVICE, PADDING, share_weights=True, check=False)
     )
     (size,) = (record.bytes for name, record in written.files.items() if name.endswith(".bin"))
     assert size < 0.6 * sum(path.stat().st_size for path in folders["htp"].glob("*.bin"))
     with pytest.raises(EngineError, match=r"got SIG.*runs only on a Snapdragon"):
-        run_folder(open_genai_folder(tmp_path / "shared"), prompt, 4)
+        run_folder(open_genai_folder(tmp_path / "shared"), PROMPT, 4)
 
 
 def test_prompts_that_it_would_misread_are_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(UsageError, match="prompt: got the id 2, the padding token"):
-        run_folder(open_genai_folder(folders["cpu"]), [0, 5, 2, 6], 4)
+    with pytest.raises(UsageError, match=f"prompt: got the id {PADDING}, the padding token"):
+        run_folder(open_genai_folder(folders["cpu"]), [0, 5, PADDING, 6], 4)
     with pytest.raises(UsageError, match="prompt: got 1 tokens; expected at least 2"):
         run_folder(open_genai_folder(folders["cpu"]), [5], 4)
     with pytest.raises(
