@@ -44,6 +44,24 @@ _QWEN: dict[str, Any] = {
     "eos_token_id": 257,
     "vocab_size": 151936,
 }
+_LFM2: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "tie_embedding": True,
+    "max_position_embeddings": 128000,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "vocab_size": 65536,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": _LLAMA
     | {
@@ -103,6 +121,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": False,
     },
+    "lfm2-350m": _LFM2 | {"hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656},
+    "lfm2.5-1.2b": _LFM2 | {"hidden_size": 2048, "num_attention_heads": 32, "block_ff_dim": 12288},
+    "lfm3-1.7b": {
+        "architectures": ["Lfm3ForCausalLM"],
+        "model_type": "lfm3",
+        "norm_eps": 1e-5,
+        "hidden_size": 2048,
+        "intermediate_size": 7680,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "vocab_size": 128000,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    },
 }
 """config.json of each; weights are bfloat16."""
 
@@ -154,6 +189,6 @@ def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], random: np.rand
                 rows = min(_ROWS, shape[0] - start)
                 values = random.standard_normal((rows, *shape[1:]), np.float32)
                 values *= np.float32(0.05 if len(shape) == 1 else 0.02)
-                if name.endswith("norm.weight"):
+                if "norm" in name:
                     values += 1
                 file.write(values.astype(ml_dtypes.bfloat16).tobytes())

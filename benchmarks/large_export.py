@@ -11,6 +11,7 @@ system while it ran: edgekv's own, and those in which Qualcomm's compiler works.
 from __future__ import annotations
 
 import argparse
+import resource
 import subprocess
 import sys
 import tempfile
@@ -40,18 +41,20 @@ class Measured:
 
     Attributes:
         seconds: wall time.
+        cpu_seconds: of its process and its children.
         own_bytes: the most RAM that its own process held.
         compiler_bytes: the most that any of its children held; 0 if it had none.
     """
 
     seconds: float
+    cpu_seconds: float
     own_bytes: int
     compiler_bytes: int
 
 
 def measure(arguments: Sequence[str]) -> Measured:
     """Run `edgekv ARGUMENTS`; its output goes to the terminal."""
-    began = time.perf_counter()
+    began, before = time.perf_counter(), _children_cpu_seconds()
     running = subprocess.Popen([sys.executable, "-m", "edgekv", *arguments])
     peaks: dict[int, int] = {}
     while running.poll() is None:
@@ -61,7 +64,13 @@ def measure(arguments: Sequence[str]) -> Measured:
     if running.returncode:
         sys.exit(running.returncode)
     own_bytes = peaks.pop(running.pid)
-    return Measured(time.perf_counter() - began, own_bytes, max(peaks.values(), default=0))
+    cpu_seconds = _children_cpu_seconds() - before
+    return Measured(time.perf_counter() - began, cpu_seconds, own_bytes, max(peaks.values(), default=0))
+
+
+def _children_cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _children(pid: int) -> list[int]:
@@ -106,15 +115,15 @@ def main() -> None:
         if args.apart:
             steps = {"export and check": export[:-1], "compile": ["compile", str(bundle), *given]}
         table = Table(title=f"{args.shape}, {args.recipe}, contexts {args.context}, AR {args.ar}, {DEVICE}")
-        for column in ("step", "seconds", "edgekv's RAM", "largest compiler's RAM"):
+        for column in ("step", "seconds", "CPU seconds", "edgekv's RAM", "largest compiler's RAM"):
             table.add_column(column, justify="left" if column == "step" else "right")
         total = 0.0
         for name, arguments in steps.items():
             done = measure(arguments)
             total += done.seconds
             sizes = (f"{size / 1e9:.2f} GB" for size in (done.own_bytes, done.compiler_bytes))
-            table.add_row(name, f"{done.seconds:,.0f}", *sizes)
-        table.add_row("all", f"{total:,.0f}", "", "")
+            table.add_row(name, f"{done.seconds:,.0f}", f"{done.cpu_seconds:,.0f}", *sizes)
+        table.add_row("all", f"{total:,.0f}", "", "", "")
         Console(width=110).print(table)
         binaries = sum(path.stat().st_size for path in (bundle / "compiled" / DEVICE).glob("*.bin"))
         bits, scaled = weights_bytes(checkpoint, args.recipe)

@@ -57,11 +57,20 @@ class Range:
         """The greatest magnitude."""
         return max(-self.low, self.high)
 
-    def symmetric(self, dtype: Dtype) -> Encoding:
-        """The symmetric encoding of least mean squared error on the sample; without a sample it does not clip."""
+    def symmetric(self, dtype: Dtype, *, of_roots: bool = False) -> Encoding:
+        """The symmetric encoding of least mean squared error on the sample; without a sample it does not clip.
+
+        Args:
+            dtype: integer type.
+            of_roots: whether values are signed square roots, so that the errors of their squares count.
+        """
         if not self._samples:
             return Encoding.symmetric(self.absmax, dtype)
         sample = self.sample
+        meant = sample * np.abs(sample) if of_roots else sample
         candidates = [Encoding.symmetric(self.absmax * float(clip), dtype) for clip in _CLIPS]
-        errors = [float(np.square(e.dequantize(e.quantize(sample)) - sample).mean()) for e in candidates]
+        errors = []
+        for each in candidates:
+            found = each.dequantize(each.quantize(sample))
+            errors.append(float(np.square((found * np.abs(found) if of_roots else found) - meant).mean()))
         return candidates[int(np.argmin(errors))]

@@ -43,6 +43,13 @@ def test_every_architecture_has_the_bits_of_the_exported_graph(architecture: str
 
 
 @pytest.mark.slow
+def test_states_of_8_bits_have_the_bits_of_the_exported_graph(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"])
+    options = export_options(context=64, ar=(1, 8), draft_rows=(4,), state_bits=8)
+    assert_same_bits(open_bundle(exported(checkpoint, options)))
+
+
+@pytest.mark.slow
 def test_the_number_of_nodes_does_not_grow_with_the_heads(tmp_path: Path) -> None:
     nodes = []
     for heads in (4, 8):

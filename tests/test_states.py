@@ -63,12 +63,12 @@ def test_a_graph_reads_the_state_and_gives_a_row_for_each_token(bundle: Path) ->
     ]  # the layer with attention
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-adjusted", "lfm3"])
-def test_every_split_of_a_text_into_steps_gives_the_bits_of_one(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "bits"), [("lfm2", 16), ("lfm2", 8), ("lfm2-adjusted", 16), ("lfm3", 16)])
+def test_every_split_of_a_text_into_steps_gives_the_bits_of_one(tmp_path: Path, name: str, bits: int) -> None:
     """Windows shorter and longer than the kernel, and padded ones: AR-16 graphs run 1 to 16 tokens."""
     random = np.random.default_rng(0)
     text = random.integers(3, 250, 60).tolist()
-    with edgekv.load(hybrid(tmp_path, name), cpu_mode="emulate") as model:
+    with edgekv.load(hybrid(tmp_path, name, state_bits=bits), cpu_mode="emulate") as model:
         session, wanted = model.session, None
         for sizes in ([1] * 60, [16, 16, 16, 12], [2] * 30, [5, 1, 13, 3, 7, 16, 15]):
             session.reset()
@@ -101,10 +101,10 @@ def test_keys_as_columns_change_no_bit(bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.numpy1
-@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
-@pytest.mark.parametrize("kv_dtype", ["s8", "s16"])
-def test_tflite_graphs_of_both_runtimes_compute_states(tmp_path: Path, name: str, kv_dtype: str) -> None:
-    bundle = hybrid(tmp_path, name, graph_format="tflite", kv_dtype=kv_dtype, context=64, draft_rows=())
+@pytest.mark.parametrize(("name", "kv_dtype", "bits"), [("lfm2", "s8", 16), ("lfm3", "s16", 16), ("lfm2", "s16", 8)])
+def test_tflite_graphs_of_both_runtimes_compute_states(tmp_path: Path, name: str, kv_dtype: str, bits: int) -> None:
+    options = {"graph_format": "tflite", "kv_dtype": kv_dtype, "state_bits": bits, "context": 64, "draft_rows": ()}
+    bundle = hybrid(tmp_path, name, **options)
     checkpoint = Checkpoint.open(str(tmp_path / "checkpoint"))
     tokens = [256, *checkpoint.encode("The quick brown fox jumps over the lazy dog")]
     (wanted,) = Reference(checkpoint, 64).logits([np.array(tokens)])
@@ -155,11 +155,11 @@ def branching(text: list[int], tokens: list[int], seed: int, vocab: int) -> Draf
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
-def test_the_branches_of_a_tree_read_their_own_ancestors(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "bits"), [("lfm2", 16), ("lfm2", 8), ("lfm3", 16)])
+def test_the_branches_of_a_tree_read_their_own_ancestors(tmp_path: Path, name: str, bits: int) -> None:
     """On the HTP emulator, where trees are verified: rows of a kernel skip the rows of other branches."""
     prompt = [*range(40, 52)]
-    with edgekv.load(hybrid(tmp_path, name), engine="htp") as model:
+    with edgekv.load(hybrid(tmp_path, name, state_bits=bits), engine="htp") as model:
         vocab, params = model.bundle.manifest.model.vocab, SamplingParams(max_new_tokens=12, ignore_eos=True)
         plain = ids(model.generate(prompt, params))
         wanted, text = model.cache.state, prompt + plain

@@ -67,6 +67,10 @@ class Ops(Protocol[V]):
 
     def tanh(self, x: V, name: str) -> V: ...
 
+    def sqrt(self, x: V, name: str) -> V: ...
+
+    def sign(self, x: V, name: str) -> V: ...
+
     def gelu(self, x: V, name: str) -> V:
         """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, what PyTorch calls GELU with approximate=tanh."""
 
@@ -168,8 +172,16 @@ def convolution(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     before, after, filtered = (
         _linear(ops, spec, x, layer, projection, f"{at}{projection[5]}") for projection in CONVOLUTION_INPUTS
     )
-    gated = ops.multiply(before, filtered, at + "gated")
-    rows = ops.append_to_cache(gated, KvTensor(layer, "conv", 0))
+    gated, tensor = ops.multiply(before, filtered, at + "gated"), KvTensor(layer, "conv", 0)
+    if spec.convolution.stores_roots:
+        # Not Abs: onnxruntime-qnn 2.7.0 rounds it in another way for one row than for several.
+        sign = ops.sign(gated, at + "sign")
+        root = ops.sqrt(ops.multiply(gated, sign, at + "magnitude"), at + "root")
+        stored = ops.append_to_cache(ops.multiply(root, sign, at + "signed_root"), tensor)
+        magnitude = ops.multiply(stored, ops.sign(stored, at + "stored.sign"), at + "stored.magnitude")
+        rows = ops.multiply(stored, magnitude, at + "stored.squares")
+    else:
+        rows = ops.append_to_cache(gated, tensor)
     total, *products = (
         ops.tap(rows, convolution_kernel(layer), tap, f"{at}tap{tap}") for tap in range(spec.convolution.kernel)
     )

@@ -212,6 +212,12 @@ class StackedOps(Ops[View]):
     def tanh(self, x: View, name: str) -> View:
         return self._each("Tanh", [x], name)
 
+    def sqrt(self, x: View, name: str) -> View:
+        return self._each("Sqrt", [x], name)
+
+    def sign(self, x: View, name: str) -> View:
+        return self._each("Sign", [x], name)
+
     def gelu(self, x: View, name: str) -> View:
         return self._each("Gelu", [x], name, approximate="tanh")
 
@@ -256,17 +262,18 @@ class StackedOps(Ops[View]):
         return replace(stack, head=new.head)
 
     def _appended_state(self, new: View, tensor: KvTensor) -> View:
-        """The integers of the rows of a state, past and new, `[1, 1, K-1+AR, H]`."""
+        """The floats of the rows of a state, past and new, `[1, 1, K-1+AR, H]`."""
         nodes, encodings = self._nodes, (self._encoding(tensor.past),)
         rows = nodes.reshape(self._tensor(new), [1, 1, -1, self.spec.hidden])
         nodes.quantize(rows, encodings, tensor.new)
         parts = [tensor.past, tensor.new, *([tensor.others] if tensor.others in self._ports else [])]
-        return View(nodes.add("Concat", parts, f"{tensor.past}.all", axis=2), encodings=encodings)
+        together = nodes.add("Concat", parts, f"{tensor.past}.all", axis=2)
+        return View(nodes.dequantize(together, encodings, f"{together}.floats"), encodings=encodings)
 
     def tap(self, rows: View, weight: str, tap: int, name: str) -> View:
         assert self.spec.convolution is not None, "a layer has one"
         past_rows = self.spec.convolution.kernel - 1
-        source, start, end = self._dequantized(rows), tap, _MOST if tap == past_rows else tap - past_rows
+        source, start, end = rows.tensor, tap, _MOST if tap == past_rows else tap - past_rows
         if CONV_ROWS in self._ports and tap < past_rows:
             gathered = [source, CONV_ROWS]
             source = self._once(

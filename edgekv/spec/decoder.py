@@ -54,6 +54,14 @@ class Convolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel: Annotated[int, msgspec.Meta(ge=2, le=1 << 10)]
     state_dtype: KvDtype = "u16"
 
+    @property
+    def stores_roots(self) -> bool:
+        """Whether a state of 8 bits holds signed square roots, `sign(x) * sqrt(|x|)`.
+
+        It is a product of two values, so that few elements are large, and even steps would be too wide for the others.
+        """
+        return self.state_dtype in ("u8", "s8")
+
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.

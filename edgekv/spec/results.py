@@ -97,9 +97,9 @@ def _clips(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
 
 
 def _holds_states(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """As `_clips`, with headroom for products and with the zero point that empty rows have."""
+    """Symmetric, with the zero point that empty rows have; 8 bits hold roots, which need no headroom for products."""
     if types.states in ("u8", "s8"):
-        return seen.symmetric(types.states)
+        return seen.symmetric(types.states, of_roots=True)
     step = Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, "s16").scale
     return Encoding(types.states, step, ZERO_POINTS[types.states])
 

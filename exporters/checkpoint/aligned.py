@@ -4,9 +4,6 @@ Keys: the rotary embedding turns both elements of a pair (i, i + R/2) by one ang
 a factor for both commute with it. Keys get them, queries the inverse, which keeps every score. The angle makes the
 greatest element of a pair as small as possible, and the factor lets every pair fill the range of the head's one scale.
 
-States of convolutions: each channel is divided by its size, its kernel multiplied by it, so that one scale of 8 bits
-serves all.
-
 Values: attention only adds them up, so a head's values are rotated and the columns of o_proj that read them are rotated
 back (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
 
@@ -21,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,27 +53,20 @@ Doubles = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class AlignedHead:
-    """The transform of a head, and the grid of its rows in the cache; or that of a state.
+    """The transform of a head, and the grid of its rows in the cache.
 
     Attributes:
         pairs: factor times cosine and sine of the turn of each pair of keys, `[R/2, 2]`.
-        rest: factors of the elements of keys that are not rotated, `[D - R]`; of all channels of a state.
+        rest: factors of the elements of keys that are not rotated, `[D - R]`.
         turn: pairs of unit vectors `[2 * k, D]`: after the Hadamard rotation, values are turned from the first of each
             pair to the second, one pair after another.
-        steps: of keys and values in the cache, `[2]`; empty for a state, whose step is calibrated.
+        steps: of keys and values in the cache, `[2]`.
     """
 
     pairs: Floats
     rest: Floats
     turn: Floats
     steps: Floats
-
-    @classmethod
-    def of_state(cls, sizes: Floats) -> AlignedHead:
-        """The transform of a state, from the sizes of its channels."""
-        sizes = np.maximum(sizes, max(_LEAST * float(sizes.mean()), 1e-30))
-        empty = np.zeros((0, 2), np.float32)
-        return cls(empty, (sizes.mean() / sizes).astype(np.float32), empty, np.zeros(0, np.float32))
 
     def keys(self, stored: Floats, *, inverse: bool = False) -> Floats:
         """Keys, or what computes them, `[D, ...]`; with `inverse`, queries."""
@@ -90,7 +79,7 @@ class AlignedHead:
         return np.concatenate([cos * first - sin * second, sin * first + cos * second, rest * others])
 
     def cached(self, kind: Kind, rows: Floats) -> Floats:
-        """Rows of the cache after the transform, `[n, D]`."""
+        """Rows of keys or values in the cache after the transform, `[n, D]`."""
         return rows @ self.rotation if kind == "value" else self.keys(rows.T).T
 
     @property
@@ -123,10 +112,6 @@ class AlignedTransforms:
 
     def __call__(self, view: View) -> Fold | None:
         """The fold of a tensor."""
-        if view.role in ("conv_x", "kernel"):
-            assert view.layer is not None, "states are parts of layers"
-            state = self._heads.get((view.layer, 0))
-            return None if state is None else Fold(out_map=state.rest if view.role == "conv_x" else 1 / state.rest)
         if view.role in (*self._keys, "v"):
             return Fold(out_map=partial(self._outputs, view))
         return Fold(in_map=partial(self._inputs, view)) if view.role == "o" and view.is_matrix else None
@@ -162,9 +147,8 @@ def align(
     *,
     has_sink: bool,
     adapted: Sequence[Mapping[KvTensor, Floats]] = (),
-    sizes: Mapping[int, Floats] = MappingProxyType({}),
 ) -> dict[HeadNumber, AlignedHead]:
-    """The transforms of all heads, and of states.
+    """The transforms of all heads.
 
     Args:
         spec: the decoder.
@@ -174,9 +158,8 @@ def align(
         has_sink: whether the first tokens are a sink. Its first row comes to lie on the grid, and the range covers the
             others; with 16 bits every row lies on the grid closely enough.
         adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
-        sizes: of the channels of states that are scaled, by layer.
     """
-    aligned = {(layer, 0): AlignedHead.of_state(each) for layer, each in sizes.items()}
+    aligned: dict[HeadNumber, AlignedHead] = {}
     rotation, most = hadamard(spec.head_dim), _filled(limit)
     for layer in spec.attention_layers:
         everything: list[HeadReach] = []
@@ -216,7 +199,6 @@ def cache_encodings(heads: AlignedHeads, dtype: KvDtype) -> dict[str, Encoding]:
     return {
         KvTensor(layer, kind, number).past: Encoding(dtype, float(step), zero_point)
         for (layer, number), head in heads.items()
-        if len(head.steps)
         for kind, step in zip(KINDS, head.steps, strict=True)
     }
 

@@ -141,7 +141,7 @@ class QdqOps(Ops[Tensor]):
         self._stored: dict[str, None] = {}
         self._transposed: dict[str, Tensor] = {}
         self._adapted: dict[str, Tensor] = {}
-        self._wide: dict[str, Tensor] = {}
+        self._gathered: dict[str, Tensor] = {}
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
         shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
         self._shared = {port.name: self._read(port) for port in shared}
@@ -223,6 +223,12 @@ class QdqOps(Ops[Tensor]):
     def tanh(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Tanh", [x.name], name)
 
+    def sqrt(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Sqrt", [x.name], name)
+
+    def sign(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Sign", [x.name], name)
+
     def gelu(self, x: Tensor, name: str) -> Tensor:
         # One node on the HTP, with a mean error of 8 steps of 65536; six nodes with a sigmoid have 0.5. Neither matters
         # next to int8 weights: the logits of HTP and CPU agree to 47 dB with this one.
@@ -265,33 +271,33 @@ class QdqOps(Ops[Tensor]):
             parts = [*parts, added.name, self._read(self._ports[tensor.others]).name]
         else:
             parts = [*parts, added.name]
-        return self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
+        rows = self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
+        if tensor.is_state and encoding.dtype != "u16":  # the HTP multiplies equal types alone
+            return self._nodes.requantize(rows.name, rows.name + ".wide", widened(encoding))
+        return rows
 
     def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
         assert self._spec.convolution is not None, "a layer has one"
         past_rows = self._spec.convolution.kernel - 1
-        if rows.encoding.dtype == "u16":
-            self._wide[rows.name] = rows
-        elif rows.name not in self._wide:  # the HTP multiplies equal types alone
-            wide = widened(rows.encoding)
-            self._wide[rows.name] = self._nodes.requantize(rows.name, rows.name + ".wide", wide)
-        source = self._wide[rows.name]
+        source = rows
         bounds = (tap, np.iinfo(np.int64).max if tap == past_rows else tap - past_rows, _ROWS)
         if CONV_ROWS in self._ports:
             ar = self._ports[CONV_ROWS].shape[0] // past_rows
             bounds = (tap, tap + ar, _ROWS)
             if tap < past_rows:
-                source, bounds = self._gathered(source), (tap * ar, (tap + 1) * ar, _ROWS)
+                source, bounds = self._gather(rows), (tap * ar, (tap + 1) * ar, _ROWS)
         begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds)
         read = self._nodes.emit("Slice", [source.name, begin, end, axis], f"{rows.name}.rows", source.encoding)
         return self._nodes.emit("Mul", [read.name, self._weight(*self._weights.tensor(weight, tap=tap))], name)
 
-    def _gathered(self, rows: Tensor) -> Tensor:
+    def _gather(self, rows: Tensor) -> Tensor:
         """The rows that the taps of a convolution read where new tokens do not follow each other, by tap."""
-        name = rows.name + ".gathered"
-        if name not in self._wide:
-            self._wide[name] = self._nodes.emit("Gather", [rows.name, CONV_ROWS], name, rows.encoding, axis=_ROWS)
-        return self._wide[name]
+        if rows.name not in self._gathered:
+            name = rows.name + ".gathered"
+            self._gathered[rows.name] = self._nodes.emit(
+                "Gather", [rows.name, CONV_ROWS], name, rows.encoding, axis=_ROWS
+            )
+        return self._gathered[rows.name]
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
         if self._keys_are_columns:

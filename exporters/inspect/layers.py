@@ -70,7 +70,8 @@ def measure_layers(
             rest = window.after(probe.first)
             for name in wanted:
                 if name not in results:
-                    results[name] = ResultMeter(encodings[name], probe.first)
+                    holds_roots = _kind_of(name) == "state" and encodings[name].dtype in ("u8", "s8")
+                    results[name] = ResultMeter(encodings[name], probe.first, holds_roots=holds_roots)
                 results[name].add(rest.inputs, wanted[name], found[name])
             if stage == last:
                 tally.add(rest, wanted["logits"], found["logits"])

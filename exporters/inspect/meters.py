@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,12 +106,19 @@ class ResultMeter:
         encoding: the result's encoding.
     """
 
-    __slots__ = ("_apart", "_clipped", "_first", "_highs", "_lows", "_own", "_peaks", "_samples", "_tokens", "_whole",
-                 "encoding")  # fmt: skip
+    __slots__ = ("_apart", "_clipped", "_first", "_highs", "_lows", "_meaning", "_own", "_peaks", "_samples",
+                 "_tokens", "_whole", "encoding")  # fmt: skip
 
-    def __init__(self, encoding: Encoding, first: int = 0) -> None:
-        """Start empty; `first` is the position of the first token of each window."""
+    def __init__(self, encoding: Encoding, first: int = 0, *, holds_roots: bool = False) -> None:
+        """Start empty.
+
+        Args:
+            encoding: of the result.
+            first: the position of the first token of each window.
+            holds_roots: whether values are signed square roots, so that the errors of their squares count.
+        """
         self.encoding = encoding
+        self._meaning: Callable[[Floats], Floats] = _signed_squares if holds_roots else _as_they_are
         self._first = first
         self._apart = weighed_apart(first)
         self._whole, self._own, self._clipped = (TokenPower.empty() for _ in range(3))
@@ -122,11 +130,13 @@ class ResultMeter:
 
     def add(self, tokens: NDArray[np.int64], exact: Floats, found: Floats) -> None:
         """Values `[T, width]` at the tokens `[T]` of one window."""
-        self._whole.add(exact, found - exact)
-        rounded = self.encoding.dequantize(self.encoding.quantize(exact)) - exact
-        self._own.add(exact, rounded)
+        meaning = self._meaning
+        meant = meaning(exact)
+        self._whole.add(meant, meaning(found) - meant)
+        rounded = meaning(self.encoding.dequantize(self.encoding.quantize(exact))) - meant
+        self._own.add(meant, rounded)
         low, high = self.encoding.reach
-        self._clipped.add(exact, np.where((exact < low) | (exact > high), rounded, np.float32(0)))
+        self._clipped.add(meant, np.where((exact < low) | (exact > high), rounded, np.float32(0)))
         self._tokens.append(tokens)
         self._lows.append(exact.min(axis=1))
         self._highs.append(exact.max(axis=1))
@@ -230,3 +240,12 @@ class MatrixMeter:
         """After `close`: the input that causes most of the output error, and its share."""
         total = max(float(self._inputs.sum()), _TINY)
         return int(self._inputs.argmax()), float(self._inputs.max()) / total
+
+
+def _signed_squares(values: Floats) -> Floats:
+    squares: Floats = values * np.abs(values)
+    return squares
+
+
+def _as_they_are(values: Floats) -> Floats:
+    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,11 @@ Trace = Mapping[str, Floats]
 """Results in the order of computation, each `[T, width]`.
 
 Names are those of `edgekv.graphs.decoder`; a second result of the same name gets the suffix `.2`. Keys and values have
-the names of their cache tensors. Attention scores are left out: their width is the context.
+the names of their cache tensors. Left out are attention scores, whose width is the context, and squares of stored
+roots, which have rows of the past too.
 """
+
+_LEFT_OUT = re.compile(r"\.(scores|stored)\.")
 
 
 def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None, *, first: int = 0) -> Trace:
@@ -52,7 +56,7 @@ def trace_stages(
 
     def observe(name: str, values: Floats) -> None:
         uses[name] += 1
-        if ".scores." not in name:
+        if not _LEFT_OUT.search(name):
             seen[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values[first:]
 
     def stage() -> Trace:

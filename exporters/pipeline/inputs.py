@@ -354,17 +354,13 @@ class Inputs:
             adapted = []
             if has_sink and folded.kv_dtype == "u8" and folded.adapters:
                 adapted = adapted_rows(checkpoint, first, [each.checked() for each in folded.adapters], exact.context)
-            states = checkpoint.spec.convolution
-            sizes = {} if states is None or states.state_dtype in ("u16", "s16") else found.sizes
-            heads = align(
-                checkpoint.spec, found.reach, found.rows, limit, has_sink=has_sink, adapted=adapted, sizes=sizes
-            )
+            heads = align(checkpoint.spec, found.reach, found.rows, limit, has_sink=has_sink, adapted=adapted)
         if not has_sink:
             return Surveyed(None, heads, tokens)
         rows = found.rows
         if heads is not None:
             rows = {
-                each: heads[each.layer, each.head].cached(each.kind, row) if (each.layer, each.head) in heads else row
+                each: row if each.is_state else heads[each.layer, each.head].cached(each.kind, row)
                 for each, row in rows.items()
             }
         past = {tensor.past: each for tensor, each in rows.items()}

@@ -21,7 +21,6 @@ def write_survey(found: Survey, folder: Path) -> None:
     """Write a survey into a folder."""
     tensors: dict[str, NDArray[Any]] = {tensor.past: rows for tensor, rows in found.rows.items()}
     tensors["logits"] = found.logits
-    tensors |= {f"sizes.{layer}": sizes for layer, sizes in found.sizes.items()}
     for (layer, head), reach in found.reach.items():
         at = f"reach.{layer}.{head}"
         tensors |= {f"{at}.pairs": reach.pairs, f"{at}.rest": reach.rest, f"{at}.value": np.array([reach.value])}
@@ -35,7 +34,6 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
         return None
     tensors = load_file(folder / _TENSORS)
     cache = [*DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))]
-    sizes = {int(name[6:]): values for name, values in tensors.items() if name.startswith("sizes.")}
     reach = {}
     for layer, head in dict.fromkeys((tensor.layer, tensor.head) for tensor in cache if not tensor.is_state):
         at = f"reach.{layer}.{head}"
@@ -45,5 +43,4 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
         {tensor: tensors[tensor.past] for tensor in cache},
         tensors["logits"],
         reach,
-        sizes,
     )

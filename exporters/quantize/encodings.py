@@ -116,6 +116,12 @@ class ResultRecorder(Ops[str]):
     def tanh(self, x: str, name: str) -> str:
         return self._record("tanh", name)
 
+    def sqrt(self, x: str, name: str) -> str:
+        return self._record("product", name)
+
+    def sign(self, x: str, name: str) -> str:
+        return self._record("tanh", name)
+
     def gelu(self, x: str, name: str) -> str:
         return self._record("gelu", name)
 

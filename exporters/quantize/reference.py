@@ -136,6 +136,12 @@ class NumpyOps(Ops[Floats]):
     def tanh(self, x: Floats, name: str) -> Floats:
         return self._seen(name, np.tanh(x))
 
+    def sqrt(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.sqrt(x))
+
+    def sign(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.sign(x))
+
     def gelu(self, x: Floats, name: str) -> Floats:
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
         return self._seen(name, np.float32(0.5) * x * (1 + np.tanh(inner)))

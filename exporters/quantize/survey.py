@@ -44,14 +44,12 @@ class Survey:
         rows: keys and values of the first n tokens, `[n, D]`, by layer, kind and head.
         logits: after each of the first n tokens, `[n, V]`.
         reach: of the keys and values of all other tokens, by layer and head.
-        sizes: root mean square of each channel of the states, `[H]`, by layer.
     """
 
     outlier: Outlier
     rows: Mapping[KvTensor, Floats] = field(repr=False)
     logits: Floats = field(repr=False)
     reach: Mapping[HeadNumber, HeadReach] = field(repr=False)
-    sizes: Mapping[int, Floats] = field(repr=False, default_factory=dict)
 
 
 def survey(
@@ -83,7 +81,7 @@ def survey(
     ops = _PartialOps(tensors, weights, max(first, 1), context)
     last = logits(ops, spec, states[0][: max(first, 1)])[:first]
     progress(spec.layers * len(states), spec.layers * len(states))
-    return Survey(seen.outlier, seen.rows, last, seen.reach, seen.sizes)
+    return Survey(seen.outlier, seen.rows, last, seen.reach)
 
 
 class _Seen:
@@ -93,18 +91,12 @@ class _Seen:
         self.outlier = Outlier("embedding", 0.0)
         self.rows: dict[KvTensor, Floats] = {}
         self.reach: dict[tuple[int, int], HeadReach] = {}
-        self._squares: dict[int, list[NDArray[np.float64]]] = {}
         self._spec = spec
         self._first = first
         self._results = decoder_results(spec)
         tensors = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
         self._cache = {tensor.past: tensor for tensor in tensors}
         self._hadamard = hadamard(spec.head_dim)
-
-    @property
-    def sizes(self) -> dict[int, Floats]:
-        """Root mean square of each channel of the states, by layer."""
-        return {layer: np.sqrt(np.mean(each, axis=0)).astype(np.float32) for layer, each in self._squares.items()}
 
     def observe(self, name: str, values: Floats) -> None:
         kind = self._results[name].kind
@@ -118,7 +110,6 @@ class _Seen:
     def _keep(self, tensor: KvTensor, values: Floats) -> None:
         self.rows.setdefault(tensor, values[: self._first].copy())
         if tensor.is_state:
-            self._squares.setdefault(tensor.layer, []).append(np.square(values, dtype=np.float64).mean(axis=0))
             return
         others, at = values[self._first :], (tensor.layer, tensor.head)
         if at not in self.reach:

@@ -137,6 +137,12 @@ class TfliteOps(Ops[Tensor]):
     def tanh(self, x: Tensor, name: str) -> Tensor:
         return self._emit("TANH", [x], name, x.shape)
 
+    def sqrt(self, x: Tensor, name: str) -> Tensor:
+        return self._in_float("SQRT", x, name)
+
+    def sign(self, x: Tensor, name: str) -> Tensor:
+        return self._in_float("SIGN", x, name)
+
     def gelu(self, x: Tensor, name: str) -> Tensor:
         result = self._graph.result(name + ".float", "f32", x.shape)
         self._graph.operate("GELU", [self._dequantize(x, name)], [result], "GeluOptions", {"approximate": True})
@@ -236,6 +242,10 @@ class TfliteOps(Ops[Tensor]):
         result = self._graph.result(name + ".real", "f32", x.shape)
         self._graph.operate("DEQUANTIZE", [x], [result])
         return result
+
+    def _in_float(self, operator: str, x: Tensor, name: str) -> Tensor:
+        result = self._float(operator, [self._dequantize(x, name)], name + ".float")
+        return self._emit("QUANTIZE", [result], name, x.shape)
 
     def _float(self, operator: str, inputs: Sequence[Tensor], name: str) -> Tensor:
         kind = {"MUL": "MulOptions", "ADD": "AddOptions"}.get(operator)
