@@ -26,6 +26,7 @@ from exporters.pipeline.piece import Piece, Plan
 from exporters.pipeline.pieces import CompileTflitePiece
 from exporters.pipeline.place import Identity
 from exporters.pipeline.planning import Planner
+from exporters.pipeline.quality import MEASURED_TOKENS, ReferencePiece
 from exporters.prepared import prepare
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.sink import SinkWanted
@@ -42,7 +43,8 @@ COMPILER = "tested compiler 1.0"
 
 QUANTIZED = {"layer 0", "layer 1", "layer 2", "head"}
 BUNDLE = {"write", "check", "compile", "evaluate", "error", "quality"}
-AFTER_SURVEY = {"text", *QUANTIZED, *BUNDLE, "reference"}
+ENCODED = {"encode prose", "encode swept"}
+AFTER_SURVEY = {"text", *QUANTIZED, *BUNDLE, *ENCODED, "reference prose", "reference swept"}
 ALL = {"survey", *AFTER_SURVEY}
 
 
@@ -59,19 +61,24 @@ class Export:
     def plan(self) -> Plan:
         checkpoint = Checkpoint.open(str(self.folder / "checkpoint"), self.merged)
         identity = Identity.of(checkpoint)
-        planner = Planner(identity)
+        planner = Planner(identity, several=True)
         combination = Combination(self.options.recipe, "recipe", "u8", self.options.device, (64,))
-        _add(planner, identity, combination, prepare(checkpoint, self.options), self.text)
+        _add(planner, combination, prepare(checkpoint, self.options), self.text)
         return planner.plan
 
     @property
     def names(self) -> dict[str, set[str]]:
-        """The names of the pieces by kind, layers by number."""
+        """The names of the pieces by kind, layers by number, and what is read of texts by the text."""
         found: dict[str, set[str]] = {}
-        for name, planned in self.plan.pieces.items():
-            number = getattr(planned.piece, "layer", None)
-            kind = planned.piece.kind
-            found.setdefault(kind if number is None else f"{kind} {number}", set()).add(name)
+        texts = dict[str, str]()
+        pieces = {name: planned.piece for name, planned in self.plan.pieces.items()}
+        for name, piece in pieces.items():
+            if isinstance(piece, ReferencePiece):
+                titles = [each.title if each.title in MEASURED_TOKENS else "swept" for each in piece.measured]
+                texts |= {name: titles[0], **dict(zip((each.ids for each in piece.measured), titles, strict=True))}
+        for name, piece in pieces.items():
+            of = texts.get(name, getattr(piece, "layer", None))
+            found.setdefault(piece.kind if of is None else f"{piece.kind} {of}", set()).add(name)
         return found
 
 
@@ -156,6 +163,7 @@ def test_each_field_of_each_piece_changes_its_name(export: Export):
         assert name not in names
         counted[planned.piece.kind] = max(counted.get(planned.piece.kind, 0), len(names))
     assert counted.keys() == {"survey", "text", "layer", "head", "write", "quality", "check", "compile"} | {
+        "encode",
         "reference",
         "evaluate",
         "error",
@@ -265,13 +273,13 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "weights": (weights, ALL),
     "configuration": (json_file("config.json", rope_theta=20000.0), ALL),
     "merged adapter": (merged_adapter, ALL),
-    "calibration text": (calibration, ALL),
-    "calibration tokens": (options(calibration_tokens=128), ALL),
+    "calibration text": (calibration, ALL - ENCODED),
+    "calibration tokens": (options(calibration_tokens=128), ALL - ENCODED),
     "attention window": (options(max_attention_window=(32,)), ALL),
     "tokenizer": (tokenizer, AFTER_SURVEY),
     "sampling defaults": (json_file("generation_config.json", do_sample=True, temperature=0.5), BUNDLE),
-    "chat template": (template, BUNDLE),
-    "sink": (options(sink=SinkWanted("tokens", (256,))), AFTER_SURVEY),
+    "chat template": (template, {*BUNDLE, "encode chat", "reference prose"}),
+    "sink": (options(sink=SinkWanted("tokens", (256,))), AFTER_SURVEY - ENCODED),
     "text to learn from": (options(learn_tokens=128), {"text", *QUANTIZED, *BUNDLE}),
     "adapter to calibrate on": (calibrated_adapter, QUANTIZED | BUNDLE),
     "cache": (options(kv_dtype="s16"), QUANTIZED | BUNDLE),
@@ -286,9 +294,9 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "parts": (options(splits=2), BUNDLE),
     "device": (options(device=find("SM8750")), {"check", "compile"}),
     "compiler": (compiler, {"check", "compile"}),
-    "evaluated text": (text(content="other text " * 90), {"reference", "evaluate", "error"}),
-    "evaluated tokens": (text(tokens=40), {"reference", "evaluate", "error"}),
-    "title of the text": (text(title="other"), {"reference", "evaluate", "error"}),
+    "evaluated text": (text(content="other text " * 90), {"encode swept", "reference swept", "evaluate", "error"}),
+    "evaluated tokens": (text(tokens=40), {"reference swept", "evaluate", "error"}),
+    "title of the text": (text(title="other"), {"reference swept", "evaluate", "error"}),
     "float allowed": (options(allow_float=True), set()),
 }
 
@@ -310,4 +318,4 @@ def test_pieces_are_shared_by_contexts_of_the_same_rotation(export: Export):
     options(context=128)(export)
     after = export.names
     shared = {kind for kind in before if before[kind] == after[kind]}
-    assert shared == {"survey", "text", *QUANTIZED}
+    assert shared == {"survey", "text", *ENCODED, *QUANTIZED}

@@ -87,10 +87,10 @@ def test_bundles_are_those_of_separate_exports(checkpoint, done, tmp_path):
 @pytest.mark.slow
 def test_chips_share_all_pieces_but_the_compiled(done):
     _, report = done
-    # a survey, 2 recipes x 2 caches x (layers, head, bundle, evaluation, layer errors), a reference
+    # a survey, 2 recipes x 2 caches x (layers, head, bundle, evaluation, layer errors), token ids, a reference
     layers = len([loss for loss in report.results[0].layers if loss.place.isdecimal()])
-    assert report.pieces == 1 + 4 * (layers + 1 + 3) + 1 == report.done
-    assert report.separate_pieces == 8 * (1 + layers + 1 + 3 + 1)
+    assert report.pieces == 1 + 4 * (layers + 1 + 3) + 2 == report.done
+    assert report.separate_pieces == 8 * (1 + layers + 1 + 3 + 2)
 
 
 @pytest.mark.slow

@@ -98,7 +98,17 @@ def transformed_as(bundle: Bundle, checkpoint: Checkpoint) -> Tensors:
     Raises:
         BundleError: the file of the transforms is broken.
     """
-    manifest, heads = bundle.manifest, None
-    if manifest.recipe.heads != "none":
-        heads = read_heads(bundle.path / HEADS_FILE, manifest.files[HEADS_FILE].bytes)
-    return transformed(checkpoint.with_vocabulary(manifest.model.vocabulary), manifest.recipe, heads)
+    return transformed(
+        checkpoint.with_vocabulary(bundle.manifest.model.vocabulary), bundle.manifest.recipe, heads_of(bundle)
+    )
+
+
+def heads_of(bundle: Bundle) -> AlignedHeads | None:
+    """The transforms of single heads that were folded into a bundle's weights, if its recipe aligns them.
+
+    Raises:
+        BundleError: their file is broken.
+    """
+    if bundle.manifest.recipe.heads == "none":
+        return None
+    return read_heads(bundle.path / HEADS_FILE, bundle.manifest.files[HEADS_FILE].bytes)

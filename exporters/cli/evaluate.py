@@ -27,6 +27,7 @@ from exporters.inspect.show import figures
 from exporters.inspect.wikitext import Pages
 from exporters.progress import shown
 from exporters.quantize.recipe import Recipe, check_recipe_path
+from exporters.quantize.reference import Reference
 
 
 @command
@@ -101,8 +102,9 @@ def eval_(
             report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress, pages=pages)
             report, result = msgspec.structs.replace(report, proposal=proposal), report.evaluation
         else:
+            exact = Reference(source, manifest.context)
             result = evaluate_windows(
-                model, source, windows, text.name, pages=pages, emulated=emulated, progress=progress
+                model, exact, windows, text.name, pages=pages, emulated=emulated, progress=progress
             )
     if html is not None and report is not None:
         write_page(html, model.bundle, report)

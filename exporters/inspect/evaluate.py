@@ -101,16 +101,16 @@ def evaluate(
         progress: called after every window.
     """
     windows = evaluation_windows(checkpoint, text, model.bundle.manifest, tokens)
-    return evaluate_windows(model, checkpoint, windows, text_name, reference=reference, progress=progress)
+    exact = reference or Reference(checkpoint, model.bundle.manifest.context)
+    return evaluate_windows(model, exact, windows, text_name, progress=progress)
 
 
 def evaluate_windows(
     model: edgekv.Model,
-    checkpoint: Checkpoint,
+    reference: Logits,
     windows: Sequence[Window],
     text_name: str,
     *,
-    reference: Logits | None = None,
     pages: Pages | None = None,
     emulated: edgekv.Model | None = None,
     progress: Progress = silent,
@@ -120,8 +120,7 @@ def evaluate_windows(
     With `emulated`, the bundle in the mode `emulate`, the model's agreement with it is measured too.
     """
     tally, against = Tally(), Tally()
-    exact = reference or Reference(checkpoint, model.bundle.manifest.context)
-    logits = exact.logits([window.inputs for window in windows])
+    logits = reference.logits([window.inputs for window in windows])
     for done, (window, expected) in enumerate(zip(windows, logits, strict=True)):
         progress("evaluate", done, len(windows))
         tally.add(window, expected, actual := model.score(window.inputs.tolist()))
@@ -147,9 +146,4 @@ def evaluation_windows(checkpoint: Checkpoint, text: str, manifest: Manifest, to
         UsageError: the text has fewer than two tokens.
     """
     sink = [] if manifest.sink is None else manifest.sink.tokens
-    return context_windows(checkpoint, text, manifest.context, sink, tokens)
-
-
-def context_windows(checkpoint: Checkpoint, text: str, context: int, sink: Sequence[int], tokens: int) -> list[Window]:
-    """As `evaluation_windows`, for a bundle with this context and sink, which need not be written yet."""
-    return measured_windows(token_windows(checkpoint, text, context, first=sink or None), sink, tokens)
+    return measured_windows(token_windows(checkpoint, text, manifest.context, first=sink or None), sink, tokens)

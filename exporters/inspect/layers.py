@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Protocol, get_args
 
 import numpy as np
 
-from edgekv.bundle import Bundle
+from edgekv.bundle import Bundle, BundleWeights
 from edgekv.runtime import Engine
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import by_outputs
 from exporters.inspect.advice import worst
-from exporters.inspect.meters import MatrixMeter, ResultMeter, weighed_apart
+from exporters.inspect.meters import MatrixMeter, ResultMeter, TokenPower, weighed_apart
 from exporters.inspect.probe import Probe
 from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss, TokenSpan
 from exporters.inspect.spans import find_spans
@@ -88,6 +89,81 @@ def measure_layers(
     )
 
 
+def layer_losses(bundle: Bundle, engine: Engine, tensors: Tensors, windows: Sequence[Window]) -> list[LayerLoss]:
+    """As `layers` of `measure_layers`, without what explains the errors: half of the work.
+
+    Raises:
+        BundleError: the bundle has no ONNX graphs.
+        EngineError: the engine refused a layer.
+    """
+    probe, last = Probe(bundle, engine), tensors.spec.layers
+    matrices, errors = _MatrixErrors(bundle), list[_Error]()
+    inputs, context = [window.inputs for window in windows], bundle.manifest.context
+    exact = trace_stages(tensors, inputs, context, partial(_MeasuringOps, matrices), first=probe.first)
+    traces = zip(exact, probe.stages(inputs), strict=True)
+    for _ in range(last + 1):
+        powers: dict[str, TokenPower] = {}
+        for _ in windows:
+            wanted, found = next(traces)
+            for name, values in wanted.items():
+                powers.setdefault(name, TokenPower.empty()).add(values, found[name] - values)
+        errors += matrices.close()
+        for name, power in powers.items():
+            sqnr_db, first_db = power.sqnr_db(weighed_apart(probe.first))
+            errors.append(_Error(name, _kind_of(name), _layer_of(name), sqnr_db, first_db))
+    return [*_layers(errors, last)]
+
+
+class Products(Protocol):
+    """What looks at each product of the float reference."""
+
+    def add(self, key: str, weights: Weights, x: Floats, product: Floats, rows: slice, gain: float) -> None:
+        """Inputs `[T, in]` and their exact product with `rows` of the matrix times `gain`."""
+
+
+class TensorError(Protocol):
+    """What counts of a tensor in the error of its layer; see `TensorLoss`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def layer(self) -> int | None: ...
+    @property
+    def sqnr_db(self) -> float: ...
+    @property
+    def first_db(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    name: str
+    kind: Kind
+    layer: int | None
+    sqnr_db: float
+    first_db: float | None = None
+
+
+class _MatrixErrors:
+    """The errors of the elements of matrices in use."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._weights = bundle.weights()
+        self._errors: dict[str, _Error] = {}
+
+    def add(self, key: str, weights: Weights, x: Floats, product: Floats, rows: slice, gain: float) -> None:
+        if key not in self._errors:
+            meter = MatrixMeter(*_compared(self._weights, key, weights, gain))
+            self._errors[key] = _Error(key, "weight", _layer_of(key), meter.weights_db)
+
+    def close(self) -> list[_Error]:
+        """Return the errors and drop them."""
+        errors = [*self._errors.values()]
+        self._errors.clear()
+        return errors
+
+
 class MatrixMeters:
     """Meters of the matrices in use; `close` reads and drops them."""
 
@@ -101,9 +177,9 @@ class MatrixMeters:
     def add(self, key: str, weights: Weights, x: Floats, product: Floats, rows: slice, gain: float) -> None:
         """Record inputs `[T, in]` and their exact product with `rows` of the matrix times `gain`."""
         if key not in self._meters:
-            stored = by_outputs(self._weights.matrix(key).dequantize())
-            exact = weights[key] * np.float32(gain)
-            self._meters[key] = MatrixMeter(exact, stored, weighed_apart(self._first))
+            self._meters[key] = MatrixMeter(
+                *_compared(self._weights, key, weights, gain), apart=weighed_apart(self._first)
+            )
         self._meters[key].add(x[self._first :], product[self._first :], rows)
 
     def close(self) -> list[TensorLoss]:
@@ -127,12 +203,17 @@ class MatrixMeters:
         )
 
 
+def _compared(stored: BundleWeights, key: str, weights: Weights, gain: float) -> tuple[Floats, Floats]:
+    """A matrix `[out, in]` times its gain, and the bundle's, which has the gain in it."""
+    return weights[key] * np.float32(gain), by_outputs(stored.matrix(key).dequantize())
+
+
 class _MeasuringOps(NumpyOps):
-    """The float reference; every input is also multiplied with the bundle's matrix."""
+    """The float reference; its products are looked at."""
 
     def __init__(
         self,
-        meters: MatrixMeters,
+        products: Products,
         spec: DecoderSpec,
         weights: Weights,
         tokens: int,
@@ -140,11 +221,11 @@ class _MeasuringOps(NumpyOps):
         observe: Observer | None = None,
     ) -> None:
         super().__init__(spec, weights, tokens, context, observe)
-        self._meters = meters
+        self._products = products
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         product = super().product(x, weight, rows, gain)
-        self._meters.add(weight, self._weights, x, product, rows, gain)
+        self._products.add(weight, self._weights, x, product, rows, gain)
         return product
 
 
@@ -177,8 +258,8 @@ def _layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _layers(losses: Sequence[TensorLoss], layers: int) -> Iterator[LayerLoss]:
-    places: dict[str, list[TensorLoss]] = {"embedding": [], **{str(layer): [] for layer in range(layers)}, "head": []}
+def _layers(losses: Sequence[TensorError], layers: int) -> Iterator[LayerLoss]:
+    places: dict[str, list[TensorError]] = {"embedding": [], **{str(layer): [] for layer in range(layers)}, "head": []}
     for loss in losses:
         other = "embedding" if loss.name == "embedding" else "head"
         places[other if loss.layer is None else str(loss.layer)].append(loss)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import RecipeRecord
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import KvDtype
-from edgekv.spec import DecoderSpec
+from edgekv.spec import DecoderSpec, Vocabulary
 from exporters.checkpoint.aligned import align
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
@@ -60,7 +60,11 @@ class Exact:
     @property
     def alone(self) -> Exact:
         """With a vocabulary that no recipe chose: the same logits to the bit, so all recipes share pieces."""
-        return replace(self, spec=msgspec.structs.replace(self.spec, vocabulary="apart"))
+        return self.with_vocabulary("apart")
+
+    def with_vocabulary(self, vocabulary: Vocabulary) -> Exact:
+        """See `Checkpoint.with_vocabulary`."""
+        return replace(self, spec=msgspec.structs.replace(self.spec, vocabulary=vocabulary))
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
         """The decoder of a checkpoint.
@@ -162,6 +166,7 @@ class Inputs:
         keeps_files: keep the files of layers open, so that clearing the store does no harm; for a process that does
             all pieces.
         keeps_residual: keep the residual of the last layer in memory; for a process that does one piece at a time.
+        threads: of an engine that runs a bundle; None for all cores.
     """
 
     def __init__(
@@ -172,9 +177,11 @@ class Inputs:
         *,
         keeps_files: bool = False,
         keeps_residual: bool = True,
+        threads: int | None = None,
     ) -> None:
         self.store = store
         self.progress = progress
+        self.threads = threads
         self._place = place
         self._keeps_files = keeps_files
         self._keeps_residual = keeps_residual

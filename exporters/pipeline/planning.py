@@ -37,7 +37,15 @@ from exporters.pipeline.pieces import (
     WritePiece,
 )
 from exporters.pipeline.place import Identity
-from exporters.pipeline.quality import MEASURED_TOKENS, Measured, QualityPiece, Sample, held_out_texts, quality_bytes
+from exporters.pipeline.quality import (
+    MEASURED_TOKENS,
+    EncodePiece,
+    Measured,
+    QualityPiece,
+    ReferencePiece,
+    held_out_texts,
+    quality_bytes,
+)
 from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
@@ -77,15 +85,17 @@ class Planner:
     Args:
         identity: of the checkpoint.
         divide: make the matrices of a layer pieces of their own.
+        several: keep what only several exports share: the logits of the float reference.
 
     Attributes:
         plan: what was collected.
     """
 
-    def __init__(self, identity: Identity, *, divide: bool = False) -> None:
+    def __init__(self, identity: Identity, *, divide: bool = False, several: bool = False) -> None:
         self.plan = Plan()
         self._identity = identity
         self._divide = divide
+        self._several = several
 
     def export(self, prepared: Prepared) -> Exported:
         """The pieces of an export."""
@@ -196,14 +206,38 @@ class Planner:
         )
         return self.plan.put(piece, writing_bytes(checkpoint.spec.sizes))
 
+    def measured(self, prepared: Prepared, folded: Folded, text: str, title: str, tokens: int) -> Measured:
+        """Windows of a text on which a bundle is measured.
+
+        Args:
+            prepared: the export.
+            folded: the decoder.
+            text: its content.
+            title: its name.
+            tokens: to predict.
+        """
+        exact, special = folded.exact.alone, prepared.checkpoint.special
+        piece = EncodePiece(exact, self._identity.tokenizer, give_text(self.plan, text))
+        return Measured(
+            exact=exact,
+            sink=folded.sink,
+            bos=() if special.bos is None else (special.bos,),
+            context=prepared.options.contexts[-1],
+            ids=self.plan.put(piece, quantizing_bytes(prepared)),
+            title=title,
+            tokens=tokens,
+        )
+
     def _quality(self, prepared: Prepared, folded: Folded, write: str) -> str:
         checkpoint, context = prepared.checkpoint, prepared.options.contexts[-1]
-        texts = tuple(
-            (name, Measured(folded.exact.alone, self._identity.tokenizer, folded.sink, context, sample))
+        texts = {
+            name: self.measured(prepared, folded, text, name, MEASURED_TOKENS[name])
             for name, text in held_out_texts(checkpoint).items()
-            for sample in [Sample(give_text(self.plan, text), name, MEASURED_TOKENS[name])]
-        )
-        return self.plan.put(QualityPiece(write, texts), quality_bytes(checkpoint.spec, context))
+        }
+        ram_bytes, reference = quality_bytes(checkpoint.spec, context), None
+        if self._several:
+            reference = self.plan.put(ReferencePiece(tuple(texts.values())), ram_bytes)
+        return self.plan.put(QualityPiece(write, tuple(texts.items()), reference), ram_bytes)
 
     def _compiled(self, prepared: Prepared, write: str) -> tuple[dict[str, str], tuple[str, ...]]:
         options = prepared.options

@@ -23,12 +23,12 @@ from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from edgekv.spec import LOGITS, DecoderSpec
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.inspect.evaluate import context_windows
 from exporters.inspect.probe import Probe
 from exporters.inspect.tally import Evaluation, Tally
-from exporters.inspect.wikitext import Window
-from exporters.pipeline.inputs import Exact, Inputs, SinkChoice
+from exporters.inspect.wikitext import Window, measured_windows
+from exporters.pipeline.inputs import TOKENS, Exact, Inputs, SinkChoice
 from exporters.pipeline.piece import Piece
+from exporters.quantize.calibrate import cut_windows
 from exporters.quantize.reference import Floats, Reference
 
 TextName = Literal["prose", "chat"]
@@ -41,49 +41,100 @@ _PROSE, _CHAT = "held_out.txt", "held_out_chat.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """The text of the evaluation.
-
-    Attributes:
-        name: of the piece that holds it.
-        title: of the text.
-        tokens: number of tokens to predict.
-    """
-
-    name: str
-    title: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What windows of text are cut from.
+class EncodePiece(Piece):
+    """The token ids of a text, `[1, T]`.
 
     Attributes:
         exact: the decoder.
         tokenizer: see `Identity`.
-        sink: decides how windows begin.
-        context: of the bundle.
-        sample: the text.
+        text: name of the text.
     """
+
+    kind: ClassVar[str] = "encode"
 
     exact: Exact
     tokenizer: str
+    text: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.text,)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
+        np.save(folder / TOKENS, np.array([checkpoint.encode(inputs.text(self.text))], np.int64))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Windows of a text.
+
+    Attributes:
+        exact: the decoder.
+        sink: decides how they begin.
+        bos: how they begin without a sink.
+        context: of the bundle.
+        ids: name of the text's token ids.
+        title: of the text.
+        tokens: number of tokens to predict.
+    """
+
+    exact: Exact
     sink: SinkChoice
+    bos: tuple[int, ...]
     context: int
-    sample: Sample
+    ids: str
+    title: str
+    tokens: int
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the pieces that it follows from."""
-        return self.sink.survey, self.sample.name
+        return self.sink.survey, self.ids
 
     def windows(self, inputs: Inputs) -> list[Window]:
-        """Those that `edgekv eval` measures: of the context length, with `sample.tokens` predicted tokens in all."""
+        """Those that `edgekv eval` measures: of the context length, with `tokens` predicted tokens in all."""
         has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
-        first = self.sink.first if has_sink else ()
-        checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
-        return context_windows(checkpoint, inputs.text(self.sample.name), self.context, first, self.sample.tokens)
+        (ids,) = inputs.tokens(self.ids).tolist()
+        windows = cut_windows(ids, self.context, self.sink.first if has_sink else self.bos)
+        return measured_windows(windows, self.sink.first if has_sink else (), self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePiece(Piece):
+    """Logits of the float32 reference, a file for each window.
+
+    Attributes:
+        measured: the texts.
+    """
+
+    kind: ClassVar[str] = "reference"
+
+    measured: tuple[Measured, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(name for each in self.measured for name in each.needs)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        windows = [window.inputs for each in self.measured for window in each.windows(inputs)]
+        reference = Reference(inputs.exact(self.measured[0].exact), self.measured[0].context)
+        for number, logits in enumerate(reference.logits(windows)):
+            np.save(folder / f"{number}.npy", logits)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLogits:
+    """Logits that `ReferencePiece` has written."""
+
+    folder: Path
+
+    def logits(self, windows: Sequence[NDArray[np.int64]], /) -> Iterator[Floats]:
+        """Yield the logits `[T, V]` of each window."""
+        for number in range(len(windows)):
+            yield np.load(self.folder / f"{number}.npy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +146,32 @@ class QualityPiece(Piece):
     Attributes:
         bundle: name of the written bundle.
         texts: what is measured.
+        reference: name of the reference's logits, which several bundles share; None to compute them here.
     """
 
     kind: ClassVar[str] = "quality"
 
     bundle: str
     texts: tuple[tuple[TextName, Measured], ...]
+    reference: str | None
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return self.bundle, *(name for _, measured in self.texts for name in measured.needs)
+        shared = () if self.reference is None else (self.reference,)
+        return self.bundle, *shared, *(name for _, measured in self.texts for name in measured.needs)
 
     def make(self, folder: Path, inputs: Inputs) -> list[QualityRecord]:
         measured = self.texts[0][1]
         named = [(name, window) for name, each in self.texts for window in each.windows(inputs)]
         windows = [window.inputs for _, window in named]
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
-        reference = Reference(inputs.text_checkpoint(measured.exact, measured.tokenizer), measured.context)
-        exact = reference.logits(windows, progress=partial(self._told, inputs, bundle))
+        if self.reference is None:
+            reference = Reference(inputs.exact(measured.exact), measured.context)
+            exact = reference.logits(windows, progress=partial(self._told, inputs, bundle))
+        else:
+            exact = StoredLogits(inputs.store.path(self.reference)).logits(windows)
         tallies: dict[TextName, Tally] = {}
-        for (name, window), expected, found in zip(named, exact, _logits(bundle, windows), strict=True):
+        for (name, window), expected, found in zip(named, exact, _logits(bundle, windows, inputs.threads), strict=True):
             tallies.setdefault(name, Tally()).add(window, expected, found)
         self._told(inputs, bundle, 2 * bundle.manifest.model.layers)
         return [_record(name, tally.evaluation("", "")) for name, tally in tallies.items()]
@@ -144,17 +201,17 @@ def quality_bytes(spec: DecoderSpec, context: int) -> int:
     return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest + _COPIES_OF_LOGITS * 4 * window * spec.vocab
 
 
-def _logits(bundle: Bundle, windows: Sequence[NDArray[np.int64]]) -> Iterator[Floats]:
+def _logits(bundle: Bundle, windows: Sequence[NDArray[np.int64]], threads: int | None) -> Iterator[Floats]:
     """The bundle's logits `[T, V]` of each window."""
     manifest = bundle.manifest
     if manifest.graph_format == "onnx":
         sink, encoding = read_sink(bundle), manifest.encodings[LOGITS]
         restored = [] if sink is None else [encoding.dequantize(sink.logits)]
-        stages = Probe(bundle, make_engine(bundle, EngineOptions())).stages(windows)
+        stages = Probe(bundle, make_engine(bundle, EngineOptions(threads=threads))).stages(windows)
         for trace in islice(stages, manifest.model.layers * len(windows), None):
             yield np.concatenate([*restored, trace["logits"]])
         return
-    with edgekv.load(bundle, engine="litert") as model:
+    with edgekv.load(bundle, engine="litert", threads=threads) as model:
         for window in windows:
             yield model.score(window.tolist())
 

@@ -15,7 +15,6 @@ from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import by_inputs
-from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Rows
 from quant import QuantizedWeight
 
@@ -44,12 +43,12 @@ class Weights:
     """Tensors, each read once until it is dropped."""
 
     def __init__(self, checkpoint: Tensors) -> None:
-        self._checkpoint = checkpoint
+        self._tensors = checkpoint
         self._read: dict[str, Floats] = {}
 
     def __getitem__(self, key: str) -> Floats:
         if key not in self._read:
-            self._read[key] = self._checkpoint.tensor(key)
+            self._read[key] = self._tensors.tensor(key)
         return self._read[key]
 
     def drop(self) -> None:
@@ -211,13 +210,13 @@ class Reference:
     a time.
 
     Args:
-        checkpoint: the model.
+        tensors: the weights.
         context: the longest sequence that the rotary embedding is made for: the context of a bundle that is measured
             against it; None: the length of each window, as transformers does.
     """
 
-    def __init__(self, checkpoint: Checkpoint, context: int | None = None) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, tensors: Tensors, context: int | None = None) -> None:
+        self._tensors = tensors
         self._context = context
 
     def logits(
@@ -245,7 +244,7 @@ class Reference:
     ) -> list[Floats]:
         """The last layer's output `[T, hidden]` for each window; arguments as for `logits`."""
         windows = [np.asarray(window) for window in windows]
-        spec, weights = self._checkpoint.spec, Weights(self._checkpoint)
+        spec, weights = self._tensors.spec, Weights(self._tensors)
         ops = self._ops(weights, {len(window) for window in windows}, observe)
         states = [ops[len(window)].embed(window, "embedding") for window in windows]
         for layer in range(spec.layers):
@@ -257,10 +256,10 @@ class Reference:
 
     def head(self, states: Iterable[Floats], *, observe: Observer | None = None) -> Iterator[Floats]:
         """Yield the logits `[T, V]` of each output `[T, hidden]` of the last layer."""
-        weights = Weights(self._checkpoint)
+        weights = Weights(self._tensors)
         for state in states:
             ops = self._ops(weights, {len(state)}, observe)
-            yield logits(ops[len(state)], self._checkpoint.spec, state)
+            yield logits(ops[len(state)], self._tensors.spec, state)
 
     def _ops(self, weights: Weights, lengths: Iterable[int], observe: Observer | None) -> dict[int, NumpyOps]:
-        return {n: NumpyOps(self._checkpoint.spec, weights, n, self._context or n, observe) for n in lengths}
+        return {n: NumpyOps(self._tensors.spec, weights, n, self._context or n, observe) for n in lengths}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,15 +23,15 @@ from exporters.pipeline.assemble import assemble
 from exporters.pipeline.dask.run import run_on
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
-from exporters.pipeline.planning import Exported, Planner, give_text, quantizing_bytes
+from exporters.pipeline.planning import Exported, Planner, quantizing_bytes
 from exporters.pipeline.prune import check_prunable, mark_used, prune
-from exporters.pipeline.quality import Measured, Sample
+from exporters.pipeline.quality import ReferencePiece
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared
 from exporters.progress import Progress, silent
 from exporters.resources import bundle_bytes, engine_bytes
 from exporters.sweep.combination import Combination, Refusal, sort_out
-from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors, ReferencePiece
+from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 
 RESULTS = "results.json"
@@ -149,9 +149,9 @@ def run_sweep(
     if options.prune_days is not None:
         check_prunable(store)
     identity, place = Identity.of(opened), Place.of(opened)
-    planner = Planner(identity, divide=cluster.divide)
+    planner = Planner(identity, divide=cluster.divide, several=True)
     plan = planner.plan
-    members = [_add(planner, identity, combination, prepared, text) for combination, prepared in possible]
+    members = [_add(planner, combination, prepared, text) for combination, prepared in possible]
     targets = [name for member in members for name in member.names]
     before = len(plan.unfinished(store, targets))
     disk_bytes = 2 * max(_bundle_bytes(prepared) for _, prepared in possible)
@@ -191,21 +191,16 @@ def run_sweep(
     return report
 
 
-def _add(planner: Planner, identity: Identity, combination: Combination, prepared: Prepared, text: Text) -> Member:
+def _add(planner: Planner, combination: Combination, prepared: Prepared, text: Text) -> Member:
     """The pieces of one more combination."""
     exported, plan = planner.export(prepared), planner.plan
     spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
-    exact, sink = exported.folded.exact.alone, exported.folded.sink
-    sample, errors = (
-        Sample(give_text(plan, text.content), text.title, tokens)
-        for tokens in (text.tokens, min(text.tokens, _ERROR_TOKENS))
-    )
-    measured = Measured(exact, identity.tokenizer, sink, context, sample)
-    logits_bytes = 4 * min(context, sample.tokens) * spec.vocab
     quantizing, running = quantizing_bytes(prepared), engine_bytes(_bundle_bytes(prepared))
-    reference = plan.put(ReferencePiece(measured), quantizing + 2 * logits_bytes)
+    measured = planner.measured(prepared, exported.folded, text.content, text.title, text.tokens)
+    logits_bytes = 4 * min(context, text.tokens) * spec.vocab
+    reference = plan.put(ReferencePiece((measured,)), quantizing + 2 * logits_bytes)
     evaluate = plan.put(EvaluatePiece(measured, exported.write, reference), running + 4 * logits_bytes)
-    by_layer = Measured(exact, identity.tokenizer, sink, context, errors)
+    by_layer = replace(measured, tokens=min(text.tokens, _ERROR_TOKENS))
     error = plan.put(ErrorPiece(by_layer, exported.write), running + quantizing)
     return Member(combination, exported, evaluate, error)
 

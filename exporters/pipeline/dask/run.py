@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from distributed import Client, Future, KilledWorker, get_worker
 from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
 from exporters.options import Cluster
+from exporters.pipeline.chains import find_chains
 from exporters.pipeline.dask.cluster import connected
 from exporters.pipeline.dask.fitness import RAM, TOPIC, FitWorkers, WorkerRequirements, looking, versions
 from exporters.pipeline.dask.limit import within
@@ -180,52 +182,66 @@ def run_pieces(
     client.subscribe_topic(TOPIC, lambda event: say(f"worker {event[1]['worker']}: {_reasons(event[1]['problems'])}"))
     plugin = FitWorkers(requirements, mark, largest_bytes)
     within(_LOOK_AT_S, "workers", lambda: client.register_plugin(plugin), fix="Stop those that hang.")
-    store, place = requirements.store, requirements.place
+    told: SimpleQueue[str] = SimpleQueue()
+    done_topic = f"{mark}-done"
+    client.subscribe_topic(done_topic, lambda event: told.put(event[1]))
+    chains = {chain[-1]: chain for chain in find_chains({name: each.piece for name, each in wanted.items()})}
+    chain_of = {name: last for last, chain in chains.items() for name in chain}
     futures: dict[str, Future] = {}
-    for name, planned in wanted.items():
-        piece = planned.piece
-        before = [futures[need] for need in piece.needs if need in futures]
-        futures[name] = client.submit(
-            do_piece,
-            piece,
-            store,
-            place,
-            before,
-            key=f"{piece.kind}-{name}",
-            resources={RAM: planned.ram_bytes, mark: 1},
-            retries=_RETRIES if store.is_remote else 0,
+    for last, chain in chains.items():
+        before = {chain_of[need] for name in chain for need in wanted[name].piece.needs if need in wanted} - {last}
+        futures[last] = client.submit(
+            do_chain,
+            [wanted[name].piece for name in chain],
+            requirements.store,
+            requirements.place,
+            done_topic,
+            [futures[each] for each in before],
+            key=f"{wanted[last].piece.kind}-{last}",
+            resources={RAM: max(wanted[name].ram_bytes for name in chain), mark: 1},
+            retries=_RETRIES if requirements.store.is_remote else 0,
+            priority=len(chain),  # the longest first: short ones fill the end
         )
-    names = {future.key: name for name, future in futures.items()}
+    lasts = {future.key: last for last, future in futures.items()}
     totals, done = Counter(each.piece.kind for each in wanted.values()), Counter[str]()
     failed: dict[str, Failure] = {}
-    waiting = {*futures.values()}
+    left, waiting = {*wanted}, {*futures.values()}
     watch = _Watch(client, mark, say)
 
     def least_bytes() -> int:
         """RAM of the smallest piece that could run now."""
-        left = [wanted[names[each.key]] for each in waiting]
-        return min(
-            each.ram_bytes for each in left if not any(futures.get(need) in waiting for need in each.piece.needs)
-        )
+        ready = [wanted[name] for name in left if left.isdisjoint(wanted[name].piece.needs)]
+        return min((each.ram_bytes for each in ready), default=0)
+
+    def finished(names: Iterable[str]) -> None:
+        for name in names:
+            if name in left:
+                left.discard(name)
+                kind = wanted[name].piece.kind
+                done[kind] += 1
+                progress(kind, done[kind], totals[kind])
 
     try:
         while waiting:
             time.sleep(_POLL_S)
-            watch.look(len(wanted) - len(waiting), len(wanted), least_bytes)
+            watch.look(len(wanted) - len(left), len(wanted), least_bytes)
+            while not told.empty():
+                finished([told.get()])
             for future in [each for each in waiting if each.done()]:
                 waiting.discard(future)
-                name = names[future.key]
-                kind = wanted[name].piece.kind
+                chain = chains[lasts[future.key]]
                 if future.status == "finished":
-                    done[kind] += 1
-                    progress(kind, done[kind], totals[kind])
+                    finished(chain)
                 elif future.status == "error":
-                    error = _as_named(name, wanted[name], future.exception(timeout=_ANSWER_S))
+                    found = future.exception(timeout=_ANSWER_S)
+                    guilty = chains[lasts[found.task]] if isinstance(found, KilledWorker) else chain
+                    cause, error = _named(wanted, guilty, requirements.store, found)
                     if not keep_going:
                         raise error
-                    failed[name] = Failure(kind, error)
+                    failed |= dict.fromkeys(left.intersection(chain), Failure(wanted[cause].piece.kind, error))
+                    left.difference_update(chain)
                 else:
-                    raise watch.vanished(len(wanted) - len(waiting) - 1, len(wanted))
+                    raise watch.vanished(len(wanted) - len(left), len(wanted))
     finally:
         if waiting and client.status == "running":
             with suppress(Exception):  # the reason why it ends is raised
@@ -233,18 +249,43 @@ def run_pieces(
     return failed
 
 
-def do_piece(piece: Piece, store: PieceStore, place: Place | None, before: Sequence[object]) -> float:
-    """Do a piece in a worker; its files go to the store and the seconds that it took to the scheduler."""
+class PieceError(Exception):
+    """A piece of a chain failed.
+
+    Attributes:
+        name: of the piece.
+        error: why.
+    """
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        super().__init__(name, error)
+        self.name = name
+        self.error = error
+
+
+def do_chain(
+    pieces: Sequence[Piece], store: PieceStore, place: Place | None, topic: str, before: Sequence[object]
+) -> None:
+    """Do pieces one after another in a worker; their files go to the store, their names to the topic.
+
+    Raises:
+        PieceError: one failed.
+    """
     inputs = _inputs(store, place)
-    if piece.kind not in ("layer", "head"):
-        inputs.release()
-    return store.make(piece.name, piece.kind, partial(piece.make, inputs=inputs)).seconds
+    for piece in pieces:
+        if piece.kind not in ("layer", "head"):
+            inputs.release()
+        try:
+            store.make(piece.name, piece.kind, partial(piece.make, inputs=inputs))
+        except Exception as error:
+            raise PieceError(piece.name, error) from None
+        get_worker().log_event(topic, piece.name)
 
 
 @cache
 def _inputs(store: PieceStore, place: Place | None) -> Inputs:
     """Those of this process, so that a checkpoint is opened and hashed once."""
-    return Inputs(store, place, keeps_residual=get_worker().state.nthreads == 1)
+    return Inputs(store, place, keeps_residual=get_worker().state.nthreads == 1, threads=1)
 
 
 class _Watch:
@@ -335,18 +376,24 @@ def _workers(client: Client) -> dict[str, Any]:
     return found
 
 
-def _as_named(name: str, planned: Planned, error: BaseException) -> BaseException:
-    """The error of a piece; those of Dask become ones that name the fix."""
+def _named(
+    wanted: Mapping[str, Planned], chain: Sequence[str], store: PieceStore, error: BaseException
+) -> tuple[str, BaseException]:
+    """The piece that failed, and its error; errors of Dask become ones that name the fix."""
+    if isinstance(error, PieceError):
+        return error.name, error.error
+    name = next((each for each in chain if store.find(each) is None), chain[-1])
     if isinstance(error, RuntimeError) and _UNREAD in str(error):
-        return ServiceError(
+        return name, ServiceError(
             "scheduler",
             got="one that cannot read pieces",
             expected="one with this command's edgekv",
             fix="Start it in the same environment as the workers.",
         )
     if not isinstance(error, KilledWorker):
-        return error
-    return ServiceError(
+        return name, error
+    planned = wanted[name]
+    return name, ServiceError(
         f"piece {planned.piece.kind}-{name}",
         got=f"{error.allowed_failures + 1} workers that died of it",
         expected="a worker that survives it",
