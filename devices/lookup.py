@@ -83,7 +83,11 @@ def search(word: str) -> Found:
         for device in CATALOGUE
         if spelled == f"v{device.arch}" or any(key in _key(name) for name in device.names)
     )
-    others = tuple(other for known, other in _OTHER_BY_KEY.items() if key and key in known)
+    others = tuple(
+        other
+        for known, other in _OTHER_BY_KEY.items()
+        if key and (key in known or other.meaning.startswith(f"{spelled.upper()}:"))
+    )
     if not devices and not others:
         raise UnknownDeviceError(word)
     return Found(devices, others)

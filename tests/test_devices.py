@@ -158,10 +158,14 @@ def test_a_search_that_finds_nothing_is_refused_and_names_what_is_like_it():
         search("SM8551")
 
 
+V66_CHIPS = ("SM8250", "QRB5165", "SM8150", "SM7250")
+
+
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
         (["sm8250"], ["SM8250: V66: no HTP that this compiler supports."]),
+        (["v66"], [f"{soc}: V66: no HTP that this compiler supports." for soc in V66_CHIPS]),
         (["Galaxy S20"], ["Samsung Galaxy S20: Its Qualcomm chip is SM8250, V66: no HTP that this compiler supports."]),
     ],
 )
