@@ -8,7 +8,8 @@ A name names exactly one chip; `devices.other_names` explains those that do not.
 chips is a mixed product of the one with an HTP. `speed` is the chip's own if figures were published for it, otherwise
 that of the nearest HTP version.
 
-Products: Galaxy S21 to S25, Galaxy Tab S8, Xiaomi 12 and 12 Pro as in AI Hub Models' devices_and_chipsets.yaml. The
+Products: Galaxy S21 to S25, Galaxy Tab S8, Xiaomi 12 and 12 Pro as in AI Hub Models' devices_and_chipsets.yaml.
+Laptops: names of Linux' device trees (x1e80100-*.dts, x1e78100-*.dts); some are sold with the 8-core chip too. The
 other products, and which ones are mixed, are generally known but were not checked against a source.
 """
 
@@ -262,6 +263,14 @@ CATALOGUE: tuple[Device, ...] = (
             "X1E-78-100",
             "X1P-66-100",
             "X1P-64-100",
+        ),
+        products=(
+            "Surface Laptop 7",
+            "Surface Pro 11",
+            "Lenovo Yoga Slim 7x",
+            "Lenovo ThinkPad T14s Gen 6 Snapdragon",
+            "ASUS Vivobook S 15 Snapdragon",
+            "Dell XPS 13 9345",
         ),
     ),
     Device(

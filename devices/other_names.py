@@ -63,6 +63,8 @@ OTHER_NAMES: tuple[OtherName, ...] = (
         "OnePlus 8",
         "OnePlus 8 Pro",
     ),
+    OtherName("V66", "It is older than V68, the first HTP that this compiler supports."),
+    OtherName("V65", "It is older than V68, the first HTP that this compiler supports."),
     *_without_htp("QRB5165", 66, "RB5"),
     *_without_htp(
         "SM8150",
