@@ -118,7 +118,17 @@ def test_a_scheduler_that_does_not_answer(checkpoint, tmp_path):
 @pytest.mark.htp
 def test_one_export_and_one_compilation_on_a_cluster(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
-    options = ["--device", "SM8650", "--context", "64", "--ar", "1,16", "--calibration-tokens", "512"]
+    options = [
+        "--device",
+        "SM8650",
+        "--context",
+        "64",
+        "--ar",
+        "1,16",
+        "--calibration-tokens",
+        "512",
+        "--no-quality-check",
+    ]
     far = ["--compile", "--scheduler", "local", "--divide-layers"]
     for place, more in (("near", ["--compile"]), ("far", far)):
         assert run(["export", str(checkpoint), "-o", str(tmp_path / place), *options, *more]) == 0
@@ -139,7 +149,8 @@ def test_the_command_shows_the_answer(checkpoint, done, tmp_path, capsys):
     folder, report = done
     (tmp_path / "text.txt").write_text(TEXT)
     given = ["--recipes", "w8a16,w4a16", "--kv", "u8,s16", "--devices", "SM8650,SM8750", "--contexts", "64"]
-    given += ["--ar", "1,16", "--calibration-tokens", "512", "--skip-htp-check", "--scheduler", "tcp://127.0.0.1:9"]
+    given += ["--ar", "1,16", "--calibration-tokens", "512", "--skip-htp-check", "--no-quality-check"]
+    given += ["--scheduler", "tcp://127.0.0.1:9"]
     given += ["--text", str(tmp_path / "text.txt"), "--tokens", "200", "-o", str(folder), "--budget", "9MB"]
     assert run(["sweep", str(checkpoint), *given, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
