@@ -130,8 +130,8 @@ def started(
         dies_with_thread: whether Linux may kill the child when the calling thread ends; that thread must outlive the
             child.
         stdin: as for `subprocess.Popen`.
-        stdout: likewise.
-        stderr: likewise.
+        stdout: as for `subprocess.Popen`.
+        stderr: as for `subprocess.Popen`.
     """
     parent = os.getpid() if dies_with_thread else 0
     # Alone, in front of a program: reading site-packages would take longer than all else.

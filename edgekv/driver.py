@@ -102,7 +102,7 @@ class Driver:
 
         Raises:
             EdgeKVError: as `advance`.
-            ValueError: likewise.
+            ValueError: as `advance`.
         """
         with self:
             if not self.claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:

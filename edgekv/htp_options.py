@@ -82,7 +82,7 @@ class HtpOptions:
                 raise UsageError("htp", got=repr(key), expected=", ".join(_KEYS), fix="Give KEY=VALUE,KEY=VALUE.")
             name, kind = _KEYS[key]
             if name in found:
-                raise UsageError(f"htp {key}", got="it twice", expected="it once", fix="Leave one out.")
+                raise UsageError(f"htp {key}", got="given twice", expected="once", fix="Leave one out.")
             found[name] = value if kind is str else _number(key, value) if kind is int else _flag(key, value)
         return cls(**found)
 

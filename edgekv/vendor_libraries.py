@@ -143,7 +143,7 @@ def package_place(on: Platform) -> Place | None:
 def rpc_memory(on: Platform) -> str:
     """The library that allocates memory for processor and HTP, as Qualcomm's provider looks for it.
 
-    On Windows it lies beside the driver of the service `qcnspmcdm`.
+    On Windows it is in the folder of the driver of the service `qcnspmcdm`.
 
     Raises:
         OSError: this machine has no such service.

@@ -66,7 +66,7 @@ def test_all_options_are_read() -> None:
         ("shared-memory=1", r"htp shared-memory: got '1'; expected yes, no or auto"),
         ("burst", r"htp: got 'burst'; expected performance, "),
         ("polling=9999", r"htp: got 'polling'"),
-        ("vtcm=2,vtcm=4", r"htp vtcm: got it twice"),
+        ("vtcm=2,vtcm=4", r"htp vtcm: got given twice"),
     ],
 )
 def test_what_the_provider_would_ignore_is_refused_by_name(text: str, message: str) -> None:

@@ -228,7 +228,7 @@ def test_another_recipe_quantizes_anew_and_says_so(folder: Path, tmp_path: Path,
     write_gptq(folder)
     options = ["--device", "SM8650", "--context", "64", *SHORT, "--recipe", "w8a16"]
     assert run(["export", str(folder), "-o", str(tmp_path / "bundle"), *options]) == 0
-    words = "gptq, int4 in groups of 32: 14 matrices dequantized and quantized anew (recipe w8a16)"
+    words = "gptq, int4 in groups of 32: 14 matrices dequantized and requantized (recipe w8a16)"
     assert words in capsys.readouterr().out
     assert all(each.method != "stored" for each in open_bundle(tmp_path / "bundle").manifest.recipe.weights)
 

@@ -37,7 +37,7 @@ _WRITTEN = "what edgekv lora add wrote"
 
 
 class AdapterError(BundleError):
-    """An adapter that is damaged, or was made for another export. It names files as they lie in the bundle."""
+    """An adapter that is damaged, or was made for another export. It names files by their place in the bundle."""
 
 
 class ClippedMatrix(Record, frozen=True):

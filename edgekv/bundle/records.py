@@ -189,9 +189,9 @@ class RecipeRecord(Record, frozen=True):
     Attributes:
         name: as requested.
         rotation: of the residual stream, folded into the weights.
-        value_rotation: of each head's values, folded likewise.
-        key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded likewise.
-        heads: `aligned` turns and scales keys and values of each head so that they fill the integers of the cache,
+        value_rotation: of each head's values, folded into `v_proj` and `o_proj`.
+        key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded into `q_proj` and `k_proj`.
+        heads: `aligned` rotates and scales keys and values of each head so that they fill the integers of the cache,
             folded likewise; `heads.safetensors` has the transforms.
         neuron_scaling: `equal` equalizes the columns of `down_proj`, folded into `up_proj`.
         weights: every matrix; the embedding table and norms have 16 bits.

@@ -54,7 +54,7 @@ def require(package: str, extra: str | None = None) -> str:
     except metadata.PackageNotFoundError:
         raise NotInstalledError(
             package,
-            got="nothing",
-            expected="it",
+            got="not installed",
+            expected="an installed package",
             fix="Install it: pip install " + (f'"edgekv[{extra}]"' if extra else "edgekv"),
         ) from None

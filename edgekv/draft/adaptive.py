@@ -28,7 +28,7 @@ class AtMost:
         return min(k, self._tokens)
 
     def ran(self, rows: int, tokens: int, ns: int) -> None:
-        """Nothing to note."""
+        """No-op."""
 
 
 class Source(Drafter, Protocol):

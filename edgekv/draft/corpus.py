@@ -55,7 +55,7 @@ class CorpusDrafter:
         return found[0] if len(found) == 1 else DraftTree.of(found, k)
 
     def accepted(self, n: int) -> None:
-        """Nothing to note."""
+        """No-op."""
 
 
 def open_corpus(path: Path, tokenizer: Tokenizer, vocab: int, field: str = "draft corpus") -> CorpusIndex:

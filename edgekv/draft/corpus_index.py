@@ -17,7 +17,7 @@ _PLACE = np.dtype("<u4")
 
 
 class CorpusIndex:
-    """A corpus read backwards, and the order of all its places by what stands before them.
+    """A corpus read backwards, and its positions sorted by the tokens before them.
 
     Places with a common context are neighbours, so one binary search finds the longest context that occurs.
     """

@@ -55,4 +55,4 @@ class PromptLookup:
         return copied
 
     def accepted(self, n: int) -> None:
-        """Nothing to note."""
+        """No-op."""

@@ -137,4 +137,4 @@ class BundleDrafter:
         return found
 
     def accepted(self, n: int) -> None:
-        """Nothing to note: the next proposal compares the whole text."""
+        """No-op: the next proposal compares the whole text."""

@@ -303,7 +303,7 @@ class StackedOps(Ops[View]):
             rows_of = [nodes.add("Concat", [each.past, each.new], f"{each.past}.all", axis=3) for each in heads]
             together = rows_of[0] if len(heads) == 1 else nodes.add("Concat", rows_of, f"{tensor.past}.stack", axis=0)
         else:
-            # One copy of the past: the rows of the heads lie behind each other.
+            # One copy of the past: the rows of the heads follow each other.
             together = nodes.add("Concat", pairs, f"{tensor.past}.all", axis=2)
             if new.heads > 1:
                 together = nodes.reshape(together, [new.heads, 1, -1, self.spec.head_dim])

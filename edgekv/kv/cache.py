@@ -412,7 +412,7 @@ class KVCache:
 
 
 def landing(group: CacheGroup, window: Window) -> Rows:
-    """Where a graph writes the new rows of an open step, `[N, AR, D]`; those alone that lie before the end of a ring.
+    """Where a graph writes the new rows of an open step, `[N, AR, D]`; only those before the end of a ring.
 
     Raises:
         ValueError: the group has several arenas: keys are columns.

@@ -188,7 +188,7 @@ class PrefixStore:
             prompt_tokens: tokens of the prompt; later ones are generated. None: all belong to the prompt.
             retention: new priorities of the blocks; None leaves stored blocks unchanged.
             salt: as in `match`.
-            adapter: likewise.
+            adapter: as in `match`.
             ended: whether the sequence is complete; then an incomplete last block is stored too, for partial reuse.
             public: whether calls with any salt may match this sequence, which is stored without one.
             snapshot: the states after some of the tokens; for a store with snapshots.

@@ -173,8 +173,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer a conversation.
 
     Raises:
-        ApiError: the request is refused.
-        EdgeKVError: likewise.
+        ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
     request, lora = await service.accept(exchange, ChatRequest)

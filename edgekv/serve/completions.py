@@ -105,8 +105,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     """Continue texts.
 
     Raises:
-        ApiError: the request is refused.
-        EdgeKVError: likewise.
+        ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
     request, lora = await service.accept(exchange, CompletionRequest)

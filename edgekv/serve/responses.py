@@ -114,8 +114,7 @@ async def create_response(service: Service, exchange: Exchange) -> None:
     """`POST /v1/responses`.
 
     Raises:
-        ApiError: the request is refused.
-        EdgeKVError: likewise.
+        ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
     request, lora = await service.accept(exchange, ResponsesRequest)

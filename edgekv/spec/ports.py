@@ -50,8 +50,8 @@ class GraphInterface:
     """The inputs and outputs of a graph, or of one part of it, in the order of its file.
 
     Attributes:
-        inputs: see `DecoderInterface.graph`.
-        outputs: likewise.
+        inputs: as `DecoderInterface.graph` orders them.
+        outputs: in the same order.
     """
 
     inputs: tuple[Port, ...]

@@ -94,7 +94,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             config: the model's configuration.
             head_dim: D.
             theta: base of the layers with full attention, if the configuration has no objects.
-            local_theta: base of the layers with a window, likewise.
+            local_theta: the same for layers with a window.
 
         Raises:
             CheckpointError: the type is not supported, or a number is missing or out of range.

@@ -43,7 +43,7 @@ ROOM = 1.1
 WIDE_ROOM = 2.0
 """The same for a cache of 16 bits: one bit costs nothing there, a clipped key costs a token."""
 
-_LEAST = 1 / 64  # of the mean reach: a pair that is almost 0 is not blown up
+_LEAST = 1 / 64  # of the mean range: a floor, so near-zero pairs are not amplified
 _MOST_SHRUNK = 0.6  # least radius of a lattice point, relative to the pair's
 _FINE = 20.0  # steps; above this radius lattice points lie densely enough for the bound below
 _LEAST_FINE = 0.93
@@ -155,8 +155,8 @@ def align(
         reach: of all tokens but the first.
         first: keys and values of the first tokens, `[n, D]`.
         limit: the greatest integer of the cache.
-        has_sink: whether the first tokens are a sink. Its first row comes to lie on the grid, and the range covers the
-            others; with 16 bits every row lies on the grid closely enough.
+        has_sink: whether the first tokens are a sink. Its first row is moved onto the grid, and the range covers the
+            others; with 16 bits every row is close enough to the grid.
         adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
     """
     aligned: dict[HeadNumber, AlignedHead] = {}

@@ -14,7 +14,7 @@ import numpy as np
 from edgekv.spec import View
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 
-_LEAST = np.float32(1 / 64)  # of the mean reach of columns: a neuron that writes almost nothing is not blown up
+_LEAST = np.float32(1 / 64)  # of the columns' mean range: a floor, so near-zero neurons are not amplified
 
 
 class NeuronScaling:

@@ -61,7 +61,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
         model: what it is.
         perplexity: exp of the mean negative log-likelihood of the text's tokens.
         prefill_tokens_per_s: of a prompt of random tokens, the median over turns; None if it was not timed.
-        decode_tokens_per_s: of the tokens generated after it, likewise.
+        decode_tokens_per_s: the same for the tokens generated after it.
     """
 
     model: Described

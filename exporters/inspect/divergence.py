@@ -137,7 +137,7 @@ def _rope_cause(a: Floats, b: Floats, level_db: float) -> str | None:
 
 
 def _grid(values: Floats) -> int | None:
-    """The number of levels if the values lie on a coarse uniform grid."""
+    """The number of levels if the values are on a coarse uniform grid."""
     levels = np.unique(values)
     if not 2 <= len(levels) <= _LEVELS:
         return None

@@ -1,6 +1,6 @@
 """What an adapter needs of the base model when it is added: the transforms that were folded into its weights.
 
-They stand in the bundle, so that adding an adapter needs no checkpoint.
+They are stored in the bundle, so that adding an adapter needs no checkpoint.
 """
 
 from __future__ import annotations

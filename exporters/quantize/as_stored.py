@@ -91,7 +91,7 @@ def describe_stored(record: StoredRecord) -> Iterator[str]:
             f"the weights differ by {record.error_db:.1f} dB"
         )
     for reason, count in record.quantized_anew.items():
-        yield f"{record.format}: {count} matrices dequantized and quantized anew ({reason})"
+        yield f"{record.format}: {count} matrices dequantized and requantized ({reason})"
 
 
 def _refused(recipe: Recipe, found: str) -> UsageError:

@@ -64,8 +64,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         weights: rules for matrices; if several match a name, the last one wins.
         activations: type of every activation.
         rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
-        value_rotation: `hadamard` rotates the values of each head, folded likewise; see `exporters.checkpoint.heads`.
-        key_scaling: `pairs` scales the keys of each head pair by pair, folded likewise.
+        value_rotation: `hadamard` rotates the values of each head, folded into `v_proj` and `o_proj`.
+        key_scaling: `pairs` scales the keys of each head pair by pair, folded into `q_proj` and `k_proj`.
         neuron_scaling: `equal` scales the neurons of the feed-forward; see `exporters.checkpoint.neurons`.
         outlier_channels: `split` represents outlier channels of the residual by several, where norms behind the blocks
             forbid a rotation; see `exporters.checkpoint.channels`. `keep` leaves them as they are.

@@ -57,7 +57,7 @@ class Text:
 class SweepOptions:
     """Where pieces are kept, and what is recommended.
 
-    Pieces lie in `pieces` in the folder of results, if `store` does not name another folder or an fsspec URL.
+    Pieces are in `pieces` in the folder of results, if `store` does not name another folder or an fsspec URL.
     """
 
     budget_bytes: Annotated[

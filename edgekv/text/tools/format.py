@@ -23,7 +23,7 @@ class CallFormat:
         key: of the arguments in the JSON object.
         middle: text between the name and the arguments.
         quote: text around strings in Gemma's notation.
-        tag: a marker that may stand before a call without `open`.
+        tag: a marker that may precede a call without `open`.
         reply: text before an answer without calls, which is then a string of JSON with `}` after it; empty if such an
             answer is plain text.
     """

@@ -1,4 +1,4 @@
-"""Gemma's notation of arguments: `{city:<escape>Paris<escape>,days:3}`. Keys are bare, strings stand in markers."""
+"""Gemma's notation of arguments: `{city:<escape>Paris<escape>,days:3}`. Keys are bare, strings are between markers."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Bar:
 
     @classmethod
     def of(cls, interval: tuple[float, float], track: tuple[float, float]) -> Bar:
-        """The part of an interval that lies on a track, both in data units; at least 0.3 % wide, to be seen."""
+        """The part of an interval within a track, both in data units; at least 0.3 % wide, to be seen."""
         scale = 100 / max(track[1] - track[0], 1e-30)
         start, stop = (min(max((each - track[0]) * scale, 0), 100) for each in interval)
         width = max(stop - start, 0.3)

@@ -136,7 +136,7 @@ class _Steps:
         return inputs, outputs
 
     def _window(self, group: Geometry, graph: GraphRecord) -> Window:
-        """The newest rows stand at the right end; the last new token of a narrow layer sees fewer than the first."""
+        """The newest rows are at the right end; the last new token of a narrow layer sees fewer than the first."""
         columns = group.past_rows(graph.ar, graph.context)
         held = min(self._done, columns)
         first = columns - held

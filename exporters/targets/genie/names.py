@@ -60,7 +60,7 @@ def name_graphs(folder: Path, binary: CompiledBinary, *, pads_number: bool = Fal
 
 
 def _places(content: mmap, text: bytes) -> list[int]:
-    """The offsets at which a text stands in a file."""
+    """The offsets of a text in a file."""
     found: list[int] = []
     while (place := content.find(text, found[-1] + len(text) if found else 0)) >= 0:
         found.append(place)
