@@ -18,7 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from edgekv.kv import Geometry, LayeredGeometry
 from edgekv.prefix import (
@@ -209,12 +215,10 @@ class AgainstOracle(RuleBasedStateMachine):
             self.same()
 
 
-TestAgainstOracle = pytest.mark.slow(AgainstOracle.TestCase)
-TestAgainstOracle.settings = settings(max_examples=220, stateful_step_count=60, deadline=None)
-
-
 @pytest.mark.slow
-def test_the_model_saw_ten_thousand_operations() -> None:
+def test_a_store_agrees_with_one_that_copies_everything() -> None:
+    AgainstOracle.operations = 0
+    run_state_machine_as_test(AgainstOracle, settings=settings(max_examples=220, stateful_step_count=60))
     assert AgainstOracle.operations >= 10_000
 
 
@@ -342,8 +346,9 @@ def states_of(tokens: Tokens, salt: str | None) -> np.ndarray[tuple[int, ...], n
     return rows_of(tokens, salt)[:, -1].copy()
 
 
-TestRestarted = pytest.mark.slow(Restarted.TestCase)
-TestRestarted.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+@pytest.mark.slow
+def test_nothing_wrong_is_read_after_restarts_and_damage() -> None:
+    run_state_machine_as_test(Restarted, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 # ---------------------------------------------------------------------- kills
