@@ -55,7 +55,7 @@ REFUSED = {
     "`--kv s16` (columns)": ("onnxruntime-genai",),
     "attention windows": ("Genie", "GenieX", "onnxruntime-genai"),
     "first token outside of the graphs": ("GenieX",),
-    "layers with states": ("Genie", "GenieX", "onnxruntime-genai"),
+    "layers with states": ("GenieX", "onnxruntime-genai"),
     "decode alone": ("GenieX", "onnxruntime-genai"),
     "tflite": tuple(TARGETS),
     "slots": ("GenieX", "onnxruntime-genai", "AI Hub"),

@@ -33,7 +33,7 @@ from exporters.targets.genie.plan import GenieOptions, GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import read_specs
 from exporters.targets.genie.write import write_genie
-from tests.checkpoints import NEWER, OLDER, write_checkpoint, write_sinking
+from tests.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, write_sinking
 from tests.endless import ending_elsewhere
 from tests.exports import export_options, exported
 
@@ -119,6 +119,43 @@ def test_a_saved_conversation_goes_on(genie: GenieDialog, folder: GenieFolder, t
     with GenieDialog(folder.path, folder.config()) as other:
         other.restore(tmp_path)
         assert list(other.token_query([400, 401], max_new_tokens=4)) == second
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_model_with_states_gives_the_tokens_of_edgekv(tmp_path: Path, bits: int) -> None:
+    """Prompts of one pass and of several, padded or not, and further turns."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"], gain=1.0)
+    bundle, random = _export(checkpoint, state_bits=bits), np.random.default_rng(0)
+    write_genie(bundle, tmp_path / "genie", GenieOptions())
+    folder = open_genie_folder(tmp_path / "genie")
+    config, end = folder.config(), bundle.manifest.model.vocab - 1
+    context = msgspec.structs.replace(config.dialog.context, eos_token=[end])
+    config = GenieConfig(dialog=msgspec.structs.replace(config.dialog, context=context))
+    bos = [] if context.bos_token < 0 else [context.bos_token]
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with edgekv.load(bundle.path, "htp") as model, GenieDialog(folder.path, config) as genie:
+
+        def answers(text: list[int], prompt: list[int]) -> list[int]:
+            wanted = [token.id for token in model.generate([*text, *prompt], params)]
+            assert list(genie.token_query(prompt, max_new_tokens=4)) == wanted
+            return [*text, *prompt, *wanted, end]  # Genie ends an answer that was cut with the end of a text
+
+        for length in (1, 2, 31, 32, 33, 80):
+            genie.reset()
+            answers(bos, random.integers(3, 250, length).tolist())
+        genie.reset()
+        text = bos
+        for length in (7, 2, 9):
+            text = answers(text, random.integers(3, 250, length).tolist())
+        with pytest.raises(UsageError, match="save: got a model with states, which Genie leaves out of what it saves"):
+            genie.save(tmp_path)
+
+
+def test_a_sink_of_a_model_with_states_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"], gain=1.0)
+    bundle = _export(checkpoint, sink=SinkWanted("tokens", (256,)))
+    with pytest.raises(BundleError, match="sink: got a first token that is restored, of a model with states"):
+        write_genie(bundle, tmp_path / "genie", GenieOptions())
 
 
 def test_the_folder_needs_nothing_beside_it(folder: GenieFolder) -> None:

@@ -18,6 +18,7 @@ from edgekv.prefix import StoreConfig
 from edgekv.prefix.block import SNAPSHOT
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
+from exporters.quantize.sink import SinkWanted
 from exporters.targets.aihub.sample import take_sample
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.drafts import Oracle, with_drafts
@@ -90,6 +91,19 @@ def test_the_step_for_ai_hub_has_the_state_after_its_text(bundle: Path) -> None:
         text = opened.tokenizer().encode(TEXT).ids[:33]
         assert tokens.tolist() == text[32:]
         assert np.array_equal(model.session.feed(text), sample.outputs["logits"][0, -1])
+
+
+def test_the_rows_of_a_sink_are_states_too(tmp_path: Path) -> None:
+    """A sink shorter than a state, and a longer one."""
+    text = [256, *range(40, 60)]
+    for count in (1, 3):
+        sink = SinkWanted("tokens", tuple(text[:count]))
+        with edgekv.load(hybrid(tmp_path / str(count), sink=sink), cpu_mode="emulate") as model:
+            assert model.cache.tokens_seen == count
+            found = model.bundle.manifest.encodings["logits"].dequantize(model.session.feed(text[count:]))
+        checkpoint = Checkpoint.open(str(tmp_path / str(count) / "checkpoint"))
+        (wanted,) = Reference(checkpoint, CONTEXT).logits([np.array(text)])
+        assert np.square(wanted[-1]).sum() > 10**2 * np.square(found - wanted[-1]).sum()
 
 
 def test_keys_as_columns_change_no_bit(bundle: Path, tmp_path: Path) -> None:

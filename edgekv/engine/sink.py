@@ -23,7 +23,8 @@ def read_sink(bundle: Bundle) -> Sink | None:
     if record is None:
         return None
     path, count = bundle.path / record.file, len(record.tokens)
-    shapes = {tensor.past: (count, manifest.model.head_dim) for tensor in manifest.geometry.names()}
+    groups = manifest.cache_geometry.groups()
+    shapes = {tensor.past: (count, group.head_dim) for group in groups for tensor in group.names()}
     shapes[LOGITS] = (count, manifest.model.vocab)
     try:
         held = dict(decode_tensors(read_file(path, manifest.files[record.file].bytes)).arrays)

@@ -21,6 +21,7 @@ from edgekv.spec import (
     LOGITS_INDEX,
     DecoderInterface,
     DecoderSpec,
+    GraphInterface,
     GraphRecord,
     KvTensor,
     LoraGroup,
@@ -64,6 +65,7 @@ class GraphForm:
         sink: its rows are constants in place of the past's first columns, whatever these hold: for a cache that starts
             empty and is right-aligned, which leaves them empty until the context is full.
         unsigned_adapters: inputs for adapters are uint16, their int16 integers plus 32768.
+        whole_states: the output of a state has all its rows, see `with_whole_states`.
         gives_results: every result with a row for each token is an output too, as `NAME_q`.
     """
 
@@ -71,6 +73,7 @@ class GraphForm:
     selects_last: bool = False
     sink: Sink | None = None
     unsigned_adapters: bool = False
+    whole_states: bool = False
     gives_results: bool = False
 
 
@@ -88,6 +91,34 @@ def widened(encoding: Encoding) -> Encoding:
         return unsigned(encoding)
     signed = encoding.zero_point - (128 if encoding.dtype == "u8" else 0)
     return Encoding("u16", encoding.scale / 256, 256 * signed + _UNSIGNED_ZERO)
+
+
+UNREAD = Encoding("u16", 1 / 256, 32768)
+"""Of `recurrent_state_{L}`; see `with_whole_states`."""
+UNREAD_STATE = "recurrent_state"
+_UNREAD_SHAPE = 1, 1, 1, 64
+
+
+def with_whole_states(ports: GraphInterface) -> GraphInterface:
+    """The interface whose states give the past rows before the new ones, `[1, 1, K-1+AR, H]`.
+
+    A runtime without pointers copies K-1 of these rows, from the number of accepted tokens on, before the next pass.
+    For Genie a layer with a state also has a recurrent one: an input that nothing reads, and that is passed through.
+    """
+    past_rows = {port.encoding: port.shape[2] for port in ports.inputs if port.kind == "state"}
+
+    def unread(port: Port) -> Port:
+        return Port(port.name.replace("conv_state", UNREAD_STATE), "uint16", _UNREAD_SHAPE, port.kind, UNREAD_STATE)
+
+    def whole(port: Port) -> Port:
+        rows = port.shape[2] + past_rows[port.encoding]
+        return replace(port, shape=(*port.shape[:2], rows, port.shape[3]))
+
+    states = [port for port in ports.outputs if port.encoding in past_rows]
+    return GraphInterface(
+        (*ports.inputs, *(unread(port) for port in ports.inputs if port.kind == "state")),
+        (*(unread(port) for port in states), *(whole(port) if port in states else port for port in ports.outputs)),
+    )
 
 
 def stacked_past(kind: str, layer: int | str) -> str:
@@ -262,8 +293,10 @@ class QdqOps(Ops[Tensor]):
             new = self._nodes.emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TRANSPOSED)
         rows_axis = 3 if is_columns else 2
         parts = self._past(tensor, rows_axis)
-        self._nodes.quantize(new.name, tensor.new, encoding)
-        added = self._nodes.dequantize(tensor.new, tensor.new + "_dq", encoding)
+        is_whole = tensor.is_state and self._form.whole_states
+        written = tensor.new + ".row" if is_whole else tensor.new
+        self._nodes.quantize(new.name, written, encoding)
+        added = self._nodes.dequantize(written, tensor.new + "_dq", encoding)
         if self._form.stacks_heads:
             self._stack_new(tensor)
         name = f"conv_{tensor.layer}" if tensor.is_state else f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
@@ -271,7 +304,13 @@ class QdqOps(Ops[Tensor]):
             parts = [*parts, added.name, self._read(self._ports[tensor.others]).name]
         else:
             parts = [*parts, added.name]
-        rows = self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
+        if is_whole:
+            self._nodes.node("Concat", parts, [name + "_f"], axis=rows_axis)
+            self._nodes.quantize(name + "_f", tensor.new, encoding)
+            rows = self._nodes.dequantize(tensor.new, name, encoding)
+            self._pass_unread(tensor.layer)
+        else:
+            rows = self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
         if tensor.is_state and encoding.dtype != "u16":  # the HTP multiplies equal types alone
             return self._nodes.requantize(rows.name, rows.name + ".wide", widened(encoding))
         return rows
@@ -298,6 +337,15 @@ class QdqOps(Ops[Tensor]):
                 "Gather", [rows.name, CONV_ROWS], name, rows.encoding, axis=_ROWS
             )
         return self._gathered[rows.name]
+
+    def _pass_unread(self, layer: int) -> None:
+        """Give a layer's recurrent state as it is. Times 1: the compiler refuses an output that is an input."""
+        name = f"{UNREAD_STATE}_{layer}"
+        state = self._nodes.dequantize(f"{name}_in", f"{name}_in_dq", UNREAD)
+        one = self._nodes.constant("unread_one", np.array(1, np.uint16))
+        factor = self._nodes.dequantize_once(one, Encoding("u16", 1.0, 0))
+        self._nodes.node("Mul", [state.name, factor], [f"{name}_f"])
+        self._nodes.quantize(f"{name}_f", f"{name}_out", UNREAD)
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
         if self._keys_are_columns:
@@ -435,7 +483,8 @@ class QdqOps(Ops[Tensor]):
 
     def _formed(self) -> tuple[Sequence[Port], Sequence[Port]]:
         """The inputs and outputs in the form that the runtime wants."""
-        inputs, outputs = [*self._ports.inputs], [*self._ports.outputs]
+        ports = with_whole_states(self._ports) if self._form.whole_states else self._ports
+        inputs, outputs = [*ports.inputs], [*ports.outputs]
         if self._form.selects_last:
             inputs = [port for port in inputs if port.kind != "logits_index"]
         if self._form.unsigned_adapters:

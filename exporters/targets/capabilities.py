@@ -90,7 +90,7 @@ class Capabilities:
 
 
 ONNX = Capabilities("edgekv's own reports", windows=True, slots=True, states=True)
-GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"))
-GENIEX = replace(GENIE, reader="GenieX", parts="layers", slots=False, sink=False, decode_alone=False)
+GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True)
+GENIEX = replace(GENIE, reader="GenieX", parts="layers", slots=False, sink=False, states=False, decode_alone=False)
 GENAI = Capabilities("onnxruntime-genai", parts="one", cache_types=("u8",), decode_alone=False)
 AI_HUB = Capabilities("AI Hub", parts="one", windows=True, states=True)

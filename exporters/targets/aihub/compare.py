@@ -74,7 +74,7 @@ def compare(
     named = dict(found)
     if len(named) == len(expected) and all(name.startswith("output_") for name in named):
         named = dict(zip(expected, found.values(), strict=True))
-    encodings = {tensor.new: manifest.encodings[tensor.past] for tensor in manifest.geometry.names()}
+    encodings = {tensor.new: manifest.encodings[tensor.past] for tensor in manifest.cache_geometry.names()}
     encodings[LOGITS] = manifest.encodings[LOGITS]
     errors = []
     for name, wanted in expected.items():

@@ -116,10 +116,13 @@ class PositionalEncoding(_Part, frozen=True, kw_only=True):
 
 
 class ModelFiles(_Part, frozen=True, kw_only=True):
+    """`linear_attention`: layers have states, which Genie moves to the accepted tokens before each pass."""
+
     version: int = 1
     type: Literal["binary"] = "binary"
     binary: Binaries
     positional_encoding: PositionalEncoding
+    linear_attention: bool | UnsetType = UNSET
 
 
 class Engine(_Part, frozen=True, kw_only=True):
@@ -243,6 +246,7 @@ def genie_config(
             model=ModelFiles(
                 binary=Binaries(ctx_bins=list(binaries), lora=lora),
                 positional_encoding=positional_encoding(manifest.model.rope, manifest.model.head_dim),
+                linear_attention=UNSET if manifest.model.convolution is None else True,
             ),
         ),
         embedding=embedding,

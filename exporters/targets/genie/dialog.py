@@ -10,7 +10,7 @@ import msgspec
 
 from edgekv.child import TIMEOUT_VARIABLE
 from edgekv.child_dialog import ChildDialog
-from edgekv.errors import EngineError
+from edgekv.errors import EngineError, UsageError
 from edgekv.library_fault import check_libraries
 from edgekv.this_chip import find_chip
 from edgekv.vendor_libraries import LIBRARIES, Platform, search_paths
@@ -45,6 +45,7 @@ class GenieDialog:
         if arch is not None:
             check_libraries(LIBRARIES, arch, on, find_chip(on))
         self._state = state
+        self._has_states = config.dialog.engine.model.linear_attention is True
         self._child = ChildDialog("exporters.targets.genie.worker", environment=search_paths(library.parent, on))
         try:
             self._do("create", str(library), str(folder.absolute()), msgspec.json.encode(config).decode())
@@ -79,7 +80,18 @@ class GenieDialog:
             yield from map(int, tokens_of_piece)
 
     def save(self, path: Path) -> None:
-        """Write the conversation's state into a folder that exists."""
+        """Write the conversation's state into a folder that exists.
+
+        Raises:
+            UsageError: the model has states, which Genie 1.21 leaves out of what it saves.
+        """
+        if self._has_states:
+            raise UsageError(
+                "save",
+                got="a model with states, which Genie leaves out of what it saves",
+                expected="keys and values in every layer",
+                fix="Keep the text, and query it again.",
+            )
         self._do("save", str(path.absolute()))
 
     def restore(self, path: Path) -> None:

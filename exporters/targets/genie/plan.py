@@ -81,6 +81,7 @@ class GeniePlan:
         context: the longest to use, in tokens.
         bos: token in front of the first query; None for none.
         sink: the tokens that every conversation is restored from, instead of bos; None if the graphs compute them.
+        has_states: whether layers have states.
     """
 
     device: Device
@@ -88,6 +89,7 @@ class GeniePlan:
     context: int
     bos: int | None
     sink: Sink | None
+    has_states: bool
 
     @classmethod
     def of(cls, bundle: Bundle, options: GenieOptions) -> GeniePlan:
@@ -127,8 +129,16 @@ class GeniePlan:
                 expected=f"{least} to {largest}, the longest context of the bundle's graphs",
                 fix=f"Leave it out for {largest}, or export the bundle with a longer --context.",
             )
+        has_states = manifest.model.convolution is not None
+        if has_states and sink is not None:
+            raise BundleError(
+                f"bundle {bundle.path}: sink",
+                got="a first token that is restored, of a model with states",
+                expected="graphs that compute it: the states that Genie saves are in no format known here",
+                fix="Export it with --sink none.",
+            )
         bos = _bos(bundle) if options.bos and sink is None else None
-        return cls(device, graphs, context, bos, sink)
+        return cls(device, graphs, context, bos, sink, has_states)
 
     @property
     def first(self) -> list[int]:

@@ -16,7 +16,7 @@ from msgspec import structs
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.errors import BundleError
 from edgekv.spec import EMBEDDINGS, MASK, Port
-from exporters.graphs.qdq import unsigned
+from exporters.graphs.qdq import UNREAD, UNREAD_STATE, unsigned, with_whole_states
 from quant import Encoding
 
 _RANK = 4
@@ -60,7 +60,8 @@ class GeniePorts:
         inputs: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or the hidden state of the part before,
             under the same name. Where there are layers: `attention_mask` [1, 1, AR, S], in which Genie writes 65535 to
             attend and 0 to mask; `position_ids_cos` and `_sin` [1, 1, AR, D/2]; of every head the past keys
-            [1, 1, D, S-AR] and values [1, 1, S-AR, D], cleared to the middle of their type.
+            [1, 1, D, S-AR] and values [1, 1, S-AR, D], cleared to the middle of their type. Of layers with a state the
+            K-1 rows before the next token, [1, 1, K-1, H], likewise, and a recurrent state that no operation reads.
         outputs: `logits` [1, AR, V], or the hidden state for the next part; the new keys [1, 1, D, AR] and values
             [1, 1, AR, D] in the encodings of the past.
     """
@@ -95,6 +96,8 @@ class GeniePorts:
         columns = replace(decoder, cache=replace(decoder.cache, key_layout="columns"))
         # Genie selects the row of the last token itself, from the logits of all.
         ports = columns.graph(structs.replace(graph, role="score"), part)
+        if manifest.model.convolution is not None:
+            ports, encodings[UNREAD_STATE] = with_whole_states(ports), UNREAD
 
         def found(port: Port) -> GeniePort:
             encoding = None if port.encoding is None else encodings[port.encoding]
@@ -124,7 +127,7 @@ class GeniePorts:
             dtype, zero_point = port.encoding.dtype, port.encoding.zero_point
             if port.name == MASK and (dtype, zero_point) != ("u16", 65535):
                 raise BundleError(where, got=port, expected="u16 with zero point 65535", fix=_AGAIN)
-            if port.name.startswith("past_") and zero_point != sum(port.encoding.limits, 1) // 2:
+            if port.name.startswith(("past_", "conv_state_")) and zero_point != sum(port.encoding.limits, 1) // 2:
                 raise BundleError(where, got=port, expected="the middle of its type as zero point", fix=_AGAIN)
 
     def compare(self, where: str, found: GeniePorts) -> None:

@@ -125,7 +125,7 @@ def write_genie(
             progress("check on Genie", 0, 1)
             wrappers = {name: folder / binary.wrappers[name] for name, binary in alone.items()}
             # The bundle's own graphs run on Genie's binaries if these read and write the same.
-            same_cache = manifest.key_layout == "columns" and not options.stacked
+            same_cache = manifest.key_layout == "columns" and not options.stacked and not plan.has_states
             reads_alike = same_cache and (not looks_up or manifest.host_embeds) and not adapters
             compiled = plan.compiled(bundle, wrappers)
             engine = HtpEngine(plan.device, compiled) if reads_alike else HtpEngine.on(plan.device, bundle)
@@ -181,7 +181,11 @@ def _build_part(
     models = {}
     for name, graph in plan.named(number):
         part = graph.parts[number - 1]
-        form = GraphForm(stacks_heads=stacked and bool(part.layers), unsigned_adapters=reads_adapters(bundle))
+        form = GraphForm(
+            stacks_heads=stacked and bool(part.layers),
+            unsigned_adapters=reads_adapters(bundle),
+            whole_states=plan.has_states,
+        )
         wanted = structs.replace(part, embeds=part.embeds and not looks_up)
         built = build_part(bundle.manifest, all_rows(graph), wanted, form, key_layout="columns")
         models[name] = scratch / f"{name}.onnx"
