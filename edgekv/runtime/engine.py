@@ -80,9 +80,12 @@ class EngineType(Protocol):
 
 def find_engines() -> dict[str, metadata.EntryPoint]:
     """The engines by name: edgekv's own, and those of installed packages. None is imported."""
-    own = {name: metadata.EntryPoint(name, value, GROUP) for name, value in _OWN.items()}
     installed = {point.name: point for point in metadata.entry_points(group=GROUP)}
-    return own | {name: point for name, point in sorted(installed.items()) if name not in own}
+    return _own_engines() | {name: point for name, point in sorted(installed.items()) if name not in _OWN}
+
+
+def _own_engines() -> dict[str, metadata.EntryPoint]:
+    return {name: metadata.EntryPoint(name, value, GROUP) for name, value in _OWN.items()}
 
 
 def make_engine(bundle: Bundle, wanted: EngineOptions) -> Engine:
@@ -100,7 +103,7 @@ def make_engine(bundle: Bundle, wanted: EngineOptions) -> Engine:
         raise UsageError("htp", got=f"options with the engine {name}", expected="none", fix="Leave them out.")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise UsageError("threads", got=threads, expected=f"1 to {MOST_THREADS}", fix="Use the number of cores.")
-    engines = find_engines()
+    engines = _own_engines() if name in _OWN else find_engines()  # which reads every installed package
     graph_format = bundle.manifest.graph_format
     if name not in engines:
         fix = f"Use {_runnable(graph_format)}."
