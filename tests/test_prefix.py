@@ -20,10 +20,12 @@ from edgekv.prefix import (
     RetentionPolicy,
     Snapshot,
     StoreConfig,
+    StoreStats,
     TokenRangeRetentionConfig,
     split_layers,
 )
 from edgekv.prefix.keys import common_tokens, token_bytes
+from edgekv.prefix.stats import add_since
 from tests.prefix_cases import (
     BLOCK_BYTES,
     GEOMETRY,
@@ -202,6 +204,18 @@ def test_statistics_tell_hits_from_partial_hits_and_misses() -> None:
     assert (stats.memory.blocks, stats.memory.bytes_held) == (4, 4 * BLOCK_BYTES)
 
 
+def test_what_was_counted_since_a_copy_adds_up() -> None:
+    store, total = store_of(8), StoreStats()
+    insert(store, SEQUENCE)
+    before = store.counters.copy()
+    found(store, SEQUENCE)
+    for _ in range(2):
+        add_since(total, store.counters, before)
+    moved = store.counters.memory.bytes_out - before.memory.bytes_out
+    assert (total.hits, total.blocks_inserted, total.memory.bytes_in) == (2, 0, 0)
+    assert total.memory.bytes_out == 2 * moved > 0 and before.hits == 0
+
+
 # ---------------------------------------------------------------------- layers with an attention window
 
 TWO_WINDOWS = LayeredGeometry(4, 16, (1,), (2,), (16, 4))
@@ -243,6 +257,9 @@ def test_a_source_without_the_first_rows_of_a_window_stores_what_it_has() -> Non
     full, limited = split(store, rows_of(tokens, geometry=ALL_TENSORS))
     assert store.insert(tokens, GroupRows([full, limited[:, 8:]], [0, 8])) == 12
     assert [store.match(tokens[:n]).tokens for n in (12, 11, 10, 9, 8)] == [12, 11, 0, 0, 0]
+    restored = [np.zeros_like(full), np.zeros_like(limited[:, 8:])]
+    store.restore(store.match(tokens), GroupRows(restored, [0, 8]))
+    assert np.array_equal(restored[0], full) and np.array_equal(restored[1][:, 1:], limited[:, 9:])
 
 
 # ---------------------------------------------------------------------- states
