@@ -50,16 +50,55 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
             expected=f"at most {spec.bound_by} = {spec.max_positions} of the checkpoint",
             fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
         )
-    if spec.convolution is not None and spec.convolution.kernel >= options.contexts[0]:
+    states = spec.convolution_states
+    if states is not None and states.kernel >= options.contexts[0]:
         raise UsageError(
             "--context",
             got=options.contexts[0],
-            expected=f"more than {spec.convolution.kernel}, the kernel of the checkpoint's convolutions",
+            expected=f"more than {states.kernel}, the kernel of the checkpoint's convolutions",
             fix="Use a longer --context.",
         )
+    if spec.delta_rule is not None:
+        _check_delta_rule(options)
     options.recipe.check(spec)
     if options.lora is not None:
         for choice in options.lora.calibrate:
             check_fits(Adapter.open(choice), ExportedBase(checkpoint, checkpoint), options.lora.slots(spec))
     if options.graph_format == "tflite":
         check_tflite(checkpoint)
+
+
+def _check_delta_rule(options: ExportOptions) -> None:
+    """Check that the target and the options can have a gated delta rule.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if options.graph_format == "tflite":
+        raise UsageError(
+            "--format",
+            got="tflite, for a checkpoint with gated delta rules",
+            expected="onnx",
+            fix="Use --format onnx.",
+        )
+    if not options.device.supports_kv("s16"):
+        raise UsageError(
+            "--target",
+            got=f"{options.device.soc} (V{options.device.arch})",
+            expected="V73 or later: products of a gated delta rule read 16-bit integers",
+            fix="Use a later device, such as SM8550.",
+        )
+    if options.state_bits != 16:
+        raise UsageError(
+            "--state-bits",
+            got=options.state_bits,
+            expected="16 for a checkpoint with gated delta rules",
+            fix="Leave it out.",
+        )
+    if options.sink.mode == "tokens":
+        raise UsageError(
+            "--sink",
+            got="token ids, for a checkpoint with gated delta rules",
+            expected="none, since their states hold every token",
+            fix="Leave it out.",
+        )

@@ -65,6 +65,20 @@ LONGROPE = {
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
+LINEAR: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+    },
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama-2": {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
     "llama-biased": {**NEWER, "attention_bias": True, "mlp_bias": True},
@@ -232,6 +246,32 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "sliding_window": WINDOW,
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        **LINEAR,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    },
+    "qwen3_5-multimodal": {
+        "model_type": "qwen3_5",
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            **LINEAR,
+            "num_hidden_layers": 4,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 1,
+            "linear_value_head_dim": 32,
+        },
+        "vision_config": {
+            "model_type": "qwen3_5_vision",
+            "hidden_size": 16,
+            "out_hidden_size": 64,
+            "intermediate_size": 16,
+            "depth": 1,
+            "num_heads": 2,
+            "num_position_embeddings": 16,
+        },
+    },
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 
@@ -314,7 +354,7 @@ def _weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.nda
 
 def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
-    if config["model_type"] in ("lfm2", "lfm3"):
+    if config["model_type"] in ("lfm2", "lfm3", "qwen3_5_text"):
         return _hybrid_weights(config, seed, gain)
     random = np.random.Generator(np.random.PCG64(seed))
     more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have
@@ -362,13 +402,15 @@ def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict
 
 
 def _hybrid_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
-    """Those of a model with short convolutions, as the architecture's own names and sizes say."""
+    """Those of a model with states, as the architecture's own names and sizes say; rates of decay from 0.01 to 2."""
     random = np.random.Generator(np.random.PCG64(seed))
     weights = {}
     for view in views(describe(Config(config))):
         if view.key not in weights:
             scale = 0.1 if "norm" in view.role else gain / np.sqrt(view.shape[-1])
-            values = scale * random.standard_normal(view.stored_shape) + ("norm" in view.role)
+            values = scale * random.standard_normal(view.stored_shape) + ("norm" in view.role and not view.offset)
+            if view.role == "delta_rate":
+                values = np.log(np.geomspace(0.01, 2, len(values)))
             weights[view.key] = values.astype(ml_dtypes.bfloat16).astype(np.float32)
     return weights
 

@@ -29,8 +29,9 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     if manifest.kv_dtype == "u16":
         fail("kv_dtype", manifest.kv_dtype, "u8, s8 or s16: no product of matrices reads u16")
     model = manifest.model
-    states = 0 if model.convolution is None else len(model.convolution.layers)
-    tensors = 2 * (model.layers - states) * model.kv_heads + states
+    tensors = 2 * len(model.attention_layers) * model.kv_heads
+    tensors += 0 if model.convolution is None else len(model.convolution.layers)
+    tensors += 0 if model.delta_rule is None else len(model.delta_rule.layers) * (4 + model.delta_rule.value_heads)
     if tensors > len(manifest.encodings):
         fail("encodings", len(manifest.encodings), f"at least {tensors}, one for each tensor of the cache")
     try:
@@ -132,7 +133,7 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         at = f"weights: {view.name}"
         if view.name == EMBEDDING and spec.shares_vocabulary:
             continue
-        if view.role in ("norm", "q_norm", "k_norm"):
+        if view.role in ("norm", "q_norm", "k_norm", "delta_norm"):
             copies = spec.copies if view.name in read_norms else 0
             shape = (view.shape[0] + copies, *view.shape[1:])
             if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:
@@ -153,7 +154,8 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
                 kind = "int8 by outputs" if is_table else dtype or "a type that `recipe` lists"
                 fail(at, found, f"{kind} {list(view.shape)}")
         else:
-            heads = places.matrices[view.name.removesuffix("bias") + "weight"].heads
+            is_rate = view.role == "delta_rate"
+            heads = view.shape[0] if is_rate else places.matrices[view.name.removesuffix("bias") + "weight"].heads
             names = [f"{view.name}.h{head}" for head in range(heads)]
             parts = names if names[0] in places.tensors else [view.name]
             for name in parts:

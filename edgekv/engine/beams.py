@@ -250,7 +250,7 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
         refuse("cache mode", caches.mode, "always", "Choose the mode always, or leave num_beams out.")
     if caches.growth is not None:
         refuse("growth", caches.growth.name, "none with num_beams", "Leave one of them out.")
-    has_states = manifest.model.convolution is not None
+    has_states = manifest.model.has_states
     if manifest.key_layout != "rows" or manifest.windows or has_states:
         found = "layers with states, which beams cannot share" if has_states else "layers with an attention window"
         raise UsageError(

@@ -62,6 +62,9 @@ class Graphs:
         self._bundle = bundle
         self._engine = engine
         self.row_bits: RowBits = getattr(engine, "row_bits", "unequal")  # engines of other packages may not say
+        self._verifies_anywhere = self.row_bits == "equal"
+        if bundle.manifest.model.delta_rule is not None and self._verifies_anywhere:
+            self.row_bits = "in-place"  # prompts are computed in another way than single tokens
         self._loaded: dict[str, StaticGraph] = {}
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
@@ -107,11 +110,12 @@ class Graphs:
         if not verify or self.row_bits == "unequal":
             return 0
         least = cache.geometry.context
-        if self.row_bits == "in-place":
+        if self.row_bits == "in-place" and not self._verifies_anywhere:
             if not self._load(next(iter(next(iter(verify.values())).values()))).reads_used_rows:
                 return 0
             least = min(group.geometry.context for group in cache.groups if not group.geometry.is_state)
-        return max((ar for ar in verify if ar <= least - cache.length), default=0)
+        most = max((ar for ar in verify if ar <= least - cache.length), default=0)
+        return min(most, cache.step_tokens)
 
     def use(self, cache: KVCache, adapter: BoundAdapter | None = None) -> None:
         """Switch all graphs to another cache and adapter; each binds their memory, and nothing is loaded.
@@ -163,9 +167,10 @@ class Graphs:
         """
         ladder = self._steps["prefill"]
         while tokens > 0:
-            ar = choose_ar(tokens, ladder, lambda ar: True)
+            step = min(tokens, self.cache.step_tokens)
+            ar = choose_ar(step, ladder, lambda ar: True)
             self._load(next(iter(ladder[ar].values())))
-            tokens -= ar
+            tokens -= min(ar, step)
 
     def choose(self, role: Role, remaining: int) -> StaticGraph:
         """The graph of the next step: of a role, or for single tokens the decode graph.

@@ -130,7 +130,7 @@ class Session:
         cache.expect(len(tokens))
         done = 0
         while done < len(tokens):
-            most = len(tokens) - done
+            most = min(len(tokens) - done, cache.step_tokens)
             if self.window and role == "prefill":
                 most = min(most, self.window - len(self.tokens) % self.window)
             graph = self._graphs.choose(role, most)

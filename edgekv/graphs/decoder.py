@@ -110,6 +110,9 @@ class Ops(Protocol[V]):
     def attend(self, weights: V, values: V, name: str) -> V:
         """`weights @ values`, `[1, 1, AR, D]`."""
 
+    def delta_rule(self, spec: DecoderSpec, layer: int, x: V) -> V:
+        """All heads' outputs of a gated delta rule, `[1, 1, AR, values]`; see `edgekv.graphs.delta_rule`."""
+
     # What a runtime may have an operation of its own for.
 
     def heads_of(self, x: V, count: int) -> list[V]:
@@ -140,7 +143,7 @@ class Ops(Protocol[V]):
 
 
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """One layer: a mixer of tokens (attention or a convolution) and a feed-forward, each added to the residual.
+    """One layer: a mixer of tokens (attention or what replaces it) and a feed-forward, each added to the residual.
 
     `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
     With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
@@ -154,14 +157,16 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
 
 
 def mixer_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """The input of q_proj, k_proj and v_proj, or of the three projections of a convolution."""
+    """The input of the projections of queries, keys and values, or of those of a convolution or a delta rule."""
     if not spec.pre_norms:
         return hidden
     return _residual_norm(ops, spec, hidden, attention_norm(layer), f"layers.{layer}.attention_norm")
 
 
 def mixer(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """The input of the projection back to the residual: o_proj, or out_proj of a convolution."""
+    """The input of the projection back to the residual: o_proj, or out_proj of a convolution or a delta rule."""
+    if spec.is_delta_rule(layer):
+        return ops.delta_rule(spec, layer, x)
     return (convolution if spec.is_convolution(layer) else attention)(ops, spec, layer, x)
 
 
@@ -206,14 +211,18 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
             scores = _scores(ops, spec, layer, query, keys, head)
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
             attended = ops.attend(probabilities, values, at + "attention")
-            outputs.append(ops.multiply(attended, gates[head], at + "gated") if gates else attended)
-    return ops.join(outputs, at + ("gated" if gates else "attention"))
+            gate = gates[head] if gates else _output_gate(ops, spec, x, layer, head) if spec.output_gates else None
+            outputs.append(attended if gate is None else ops.multiply(attended, gate, at + "gated"))
+    return ops.join(outputs, at + ("gated" if spec.head_gates or spec.output_gates else "attention"))
 
 
 def add_mixer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, mixed: V) -> V:
-    """The residual after attention or convolution."""
+    """The residual after the mixer of tokens."""
     at = f"layers.{layer}."
-    projection, name = ("conv.out_proj", "conv.out") if spec.is_convolution(layer) else ("self_attn.o_proj", "o")
+    if spec.is_delta_rule(layer):
+        projection, name = "linear_attn.out_proj", "delta.out"
+    else:
+        projection, name = ("conv.out_proj", "conv.out") if spec.is_convolution(layer) else ("self_attn.o_proj", "o")
     mixed = _linear(ops, spec, mixed, layer, projection, at + name)
     if spec.post_norms:
         norm = f"model.layers.{layer}.post_attention_layernorm.weight"
@@ -317,6 +326,13 @@ def _head_gates(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> list[V]:
     at = f"layers.{layer}."
     gates = _linear(ops, spec, x, layer, "self_attn.g_proj", at + "head_gate")
     return ops.heads_of(ops.sigmoid(gates, at + "head_gate_sigmoid"), spec.heads)
+
+
+def _output_gate(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, head: int) -> V:
+    """What multiplies the output of a head, `[1, 1, AR, D]`."""
+    at = f"layers.{layer}.output_gate"
+    gate = _linear(ops, spec, x, layer, "self_attn.g_proj", f"{at}.h{head}", head=head)
+    return ops.sigmoid(gate, at + "_sigmoid")
 
 
 def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, head: int) -> V:

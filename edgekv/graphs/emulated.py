@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from onnx import TensorProto
 
+from edgekv.graphs.delta_rule import signed_operand
 from edgekv.graphs.stacks import StackedOps, View, name_of_head
 from quant import WEIGHT_TYPES, Encoding, WeightDtype
 
@@ -64,6 +65,13 @@ class EmulatedOps(StackedOps):
         factors = nodes.external(f"{name}.block_scale", TensorProto.UINT8, of_blocks_shape, place.file, blocks[0])
         of_blocks = nodes.add("DequantizeLinear", [factors, steps], f"{name}.steps", axis=1)
         return nodes.add("DequantizeLinear", [stored, of_blocks], f"{name}.floats", axis=0, block_size=kind.block)
+
+    def _operand(self, values: View) -> View:
+        if values.encodings[0].dtype != "u16":
+            return values
+        encodings = tuple(signed_operand(each) for each in values.encodings)
+        rounded = self._once(("signed", values.tensor), lambda: self._round(values.tensor, encodings))
+        return replace(values, tensor=rounded, encodings=encodings)
 
     def _dtype(self, key: str) -> WeightDtype:
         return self._weights.places.matrices[key].dtype

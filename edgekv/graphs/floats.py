@@ -15,11 +15,12 @@ from edgekv.graphs.products import Products, Rows, beside
 from edgekv.graphs.source import PartSource
 from edgekv.graphs.stacks import StackedOps, View
 from edgekv.graphs.weight_file import WeightFile
-from edgekv.spec import CONVOLUTION_INPUTS, HEAD, DecoderSpec, LoraTarget, lora_b, table_key
+from edgekv.spec import CONVOLUTION_INPUTS, DELTA_INPUTS, HEAD, DecoderSpec, LoraTarget, lora_b, table_key
 
 _QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+_GATE = "self_attn.g_proj"
 _HEADS: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
-_TOGETHER = ((_QUERY, _KEY, _VALUE), CONVOLUTION_INPUTS, ("mlp.gate_proj", "mlp.up_proj"))
+_TOGETHER = ((_QUERY, _KEY, _VALUE), CONVOLUTION_INPUTS, DELTA_INPUTS, ("mlp.gate_proj", "mlp.up_proj"))
 """Projections of the same activations."""
 
 
@@ -107,7 +108,13 @@ class FloatOps(StackedOps):
     ) -> View:
         together = self._together(weight)
         if len(together) == 1:
-            return super().linear(x, weight, name, bias=bias, head=head, gain=gain)
+            found = super().linear(x, weight, name, bias=bias, head=head, gain=gain)
+            if together[0].name != _GATE or head is None or self._ar > 1:
+                return found
+            by_group = [self.spec.kv_heads, 1, -1, self.spec.head_dim]  # as results of attention are, see `_apart`
+            return replace(
+                found, tensor=self._once(("by group", weight), lambda: self._nodes.reshape(found.tensor, by_group))
+            )
         project = self._projected_heads if together[0].name in _HEADS else self._projected
         found = self._once(("together", together), lambda: project(x, together))[weight]
         return found if head is None else replace(found, head=found.head + head)
@@ -139,7 +146,7 @@ class FloatOps(StackedOps):
     def _together_product(self, x: View, projections: Sequence[_Projection]) -> str:
         keys = [f"{each.key}.weight" for each in projections]
         product = self._product(x, keys, ".".join(keys[0].split(".")[:-2]))
-        biased = [each for each in projections if each.name in self.spec.biased]
+        biased = [each for each in projections if self._is_biased(each)]
         if not biased:
             return product
         biases = [self._bias(each) for each in projections]
@@ -150,12 +157,15 @@ class FloatOps(StackedOps):
         """The bias of a projection `[out]`; zeros if it has none."""
         spec, key = self.spec, f"{projection.key}.bias"
         place = self._weights.places.matrices[f"{projection.key}.weight"]
-        if projection.name not in spec.biased:
+        if not self._is_biased(projection):
             return np.zeros(place.columns, np.float32)
         if projection.name not in _HEADS:
             return self._values(key, 1.0)
         gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm is None else 1.0
         return np.concatenate([self._values(f"{key}.h{head}", gain) for head in range(place.columns // spec.head_dim)])
+
+    def _is_biased(self, projection: _Projection) -> bool:
+        return projection.name in self.spec.biased or projection.name == DELTA_INPUTS[3]
 
     def _projected(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
         product = self._together_product(x, projections)

@@ -20,11 +20,22 @@ from onnx import TensorProto, helper
 from edgekv.bundle import MANIFEST, BundleWeights, Extent
 from edgekv.bundle.manifest_file import export_again
 from edgekv.errors import BundleError
-from edgekv.graphs.decoder import Ops
+from edgekv.graphs.delta_rule import (
+    SHARES,
+    UNIT_EPS,
+    DeltaOps,
+    Recalled,
+    between_blocks,
+    gives_rows_by_step,
+    rows_after,
+    unit_encoding,
+)
 from edgekv.graphs.nodes import Nodes
 from edgekv.graphs.source import PartSource
 from edgekv.spec import (
+    CHECKPOINT_TOKENS,
     CONV_ROWS,
+    DELTA_KINDS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
     LOGITS,
@@ -32,6 +43,7 @@ from edgekv.spec import (
     OPEN_ROWS,
     OPEN_TOKENS,
     STACK,
+    ConvolutionStates,
     KvTensor,
     LoraTarget,
     Port,
@@ -72,7 +84,7 @@ class View:
     blocks: tuple[str, ...] = ()
 
 
-class StackedOps(Ops[View]):
+class StackedOps(DeltaOps[View]):
     """A part of a graph for AR new tokens in a context of S, under construction; see `EmulatedOps` and `FloatOps`.
 
     Inputs and outputs are those of the exported graph, but for adapters: their floats, and the B's of all heads of a
@@ -101,6 +113,11 @@ class StackedOps(Ops[View]):
         self._made: dict[tuple[object, ...], Any] = {}
         self._adapters: list[onnx.ValueInfoProto] = []
         self._rows = self._ar
+        self._single_rows: set[str] = set()
+        self._integers: set[str] = set()
+        """Keys and values, past and new."""
+        self._tails: set[str] = set()
+        """Floats of the tail of a gated delta rule, or of its matrices: they have other rows than the new tokens."""
 
     # ------------------------------------------------------------------ what the two forms do each in their own way
 
@@ -229,7 +246,8 @@ class StackedOps(Ops[View]):
 
     def split(self, x: View, widths: Sequence[int]) -> list[View]:
         if not x.heads:  # into heads: nothing else that has none is divided
-            stack = self._once(("heads", x.tensor), lambda: self._to_heads(x.tensor, len(widths)))
+            divide = self._tail_heads if x.tensor in self._tails else self._to_heads
+            stack = self._once(("heads", x.tensor), lambda: divide(x.tensor, len(widths), widths[0]))
             return [View(stack, len(widths), head, x.encodings * len(widths)) for head in range(len(widths))]
         parts = self._once(("split", x.tensor, *widths), lambda: self._nodes.split(x.tensor, widths, -1))
         return [replace(x, tensor=part) for part in parts]
@@ -257,22 +275,24 @@ class StackedOps(Ops[View]):
     # ------------------------------------------------------------------ attention
 
     def append_to_cache(self, new: View, tensor: KvTensor) -> View:
-        append = self._appended_state if tensor.is_state else self._appended
+        if tensor.kind in DELTA_KINDS:
+            append = self._appended_decays if tensor.kind == "decay" else self._appended_tail
+        else:
+            append = self._appended_state if tensor.is_state else self._appended
         stack = self._once(("cache", tensor.layer, tensor.kind), lambda: append(new, tensor))
         return replace(stack, head=new.head)
 
     def _appended_state(self, new: View, tensor: KvTensor) -> View:
         """The floats of the rows of a state, past and new, `[1, 1, K-1+AR, H]`."""
         nodes, encodings = self._nodes, (self._encoding(tensor.past),)
-        rows = nodes.reshape(self._tensor(new), [1, 1, -1, self.spec.hidden])
+        rows = nodes.reshape(self._tensor(new), [1, 1, -1, self._states.width])
         nodes.quantize(rows, encodings, tensor.new)
         parts = [tensor.past, tensor.new, *([tensor.others] if tensor.others in self._ports else [])]
         together = nodes.add("Concat", parts, f"{tensor.past}.all", axis=2)
         return View(nodes.dequantize(together, encodings, f"{together}.floats"), encodings=encodings)
 
     def tap(self, rows: View, weight: str, tap: int, name: str) -> View:
-        assert self.spec.convolution is not None, "a layer has one"
-        past_rows = self.spec.convolution.kernel - 1
+        past_rows = self._states.kernel - 1
         source, start, end = rows.tensor, tap, _MOST if tap == past_rows else tap - past_rows
         if CONV_ROWS in self._ports and tap < past_rows:
             gathered = [source, CONV_ROWS]
@@ -285,7 +305,7 @@ class StackedOps(Ops[View]):
             end = tap + self._ar
         bounds = [self._nodes.integers([at]) for at in (start, end, _ROWS)]
         read = self._nodes.add("Slice", [source, *bounds], f"{rows.tensor}.rows")
-        flat = View(self._nodes.reshape(read, [1, -1, self.spec.hidden]))
+        flat = View(self._nodes.reshape(read, [1, -1, self._states.width]))
         return self._each("Mul", [flat], name, [self._floats(part_name(weight, tap=tap))])
 
     def _appended(self, new: View, tensor: KvTensor) -> View:
@@ -307,21 +327,246 @@ class StackedOps(Ops[View]):
             together = nodes.add("Concat", pairs, f"{tensor.past}.all", axis=2)
             if new.heads > 1:
                 together = nodes.reshape(together, [new.heads, 1, -1, self.spec.head_dim])
+        self._integers.add(together)
         return View(together, new.heads, 0, encodings)
 
     def scores(self, query: View, keys: View, name: str) -> View:
+        if keys.tensor in self._tails:
+            turned = self._once(("turned", keys.tensor), lambda: self._nodes.transpose(keys.tensor, *_SWAPPED))
+            return self._stack_product(query, replace(keys, tensor=turned), name)
+
         def scored() -> View:
             return self._rounded(self._by_keys(query, keys), name, query.heads)
 
         return replace(self._once(("scores", query.tensor, keys.tensor), scored), head=query.head)
 
     def attend(self, weights: View, values: View, name: str) -> View:
+        if not self._is_cached(values):
+            return self._stack_product(weights, self._operand(values), name)
+
         def attended() -> View:
             left, rows = self._by_group(weights, values)
             product = self._multiply(left, self._dequantized(values), rows)
             return self._rounded(self._apart(product, weights.heads), name, weights.heads)
 
         return replace(self._once(("attend", weights.tensor, values.tensor), attended), head=weights.head)
+
+    # ------------------------------------------------------------------ a gated delta rule
+
+    @property
+    def new_rows(self) -> int:
+        return min(self._ar, CHECKPOINT_TOKENS)
+
+    @property
+    def by_row(self) -> bool:
+        return gives_rows_by_step(self._source.graph)
+
+    def unit(self, x: View, width: int, name: str, *, gain: float = 1.0) -> View:
+        factor = gain / width**0.5
+        encoding = unit_encoding(factor)
+        values = encoding.dequantize(encoding.quantize(np.full(width, factor)))
+        gamma = self._nodes.constant(values, f"unit_{width}_{factor!r}")
+        return self._each("RMSNormalization", [x], name, [gamma], axis=-1, epsilon=UNIT_EPS / width)
+
+    def softplus(self, x: View, name: str) -> View:
+        return self._each("Softplus", [x], name)
+
+    def times(self, x: View, weight: str, at: int, name: str) -> View:
+        def factors() -> str:
+            values = [self._values(part_name(weight, head), 1.0) for head in range(x.heads)]
+            return self._nodes.constant(np.stack(values)[:, None, None], f"{weight}.of_heads")
+
+        return self._each("Mul", [x], name, [self._once(("factors", weight), factors)])
+
+    def stored(self, tensor: KvTensor) -> View:
+        encodings = (self._encoding(tensor.past),)
+        name = f"{tensor.past}.floats"
+        return self._tail(self._once((name,), lambda: self._nodes.dequantize(tensor.past, encodings, name)), encodings)
+
+    def _tail(self, floats: str, encodings: tuple[Encoding, ...]) -> View:
+        self._tails.add(floats)
+        return View(floats, encodings=encodings)
+
+    def _appended_tail(self, new: View, tensor: KvTensor) -> View:
+        """Past and new rows of all heads `[1, 1, P+AR, width]`, as floats that are rounded as the cache holds them."""
+        nodes, encodings = self._nodes, (self._encoding(tensor.past),)
+        rows = nodes.reshape(self._tensor(new), [1, 1, -1, self._tail_width(tensor)])
+        nodes.quantize(rows, encodings, tensor.new)
+        together = nodes.add("Concat", [tensor.past, tensor.new], f"{tensor.past}.all", axis=_ROWS)
+        return self._tail(nodes.dequantize(together, encodings, f"{together}.floats"), encodings)
+
+    def _tail_width(self, tensor: KvTensor) -> int:
+        rule = self.spec.delta_rule
+        assert rule is not None, "the layer has one"
+        return rule.keys if tensor.kind == "delta_key" else rule.values
+
+    def _appended_decays(self, new: View, tensor: KvTensor) -> View:
+        """Past and new decays `[heads, 1, P+AR, 1]`."""
+        nodes, heads = self._nodes, [replace(tensor, head=head) for head in range(new.heads)]
+        encodings = tuple(self._encoding(each.past) for each in heads)
+        integers = nodes.quantize(new.tensor, encodings, tensor.new if new.heads == 1 else f"{tensor.new}.of_all")
+        if new.heads > 1:
+            nodes.split(integers, [1] * new.heads, 0, [each.new for each in heads])
+        together = nodes.add(
+            "Concat", [name for each in heads for name in (each.past, each.new)], f"{tensor.past}.all", axis=_ROWS
+        )
+        stack = nodes.reshape(together, [new.heads, 1, -1, 1])
+        return View(nodes.dequantize(stack, encodings, f"{together}.floats"), new.heads, 0, encodings)
+
+    def extended(self, rows: View, new: View, tensor: KvTensor) -> View:
+        nodes = self._nodes
+        row = nodes.reshape(self._tensor(new), [1, 1, 1, self._tail_width(tensor)])
+        integers = nodes.quantize(row, rows.encodings, f"{row}.integers")
+        rounded = nodes.dequantize(integers, rows.encodings, f"{row}.cached")
+        return self._tail(
+            nodes.add("Concat", [rows.tensor, rounded], f"{rows.tensor}.more", axis=_ROWS), rows.encodings
+        )
+
+    def row(self, x: View, row: int) -> View:
+        found = x if self._ar == 1 else self._cut(x, row, row + 1, _ROWS)
+        self._single_rows.add(found.tensor)
+        return found
+
+    def together(self, rows: list[View], name: str) -> View:
+        if len(rows) == 1:
+            return rows[0]
+        joined = self._nodes.add("Concat", [self._tensor(row) for row in rows], f"{name}.rows", axis=1)
+        return replace(rows[0], tensor=joined)
+
+    def columns(self, x: View, stop: int) -> View:
+        found = self._cut(x, 0, CHECKPOINT_TOKENS + stop, -1)
+        if x.tensor in self._single_rows:
+            self._single_rows.add(found.tensor)
+        return found
+
+    def new_columns(self, x: View) -> View:
+        return self._cut(x, CHECKPOINT_TOKENS, _MOST, -1)
+
+    def _cut(self, x: View, first: int, stop: int, axis: int) -> View:
+        """A slice of all heads."""
+        bounds = [self._nodes.integers([at]) for at in (first, stop, axis)]
+        key = ("cut", x.tensor, first, stop, axis)
+        return replace(
+            x, tensor=self._once(key, lambda: self._nodes.add("Slice", [x.tensor, *bounds], f"{x.tensor}.slice"))
+        )
+
+    def decay_sums(self, rows: View, name: str) -> View:
+        def summed() -> View:
+            each = self._nodes.reshape(rows.tensor, [rows.heads, 1, 1, -1])
+            if self._ar > 1:
+                each = self._nodes.add("Mul", [each, self._ones("seen")], f"{rows.tensor}.seen")
+            return self._rounded(self._multiply(each, self._after(), self._ar), name, rows.heads)
+
+        return replace(self._once(("sums", rows.tensor), summed), head=rows.head)
+
+    def decays(self, sums: View, name: str) -> tuple[View, View]:
+        found = self._each("Exp", [sums], name)
+        rows, start = self._cut(found, 0, -1, -1), self._cut(found, -1, _MOST, -1)
+        if self._ar > 1:
+            key = ("seen", rows.tensor)
+            seen = self._once(key, lambda: self._nodes.add("Mul", [rows.tensor, self._ones("seen")], f"{name}.seen"))
+            rows = replace(rows, tensor=seen)
+        return rows, start
+
+    def between_blocks(self, system: View, size: int) -> View:
+        key = ("between", system.tensor, size)
+        inputs = [system.tensor, self._ones(f"between_{size}")]
+        return replace(
+            system, tensor=self._once(key, lambda: self._nodes.add("Mul", inputs, f"{system.tensor}.between"))
+        )
+
+    def from_identity(self, x: View, name: str) -> View:
+        def subtracted() -> View:
+            return self._rounded(self._nodes.add("Sub", [self._ones("identity"), x.tensor], name), name, x.heads)
+
+        return replace(self._once(("identity", x.tensor), subtracted), head=x.head)
+
+    def applied(self, inverse: View, wanted: View, name: str) -> View:
+        return self.attend(inverse, wanted, name)
+
+    def observe_known(self, recalled: Recalled[View], correction: View, value: View, at: str, head: int) -> None:
+        """Nothing: encodings are chosen."""
+
+    def _ones(self, kind: str) -> str:
+        """A constant of 0 and 1 with a row for each new token."""
+        ar, past = self._ar, CHECKPOINT_TOKENS
+        if kind == "seen":
+            values = np.tri(ar, past + ar, past, dtype=np.float32)
+        elif kind == "identity":
+            values = np.eye(ar, dtype=np.float32)
+        else:
+            values = between_blocks(ar, int(kind.removeprefix("between_")))
+        rounded = SHARES.dequantize(SHARES.quantize(values))[None, None]
+        return self._for_tokens(self._nodes.constant(rounded, f"{kind}_{ar}"), past if kind == "seen" else 0, 0)
+
+    def _after(self) -> str:
+        """See `rows_after`."""
+        count = CHECKPOINT_TOKENS + self._ar
+        if not self._takes_fewer:
+            return self._nodes.constant(rows_after(count)[None, None], f"after_{count}")
+        after = self._nodes.constant(rows_after(count)[None, None, :, :-1], f"after_{count}")
+        after = self._for_tokens(after, CHECKPOINT_TOKENS, CHECKPOINT_TOKENS)
+        last = self._nodes.constant(np.ones((1, 1, count, 1), np.float32), f"after_{count}.last")
+        last = self._for_tokens(last, None, CHECKPOINT_TOKENS)
+        return self._once(("after",), lambda: self._nodes.add("Concat", [after, last], "after.all", axis=-1))
+
+    def _for_tokens(self, constant: str, more_columns: int | None, more_rows: int) -> str:
+        """A constant for AR tokens, cut for as many as there are, besides more rows and columns; None for all."""
+        if not self._takes_fewer:
+            return constant
+        nodes = self._nodes
+
+        def cut() -> str:
+            zero = nodes.integers([0])
+            axis = _AXES_OF_TOKENS[self._ports.entry.kind or "hidden"]
+            tokens = self._once(
+                ("tokens",),
+                lambda: nodes.add("Shape", [self._ports.entry.name], "tokens", start=axis, end=axis + 1),
+            )
+            rows = nodes.add("Add", [tokens, nodes.integers([more_rows])], f"{constant}.stop")
+            found = nodes.add(
+                "Slice", [constant, nodes.integers([0]), rows, nodes.integers([_ROWS])], f"{constant}.cut"
+            )
+            if more_columns is None:
+                return found
+            stop = nodes.add("Add", [tokens, nodes.integers([more_columns])], f"{constant}.stop")
+            return nodes.add("Slice", [found, zero, stop, nodes.integers([3])], f"{constant}.cut")
+
+        return self._once(("for tokens", constant), cut)
+
+    def _stack_product(self, left: View, right: View, name: str) -> View:
+        """The product of two stacks of floats."""
+        heads = max(left.heads, right.heads)
+
+        def product() -> View:
+            factors = [self._repeated(each, heads) for each in (left, right)]
+            rows = 1 if left.tensor in self._single_rows else self._ar
+            return self._rounded(self._multiply(factors[0], factors[1], rows), name, heads)
+
+        found = self._once(("product", left.tensor, right.tensor), product)
+        return replace(found, head=(left if left.heads == heads else right).head)
+
+    def _repeated(self, x: View, heads: int) -> str:
+        """A stack with each head as often as heads share it."""
+        if x.heads in (0, heads):
+            return self._tensor(x)
+        indices = self._nodes.integers([head // (heads // x.heads) for head in range(heads)])
+        key = ("repeated", x.tensor, heads)
+        return self._once(key, lambda: self._nodes.add("Gather", [x.tensor, indices], f"{x.tensor}.repeated", axis=0))
+
+    def _operand(self, values: View) -> View:
+        """Floats as the second operand of a product."""
+        return values
+
+    def _is_cached(self, values: View) -> bool:
+        """Whether these are integers of keys or values."""
+        return values.tensor in self._integers
+
+    def _tail_heads(self, x: str, heads: int, width: int) -> str:
+        """`[1, 1, rows, heads * width]` to `[heads, 1, rows, width]`, which are floats of the tail too."""
+        stack = self._nodes.transpose(self._nodes.reshape(x, [1, -1, heads, width]), 2, 0, 1, 3)
+        self._tails.add(stack)
+        return stack
 
     def _apart(self, product: str, heads: int) -> str:
         """A product of the rows of groups as a stack of heads."""
@@ -423,6 +668,12 @@ class StackedOps(Ops[View]):
     # ------------------------------------------------------------------ helpers
 
     @property
+    def _states(self) -> ConvolutionStates:
+        states = self.spec.convolution_states
+        assert states is not None, "a layer has some"
+        return states
+
+    @property
     def _keys_are_columns(self) -> bool:
         return self._decoder.cache.key_layout == "columns"
 
@@ -451,8 +702,8 @@ class StackedOps(Ops[View]):
 
     def _each(self, op: str, views: Sequence[View], name: str, more: Sequence[str] = (), **attributes: Any) -> View:
         """An operation on each element or row, written once for all heads."""
-        stack = next((view for view in views if view.heads), views[0])
-        tensors = [self._tensor(view) for view in views] + [*more]
+        stack = max(views, key=lambda view: view.heads)
+        tensors = [self._repeated(view, stack.heads) for view in views] + [*more]
 
         def make() -> View:
             return self._rounded(self._nodes.add(op, tensors, name, **attributes), name, stack.heads)
@@ -497,8 +748,9 @@ class StackedOps(Ops[View]):
 
     def _from_heads(self, stack: View) -> str:
         """`[heads, 1, AR, D]` to `[1, AR, heads * D]`."""
-        tensor = stack.tensor if self._ar == 1 else self._nodes.transpose(stack.tensor, 1, 2, 0, 3)
-        return self._nodes.reshape(tensor, [1, -1, stack.heads * self.spec.head_dim])
+        if self._ar == 1:
+            return self._nodes.reshape(stack.tensor, [1, 1, -1])
+        return self._nodes.reshape(self._nodes.transpose(stack.tensor, 1, 2, 0, 3), [0, 0, -1])
 
 
 def name_of_head(name: str, head: int) -> str:

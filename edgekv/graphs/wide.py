@@ -29,6 +29,9 @@ class WideOps(FloatOps):
         return super().append_to_cache(new, tensor)
 
     def scores(self, query: View, keys: View, name: str) -> View:
+        if keys.tensor in self._tails:
+            return super().scores(query, keys, name)
+
         def scored() -> View:
             rows = self._blocks_of(query.tensor)
             columns = self._seen(self._dequantized(keys))
@@ -51,6 +54,9 @@ class WideOps(FloatOps):
         return self._each("Add", [scores, View(mask, blocks=self._once(("blocks of", mask), blocks))], name)
 
     def attend(self, weights: View, values: View, name: str) -> View:
+        if not self._is_cached(values):
+            return super().attend(weights, values, name)
+
         def attended() -> View:
             products = []
             for block, seen in zip(weights.blocks, self._seen(self._dequantized(values)), strict=True):

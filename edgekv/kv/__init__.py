@@ -9,6 +9,7 @@ from edgekv.kv.batch_columns import BatchColumns
 from edgekv.kv.cache import KVCache, landing
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
+from edgekv.kv.delta_group import CheckpointGroup, TailGroup, fold, tail_layout
 from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
@@ -41,6 +42,10 @@ __all__ = [
     "RowGroup",
     "StateGroup",
     "TAIL_TOKENS",
+    "CheckpointGroup",
+    "TailGroup",
+    "fold",
+    "tail_layout",
     "Rows",
     "CacheGroup",
     "CacheState",

@@ -9,6 +9,7 @@ from fractions import Fraction
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.compatibility import check_state, copy_state
+from edgekv.kv.delta_group import CheckpointGroup, TailGroup
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.footprint import Footprint
 from edgekv.kv.growth import Growth
@@ -22,7 +23,7 @@ from edgekv.kv.state import CacheState
 from edgekv.kv.state_group import StateGroup
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies.strategy import Window
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import CHECKPOINT_TOKENS, Geometry
 from edgekv.spec.layers import LayeredGeometry
 
 
@@ -105,9 +106,9 @@ class KVCache:
         self.capacity = chosen.capacity(geometry.context)
         self._evicts = chosen.evicts
         self._first = 0 if sink is None else len(sink.tokens)
-        self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth, allocate)
+        self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth, allocate, self.encodings)
         self.groups = self._memory.groups
-        self._states = [group for group in self.groups if isinstance(group, StateGroup)]
+        self._states = [group for group in self.groups if isinstance(group, StateGroup | TailGroup | CheckpointGroup)]
         self._open_ar: int | None = None
         self._positions = Positions()
         self._eviction = Eviction(chosen, self._memory, self._positions, self.encodings)
@@ -134,7 +135,8 @@ class KVCache:
     @property
     def newest_states(self) -> Rows | None:
         """A copy of the states that the next token reads, `[N, K-1, H]`; None without layers that have some."""
-        return self._states[0].newest() if self._states else None
+        first = self._states[0] if self._states else None
+        return first.newest() if isinstance(first, StateGroup) else None
 
     @property
     def length(self) -> int:
@@ -185,6 +187,13 @@ class KVCache:
         if not 1 <= ar <= self.ar[-1]:
             raise ValueError(f"ar: got {ar}; expected 1 to {self.ar[-1]}, as the cache was made")
         return self._evicts or self.length <= self.geometry.context - ar
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens that the next step can keep: up to the next checkpoint, if layers have a gated delta rule."""
+        if not any(isinstance(group, CheckpointGroup) for group in self.groups):
+            return self.ar[-1]
+        return CHECKPOINT_TOKENS - self._positions.seen % CHECKPOINT_TOKENS
 
     @property
     def room_tokens(self) -> int | None:
@@ -241,8 +250,8 @@ class KVCache:
         if not isinstance(kept, int) and [*kept] != sorted({*kept} & {*range(self._open_ar)}):
             raise ValueError(f"commit: got rows {kept}; expected ascending ones below {self._open_ar}, the AR")
         n = kept if isinstance(kept, int) else len(kept)
-        if not 0 <= n <= self._open_ar:
-            raise ValueError(f"commit: got {n} tokens; expected 0 to {self._open_ar}, the AR of the open step")
+        if not 0 <= n <= (most := min(self._open_ar, self.step_tokens)):
+            raise ValueError(f"commit: got {n} tokens; expected 0 to {most}, the AR of the open step or `step_tokens`")
         self.dirty = True
         if not isinstance(kept, int):
             self._compact(kept)

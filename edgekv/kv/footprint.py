@@ -8,9 +8,11 @@ from functools import partial
 
 from edgekv.kv.arena import Arena
 from edgekv.kv.cache_group import CacheGroup
+from edgekv.kv.delta_group import CheckpointGroup, TailGroup
 from edgekv.kv.growth import Growth, single_layers
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, SlidingWindow
+from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.row_group import RowGroup
 from edgekv.kv.state_group import StateGroup, state_rows
 from edgekv.kv.strategies import default_strategy, make_strategy
@@ -41,6 +43,7 @@ class Footprint:
         policy: Policy,
         growth: Growth | None,
         allocate: Allocate = HeapMemory,
+        encodings: Sequence[KvEncoding] = (),
     ) -> None:
         """Allocate.
 
@@ -52,6 +55,7 @@ class Footprint:
             policy: of the groups that attend to the whole context; the others always keep the newest tokens.
             growth: how the groups that attend to the whole context grow; None to allocate all memory now.
             allocate: where memory comes from.
+            encodings: of each tensor, in the order of the groups' names; matrices of delta rules need them.
 
         Raises:
             UsageError: an unknown strategy, a growth that it or the layers do not allow; also what `RowArena` raises.
@@ -70,7 +74,16 @@ class Footprint:
         make = partial(make_strategy, name, max_ar=ar[-1], reserve=chosen)
         narrow = SlidingWindow()
         groups: list[CacheGroup] = []
+        tails: list[TailGroup] = []
         for each in geometries:
+            if each.kinds == ("recurrent",):
+                count = each.tensors + sum(tail.geometry.tensors for tail in tails)
+                groups.append(CheckpointGroup(each, tails, encodings[-count:], allocate))
+                continue
+            if each.is_delta:
+                groups.append(tail := TailGroup(each, ar[-1], allocate))
+                tails.append(tail)
+                continue
             if each.is_state:
                 rows = state_rows(name, each, max_ar=ar[-1], reserve=chosen)
                 groups.append(StateGroup(each, rows, ar[-1], allocate))

@@ -28,7 +28,7 @@ class _ArenaPorts:
         held = [index for index, tensor in enumerate(arena.tensors) if tensor.layer in layers]
         self.tensors = slice(held[0], held[-1] + 1)  # an arena holds its tensors layer by layer
         self.past_names = [tensor.past for tensor in arena.tensors[self.tensors]]
-        self.new_names = [tensor.new for tensor in arena.tensors[self.tensors]]
+        self.new_names = [tensor.new for tensor in arena.tensors[self.tensors] if tensor.is_written]
 
 
 class _GroupPorts:
@@ -53,8 +53,9 @@ class _GroupPorts:
             dtype, tensors = arena.dtype, ports.tensors
             past, new = arena.past_offset_bytes(window), arena.new_offset_bytes(window)
             binding.inputs(ports.past_names, dtype, arena.past_shape(window.columns), arena.addresses[tensors], past)
-            new_shape = arena.new_shape(window.ar)
-            binding.outputs(ports.new_names, dtype, new_shape, arena.new_addresses(window)[tensors], new)
+            if ports.new_names:
+                new_shape = arena.new_shape(window.ar)
+                binding.outputs(ports.new_names, dtype, new_shape, arena.new_addresses(window)[tensors], new)
         self.bound = wanted
 
 

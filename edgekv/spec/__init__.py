@@ -5,7 +5,17 @@ from edgekv.spec.decoder import Convolution, DecoderSpec, SplitChannel, Vocabula
 from edgekv.spec.describe import CacheSpec, describe, describe_cache
 from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
-from edgekv.spec.geometry import KINDS, STATE_KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
+from edgekv.spec.geometry import (
+    CHECKPOINT_TOKENS,
+    DELTA_KINDS,
+    KINDS,
+    STATE_KINDS,
+    Geometry,
+    KeyLayout,
+    Kind,
+    KvDtype,
+    KvTensor,
+)
 from edgekv.spec.graph import (
     CONV_ROWS,
     LOGITS_INDEX,
@@ -18,6 +28,7 @@ from edgekv.spec.graph import (
     rope_inputs,
 )
 from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
+from edgekv.spec.linear import DeltaRule
 from edgekv.spec.lora import (
     LORA_A,
     LORA_GROUPS,
@@ -52,6 +63,7 @@ from edgekv.spec.rope import Rope, Rotation
 from edgekv.spec.sizes import RECIPE_TYPES, Decoder, Weights, recipe_weights
 from edgekv.spec.tensors import (
     CONVOLUTION_INPUTS,
+    DELTA_INPUTS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
     EMBEDDING_STEPS,
@@ -63,6 +75,8 @@ from edgekv.spec.tensors import (
     by_inputs,
     by_outputs,
     convolution_kernel,
+    delta_kernel,
+    delta_rates,
     feed_forward_norm,
     matrices,
     part_name,
@@ -115,7 +129,13 @@ __all__ = [
     "ConvolutionStates",
     "Decoder",
     "DecoderInterface",
+    "CHECKPOINT_TOKENS",
+    "DELTA_INPUTS",
+    "DELTA_KINDS",
     "DecoderSpec",
+    "DeltaRule",
+    "delta_kernel",
+    "delta_rates",
     "EncodingTypes",
     "FolderKind",
     "Geometry",

@@ -8,6 +8,7 @@ import msgspec
 
 from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
+from edgekv.spec.linear import DeltaRule
 from edgekv.spec.rope import Rope
 from edgekv.spec.sizes import Decoder
 
@@ -92,7 +93,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         vocabulary: where embeddings are; see `Vocabulary`. Set by export.
         fused: whether q, k and v are stored as one matrix, and gate and up as another.
         convolution: the layers without attention; None if there are none.
+        delta_rule: the layers with a gated delta rule in place of attention; None if there are none.
         head_gates: whether the output of each head is multiplied by the sigmoid of a projection of the layer's input.
+        output_gates: whether every channel of the heads' outputs is. Checkpoints store the gates' matrix within q_proj.
         stored_names: parts of the tensors' names, and what checkpoints of the architecture have in their place.
         multimodal: whether the checkpoint includes a vision model, and the decoder's tensors have a prefix.
     """
@@ -131,7 +134,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     multimodal: bool = False
     bound_by: str = "max_position_embeddings"
     convolution: Convolution | None = None
+    delta_rule: DeltaRule | None = None
     head_gates: bool = False
+    output_gates: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -148,6 +153,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.convolution is not None and not self.convolution.layers < {*range(self.layers)}:
             found = sorted(self.convolution.layers)
             raise ValueError(f"convolution: layers: got {found}; expected some below {self.layers}, and one without")
+        if self.delta_rule is not None and not self.delta_rule.layers < {*range(self.layers)}:
+            found = sorted(self.delta_rule.layers)
+            raise ValueError(f"delta_rule: layers: got {found}; expected some below {self.layers}, and one without")
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
 
@@ -165,6 +173,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             tied_head=self.tied_head,
             convolutions=0 if self.convolution is None else len(self.convolution.layers),
             head_gates=self.head_gates,
+            output_gates=self.output_gates,
+            delta_rule=self.delta_rule,
         )
 
     @property
@@ -193,10 +203,23 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Whether a layer has a short convolution in place of attention."""
         return self.convolution is not None and layer in self.convolution.layers
 
+    def is_delta_rule(self, layer: int) -> bool:
+        """Whether a layer has a gated delta rule in place of attention."""
+        return self.delta_rule is not None and layer in self.delta_rule.layers
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return not self.is_convolution(layer) and not self.is_delta_rule(layer)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a state instead of keys and values of every token."""
+        return self.convolution is not None or self.delta_rule is not None
+
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention."""
-        return [layer for layer in range(self.layers) if not self.is_convolution(layer)]
+        return [layer for layer in range(self.layers) if self.has_attention(layer)]
 
     def cache(self, context: int, kv_dtype: KvDtype, key_layout: KeyLayout) -> Geometry | LayeredGeometry:
         """The sizes of a cache for graphs of a context of S.
@@ -204,7 +227,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Raises:
             ValueError: no graph can have this context, such as one that a convolution's kernel exceeds.
         """
-        windows, states = self.windows_in(context), self.convolution
+        windows, states = self.windows_in(context), self.convolution_states
         if not windows and states is None:
             return Geometry(self.layers, self.kv_heads, self.head_dim, context, kv_dtype, key_layout)
         if states is not None and states.kernel >= context:
@@ -217,14 +240,25 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             windows,
             kv_dtype,
             key_layout,
-            None
-            if states is None
-            else ConvolutionStates(states.layers, states.kernel, self.hidden, states.state_dtype),
+            states,
+            self.delta_rule,
+        )
+
+    @property
+    def convolution_states(self) -> ConvolutionStates | None:
+        """What convolutions keep, alone or before a gated delta rule."""
+        if self.delta_rule is not None:
+            rule = self.delta_rule
+            return ConvolutionStates(rule.layers, rule.kernel, rule.channels, rule.state_dtype)
+        if self.convolution is None:
+            return None
+        return ConvolutionStates(
+            self.convolution.layers, self.convolution.kernel, self.hidden, self.convolution.state_dtype
         )
 
     def window(self, layer: int) -> int | None:
         """Tokens that a layer attends to, including the current one; None for all, and without attention."""
-        if self.is_convolution(layer):
+        if not self.has_attention(layer):
             return None
         limit = self.limits[layer % len(self.limits)] if self.limits else None
         return min((each for each in (self._own_window(layer), limit) if each is not None), default=None)
@@ -242,7 +276,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer, or None."""
-        if layer in self.unrotated or self.is_convolution(layer):
+        if layer in self.unrotated or not self.has_attention(layer):
             return None
         return self.rope if self.local_rope is None or self._own_window(layer) is None else self.local_rope
 

@@ -15,7 +15,7 @@ LARGEST_HEADS = 1 << 18
 """Maximum query heads of all layers: each one adds operations to a graph."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_CONVOLUTION = "conv"
+_CONVOLUTION, _DELTA_RULE = "conv", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def describe(config: Config) -> DecoderSpec:
         wanted = ", ".join(sorted(ARCHITECTURES))
         raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
     spec = family(config)
-    _check_layers(config, *(() if spec.convolution is None else (_CONVOLUTION,)))
+    more = (_CONVOLUTION, spec.convolution), (_DELTA_RULE, spec.delta_rule)
+    _check_layers(config, *(kind for kind, layers in more if layers is not None))
     _check_products(config, spec)
     return spec
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 KvDtype = Literal["u8", "s8", "s16", "u16"]
 """Type of a cache tensor. `u16` is for states alone: no product of matrices reads it as its second operand."""
-Kind = Literal["key", "value", "conv"]
+Kind = Literal["key", "value", "conv", "delta_key", "delta_value", "decay", "recurrent"]
 KeyLayout = Literal["rows", "columns"]
 
 _ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s8": 1, "s16": 2, "u16": 2}
@@ -17,6 +17,12 @@ KINDS: tuple[Kind, Kind] = ("key", "value")
 """Of layers with attention: a row per token and head."""
 STATE_KINDS: tuple[Kind] = ("conv",)
 """Of layers with a short convolution: the rows before the next token that its kernel reads, of all channels."""
+DELTA_KINDS: tuple[Kind, ...] = ("delta_key", "delta_value", "decay", "recurrent")
+"""Of layers with a gated delta rule: rows of keys and of corrections of all heads, and of the decays of one head; and
+the matrices S of all heads, beside each other. The convolution before it has a state too."""
+CHECKPOINT_TOKENS = 64
+"""Tokens between two checkpoints of a gated delta rule, and P, the rows that a step reads of its tail. No step crosses
+a checkpoint: results would depend on how a text is divided into steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +51,18 @@ class KvTensor:
     @property
     def is_state(self) -> bool:
         """Whether it is the state of a layer without attention."""
-        return self.kind in STATE_KINDS
+        return self.kind not in KINDS
+
+    @property
+    def is_written(self) -> bool:
+        """Whether graphs write rows of it; the matrices of a gated delta rule follow from rows."""
+        return self.kind != "recurrent"
 
     @property
     def _stem(self) -> str:
+        if self.kind in DELTA_KINDS:
+            stem = f"{self.kind}_state_{self.layer}"
+            return f"{stem}_h{self.head}" if self.kind == "decay" else stem
         return f"{self.kind}_state_{self.layer}" if self.is_state else f"past_{self.kind}_{self.layer}_h{self.head}"
 
 
@@ -60,10 +74,11 @@ class Geometry:
 
     Attributes:
         layers: decoder layers.
-        kv_heads: key/value heads of a layer; 1 for states.
-        head_dim: D, elements of one head's row; H for states.
+        kv_heads: key/value heads of a layer; 1 for states, but for decays.
+        head_dim: D, elements of one head's row; all channels for states.
         context: the tokens that a token attends to, including itself: S of the largest graphs, or the smaller window of
-            these layers, or the kernel K of a convolution; at least 2.
+            these layers, or the kernel K of a convolution; at least 2. Of a gated delta rule, 1 more than the rows of
+            a tail or of S.
         kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0); of states also `u16` (zero point 32768).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie requires. Values are always rows.
@@ -94,7 +109,8 @@ class Geometry:
             raise ValueError(f"key_layout: got {self.key_layout!r}; expected rows or columns")
         if self.numbers and (len(self.numbers) != self.layers or min(self.numbers) < 0):
             raise ValueError(f"numbers: got {self.numbers}; expected those of {self.layers} layers, from 0 on")
-        if self.kinds not in (KINDS, STATE_KINDS) or (self.is_state and self.kv_heads != 1):
+        heads = self.kv_heads if self.kinds in (KINDS, ("decay",)) else 1
+        if self.kinds not in (KINDS, STATE_KINDS, *((kind,) for kind in DELTA_KINDS)) or self.kv_heads != heads:
             raise ValueError(
                 f"kinds: got {self.kinds} of {self.kv_heads} heads; expected keys and values, or one state"
             )
@@ -102,7 +118,12 @@ class Geometry:
     @property
     def is_state(self) -> bool:
         """Whether the tensors are states, so that these layers have no attention."""
-        return self.kinds == STATE_KINDS
+        return self.kinds != KINDS
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the tensors are of a gated delta rule: rows since a checkpoint, or its matrices S."""
+        return self.kinds[0] in DELTA_KINDS
 
     @property
     def tensors(self) -> int:
@@ -127,8 +148,8 @@ class Geometry:
     def past_rows(self, ar: int, context: int | None = None) -> int:
         """The rows that a graph for AR new tokens reads of each tensor.
 
-        S-AR, or the W-1 rows that the first new token attends to if these layers' window is smaller. A convolution
-        reads K-1 rows, whatever AR is.
+        S-AR, or the W-1 rows that the first new token attends to if these layers' window is smaller. States have K-1
+        rows, whatever AR is: those of the kernel, of the tail, or of a matrix S.
 
         Args:
             ar: tokens per inference.

@@ -113,10 +113,12 @@ class DecoderInterface:
             the rows that need logits). Where there are layers: `attention_mask` [1, 1, AR, S] and, of layers that
         attend to W < S tokens, `attention_mask_w{W}` [1, 1, AR, P+AR]; `position_ids_cos` and `_sin` [1, 1, AR, R/2] of
         each rotary embedding; and each past [1, 1, P, D], keys as columns [1, 1, D, P], with P = S-AR, or
-        min(W-1, S-AR), and each state of a convolution [1, 1, K-1, hidden]. In verify graphs with states: `conv_rows`
-        [(K-1) * AR], the row that a tap of a convolution reads for a token, by tap, of past, new and others' rows; and
-        for each layer the others, [1, 1, (K-1) * AR, hidden], states of further sequences. In graphs with slots: the
-        A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1].
+        min(W-1, S-AR), and each state of a convolution [1, 1, K-1, hidden]. Of a gated delta rule,
+        `recurrent_state_{L}_in` [1, 1, key_dim, values], and the rows of its tail [1, 1, 64, width]. In verify graphs
+        with states: `conv_rows` [(K-1) * AR], the row that a tap of a convolution reads for a token, by tap, of past,
+        new and others' rows; and for each layer the others, [1, 1, (K-1) * AR, hidden], states of further sequences.
+        With a gated delta rule there are no others. In graphs with
+        slots: the A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1].
 
         Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; and `logits` [1, AR or 1, V] or `hidden_{L}`.
 
@@ -151,9 +153,10 @@ class DecoderInterface:
     def tensors(self, layers: Iterable[int]) -> Iterator[KvTensor]:
         """The cache tensors of these layers, in the order of the graphs' inputs."""
         for layer in layers:
-            for head in range(self._groups[layer].kv_heads):
-                for kind in self._groups[layer].kinds:
-                    yield KvTensor(layer, kind, head)
+            for group in self._all_groups[layer]:
+                for head in range(group.kv_heads):
+                    for kind in group.kinds:
+                        yield KvTensor(layer, kind, head)
 
     def _inputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
         ar, rows = graph.ar, graph.ar if part.layers else graph.logit_rows
@@ -172,12 +175,12 @@ class DecoderInterface:
             yield self._activation("cos", cos, (1, 1, ar, rotary.pairs))
             yield self._activation("sin", sin, (1, 1, ar, rotary.pairs))
         for tensor in self.tensors(part.layers):
-            yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
+            yield self._cached("past", tensor, self._group_of(tensor).past_rows(graph.ar, graph.context))
         states = [layer for layer in part.layers if self._groups[layer].is_state]
         if states and graph.role == "verify":
             rows = self._past_rows(states[0], graph) * ar
             yield Port(CONV_ROWS, "int32", (rows,), "conv_rows")
-            for tensor in self.tensors(states):
+            for tensor in self.tensors(states) if not self._has_delta_rule else ():
                 yield self._cached("others", tensor, rows)
         if self.lora is not None:
             for layer in part.layers:
@@ -188,7 +191,8 @@ class DecoderInterface:
 
     def _outputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
         for tensor in self.tensors(part.layers):
-            yield self._cached("new", tensor, graph.ar)
+            if tensor.is_written:
+                yield self._cached("new", tensor, graph.ar)
         if part.head:
             yield self._activation("logits", LOGITS, (1, graph.logit_rows, self.vocab))
         else:
@@ -198,7 +202,7 @@ class DecoderInterface:
         return Port(name, DTYPES[self.activations].name, shape, kind, encoding or name)
 
     def _cached(self, kind: Literal["past", "new", "others"], tensor: KvTensor, rows: int) -> Port:
-        group = self._groups[tensor.layer]
+        group = self._group_of(tensor)
         is_column = tensor.kind == "key" and group.key_layout == "columns"
         shape = (1, 1, group.head_dim, rows) if is_column else (1, 1, rows, group.head_dim)
         name = {"past": tensor.past, "new": tensor.new, "others": tensor.others}[kind]
@@ -208,7 +212,23 @@ class DecoderInterface:
     def _past_rows(self, layer: int, graph: GraphRecord) -> int:
         return self._groups[layer].past_rows(graph.ar, graph.context)
 
+    def _group_of(self, tensor: KvTensor) -> Geometry:
+        return next(group for group in self._all_groups[tensor.layer] if tensor.kind in group.kinds)
+
+    @property
+    def _has_delta_rule(self) -> bool:
+        return any(group.is_delta for group in self.cache.groups())
+
     @cached_property
     def _groups(self) -> dict[int, Geometry]:
-        """The sizes of each layer's cache."""
-        return {layer: group for group in self.cache.groups() for layer in group.numbers or range(group.layers)}
+        """The sizes of each layer's keys and values, or of its convolution."""
+        return {layer: groups[0] for layer, groups in self._all_groups.items()}
+
+    @cached_property
+    def _all_groups(self) -> dict[int, list[Geometry]]:
+        """The sizes of everything that is kept of each layer."""
+        found: dict[int, list[Geometry]] = {}
+        for group in self.cache.groups():
+            for layer in group.numbers or range(group.layers):
+                found.setdefault(layer, []).append(group)
+        return found

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from edgekv.spec.geometry import KINDS, STATE_KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
+from edgekv.spec.geometry import (
+    CHECKPOINT_TOKENS,
+    DELTA_KINDS,
+    KINDS,
+    STATE_KINDS,
+    Geometry,
+    KeyLayout,
+    Kind,
+    KvDtype,
+    KvTensor,
+)
+from edgekv.spec.linear import DeltaRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,8 @@ class ConvolutionStates:
 class LayeredGeometry:
     """A cache whose layers differ in key/value heads, width of a head, or how many tokens they attend to.
 
-    Layers with a short convolution have a state of their own instead of keys and values.
+    Layers with a short convolution have a state of their own instead of keys and values. Those with a gated delta rule
+    have several: each kind of tensor is a group.
 
     Each list is repeated if it is shorter than the layers, so one number applies to all and (512, 512, 4096) makes
     every third layer global.
@@ -43,6 +55,7 @@ class LayeredGeometry:
         kv_dtype: see `Geometry`.
         key_layout: see `Geometry`.
         states: the layers with a short convolution, and what their state is, if there are any.
+        delta_rule: the layers with a gated delta rule, which `states` has too, if there are any.
     """
 
     layers: int
@@ -53,6 +66,7 @@ class LayeredGeometry:
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
     states: ConvolutionStates | None = None
+    delta_rule: DeltaRule | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim"):
@@ -70,6 +84,8 @@ class LayeredGeometry:
             dtype = self.states.dtype if self.states is not None and kinds == STATE_KINDS else self.kv_dtype
             sizes = len(numbers), kv_heads, head_dim, window
             groups.append(Geometry(*sizes, dtype, self.key_layout, tuple(numbers), kinds))
+        if self.delta_rule is not None:
+            groups += self._delta_groups(self.delta_rule)
         # One group of all layers equals a plain geometry.
         return tuple(groups) if len(groups) > 1 else (replace(groups[0], numbers=()),)
 
@@ -81,6 +97,14 @@ class LayeredGeometry:
     def names(self) -> Iterator[KvTensor]:
         """All tensors in the order of the groups."""
         return (tensor for group in self.groups() for tensor in group.names())
+
+    def _delta_groups(self, rule: DeltaRule) -> Iterator[Geometry]:
+        widths = {"delta_key": rule.keys, "delta_value": rule.values, "decay": 1, "recurrent": rule.values}
+        for kind in DELTA_KINDS:
+            heads = rule.value_heads if kind == "decay" else 1
+            rows = rule.key_dim if kind == "recurrent" else CHECKPOINT_TOKENS
+            numbers = tuple(sorted(rule.layers))
+            yield Geometry(len(numbers), heads, widths[kind], rows + 1, "s16", self.key_layout, numbers, (kind,))
 
     def _sizes(self, layer: int) -> tuple[int, int, int, tuple[Kind, ...]]:
         """Heads, width, window and kinds of tensors."""

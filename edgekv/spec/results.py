@@ -15,7 +15,7 @@ from quant import Encoding, Range
 
 ResultKind = Literal[
     "embedding", "linear", "norm", "sum", "product", "gelu", "sigmoid", "tanh", "softmax",
-    "scores", "masked", "attended", "cache", "state",
+    "scores", "masked", "attended", "cache", "state", "tail", "softplus", "decay_sum",
 ]  # fmt: skip
 
 HEADROOM = 1.5
@@ -27,6 +27,7 @@ PRODUCT_HEADROOM = 2.0
 12,800 other tokens did, and clipping it cost one token 0.2 nats."""
 
 _LEAST_MASK_DEPTH = 64.0
+_DECAY_REACH = 12.0  # likewise
 _SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
 
 
@@ -37,10 +38,12 @@ class Result:
     Attributes:
         kind: what computes it.
         source: the name of the result whose range it uses: its own, or the scores' if it is masked.
+        by_chunk: whether the reference computes it chunk by chunk of a text, so that its rows are not a text's tokens.
     """
 
     kind: ResultKind
     source: str
+    by_chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,24 @@ def _holds_states(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
     return Encoding(types.states, step, ZERO_POINTS[types.states])
 
 
+def _holds_tail(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """Symmetric in 16 bits, which products read as their second operand; later tokens may exceed all that was seen."""
+    return Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, "s16")
+
+
+def _from_zero(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """From 0 to the greatest value, with headroom: of heads that decay slowly, small values matter."""
+    if types.is_symmetric:
+        return Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, types.activations)
+    return Encoding.asymmetric(0.0, PRODUCT_HEADROOM * seen.high, types.activations)
+
+
+def _decays(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """Up to 0, and no lower than what leaves nothing."""
+    low = -min(PRODUCT_HEADROOM * -seen.low, _DECAY_REACH)
+    return Encoding.symmetric(-low, types.activations) if types.is_symmetric else Encoding.asymmetric(low, 0.0, "u16")
+
+
 def _reaches_mask(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
     """The range of the scores, extended by the depth of the mask."""
     if types.is_symmetric:
@@ -128,6 +149,9 @@ RULES: dict[ResultKind, Rule] = {
     "attended": _COVERS,
     "cache": _clips,
     "state": _holds_states,
+    "tail": _holds_tail,
+    "softplus": _from_zero,
+    "decay_sum": _decays,
 }
 """The encoding rule of each kind."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from edgekv.spec.linear import DeltaRule
 from quant import WEIGHT_TYPES, WeightDtype, WeightType
 
 
@@ -25,6 +26,8 @@ class Decoder:
         tied_head: whether the head is the embedding table; a bundle stores it once.
         convolutions: number of layers with a short convolution in place of attention.
         head_gates: whether layers with attention have a matrix for gates of heads.
+        output_gates: whether it has a gate for every channel.
+        delta_rule: the layers with a gated delta rule in place of attention.
     """
 
     layers: int
@@ -37,6 +40,8 @@ class Decoder:
     tied_head: bool = False
     convolutions: int = 0
     head_gates: bool = False
+    output_gates: bool = False
+    delta_rule: DeltaRule | None = None
 
     @property
     def layer_matrices(self) -> tuple[tuple[int, int], ...]:
@@ -44,7 +49,7 @@ class Decoder:
         hidden, inner = self.hidden, self.intermediate
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
-        gates = ((hidden, self.heads),) if self.head_gates else ()
+        gates = ((hidden, self.heads),) if self.head_gates else ((hidden, queries),) if self.output_gates else ()
         return (*attention, (hidden, inner), (hidden, inner), (inner, hidden), *gates)
 
     @property
@@ -54,16 +59,31 @@ class Decoder:
         return (*((hidden, hidden),) * 4, (hidden, inner), (hidden, inner), (inner, hidden))
 
     @property
+    def delta_matrices(self) -> tuple[tuple[int, int], ...]:
+        """`[in, out]` of the matrices of a layer with a delta rule: strengths, decays, q|k|v, gates, and the others."""
+        rule, hidden, inner = self.delta_rule, self.hidden, self.intermediate
+        if rule is None:
+            return ()
+        inputs = tuple((hidden, width) for width in (rule.value_heads, rule.value_heads, rule.channels, rule.values))
+        return (*inputs, (rule.values, hidden), (hidden, inner), (hidden, inner), (inner, hidden))
+
+    @property
+    def kinds(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+        """Number of layers and matrices of layers with attention, with a convolution, and with a delta rule."""
+        deltas = 0 if self.delta_rule is None else len(self.delta_rule.layers)
+        attending = self.layers - self.convolutions - deltas
+        convolutions = self.convolutions, self.convolution_matrices
+        return (attending, self.layer_matrices), convolutions, (deltas, self.delta_matrices)
+
+    @property
     def layer_parameters(self) -> int:
         """Elements of the matrices of the largest layer."""
-        kinds = [self.layer_matrices, *([self.convolution_matrices] if self.convolutions else [])]
-        return max(_elements(matrices) for matrices in kinds)
+        return max(_elements(matrices) for layers, matrices in self.kinds if layers)
 
     @property
     def all_layer_parameters(self) -> int:
         """Elements of the matrices of all layers."""
-        attention = (self.layers - self.convolutions) * _elements(self.layer_matrices)
-        return attention + self.convolutions * _elements(self.convolution_matrices)
+        return sum(layers * _elements(matrices) for layers, matrices in self.kinds)
 
     @property
     def table_parameters(self) -> int:
@@ -132,7 +152,12 @@ class LayerTypes:
         """The type of one matrix of a layer with a convolution."""
         return WEIGHT_TYPES["int8"] if place < _FEED_FORWARD else self.type_at(place)
 
+    def delta_type_at(self, place: int) -> WeightType:
+        """The type of one matrix of a layer with a delta rule."""
+        return WEIGHT_TYPES["int8" if place < _DELTA_MATRICES else self.dtype]
 
+
+_DELTA_MATRICES = 2  # of strengths and decays
 _FEED_FORWARD, _GATES = 4, 7  # first places
 _KEYS_AND_VALUES = frozenset({1, 2})
 _UP_AND_DOWN = frozenset({5, 6})
@@ -150,12 +175,10 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     element of a norm. A tied head is the table, and a matrix in front of it turns what it reads. Biases, q and k norms
     and post-norms are not counted.
     """
-    types, convolutions = RECIPE_TYPES[recipe], decoder.convolutions
+    types = RECIPE_TYPES[recipe]
+    types_at = types.type_at, types.convolution_type_at, types.delta_type_at
     all_bytes = packed_bytes = 0
-    for layers, matrices, type_at in (
-        (decoder.layers - convolutions, decoder.layer_matrices, types.type_at),
-        (convolutions, decoder.convolution_matrices, types.convolution_type_at),
-    ):
+    for (layers, matrices), type_at in zip(decoder.kinds, types_at, strict=True):
         for place, (rows, columns) in enumerate(matrices):
             all_bytes += layers * type_at(place).matrix_bytes(rows, columns)
             packed_bytes += layers * type_at(place).packed_bytes(rows, columns)

@@ -16,12 +16,16 @@ FINAL_NORM = "model.norm.weight"
 HEAD_TURN = "lm_head.turn.weight"
 CONVOLUTION_INPUTS = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 """The gates before and after a short convolution, and what it filters, in the order of the stored matrix."""
+DELTA_INPUTS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
+"""What a gated delta rule reads: queries, keys and values; the gate of its output; strengths; and decays."""
+DELTA_RATES = "linear_attn.A_log"
 EMBEDDING_STEPS = "model.embed_tokens.steps"
 EMBEDDING_COLUMNS = "model.embed_tokens.columns"
 
 TensorRole = Literal[
     "embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
     "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
+    "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
     "gate", "up", "down", "turn", "head",
 ]  # fmt: skip
 
@@ -35,6 +39,11 @@ _ROLES: dict[str, TensorRole] = {
     "conv.c_proj": "conv_c",
     "conv.x_proj": "conv_x",
     "conv.out_proj": "conv_out",
+    "linear_attn.in_proj_qkv": "delta_qkv",
+    "linear_attn.in_proj_z": "delta_z",
+    "linear_attn.in_proj_b": "delta_b",
+    "linear_attn.in_proj_a": "delta_a",
+    "linear_attn.out_proj": "delta_out",
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
@@ -56,6 +65,9 @@ class View:
         layer: None outside of the layers.
         norm: the norm whose output a matrix reads; its weights can be folded into the matrix.
         first: the first row of the part in the stored tensor.
+        alternates: rows of the part's blocks, each followed in the stored tensor by as many of another part; 0 if the
+            part's rows follow each other.
+        is_logarithm: whether the part is minus the exponential of what is stored.
         offset: added to every element.
         gain: multiplies every element.
     """
@@ -70,6 +82,8 @@ class View:
     first: int = 0
     offset: float = 0.0
     gain: float = 1.0
+    alternates: int = 0
+    is_logarithm: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -84,7 +98,7 @@ class View:
     @property
     def writes_residual(self) -> bool:
         """Whether its output channels are those of the residual."""
-        return self.role in ("o", "conv_out", "down")
+        return self.role in ("o", "conv_out", "delta_out", "down")
 
 
 def part_name(name: str, head: int | None = None, tap: int | None = None) -> str:
@@ -146,6 +160,16 @@ def convolution_kernel(layer: int) -> str:
     return f"model.layers.{layer}.conv.conv.weight"
 
 
+def delta_kernel(layer: int) -> str:
+    """Name of the kernels `[channels, 1, K]` of a layer with a gated delta rule."""
+    return f"model.layers.{layer}.linear_attn.conv1d.weight"
+
+
+def delta_rates(layer: int) -> str:
+    """Name of the logarithms of the rates of decay, one for each value head of a layer with a gated delta rule."""
+    return f"model.layers.{layer}.{DELTA_RATES}"
+
+
 def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
     """Name of the norm in front of the feed-forward, if there is one."""
     norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
@@ -158,6 +182,8 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
         yield _norm(spec, layer, name, hidden, "norm")
     if spec.is_convolution(layer):
         yield from _convolution(spec, layer)
+    elif spec.is_delta_rule(layer):
+        yield from _delta_rule(spec, layer)
     else:
         yield from _attention(spec, layer)
     gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
@@ -176,7 +202,14 @@ def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
     fused = "self_attn.qkv_proj" if spec.fused else None
     attention = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     norm = attention_norm(layer) if spec.pre_norms else None
-    yield from _projections(spec, layer, attention, hidden, fused, norm=norm)
+    for view in _projections(spec, layer, attention, hidden, fused, norm=norm):
+        if spec.output_gates and view.role == "q":
+            both = replace(view, rows=2 * query, alternates=spec.head_dim)
+            gates = view.name.replace("q_proj", "g_proj")
+            yield both
+            yield replace(both, name=gates, role="head_gate", first=spec.head_dim)
+        else:
+            yield view
     if spec.head_gates:
         yield from _projections(spec, layer, {"self_attn.g_proj": spec.heads}, hidden, norm=norm)
     yield from _projections(spec, layer, {"self_attn.o_proj": hidden}, query, gain=spec.residual_gain)
@@ -191,6 +224,25 @@ def _convolution(spec: DecoderSpec, layer: int) -> Iterator[View]:
     name = convolution_kernel(layer)
     yield View(name, (hidden, 1, spec.convolution.kernel), name, hidden, "kernel", layer)
     yield from _projections(spec, layer, {"conv.out_proj": hidden}, hidden, gain=spec.residual_gain)
+
+
+def _delta_rule(spec: DecoderSpec, layer: int) -> Iterator[View]:
+    """Four projections of the input, the kernels `[channels, 1, K]`, and for each head a bias and a rate of decay."""
+    rule = spec.delta_rule
+    assert rule is not None, "the layer has one"
+    hidden, norm, prefix = spec.hidden, attention_norm(layer) if spec.pre_norms else None, f"model.layers.{layer}."
+    widths = (rule.channels, rule.values, rule.value_heads, rule.value_heads)
+    yield from _projections(spec, layer, dict(zip(DELTA_INPUTS, widths, strict=True)), hidden, norm=norm)
+    name = delta_kernel(layer)
+    yield View(name, (rule.channels, 1, rule.kernel), name, rule.channels, "kernel", layer)
+    heads = rule.value_heads
+    bias = prefix + "linear_attn.in_proj_a.bias"
+    yield View(bias, (heads,), prefix + "linear_attn.dt_bias", heads, "delta_a", layer)
+    rates = delta_rates(layer)
+    yield View(rates, (heads,), rates, heads, "delta_rate", layer, is_logarithm=True)
+    gated = f"{prefix}linear_attn.norm.weight"
+    yield View(gated, (rule.value_dim,), gated, rule.value_dim, "delta_norm", layer)
+    yield from _projections(spec, layer, {"linear_attn.out_proj": hidden}, rule.values, gain=spec.residual_gain)
 
 
 def _norms(spec: DecoderSpec) -> tuple[str, ...]:
@@ -242,7 +294,14 @@ def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
 
 
 _PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
-_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_VISION = (
+    "model.visual.",
+    "mtp.",
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 
 
 def text_tensor(stored: str) -> str | None:
@@ -253,7 +312,7 @@ def text_tensor(stored: str) -> str | None:
             (`model.language_model.layers...`).
 
     Returns:
-        the name, or None for a tensor of the vision model, which text does not need.
+        the name, or None for a tensor of the vision model or of layers that predict further tokens.
     """
     if stored.startswith(_VISION):
         return None

@@ -5,7 +5,7 @@ a factor for both commute with it. Keys get them, queries the inverse, which kee
 greatest element of a pair as small as possible, and the factor lets every pair fill the range of the head's one scale.
 
 Values: attention only adds them up, so a head's values are rotated and the columns of o_proj that read them are rotated
-back (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
+back (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456). Where every channel has a gate before o_proj, they stay.
 
 The sink: most attention goes to its one row, and rounding it costs more than rounding all others. The angles, the
 factors and the rotation have room to put that row exactly on the grid of integers: a pair with a radius of n steps
@@ -113,8 +113,9 @@ class AlignedTransforms:
     def __call__(self, view: View) -> Fold | None:
         """The fold of a tensor."""
         if view.role in (*self._keys, "v"):
-            return Fold(out_map=partial(self._outputs, view))
-        return Fold(in_map=partial(self._inputs, view)) if view.role == "o" and view.is_matrix else None
+            return None if view.role == "v" and self._spec.output_gates else Fold(out_map=partial(self._outputs, view))
+        turns_back = view.role == "o" and view.is_matrix and not self._spec.output_gates
+        return Fold(in_map=partial(self._inputs, view)) if turns_back else None
 
     def _outputs(self, view: View, stored: Floats) -> Floats:
         """Queries, keys or values `[heads * D, ...]`, or a norm; one of `[D]` if all heads share it."""
@@ -139,6 +140,11 @@ class AlignedTransforms:
         return np.ascontiguousarray(turned).reshape(stored.shape)
 
 
+def value_rotation(spec: DecoderSpec) -> Floats:
+    """What rotates the values of a head, `[D, D]`; the identity where gates of channels keep it from being undone."""
+    return np.eye(spec.head_dim, dtype=np.float32) if spec.output_gates else hadamard(spec.head_dim)
+
+
 def align(
     spec: DecoderSpec,
     reach: Mapping[HeadNumber, HeadReach],
@@ -160,7 +166,7 @@ def align(
         adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
     """
     aligned: dict[HeadNumber, AlignedHead] = {}
-    rotation, most = hadamard(spec.head_dim), _filled(limit)
+    rotation, most = value_rotation(spec), _filled(limit)
     for layer in spec.attention_layers:
         everything: list[HeadReach] = []
         for head in range(spec.kv_heads):

@@ -160,11 +160,15 @@ class Checkpoint:
         return replace(self, spec=msgspec.structs.replace(self.spec, limits=tuple(windows)))
 
     def with_states(self, dtype: KvDtype) -> Checkpoint:
-        """The same model whose states, if it has any, are of a type; see `Convolution.state_dtype`."""
-        if (convolution := self.spec.convolution) is None:
-            return self
-        convolution = msgspec.structs.replace(convolution, state_dtype=dtype)
-        return replace(self, spec=msgspec.structs.replace(self.spec, convolution=convolution))
+        """The same model whose convolutions' states, if it has any, are of a type; see `Convolution.state_dtype`."""
+        spec = self.spec
+        if spec.convolution is not None:
+            convolution = msgspec.structs.replace(spec.convolution, state_dtype=dtype)
+            spec = msgspec.structs.replace(spec, convolution=convolution)
+        if spec.delta_rule is not None:
+            rule = msgspec.structs.replace(spec.delta_rule, state_dtype=dtype)
+            spec = msgspec.structs.replace(spec, delta_rule=rule)
+        return replace(self, spec=spec)
 
     def split(self, channels: Sequence[SplitChannel]) -> Checkpoint:
         """The same model with some channels of the residual split; see `exporters.checkpoint.channels`."""
@@ -205,12 +209,17 @@ class Checkpoint:
         """A tensor before the transforms."""
         view = self._views[key]
         count = view.shape[0]
-        if isinstance(rows, slice):
+        if view.alternates:
+            chosen = np.arange(count)[rows]
+            rows = view.first + chosen + chosen // view.alternates * view.alternates
+        elif isinstance(rows, slice):
             first, stop, _ = rows.indices(count)
             rows = slice(view.first + first, view.first + stop)
         else:
             rows = np.arange(view.first, view.first + count)[rows]
         values = self._tensors[view.key].read(rows)
+        if view.is_logarithm:
+            values = -np.exp(values)
         if view.offset:
             values += np.float32(view.offset)
         if view.gain != 1.0:

@@ -1,7 +1,8 @@
 """Transforms of single heads, folded into the weights: the same logits; keys and values that are easier to quantize.
 
 Values: those of each head are rotated by an orthogonal matrix, and the columns of `o_proj` that read them are rotated
-back. Attention only adds values up, so the result is the same (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456).
+back. Attention only adds values up, so the result is the same (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456). Where
+every channel has a gate before o_proj, values are not rotated.
 
 Keys: the rotary embedding turns both elements of a pair by one angle, so one factor for both commutes with it. Keys are
 divided by the factors and queries multiplied, which keeps every score. With one scale for a head, the error of its
@@ -36,7 +37,7 @@ class HeadTransforms:
     def __init__(self, spec: DecoderSpec, values: RotationName, keys: KeyScalingName, read: Read) -> None:
         self._read = read
         self._spec = spec
-        self._rotation = hadamard(spec.head_dim) if values == "hadamard" else None
+        self._rotation = hadamard(spec.head_dim) if values == "hadamard" and not spec.output_gates else None
         self._scaled = () if keys == "none" else ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
         self._scales: dict[int, Floats] = {}
 

@@ -6,14 +6,27 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from edgekv.graphs.decoder import Ops
+from edgekv.graphs.delta_rule import (
+    SHARES,
+    UNIT_EPS,
+    DeltaOps,
+    Recalled,
+    between_blocks,
+    gives_rows_by_step,
+    rows_after,
+    signed_operand,
+    unit_encoding,
+)
 from edgekv.kv import Sink
 from edgekv.spec import (
+    CHECKPOINT_TOKENS,
     CONV_ROWS,
     EMBEDDING_COLUMNS,
     EMBEDDING_STEPS,
@@ -47,7 +60,7 @@ _BYTES = Encoding("s8", 1.0, 0)
 _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
 # Names of integers of results without a row for each token, or of parts of other results.
 _NO_ROW_A_TOKEN = re.compile(
-    r"\.(scores|masked)\.|^probabilities|^(key|value|conv)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$"
+    r"\.(scores|masked)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$"
 )
 _TRANSPOSED = [0, 1, 3, 2]
 
@@ -131,7 +144,7 @@ def stacked_new(kind: str, layer: int | str) -> str:
     return f"past_{kind}_{layer}_out"
 
 
-class QdqOps(Ops[Tensor]):
+class QdqOps(DeltaOps[Tensor]):
     """A part of a graph for AR new tokens in a context of S, under construction.
 
     Every operation reads dequantized tensors, and its result is quantized immediately in its encoding. The HTP compiler
@@ -173,6 +186,9 @@ class QdqOps(Ops[Tensor]):
         self._transposed: dict[str, Tensor] = {}
         self._adapted: dict[str, Tensor] = {}
         self._gathered: dict[str, Tensor] = {}
+        self._signed: dict[str, Tensor] = {}
+        self._ar = graph.ar
+        self._by_row = gives_rows_by_step(graph)
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
         shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
         self._shared = {port.name: self._read(port) for port in shared}
@@ -299,7 +315,8 @@ class QdqOps(Ops[Tensor]):
         added = self._nodes.dequantize(written, tensor.new + "_dq", encoding)
         if self._form.stacks_heads:
             self._stack_new(tensor)
-        name = f"conv_{tensor.layer}" if tensor.is_state else f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
+        has_heads = not tensor.is_state or tensor.kind == "decay"
+        name = f"{tensor.kind}_{tensor.layer}" + (f"_h{tensor.head}" if has_heads else "")
         if tensor.others in self._ports:
             parts = [*parts, added.name, self._read(self._ports[tensor.others]).name]
         else:
@@ -311,13 +328,14 @@ class QdqOps(Ops[Tensor]):
             self._pass_unread(tensor.layer)
         else:
             rows = self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
-        if tensor.is_state and encoding.dtype != "u16":  # the HTP multiplies equal types alone
+        if tensor.kind == "conv" and encoding.dtype != "u16":  # the HTP multiplies equal types alone
             return self._nodes.requantize(rows.name, rows.name + ".wide", widened(encoding))
         return rows
 
     def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
-        assert self._spec.convolution is not None, "a layer has one"
-        past_rows = self._spec.convolution.kernel - 1
+        states = self._spec.convolution_states
+        assert states is not None, "a layer has one"
+        past_rows = states.kernel - 1
         source = rows
         bounds = (tap, np.iinfo(np.int64).max if tap == past_rows else tap - past_rows, _ROWS)
         if CONV_ROWS in self._ports:
@@ -362,7 +380,110 @@ class QdqOps(Ops[Tensor]):
         return self._nodes.emit("Softmax", [x.name], name, axis=-1)
 
     def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
+        if values.encoding.dtype == "u16":  # the HTP reads signed integers, or 8 bits, as the second operand
+            if values.name not in self._signed:
+                signed = signed_operand(values.encoding)
+                self._signed[values.name] = self._nodes.requantize(values.name, values.name + ".signed", signed)
+            values = self._signed[values.name]
         return self._nodes.emit("MatMul", [weights.name, values.name], name)
+
+    # ------------------------------------------------------------------ a gated delta rule
+
+    @property
+    def new_rows(self) -> int:
+        return self._ar
+
+    @property
+    def by_row(self) -> bool:
+        return self._by_row
+
+    def unit(self, x: Tensor, width: int, name: str, *, gain: float = 1.0) -> Tensor:
+        factor = gain / width**0.5
+        encoding = unit_encoding(factor)
+        integers = self._nodes.constant(f"unit_{width}_{factor!r}", encoding.quantize(np.full(width, factor)))
+        gamma = self._nodes.dequantize_once(integers, encoding)
+        return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=UNIT_EPS / width)
+
+    def softplus(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Softplus", [x.name], name)
+
+    def times(self, x: Tensor, weight: str, at: int, name: str) -> Tensor:
+        return self._nodes.emit("Mul", [x.name, self._weight(*self._weights.tensor(weight, head=at))], name)
+
+    def stored(self, tensor: KvTensor) -> Tensor:
+        if tensor not in self._pasts:
+            self._pasts[tensor] = self._read(self._ports[tensor.past])
+        return self._pasts[tensor]
+
+    def extended(self, rows: Tensor, new: Tensor, tensor: KvTensor) -> Tensor:
+        encoding = self._encodings[tensor.past]
+        added = self._nodes.requantize(new.name, new.name + ".cached", encoding)
+        return self._nodes.emit(
+            "Concat", [rows.name, added.name], f"{tensor.kind}_{tensor.layer}", encoding, axis=_ROWS
+        )
+
+    def row(self, x: Tensor, row: int) -> Tensor:
+        return x if self._ar == 1 else self._slice(x, row, row + 1, _ROWS)
+
+    def together(self, rows: list[Tensor], name: str) -> Tensor:
+        if len(rows) == 1:
+            return rows[0]
+        return self._nodes.emit("Concat", [row.name for row in rows], name, axis=_ROWS)
+
+    def columns(self, x: Tensor, stop: int) -> Tensor:
+        return self._slice(x, 0, CHECKPOINT_TOKENS + stop, _WIDTH)
+
+    def new_columns(self, x: Tensor) -> Tensor:
+        return self._slice(x, CHECKPOINT_TOKENS, CHECKPOINT_TOKENS + self._ar, _WIDTH)
+
+    def decay_sums(self, rows: Tensor, name: str) -> Tensor:
+        nodes, count = self._nodes, CHECKPOINT_TOKENS + self._ar
+        wide = nodes.requantize(rows.name, rows.name + ".wide", widened(rows.encoding))
+        each = self._reshape(wide, rows.name + ".row", (1, 1, 1, -1))
+        if self._ar > 1:
+            each = nodes.emit(
+                "Mul", [each.name, self._matrix_of_ones("seen", count)], rows.name + ".seen", each.encoding
+            )
+        after = nodes.constant(f"after_{count}", rows_after(count).astype(np.uint8))
+        return nodes.emit("MatMul", [each.name, nodes.dequantize_once(after, Encoding("u8", 1.0, 0))], name)
+
+    def decays(self, sums: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        count = CHECKPOINT_TOKENS + self._ar
+        found = self._nodes.emit("Exp", [sums.name], name)
+        rows, start = self._slice(found, 0, count, _WIDTH), self._slice(found, count, count + 1, _WIDTH)
+        if self._ar > 1:
+            seen = self._matrix_of_ones("seen", count)
+            rows = self._nodes.emit("Mul", [rows.name, seen], name + ".seen", rows.encoding)
+        return rows, start
+
+    def between_blocks(self, system: Tensor, size: int) -> Tensor:
+        chosen = self._matrix_of_ones(f"between_{size}", self._ar)
+        return self._nodes.emit("Mul", [system.name, chosen], f"{system.name}.between", system.encoding)
+
+    def from_identity(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Sub", [self._matrix_of_ones("identity", self._ar), x.name], name)
+
+    def applied(self, inverse: Tensor, wanted: Tensor, name: str) -> Tensor:
+        return self.attend(inverse, wanted, name)
+
+    def observe_known(self, recalled: Recalled[Tensor], correction: Tensor, value: Tensor, at: str, head: int) -> None:
+        """Nothing: encodings are chosen."""
+
+    def _matrix_of_ones(self, kind: str, columns: int) -> str:
+        """A constant of 0 and 1, `[1, 1, AR, columns]`."""
+        name = f"{kind}_{self._ar}x{columns}"
+        if kind == "seen":
+            values: NDArray[Any] = np.tri(self._ar, columns, columns - self._ar)
+        elif kind == "identity":
+            values = np.eye(columns)
+        else:
+            values = between_blocks(columns, int(kind.removeprefix("between_")))
+        constant = self._nodes.constant(name, SHARES.quantize(values)[None, None])
+        return self._nodes.dequantize_once(constant, SHARES)
+
+    def _slice(self, x: Tensor, first: int, stop: int, axis: int) -> Tensor:
+        bounds = (self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in (first, stop, axis))
+        return self._nodes.emit("Slice", [x.name, *bounds], x.name + ".part", x.encoding)
 
     # ------------------------------------------------------------------ the cache
 
@@ -373,7 +494,7 @@ class QdqOps(Ops[Tensor]):
                 self._split_past(tensor)
             past = self._pasts[tensor]
         else:
-            past = self._read(self._ports[tensor.past])
+            past = self.stored(tensor)
         if (sink := self._form.sink) is None:
             return [past.name]
         rows, encoding = sink.rows[tensor.past], self._encodings[tensor.past]

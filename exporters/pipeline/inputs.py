@@ -73,8 +73,8 @@ class Exact:
             ValueError: an option changes the decoder in a way that is not made here.
         """
         spec = self.spec
-        if spec.convolution is not None:
-            checkpoint = checkpoint.with_states(spec.convolution.state_dtype)
+        if spec.convolution_states is not None:
+            checkpoint = checkpoint.with_states(spec.convolution_states.dtype)
         decoder = checkpoint.limited(spec.limits).split(spec.split).with_vocabulary(spec.vocabulary)
         if decoder.spec != spec:
             raise ValueError(f"decoder: got {decoder.spec}; expected {spec}")

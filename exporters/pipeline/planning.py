@@ -50,6 +50,7 @@ from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import GROUPS, names, needs_quantized_pass
+from exporters.quantize.sink import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
 from quant import WEIGHT_TYPES, WeightDtype, WeightType
@@ -118,7 +119,8 @@ class Planner:
         windows, first = prepared.survey_windows, prepared.surveyed_first
         survey = SurveyPiece(exact.alone, None if windows is None else self._tokens(windows), len(first))
         ram_bytes = quantizing_bytes(prepared)
-        sink = SinkChoice(self.plan.put(survey, ram_bytes), options.sink, first)
+        wanted = options.sink if checkpoint.spec.delta_rule is None else SinkWanted("none")
+        sink = SinkChoice(self.plan.put(survey, ram_bytes), wanted, first)
         has_heads = recipe.heads != "none"
         adapters = options.lora.calibrate if options.lora is not None and has_heads else ()
         return Folded(

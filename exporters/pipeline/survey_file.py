@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from edgekv.spec import DecoderInterface, DecoderSpec
+from edgekv.spec import DELTA_KINDS, DecoderInterface, DecoderSpec
 from exporters.checkpoint.reach import HeadReach
 from exporters.quantize.survey import Outlier, Survey
 
@@ -33,7 +33,8 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
     if not (folder / _TENSORS).exists():
         return None
     tensors = load_file(folder / _TENSORS)
-    cache = [*DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))]
+    tensors_of = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
+    cache = [tensor for tensor in tensors_of if tensor.kind not in DELTA_KINDS]
     reach = {}
     for layer, head in dict.fromkeys((tensor.layer, tensor.head) for tensor in cache if not tensor.is_state):
         at = f"reach.{layer}.{head}"

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from edgekv.graphs.decoder import Ops, decoder_layer, logits
+from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.delta_rule import DeltaInputs, DeltaOps, Recalled
 from edgekv.spec import (
+    DELTA_KINDS,
     LOGITS,
     MASK,
     ROPE_SUFFIXES,
     RULES,
     UNOBSERVED,
     DecoderSpec,
+    DeltaRule,
     EncodingTypes,
     KvTensor,
     LoraTarget,
@@ -68,7 +71,7 @@ def choose_encodings(
     return encodings
 
 
-class ResultRecorder(Ops[str]):
+class ResultRecorder(DeltaOps[str]):
     """Runs a decoder on names instead of values: each operation records its result and returns the name.
 
     Attributes:
@@ -139,10 +142,72 @@ class ResultRecorder(Ops[str]):
         return "cos", "sin"
 
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
+        if tensor.kind in DELTA_KINDS:
+            return self._record("tail", tensor.past)
         return self._record("state" if tensor.is_state else "cache", tensor.past)
 
     def tap(self, rows: str, weight: str, tap: int, name: str) -> str:
         return self._record("product", name)
+
+    def recall(self, rule: DeltaRule, layer: int, new: DeltaInputs[str]) -> list[str]:
+        known = {*self.results}
+        found = super().recall(rule, layer, new)
+        for name in {*self.results} - known:
+            self.results[name] = replace(self.results[name], by_chunk=True)
+        return found
+
+    def observe_known(self, recalled: Recalled[str], correction: str, value: str, at: str, head: int) -> None:
+        """Nothing: they have names already."""
+
+    @property
+    def new_rows(self) -> int:
+        return 4  # as few as have every kind of result
+
+    @property
+    def by_row(self) -> bool:
+        return False
+
+    def unit(self, x: str, width: int, name: str, *, gain: float = 1.0) -> str:
+        return self._record("norm", name)
+
+    def softplus(self, x: str, name: str) -> str:
+        return self._record("softplus", name)
+
+    def times(self, x: str, weight: str, at: int, name: str) -> str:
+        return self._record("product", name)
+
+    def stored(self, tensor: KvTensor) -> str:
+        return self._record("tail", tensor.past)
+
+    def applied(self, inverse: str, wanted: str, name: str) -> str:
+        return self._record("product", name)
+
+    def extended(self, rows: str, new: str, tensor: KvTensor) -> str:
+        return rows
+
+    def row(self, x: str, row: int) -> str:
+        return x
+
+    def together(self, rows: list[str], name: str) -> str:
+        return name
+
+    def columns(self, x: str, stop: int) -> str:
+        return x
+
+    def new_columns(self, x: str) -> str:
+        return x
+
+    def decay_sums(self, rows: str, name: str) -> str:
+        return self._record("decay_sum", name)
+
+    def decays(self, sums: str, name: str) -> tuple[str, str]:
+        return self._record("sigmoid", name), name
+
+    def between_blocks(self, system: str, size: int) -> str:
+        return system
+
+    def from_identity(self, x: str, name: str) -> str:
+        return self._record("sum", name)
 
     def scores(self, query: str, keys: str, name: str) -> str:
         return self._record("scores", name)

@@ -23,7 +23,7 @@ from edgekv.graphs.decoder import (
 )
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraGroup, lora_reach
-from edgekv.spec.tensors import CONVOLUTION_INPUTS, EMBEDDING, HEAD, HEAD_TURN, by_inputs, by_outputs
+from edgekv.spec.tensors import CONVOLUTION_INPUTS, DELTA_INPUTS, EMBEDDING, HEAD, HEAD_TURN, by_inputs, by_outputs
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
@@ -50,8 +50,13 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
     mixer_group: tuple[Sequence[str], ...]
     if spec.is_convolution(layer):
         mixer_group = (CONVOLUTION_INPUTS, ("conv.out_proj",))
+    elif spec.is_delta_rule(layer):
+        mixer_group = (DELTA_INPUTS, ("linear_attn.out_proj",))
     else:
-        mixer_group = ((*_ATTENTION, *(("self_attn.g_proj",) if spec.head_gates else ())), ("self_attn.o_proj",))
+        mixer_group = (
+            (*_ATTENTION, *(("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ())),
+            ("self_attn.o_proj",),
+        )
     projections = (*mixer_group, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))[group]
     return [f"model.layers.{layer}.{projection}.weight" for projection in projections]
 
@@ -115,9 +120,10 @@ class PairedOps(NumpyOps):
         """
         seen = self.ranges.setdefault(name, Range())
         is_cache = self._results[name].kind in ("cache", "state")
+        has_all = is_cache or self._results[name].by_chunk
         try:
-            seen.observe(values[-1] if is_cache else values[-1, self.first :], keep_sample=is_cache)
-            if self._sink < self.first and not is_cache:
+            seen.observe(values[-1] if has_all else values[-1, self.first :], keep_sample=is_cache)
+            if self._sink < self.first and not has_all:
                 self.starts.setdefault(name, Range()).observe(values[-1, self._sink : self.first])
         except ValueError:
             raise CheckpointError(

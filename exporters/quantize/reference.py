@@ -9,16 +9,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.graphs.decoder import Ops, decoder_layer, logits
+from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, Recalled, between_blocks, recall
 from edgekv.kv import KvTensor
 from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.geometry import CHECKPOINT_TOKENS, DELTA_KINDS
+from edgekv.spec.linear import DeltaRule
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import by_inputs
 from exporters.checkpoint.fold import EVERY, Rows
+from exporters.quantize.tail import Tail
 from quant import QuantizedWeight
 
 Floats = NDArray[np.float32]
+_STEP_TOKENS = CHECKPOINT_TOKENS // 2  # so that some steps find a tail
+
 Observer = Callable[[str, Floats], None]
 
 
@@ -56,7 +62,7 @@ class Weights:
         self._read.clear()
 
 
-class NumpyOps(Ops[Floats]):
+class NumpyOps(DeltaOps[Floats]):
     """Runs the decoder on whole sequences, `[T, width]`, without a past: causal attention over T tokens.
 
     Args:
@@ -74,6 +80,7 @@ class NumpyOps(Ops[Floats]):
         self._weights = weights
         self._observe = observe
         self._rotations = [_cos_sin(rope.rotation(context), tokens) for rope in spec.ropes]
+        self._tail = Tail(0)
         self._masks = {window: _mask(tokens, window) for window in {spec.window(i) for i in range(spec.layers)}}
 
     def embed(self, tokens: NDArray[Any], name: str) -> Floats:
@@ -160,7 +167,8 @@ class NumpyOps(Ops[Floats]):
         return self._rotations[self._spec.ropes.index(rope)]
 
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
-        return self._seen(tensor.past, new)
+        self._seen(tensor.past, new)
+        return self._tail.append(tensor, new) if tensor.kind in DELTA_KINDS else new
 
     def tap(self, rows: Floats, weight: str, tap: int, name: str) -> Floats:
         kernels = self._weights[weight]
@@ -168,6 +176,80 @@ class NumpyOps(Ops[Floats]):
         shifted = np.zeros_like(rows)
         shifted[..., before:, :] = rows[..., : rows.shape[-2] - before, :]
         return self._seen(name, shifted * kernels[:, 0, tap])
+
+    def recall(self, rule: DeltaRule, layer: int, new: DeltaInputs[Floats]) -> list[Floats]:
+        """In steps, as graphs compute it, so that their results are observed."""
+        tokens, found = new.keys[0].shape[-2], []
+        self._tail = Tail(layer)
+        for first in range(0, tokens, _STEP_TOKENS):
+            chunk = slice(first, min(first + _STEP_TOKENS, tokens))
+            parts = (
+                [each[..., chunk, :] for each in heads]
+                for heads in (new.queries, new.keys, new.values, new.strengths, new.decays)
+            )
+            self._tail.open(rule, new.keys[0], chunk.stop - chunk.start)
+            self._seen(KvTensor(layer, "recurrent", 0).past, self._tail.stored(KvTensor(layer, "recurrent", 0)))
+            found.append(recall(self, rule, layer, DeltaInputs(*parts)))
+            self._tail.commit(rule)
+        return [np.concatenate(heads, axis=-2) for heads in zip(*found, strict=True)]
+
+    @property
+    def new_rows(self) -> int:
+        return self._tail.tokens
+
+    @property
+    def by_row(self) -> bool:
+        return False
+
+    def applied(self, inverse: Floats, wanted: Floats, name: str) -> Floats:
+        return self._seen(name, inverse @ wanted)
+
+    def observe_known(self, recalled: Recalled[Floats], correction: Floats, value: Floats, at: str, head: int) -> None:
+        known = self._tail.known(recalled.weights, correction, head)
+        self._seen(f"{at}known_tail.h{head}", known)
+        self._seen(f"{at}known_all.h{head}", recalled.begun + known)
+        self._seen(f"{at}missing.h{head}", value - recalled.begun - known)
+
+    def unit(self, x: Floats, width: int, name: str, *, gain: float = 1.0) -> Floats:
+        length = np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(UNIT_EPS))
+        return self._seen(name, x / length * np.float32(gain))
+
+    def softplus(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.logaddexp(x, np.float32(0)))
+
+    def times(self, x: Floats, weight: str, at: int, name: str) -> Floats:
+        return self._seen(name, x * self._weights[weight][at])
+
+    def stored(self, tensor: KvTensor) -> Floats:
+        return self._tail.stored(tensor)
+
+    def extended(self, rows: Floats, new: Floats, tensor: KvTensor) -> Floats:
+        return np.concatenate([rows, new], axis=-2)
+
+    def row(self, x: Floats, row: int) -> Floats:
+        return x[..., row : row + 1, :]
+
+    def together(self, rows: list[Floats], name: str) -> Floats:
+        return np.concatenate(rows, axis=-2)
+
+    def columns(self, x: Floats, stop: int) -> Floats:
+        return x[..., : self._tail.past + stop]
+
+    def new_columns(self, x: Floats) -> Floats:
+        return x[..., self._tail.past :]
+
+    def decay_sums(self, rows: Floats, name: str) -> Floats:
+        return self._seen(name, self._tail.decay_sums(rows))
+
+    def decays(self, sums: Floats, name: str) -> tuple[Floats, Floats]:
+        found = self._seen(name, np.exp(sums))
+        return self._tail.seen(found[..., :-1]), found[..., -1:]
+
+    def between_blocks(self, system: Floats, size: int) -> Floats:
+        return system * between_blocks(system.shape[-1], size)
+
+    def from_identity(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.eye(x.shape[-1], dtype=np.float32) - x)
 
     def scores(self, query: Floats, keys: Floats, name: str) -> Floats:
         return self._seen(name, query @ keys.swapaxes(-1, -2))

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDING, HEAD, DecoderInterface, DecoderSpec, KvTensor, by_inputs
+from exporters.checkpoint.aligned import value_rotation
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.reach import HeadNumber, HeadReach
-from exporters.checkpoint.rotate import hadamard
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
@@ -96,10 +96,12 @@ class _Seen:
         self._results = decoder_results(spec)
         tensors = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
         self._cache = {tensor.past: tensor for tensor in tensors}
-        self._hadamard = hadamard(spec.head_dim)
+        self._rotation = value_rotation(spec)
 
     def observe(self, name: str, values: Floats) -> None:
         kind = self._results[name].kind
+        if self._results[name].by_chunk:
+            return
         if kind in ("cache", "state"):
             self._keep(self._cache[name], values)
         elif kind not in _NOT_COMPARED and self._first:
@@ -116,7 +118,7 @@ class _Seen:
             self.reach[at] = HeadReach.none(self._spec, tensor.layer)
         reach = self.reach[at]
         if tensor.kind == "value":
-            self.reach[at] = reach.with_values(np.abs(others @ self._hadamard).max())
+            self.reach[at] = reach.with_values(np.abs(others @ self._rotation).max())
         else:
             self.reach[at] = reach.with_keys(others)
 

@@ -15,7 +15,7 @@ import onnx
 from numpy.typing import NDArray
 
 from edgekv.bundle.weights import Extent, MatrixPlace, TensorPlace, WeightPlaces
-from edgekv.spec.tensors import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, HEAD, part_name, table_key
+from edgekv.spec.tensors import DELTA_RATES, EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, HEAD, part_name, table_key
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.shards import Streamed, write_shard
@@ -221,7 +221,7 @@ class WeightStore:
         if tap is not None:
             values = np.ascontiguousarray(values[:, 0, tap])
         if head is not None:
-            width = self._tensors.spec.head_dim
+            width = 1 if key.endswith(DELTA_RATES) else self._tensors.spec.head_dim
             values = values[head * width : (head + 1) * width]
         encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
         return encoding, encoding.quantize(values)

@@ -78,7 +78,7 @@ class Capabilities:
                 wanted,
                 "Run it with edgekv generate.",
             )
-        if not self.states and manifest.model.convolution is not None:
+        if not self.states and manifest.model.has_states:
             wanted = f"keys and values in every layer, all that {self.reader} keeps"
             yield "layers", "layers with states", wanted, "Run it with edgekv generate."
         if not self.sink and manifest.sink is not None:

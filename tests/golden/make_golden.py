@@ -27,7 +27,11 @@ from checkpoints import ARCHITECTURES, CONFIG, NEWER, OLDER, write_checkpoint  #
 
 EMBEDDED = HERE.parent.parent / "models" / "stdlib-4m"
 TOLERANCE = 1e-4
-VISION = ("model.vision_tower.", "model.multi_modal_projector.")  # of a text model's checkpoint, hardly any are there
+VISION = (
+    "model.visual.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)  # of a text model's checkpoint, hardly any are there
 PROMPT = "def __init__(self, "
 NEW_TOKENS = 64
 

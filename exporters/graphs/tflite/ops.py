@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from edgekv.errors import UsageError
 from edgekv.graphs.decoder import Ops
 from edgekv.spec import (
     LOGITS,
@@ -94,6 +95,14 @@ class TfliteOps(Ops[Tensor]):
             return result
         # Not the operator's own bias: its scale is the product of those of x and the matrix, and int32 can overflow.
         return self.add(result, self._weights.bias(self._graph, bias, head=head, gain=gain), name)
+
+    def delta_rule(self, spec: DecoderSpec, layer: int, x: Tensor) -> Tensor:
+        raise UsageError(
+            "--graph-format",
+            got="tflite for a model with gated delta rules",
+            expected="onnx",
+            fix="Use --graph-format onnx.",
+        )
 
     def adapt(
         self, y: Tensor, x: Tensor, layer: int, target: LoraTarget, name: str, *, head: int | None = None

@@ -1,0 +1,317 @@
+"""A gated delta rule (arXiv 2412.06464) as an attention over a tail, over the operations of `DeltaOps`.
+
+S `[key_dim, value_dim]` is stored at a checkpoint. Of each token since then three rows are kept: its key k, its
+correction d and the logarithm g of its decay. With G the sum of g since the checkpoint,
+
+    d_i = b_i (v_i - e^(G_i) S^T k_i - sum over j < i of e^(G_i - G_j) (k_i . k_j) d_j)
+    o_i = e^(G_i) S^T q_i + sum over j <= i of e^(G_i - G_j) (q_i . k_j) d_j
+
+so a step reads S and rows, and writes rows alone. Of the tokens of a step, whose d depend on each other, the first sum
+is a triangular system; see `solve`. Rows of the tail that S includes already, and rows before the first token, are
+0: they decay nothing and add nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.graphs.decoder import Ops
+from edgekv.kv import KvTensor
+from edgekv.spec import DELTA_INPUTS, DecoderSpec, DeltaRule, GraphRecord, delta_kernel, delta_rates
+from quant import Encoding
+
+V = TypeVar("V")
+
+UNIT_EPS = 1e-6
+"""Added to the square of a query's or key's length before it is divided by."""
+
+
+def between_blocks(rows: int, size: int) -> NDArray[np.float32]:
+    """`[rows, rows]`: 1 below the diagonal between the two halves of each block of 2 * `size` rows; see `DeltaOps`."""
+    block, half = np.divmod(np.arange(rows), 2 * size)
+    same = block[:, None] == block
+    found: NDArray[np.float32] = (same & (half >= size)[:, None] & (half < size)).astype(np.float32)
+    return found
+
+
+def rows_after(rows: int) -> NDArray[np.float32]:
+    """`[rows, rows + 1]`: 1 where a row is after the one that the column stands for; in the last column, everywhere."""
+    found: NDArray[np.float32] = np.tri(rows, rows + 1, -1, dtype=np.float32)
+    found[:, -1] = 1
+    return found
+
+
+SHARES = Encoding("u16", 1 / 65535, 0)
+"""From 0 to 1, both exact."""
+
+
+def unit_encoding(factor: float) -> Encoding:
+    """Of a constant that multiplies unit vectors."""
+    return Encoding.asymmetric(0.0, factor, "u16")
+
+
+def signed_operand(encoding: Encoding) -> Encoding:
+    """The signed encoding with zero point 0 that covers an unsigned one: of the second operand of a product."""
+    low, high = encoding.reach
+    return Encoding.symmetric(max(-low, high), "s16")
+
+
+def gives_rows_by_step(graph: GraphRecord) -> bool:
+    """Whether a graph computes each of its tokens as a step of its own; see `DeltaOps.by_row`."""
+    return graph.role in ("decode", "verify")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs(Generic[V]):
+    """What the new tokens ask and write, by head.
+
+    Attributes:
+        queries: `[1, 1, AR, key_dim]`, of length `key_dim ** -0.5`.
+        keys: `[1, 1, AR, key_dim]`, of length 1.
+        values: `[1, 1, AR, value_dim]`.
+        strengths: b, `[1, 1, AR, 1]`.
+        decays: g, `[1, 1, AR, 1]`, at most 0.
+    """
+
+    queries: list[V]
+    keys: list[V]
+    values: list[V]
+    strengths: list[V]
+    decays: list[V]
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled(Generic[V]):
+    """What a head knows of the values of the new tokens' keys.
+
+    Attributes:
+        weights: `e^(G_i - G_j) (k_i . k_j)`, `[1, 1, AR, P+AR]`, to be multiplied with d.
+        begun: `e^(G_i) S^T k_i`, `[1, 1, AR, value_dim]`.
+    """
+
+    weights: V
+    begun: V
+
+
+class DeltaOps(Ops[V], Protocol[V]):
+    """The operations that a gated delta rule needs besides those of other decoders."""
+
+    @property
+    def new_rows(self) -> int:
+        """AR."""
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each new token is computed as a step of its own would compute it, to the bit: in graphs that decode
+        or verify. Others solve one system for all of them.
+        """
+
+    def unit(self, x: V, width: int, name: str, *, gain: float = 1.0) -> V:
+        """`x / sqrt(sum(x^2) + 1e-6) * gain`, over the width."""
+
+    def softplus(self, x: V, name: str) -> V:
+        """`log(1 + exp(x))`."""
+
+    def times(self, x: V, weight: str, at: int, name: str) -> V:
+        """`x * weight[at]`, an element of a stored vector."""
+
+    def stored(self, tensor: KvTensor) -> V:
+        """What the cache holds before the step: S of all heads `[1, 1, key_dim, value_heads * value_dim]`, or the rows
+        of the tail `[1, 1, P, width]`.
+        """
+
+    def extended(self, rows: V, new: V, tensor: KvTensor) -> V:
+        """`rows` of the tail and another one, `[1, 1, 1, width]`, rounded as the cache will hold it."""
+
+    def row(self, x: V, row: int) -> V:
+        """One of the new rows, `[1, 1, 1, width]`."""
+
+    def together(self, rows: list[V], name: str) -> V:
+        """All new rows, `[1, 1, AR, width]`; they have the encoding of `name`."""
+
+    def columns(self, x: V, stop: int) -> V:
+        """The columns of past rows and of the first `stop` new ones, in the encoding of `x`."""
+
+    def new_columns(self, x: V) -> V:
+        """The columns of new rows, `[1, 1, AR, AR]`, in the encoding of `x`."""
+
+    def decay_sums(self, rows: V, name: str) -> V:
+        """For each new token i and each row j of `rows` `[1, 1, P+AR, 1]`, the sum of the rows after j up to i; and,
+        last, of all rows up to i: `[1, 1, AR, P+AR+1]`.
+        """
+
+    def decays(self, sums: V, name: str) -> tuple[V, V]:
+        """`exp(sums)`: of the rows, `[1, 1, AR, P+AR]`, 0 for rows after a token; and of the checkpoint,
+        `[1, 1, AR, 1]`.
+        """
+
+    def between_blocks(self, system: V, size: int) -> V:
+        """`[1, 1, AR, AR]` with 0 but where a row is in the second half of a block of 2 * `size` rows and the column in
+        the first half of the same block, in the encoding of `system`.
+        """
+
+    def from_identity(self, x: V, name: str) -> V:
+        """The identity minus x, `[1, 1, AR, AR]`."""
+
+    def applied(self, inverse: V, wanted: V, name: str) -> V:
+        """`inverse @ wanted`, `[1, 1, AR, width]`."""
+
+    def observe_known(self, recalled: Recalled[V], correction: V, value: V, at: str, head: int) -> None:
+        """Note what graphs that go row by row compute, where their encodings are chosen."""
+
+    def delta_rule(self, spec: DecoderSpec, layer: int, x: V) -> V:
+        return delta_rule(self, spec, layer, x)
+
+    def recall(self, rule: DeltaRule, layer: int, new: DeltaInputs[V]) -> list[V]:
+        """The outputs o of all heads, `[1, 1, AR, value_dim]`; writes the rows of the new tokens."""
+        return recall(self, rule, layer, new)
+
+
+def delta_rule(ops: DeltaOps[V], spec: DecoderSpec, layer: int, x: V) -> V:
+    """The concatenated outputs of all heads, normalized and gated."""
+    rule = spec.delta_rule
+    assert rule is not None, "the layer has one"
+    at = f"layers.{layer}.delta."
+    channels, gate, strength, decay = (
+        ops.linear(
+            x,
+            f"model.layers.{layer}.{name}.weight",
+            at + name.removeprefix("linear_attn.in_proj_"),
+            bias=f"model.layers.{layer}.{name}.bias" if name == DELTA_INPUTS[3] else None,
+        )
+        for name in DELTA_INPUTS
+    )
+    mixed = ops.silu(_convolved(ops, rule, layer, channels), at)
+    queries, keys, values = (
+        ops.split(ops.slice(mixed, first, count * width), [width] * count)
+        for first, count, width in (
+            (0, rule.key_heads, rule.key_dim),
+            (rule.keys, rule.key_heads, rule.key_dim),
+            (2 * rule.keys, rule.value_heads, rule.value_dim),
+        )
+    )
+    decays = []
+    for head, argument in enumerate(ops.split(decay, [1] * rule.value_heads)):
+        rate = ops.softplus(argument, f"{at}softplus.h{head}")
+        decays.append(ops.times(rate, delta_rates(layer), head, f"{at}decay.h{head}"))
+    inputs = DeltaInputs(
+        queries=[ops.unit(query, rule.key_dim, at + "query", gain=rule.key_dim**-0.5) for query in queries],
+        keys=[ops.unit(key, rule.key_dim, at + "key") for key in keys],
+        values=values,
+        strengths=ops.split(ops.sigmoid(strength, at + "strength"), [1] * rule.value_heads),
+        decays=decays,
+    )
+    outputs = []
+    gates = ops.split(ops.silu(gate, at + "gate_"), [rule.value_dim] * rule.value_heads)
+    for head, output in enumerate(ops.recall(rule, layer, inputs)):
+        normed = ops.rms_norm(output, f"model.layers.{layer}.linear_attn.norm.weight", f"{at}normed.h{head}")
+        outputs.append(ops.multiply(normed, gates[head], at + "gated"))
+    return ops.join(outputs, at + "gated")
+
+
+def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -> list[V]:
+    """See `DeltaOps.recall`."""
+    at, widths = f"layers.{layer}.delta.", [rule.value_dim] * rule.value_heads
+    rows = ops.append_to_cache(ops.join(new.keys, at + "key"), KvTensor(layer, "delta_key", 0))
+    keys = ops.split(rows, [rule.key_dim] * rule.key_heads)
+    states = ops.split(ops.stored(KvTensor(layer, "recurrent", 0)), widths)
+    decays, recalled = [], []
+    for head in range(rule.value_heads):
+        key, of_head = head // rule.group, f".h{head}"
+        sums = ops.append_to_cache(new.decays[head], KvTensor(layer, "decay", head))
+        decayed, start = ops.decays(ops.decay_sums(sums, f"{at}sums{of_head}"), at + "decayed")
+        scores = ops.scores(new.keys[key], keys[key], f"{at}pairs.h{key}")
+        known = ops.attend(new.keys[key], states[head], f"{at}known{of_head}")
+        recalled.append(
+            Recalled(
+                weights=ops.multiply(scores, decayed, f"{at}weighted{of_head}"),
+                begun=ops.multiply(known, start, f"{at}known_left{of_head}"),
+            )
+        )
+        decays.append((decayed, start))
+    correct = _corrections_by_row if ops.by_row else _corrections_together
+    rows = ops.append_to_cache(correct(ops, rule, layer, new, recalled), KvTensor(layer, "delta_value", 0))
+    outputs = []
+    for head, values in enumerate(ops.split(rows, widths)):
+        key, of_head = head // rule.group, f".h{head}"
+        scores = ops.scores(new.queries[key], keys[key], f"{at}scores.h{key}")
+        weights = ops.multiply(scores, decays[head][0], f"{at}weights{of_head}")
+        begun = ops.attend(new.queries[key], states[head], f"{at}held{of_head}")
+        begun = ops.multiply(begun, decays[head][1], f"{at}held_left{of_head}")
+        outputs.append(ops.add(begun, ops.attend(weights, values, f"{at}added{of_head}"), f"{at}output{of_head}"))
+    return outputs
+
+
+def _corrections_together(
+    ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V], recalled: list[Recalled[V]]
+) -> V:
+    """D of all heads, from one system for each."""
+    at, found = f"layers.{layer}.delta.", []
+    past = ops.split(ops.stored(KvTensor(layer, "delta_value", 0)), [rule.value_dim] * rule.value_heads)
+    for head, (of, strength, value) in enumerate(zip(recalled, new.strengths, new.values, strict=True)):
+        wanted = _correction(ops, ops.columns(of.weights, 0), past[head], of.begun, value, strength, at, head)
+        system = ops.multiply(ops.new_columns(of.weights), strength, f"{at}system.h{head}")
+        found.append(solve(ops, system, wanted, at + "correction"))
+        ops.observe_known(of, found[-1], value, at, head)
+    return ops.join(found, at + "correction")
+
+
+def _corrections_by_row(
+    ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V], recalled: list[Recalled[V]]
+) -> V:
+    """D of all heads, token by token."""
+    at, found = f"layers.{layer}.delta.", list[V]()
+    tensor, widths = KvTensor(layer, "delta_value", 0), [rule.value_dim] * rule.value_heads
+    rows = ops.stored(tensor)
+    for row in range(ops.new_rows):
+        if found:
+            rows = ops.extended(rows, found[-1], tensor)
+        parts = []
+        for head, (of, before) in enumerate(zip(recalled, ops.split(rows, widths), strict=True)):
+            weights, begun, value, strength = (
+                ops.row(each, row) for each in (of.weights, of.begun, new.values[head], new.strengths[head])
+            )
+            parts.append(_correction(ops, ops.columns(weights, row), before, begun, value, strength, at, head))
+        found.append(ops.join(parts, at + "correction"))
+    return ops.together(found, at + "correction")
+
+
+def _correction(ops: DeltaOps[V], weights: V, rows: V, begun: V, value: V, strength: V, at: str, head: int) -> V:
+    """`b (v - what S and some rows say of it)`."""
+    tail = ops.attend(weights, rows, f"{at}known_tail.h{head}")
+    known = ops.add(begun, tail, f"{at}known_all.h{head}")
+    return ops.multiply(ops.subtract(value, known, f"{at}missing.h{head}"), strength, at + "correction")
+
+
+def solve(ops: DeltaOps[V], system: V, wanted: V, name: str) -> V:
+    """The d with `d_i + sum over j < i of system_ij d_j = wanted_i`, `[1, 1, AR, width]`.
+
+    By inverses of blocks of 1, 2, 4, ... rows, each from two of half its size: of X, the inverses of all blocks, and M,
+    what `system` has between the two halves of the next larger ones, those are `X - X M X`. Their elements stay near 1,
+    where powers of the system (Neumann's series) reach 1e12 if keys resemble each other. On and above its diagonal,
+    `system` is not read.
+    """
+    inverse, size = None, 1
+    while size < ops.new_rows:
+        between = ops.between_blocks(system, size)
+        if inverse is None:
+            inverse = ops.from_identity(between, name + "_inverse")
+        else:
+            half = ops.attend(between, inverse, name + "_half")
+            inverse = ops.subtract(inverse, ops.attend(inverse, half, name + "_change"), name + "_inverse")
+        size *= 2
+    return wanted if inverse is None else ops.applied(inverse, wanted, name)
+
+
+def _convolved(ops: DeltaOps[V], rule: DeltaRule, layer: int, channels: V) -> V:
+    """Queries, keys and values after their causal convolution."""
+    at = f"layers.{layer}.delta."
+    rows = ops.append_to_cache(channels, KvTensor(layer, "conv", 0))
+    total, *products = (ops.tap(rows, delta_kernel(layer), tap, f"{at}tap{tap}") for tap in range(rule.kernel))
+    for tap, product in enumerate(products, 1):
+        total = ops.add(total, product, f"{at}sum{tap}")
+    return total

@@ -1,0 +1,279 @@
+"""Layers with a gated delta rule: the matrices S at a checkpoint, and a tail of rows since then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.kv.arena import Arena, Rows
+from edgekv.kv.memory import Allocate, HeapMemory
+from edgekv.kv.policies.rotation import KvEncoding
+from edgekv.kv.rows import Layout, RowArena
+from edgekv.kv.state import StateError
+from edgekv.kv.strategies.strategy import Move, Window
+from edgekv.spec.geometry import CHECKPOINT_TOKENS, Geometry
+
+Floats = NDArray[np.float32]
+
+
+def fold(state: NDArray[np.float32], keys: Floats, values: Floats, decays: Floats) -> Floats:
+    """S after the tokens of some rows: `e^G S + sum of e^(G - G_j) k_j d_j^T`, G_j the sum of g up to j, G of all.
+
+    Args:
+        state: S by head, `[..., heads, key_dim, value_dim]`.
+        keys: k, `[..., T, key_heads, key_dim]`; consecutive heads of S share one.
+        values: d, `[..., T, heads, value_dim]`.
+        decays: g, `[..., T, heads]`.
+    """
+    totals = np.cumsum(decays, axis=-2, dtype=np.float64)
+    left = np.exp(totals[..., -1:, :] - totals).astype(np.float32)
+    shared = np.repeat(keys, values.shape[-2] // keys.shape[-2], axis=-2)
+    weighted = np.moveaxis(shared * left[..., None], -3, -1)  # [..., heads, key_dim, T]
+    added = weighted @ np.moveaxis(values, -3, -2)
+    kept: Floats = np.exp(totals[..., -1, :, None, None]).astype(np.float32) * state
+    return kept + added
+
+
+def tail_layout(geometry: Geometry, max_ar: int) -> Layout:
+    """The memory of the rows of these layers, or of two matrices S of each."""
+    rows = geometry.context - 1
+    if geometry.kinds == ("recurrent",):
+        return Layout(geometry, 2 * rows, kinds=geometry.kinds)
+    return Layout(geometry, 2 * rows, max_ar, kinds=geometry.kinds)
+
+
+class TailGroup:
+    """Rows of the tokens since the checkpoint and of those between it and the one before; a `CacheGroup`.
+
+        row  0                            64                             128
+             |  64 rows before checkpoint  |  rows since then  |  zeros  |
+                                           past_row
+
+    A step reads 64 rows from the checkpoint on, and `commit` copies its new rows behind those held: no address changes,
+    whatever the cache's strategy. The rows before stay, so that at least 64 tokens can be rewound.
+
+    Attributes:
+        geometry: the sizes, and the numbers of the layers.
+        arenas: all tensors.
+        reallocations: always 0.
+        since: tokens held since the checkpoint, below 64 but within `KVCache.commit`.
+        before: rows held of those before the checkpoint, 0 or 64.
+    """
+
+    def __init__(self, geometry: Geometry, max_ar: int, allocate: Allocate = HeapMemory) -> None:
+        """Allocate; see `RowArena` for what is raised."""
+        self.geometry = geometry
+        self.reallocations = 0
+        self.arena = RowArena(tail_layout(geometry, max_ar), allocate)
+        self.arenas: tuple[Arena, ...] = (self.arena,)
+        self.since = self.before = 0
+        self._open: Window | None = None
+
+    @property
+    def strategy(self) -> TailGroup:
+        return self
+
+    def held_rows(self) -> list[int]:
+        """The rows of the tokens held."""
+        return list(range(CHECKPOINT_TOKENS - self.before, CHECKPOINT_TOKENS + self.since))
+
+    @property
+    def length(self) -> int:
+        return self.before + self.since
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.geometry.tensors * self.geometry.row_bytes
+
+    def window(self, ar: int, context: int) -> Window:
+        rows = CHECKPOINT_TOKENS
+        self._open = Window(ar, rows, rows, 0, in_place=False, first=0, stop=rows)
+        return self._open
+
+    def compact(self, first: int, rows: Sequence[int]) -> None:
+        assert self._open is not None, "the cache has opened a step"
+        self.arena.compact(self._open, first, rows)
+
+    def commit(self, tokens: int) -> None:
+        if tokens:
+            self.arena.execute(Move(0, CHECKPOINT_TOKENS + self.since, tokens, src="scratch"))
+            self.since += tokens
+
+    def can_rewind(self, tokens: int, seen: int) -> bool:
+        return tokens <= self.length
+
+    def rewind(self, tokens: int) -> None:
+        if tokens > self.since:
+            self.arena.execute(Move(0, CHECKPOINT_TOKENS, CHECKPOINT_TOKENS))
+            self.since, self.before = self.length, 0
+        self.since -= tokens
+        self._clear()
+
+    def reset(self, tokens: int = 0) -> None:
+        self.since = self.before = 0
+        self._clear()
+
+    def rows_since(self) -> Rows:
+        """The rows since the checkpoint, `[N, tokens, width]`."""
+        held: Rows = self.arena.array[:, CHECKPOINT_TOKENS : CHECKPOINT_TOKENS + self.since]
+        return held
+
+    def begin(self) -> None:
+        """Begin a tail at the newest token."""
+        self.arena.execute(Move(CHECKPOINT_TOKENS, 0, CHECKPOINT_TOKENS))
+        self.since, self.before = 0, CHECKPOINT_TOKENS
+        self._clear()
+
+    def snapshot(self, back: int = 0) -> Mapping[str, Rows]:
+        """The rows since the checkpoint that a step reads, `back` tokens ago."""
+        first, rows = CHECKPOINT_TOKENS, self.since - back
+        if rows < 0:
+            first, rows = 0, rows + self.before
+        copied = self.arena.array[:, first : first + rows].copy()
+        return {tensor.past: copied[at] for at, tensor in enumerate(self.arena.tensors)}
+
+    def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
+        for tensor in self.arena.tensors:
+            found = rows.get(tensor.past, np.empty(0))
+            held = len(found) if tokens is None else tokens % CHECKPOINT_TOKENS
+            shape = (held, self.geometry.head_dim)
+            if found.dtype != self.arena.dtype or found.shape != shape or held >= CHECKPOINT_TOKENS:
+                raise _refusal(tensor.past, found, f"{self.arena.dtype} {[*shape]}")
+
+    def restore(self, rows: Mapping[str, Rows]) -> None:
+        self.reset()
+        self.since = len(rows[self.arena.tensors[0].past])
+        for at, tensor in enumerate(self.arena.tensors):
+            self.rows_since()[at] = rows[tensor.past]
+
+    def _clear(self) -> None:
+        """Have 0 in the rows that no token has."""
+        self.arena.array[:, CHECKPOINT_TOKENS + self.since :] = self.geometry.zero_point
+
+
+class CheckpointGroup:
+    """The matrices S of all heads after the tokens before the tail, and at the checkpoint before; a `CacheGroup`.
+
+    A step reads the newer ones. The commit that completes 64 tokens since the checkpoint makes the next one: in floats,
+    and rounded once. Checkpoints are at multiples of 64 tokens of the text, so the bits of a token's results do not
+    depend on how the text was divided into steps.
+
+    Attributes:
+        geometry: the sizes, and the numbers of the layers.
+        arenas: all matrices, as rows `[key_dim, heads * value_dim]`: the newer one, then the older one.
+        reallocations: always 0.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        tails: Sequence[TailGroup],
+        encodings: Sequence[KvEncoding],
+        allocate: Allocate = HeapMemory,
+    ) -> None:
+        """Allocate; see `RowArena` for what is raised.
+
+        Args:
+            geometry: the sizes.
+            tails: keys, corrections and decays of the same layers.
+            encodings: of all tensors of `tails`, then of the matrices; all have zero point 0.
+            allocate: where memory comes from.
+
+        Raises:
+            ValueError: no encodings.
+        """
+        if not encodings:
+            raise ValueError("encodings: got none; expected those of all tensors, which checkpoints are computed with")
+        self.geometry = geometry
+        self.reallocations = 0
+        self._keys, self._values, self._decays = tails
+        self._scales = np.array([each.scale for each in encodings], np.float32)
+        self._arena = RowArena(tail_layout(geometry, 1), allocate)
+        self.arenas: tuple[Arena, ...] = (self._arena,)
+        rows = geometry.context - 1
+        self._has_older = False
+        self._newer, self._older = self._arena.array[:, :rows], self._arena.array[:, rows:]
+
+    @property
+    def strategy(self) -> TailGroup:
+        return self._keys
+
+    @property
+    def length(self) -> int:
+        return self._keys.length
+
+    @property
+    def nbytes(self) -> int:
+        matrices = 1 + self._has_older
+        return matrices * self.geometry.tensors * (self.geometry.context - 1) * self.geometry.row_bytes
+
+    def window(self, ar: int, context: int) -> Window:
+        rows = self.geometry.context - 1
+        return Window(ar, rows, 0, 0, in_place=True, first=0, stop=rows)
+
+    def compact(self, first: int, rows: Sequence[int]) -> None:
+        """Nothing: no step writes matrices."""
+
+    def commit(self, tokens: int) -> None:
+        if self._keys.since == CHECKPOINT_TOKENS:
+            self._older[:] = self._newer
+            self._has_older = True
+            self._fold()
+            for tail in (self._keys, self._values, self._decays):
+                tail.begin()
+
+    def can_rewind(self, tokens: int, seen: int) -> bool:
+        return tokens <= self.length
+
+    def rewind(self, tokens: int) -> None:
+        """After the tails: S of the older checkpoint, if they have lost all rows since the newer one."""
+        if self._has_older and not self._keys.before:
+            self._newer[:] = self._older
+            self._has_older = False
+
+    def reset(self, tokens: int = 0) -> None:
+        self._newer.fill(self.geometry.zero_point)
+        self._has_older = False
+
+    def snapshot(self, back: int = 0) -> Mapping[str, Rows]:
+        """A copy of what a step reads, `back` tokens ago."""
+        held = self._older if back > self._keys.since else self._newer
+        return {tensor.past: held[at].copy() for at, tensor in enumerate(self._arena.tensors)}
+
+    def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
+        shape = (self.geometry.context - 1, self.geometry.head_dim)
+        for tensor in self._arena.tensors:
+            found = rows.get(tensor.past, np.empty(0))
+            if found.dtype != self._arena.dtype or found.shape != shape:
+                raise _refusal(tensor.past, found, f"{self._arena.dtype} {[*shape]}")
+
+    def restore(self, rows: Mapping[str, Rows]) -> None:
+        self._has_older = False
+        for at, tensor in enumerate(self._arena.tensors):
+            self._newer[at] = rows[tensor.past]
+
+    def _fold(self) -> None:
+        layers, key_dim, heads = self.geometry.layers, self.geometry.context - 1, self._decays.geometry.kv_heads
+        counts = np.cumsum([layers, layers, layers * heads])
+        key_scales, value_scales, decay_scales, scales = np.split(self._scales, counts)
+        tokens, limit = CHECKPOINT_TOKENS, np.iinfo(self._arena.dtype).max
+        decays = self._decays.rows_since()[..., 0] * decay_scales[:, None]
+        decays = decays.reshape(layers, heads, tokens).swapaxes(1, 2)
+        for layer in range(layers):  # one layer's floats in memory
+            held = self._newer[layer].reshape(key_dim, heads, -1).swapaxes(0, 1) * scales[layer]
+            keys = self._keys.rows_since()[layer] * key_scales[layer]
+            values = self._values.rows_since()[layer] * value_scales[layer]
+            found = fold(held, keys.reshape(tokens, -1, key_dim), values.reshape(tokens, heads, -1), decays[layer])
+            rounded = np.clip(np.rint(found / scales[layer]), -limit, limit)
+            self._newer[layer] = rounded.swapaxes(0, 1).reshape(key_dim, -1)
+
+
+def _refusal(name: str, found: Rows, wanted: str) -> StateError:
+    return StateError(
+        f"state: {name}",
+        got=f"{found.dtype} {list(found.shape)}",
+        expected=wanted,
+        fix="Save the state again from a cache of this kind.",
+    )

@@ -1,0 +1,282 @@
+"""Gated delta rules: a checkpoint and a tail give what the plain recurrence gives, however a text was computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import edgekv
+from devices import find
+from edgekv import SamplingParams
+from edgekv.bundle import open_bundle
+from edgekv.draft import Speculation
+from edgekv.errors import UsageError
+from edgekv.graphs.delta_rule import DeltaInputs
+from edgekv.kv import CacheState, KVCache, LayeredGeometry, Rows, StateError
+from edgekv.prefix import StoreConfig
+from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.htp.check import floating_nodes
+from exporters.quantize.reference import NumpyOps, Reference, Weights
+from quant import Encoding
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.drafts import Oracle, with_drafts
+from tests.exports import export_options, exported
+
+CONTEXT = 256
+TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon. " * 4
+RULE = DeltaRule(frozenset({0, 1}), 4, 1, 2, 4, 3)
+
+
+def recurrence(rule: DeltaRule, q: Any, k: Any, v: Any, b: Any, g: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Outputs `[T, heads, value_dim]` and the last S `[heads, key_dim, value_dim]`, token by token."""
+    state = np.zeros((rule.value_heads, rule.key_dim, rule.value_dim))
+    outputs = []
+    for at in range(len(v)):
+        keys, queries = (np.repeat(each[at], rule.group, axis=0) for each in (k, q))
+        state = state * np.exp(g[at])[:, None, None]
+        found = b[at][:, None] * (v[at] - np.einsum("hkv,hk->hv", state, keys))
+        state = state + keys[:, :, None] * found[:, None]
+        outputs.append(np.einsum("hkv,hk->hv", state, queries))
+    return np.array(outputs), state
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 64, 65, 200])
+def test_the_reference_computes_the_recurrence_in_blocks(tmp_path: Path, tokens: int) -> None:
+    """With keys that resemble each other, where powers of the system would overflow."""
+    random = np.random.default_rng(tokens)
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES["qwen3_5"])))
+    rule = checkpoint.spec.delta_rule
+    assert rule is not None
+    common = random.normal(size=rule.key_dim)
+    q, k = (common + 0.3 * random.normal(size=(tokens, rule.key_heads, rule.key_dim)) for _ in range(2))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    v = random.normal(size=(tokens, rule.value_heads, rule.value_dim))
+    b = 1 / (1 + np.exp(-random.normal(size=(tokens, rule.value_heads))))
+    g = -np.geomspace(1e-4, 1, rule.value_heads) * random.random((tokens, rule.value_heads))
+
+    def heads(values: NDArray[Any]) -> list[NDArray[np.float32]]:
+        return [np.ascontiguousarray(each).astype(np.float32) for each in np.moveaxis(values, 1, 0)]
+
+    new = DeltaInputs(heads(q), heads(k), heads(v), heads(b[..., None]), heads(g[..., None]))
+    ops = NumpyOps(checkpoint.spec, Weights(checkpoint), tokens, tokens)
+    found = np.stack(ops.recall(rule, 0, new), axis=1)
+    wanted, _ = recurrence(rule, q, k, v, b, g)
+    assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
+def cache_of(ar: int = 24) -> KVCache:
+    geometry = LayeredGeometry(
+        3, 512, (1,), (4,), states=ConvolutionStates(RULE.layers, 4, RULE.channels), delta_rule=RULE
+    )
+    tensors = [tensor for group in geometry.groups() for tensor in group.names()]
+    return KVCache(geometry, ar=(1, ar), encodings=[Encoding("s16", 1e-4, 0)] * len(tensors), strategy="pointer-shift")
+
+
+class Plain:
+    """What a cache must hold, kept as a list of tokens' rows: S is computed anew from all of them."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Rows]] = []
+
+    def tail(self, name: str) -> Rows:
+        held = [row[name] for row in self.rows[len(self.rows) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS :]]
+        return np.array(held, np.int16)
+
+
+def run(cache: KVCache, plain: Plain, random: np.random.Generator, ar: int, kept: int) -> None:
+    """A step whose graph writes random rows, of which the first are kept."""
+    windows = cache.window(ar)
+    step: list[dict[str, Rows]] = [{} for _ in range(ar)]
+    for group, window in zip(cache.groups, windows, strict=True):
+        for arena in group.arenas:
+            for at, tensor in enumerate(arena.tensors):
+                if not tensor.is_written:
+                    continue
+                width, low = group.geometry.head_dim, -3000 if tensor.kind == "decay" else -9000
+                rows = random.integers(low, 1 if tensor.kind == "decay" else 9000, (ar, width)).astype(arena.dtype)
+                place = arena.array if window.in_place else arena.scratch
+                place[at, window.new_row : window.new_row + ar] = rows
+                for row, each in zip(step, rows, strict=True):
+                    row[tensor.past] = each
+    cache.commit(kept)
+    plain.rows += step[:kept]
+
+
+def check(cache: KVCache, plain: Plain) -> None:
+    """Rows since the checkpoint are those of the list, and S is the recurrence's."""
+    state = cache.state.rows
+    for layer in RULE.layers:
+        for name in (f"delta_key_state_{layer}_in", f"delta_value_state_{layer}_in", f"decay_state_{layer}_h1_in"):
+            wanted = plain.tail(name)
+            assert np.array_equal(state[name].ravel(), wanted.ravel())
+        done = plain.rows[: len(plain.rows) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS]
+        matrix = np.zeros((RULE.value_heads, RULE.key_dim, RULE.value_dim))
+        for row in done:
+            k, d = (row[f"delta_{kind}_state_{layer}_in"] * 1e-4 for kind in ("key", "value"))
+            g = np.array([row[f"decay_state_{layer}_h{head}_in"][0] for head in range(RULE.value_heads)]) * 1e-4
+            matrix = matrix * np.exp(g)[:, None, None] + k[None, :, None] * d.reshape(RULE.value_heads, 1, -1)
+        found = state[f"recurrent_state_{layer}_in"].reshape(RULE.key_dim, RULE.value_heads, -1).swapaxes(0, 1) * 1e-4
+        assert np.abs(found - matrix).max(initial=0) <= 1e-4 * (1 + len(done) // CHECKPOINT_TOKENS)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 1 << 30),
+    st.lists(st.tuples(st.sampled_from(["step", "rewind", "restore"]), st.integers(0, 90)), max_size=25),
+)
+def test_a_cache_holds_what_a_list_of_tokens_holds(seed: int, calls: list[tuple[str, int]]) -> None:
+    random, cache, plain, restored = np.random.default_rng(seed), cache_of(), Plain(), False
+    for call, number in calls:
+        if call == "step" and cache.room(24):
+            run(cache, plain, random, 24, min(number, 24, cache.step_tokens))
+        elif call == "rewind":
+            wanted = max(0, len(plain.rows) - number)
+            reached = cache.rewind_to(wanted)
+            assert reached in (wanted, 0) and (reached or restored or number > CHECKPOINT_TOKENS or not wanted)
+            del plain.rows[reached:]
+        else:
+            state = cache.state
+            cache.reset()
+            cache.restore(state)
+            restored = True  # the convolution before the rule has no rows then but its state
+        check(cache, plain)
+
+
+def test_a_step_beyond_a_checkpoint_is_refused() -> None:
+    cache, plain, random = cache_of(), Plain(), np.random.default_rng(0)
+    run(cache, plain, random, 24, 24)
+    run(cache, plain, random, 24, 24)
+    cache.window(24)
+    with pytest.raises(ValueError, match="expected 0 to 16"):
+        cache.commit(24)
+
+
+def test_a_state_of_another_number_of_tokens_is_refused() -> None:
+    cache, plain, random = cache_of(), Plain(), np.random.default_rng(0)
+    run(cache, plain, random, 24, 20)
+    state = cache.state
+    state.rows["delta_key_state_0_in"] = state.rows["delta_key_state_0_in"][:-1]  # type: ignore[index]
+    with pytest.raises(StateError, match=r"delta_key_state_0_in: got int16 \[19, 4\]; expected int16 \[20, 4\]"):
+        cache_of().restore(state)
+
+
+def delta_bundle(folder: Path, name: str = "qwen3_5", **options: Any) -> Path:
+    checkpoint = write_checkpoint(folder / "checkpoint", ARCHITECTURES[name], gain=1.0)
+    (folder / "text").write_text(TEXT)
+    chosen = {"context": (128, CONTEXT), "ar": (1, 16, 64), "draft_rows": (4, 8), "calibration": folder / "text"}
+    return exported(checkpoint, export_options(**chosen | options))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of four with delta rules of 2 key and 4 value heads."""
+    return delta_bundle(tmp_path_factory.mktemp("delta"))
+
+
+def ids(generation: Any) -> list[int]:
+    return [token.id for token in generation]
+
+
+def same(found: CacheState, expected: CacheState) -> bool:
+    return found.positions == expected.positions and all(
+        np.array_equal(found.rows[name], rows) for name, rows in expected.rows.items()
+    )
+
+
+def test_graphs_read_checkpoint_and_tail_and_write_rows(bundle: Path) -> None:
+    manifest = open_bundle(bundle).manifest
+    for graph in manifest.graphs:
+        ports = manifest.interface.graph(graph)
+        assert ports["recurrent_state_0_in"].shape == (1, 1, 16, 4 * 24)
+        assert ports["delta_key_state_0_in"].shape == (1, 1, 64, 2 * 16)
+        assert ports["delta_value_state_0_out"].shape == (1, 1, graph.ar, 4 * 24)
+        assert ports["decay_state_0_h3_out"].shape == (1, 1, graph.ar, 1)
+        assert ports["conv_state_0_in"].shape == (1, 1, 3, 2 * 32 + 96)
+        assert "recurrent_state_0_out" not in ports
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5-multimodal"])
+@pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
+def test_the_graphs_compute_what_the_reference_computes(tmp_path: Path, name: str, mode: str) -> None:
+    """Beyond two checkpoints, in steps of 64 tokens and of one; int8 matrices of noise and four layers cost this."""
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "again", ARCHITECTURES[name], gain=1.0)))
+    tokens = checkpoint.encode(TEXT)[:150]
+    (wanted,) = Reference(checkpoint, CONTEXT).logits([np.array(tokens)])
+    with edgekv.load(delta_bundle(tmp_path, name), cpu_mode=mode) as model:
+        together = model.score(tokens)
+        session = model.session
+        session.reset()
+        one_by_one = np.stack([session.feed([token]).copy() for token in tokens])
+        one_by_one = model.bundle.manifest.encodings["head"].dequantize(one_by_one)
+    for found in (together, one_by_one):
+        assert np.square(wanted).sum() > 10**1.5 * np.square(found - wanted).sum()
+
+
+@pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
+def test_rejected_drafts_leave_no_trace(bundle: Path, mode: str) -> None:
+    """Across two checkpoints, whose passes take fewer drafts."""
+    prompt, params = [*range(40, 60)], SamplingParams(max_new_tokens=120, ignore_eos=True)
+    with edgekv.load(bundle, cpu_mode=mode) as model:
+        plain = ids(model.generate(prompt, params))
+        wanted = model.cache.state
+        drafter = Oracle(prompt + plain, model.bundle.manifest.model.vocab, 0, 0.7)
+        with with_drafts(model, prompt, params, Speculation(drafter=drafter)) as generation:
+            assert ids(generation) == plain
+        assert generation.stats.speculation.accepted > 20  # type: ignore[union-attr]
+        assert same(model.cache.state, wanted)
+
+
+def random_calls(plain: edgekv.Model, model: edgekv.Model, calls: int) -> int:
+    """Texts that continue, repeat and cut each other, with drafts or without; returns the tokens not run again."""
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    random = np.random.default_rng(0)
+    texts, saved = [random.integers(3, 250, 180).tolist()], 0
+    for call in range(calls):
+        text = list(texts[random.integers(len(texts))])
+        text = text[: int(random.integers(1, len(text) + 1))]
+        text += random.integers(3, 250, random.integers(0, 60)).tolist()
+        text = text[: CONTEXT - 10]
+        wanted = ids(plain.generate(text, params))
+        state = plain.cache.state
+        drafter = Oracle(text + wanted, 250, call, float(random.random()))
+        with with_drafts(model, text, params, Speculation(drafter=drafter) if call % 2 else None) as generation:
+            assert ids(generation) == wanted, call
+        model.session.settle()
+        assert same(model.session.cache.state, state), call
+        saved += generation.stats.cache.reused_tokens + generation.stats.cache.restored_tokens
+        texts = [*texts[-4:], text + wanted]
+    return saved
+
+
+@pytest.mark.parametrize("calls", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_prefixes_rewinds_and_drafts_change_no_bit(bundle: Path, calls: int) -> None:
+    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 24)
+    options: dict[str, Any] = {"cpu_mode": "emulate", "reproducible": True}
+    with edgekv.load(bundle, **options) as plain, edgekv.load(bundle, prefix_cache=config, **options) as model:
+        assert random_calls(plain, model, calls) > 20 * calls
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
+    graphs = ["ar1_cl128", "ar64_cl128", "ar8_cl128_verify"]
+    assert not floating_nodes([bundle / f"{name}.onnx" for name in graphs], find("SM8750"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "SM8450"}, "V73 or later"),
+        ({"graph_format": "tflite", "kv_dtype": "s8"}, "--format: got tflite, for a checkpoint with gated delta rules"),
+    ],
+)
+def test_what_cannot_run_them_is_refused_by_name(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        delta_bundle(tmp_path, **options)
