@@ -24,6 +24,7 @@ class Capabilities:
         slots: graphs with inputs for adapters.
         sink: first tokens whose keys and values no graph computes.
         states: layers with a state in place of keys and values, such as short convolutions.
+        delta_rules: layers with a gated delta rule, whose checkpoints the host computes.
         decode_alone: bundles without a prefill graph.
     """
 
@@ -35,6 +36,7 @@ class Capabilities:
     slots: bool = False
     sink: bool = True
     states: bool = False
+    delta_rules: bool = False
     decode_alone: bool = True
 
     def check(self, bundle: Bundle) -> None:
@@ -81,6 +83,9 @@ class Capabilities:
         if not self.states and manifest.model.has_states:
             wanted = f"keys and values in every layer, all that {self.reader} keeps"
             yield "layers", "layers with states", wanted, "Run it with edgekv generate."
+        elif not self.delta_rules and manifest.model.delta_rule is not None:
+            wanted = f"states that {self.reader} moves by itself"
+            yield "layers", "layers with gated delta rules", wanted, "Run it with edgekv generate."
         if not self.sink and manifest.sink is not None:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
@@ -89,7 +94,7 @@ class Capabilities:
             yield "graphs", found, f"a prefill graph as well, which {self.reader} needs", "Export it with --ar 1,32."
 
 
-ONNX = Capabilities("edgekv's own reports", windows=True, slots=True, states=True)
+ONNX = Capabilities("edgekv's own reports", windows=True, slots=True, states=True, delta_rules=True)
 GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True)
 GENIEX = replace(GENIE, reader="GenieX", parts="layers", slots=False, sink=False, states=False, decode_alone=False)
 GENAI = Capabilities("onnxruntime-genai", parts="one", cache_types=("u8",), decode_alone=False)
