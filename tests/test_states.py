@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import edgekv
 from edgekv import SamplingParams
+from edgekv.bake import bake_prefix
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree, Speculation
-from edgekv.errors import UsageError
+from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.kv import STRATEGIES, CacheState
-from edgekv.prefix import StoreConfig
+from edgekv.prefix import PrefixStore, StoreConfig, baked_prefixes
 from edgekv.prefix.block import SNAPSHOT
+from edgekv.prefix.prefixes import prefix_fingerprint
+from edgekv.tensor_file import decode_tensors, encode_tensors
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import export_bundle
 from exporters.quantize.reference import Reference
 from exporters.quantize.sink import SinkWanted
 from exporters.targets.aihub.sample import take_sample
@@ -269,3 +277,56 @@ def test_a_stored_state_that_does_not_fit_is_rejected_and_computed_again(bundle:
         assert store.stats.rejected_files > 0
         third = model.generate(text, LONG)
         assert (ids(third), third.stats.cache.restored_tokens > 0) == (wanted, True)
+
+
+@pytest.mark.parametrize(
+    ("has_states", "snapshots", "words"),
+    [(True, False, "got a store without states; expected one with"), (False, True, "got a store with states")],
+)
+def test_a_store_of_prefixes_without_the_models_states_is_refused(
+    bundle: Path, small: Path, has_states: bool, snapshots: bool, words: str
+) -> None:
+    path = bundle if has_states else small
+    manifest = open_bundle(path).manifest
+    fingerprint = prefix_fingerprint(manifest, "cpu")
+    store = PrefixStore(manifest.cache_geometry, StoreConfig(), fingerprint=fingerprint, snapshots=snapshots)
+    with pytest.raises(UsageError, match=f"prefix_cache: {words}"):
+        edgekv.load(path, cpu_mode="emulate", prefix_cache=store)
+    assert store.stats.blocks_inserted == 0
+
+
+def test_a_baked_prefix_ends_with_the_states_after_it(bundle: Path, tmp_path: Path) -> None:
+    """It is used, and one without its states is refused."""
+    baked, text = shutil.copytree(bundle, tmp_path / "bundle"), "The quick brown fox jumps over the lazy dog. "
+    bake_prefix(baked, text, "head")
+    with edgekv.load(bundle) as plain, edgekv.load(baked) as model:
+        prompt = [*model.tokenizer.encode(text).ids, 40, 41]
+        wanted = ids(plain.generate(prompt, LONG))
+        generation = model.generate(prompt, LONG)
+        assert ids(generation) == wanted
+        assert generation.stats.cache.restored_tokens >= len(prompt) - 2
+        model.session.settle()
+    (entry,) = baked_prefixes(baked)
+    file = baked / "prefixes" / entry.file
+    held = decode_tensors(file.read_bytes())
+    content = encode_tensors({name: each for name, each in held.arrays.items() if not name.startswith("state/")})
+    file.write_bytes(content)
+    record = baked / "prefixes" / "prefixes.json"
+    changed = json.loads(record.read_text())
+    changed["prefixes"][0] |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    record.write_text(json.dumps(changed))
+    with pytest.raises(BundleError, match=r"states: got \[\]; expected those of the model"):
+        edgekv.load(baked)
+
+
+def test_a_kernel_beyond_the_context_and_tensors_of_other_layers_are_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"])
+    options = export_options(context=3, ar=(1,))
+    with pytest.raises(UsageError, match="--context: got 3; expected more than 3, the kernel of"):
+        export_bundle(Checkpoint.open(str(checkpoint)), tmp_path / "bundle", options)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((64, 64), np.float32)  # of a layer with a convolution
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.q_proj"):
+        Checkpoint.open(str(checkpoint))
+    assert not (tmp_path / "bundle").exists()

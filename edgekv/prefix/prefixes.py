@@ -86,7 +86,11 @@ def open_store(
         raise UsageError("cache mode", got=f"{mode} with a prefix cache", expected="always or adaptive", fix=fix)
     fingerprint = prefix_fingerprint(bundle.manifest, engine, window)
     if isinstance(wanted, PrefixStore):
-        if (wanted.geometry, wanted.fingerprint, wanted.snapshots) != (cache.geometry, fingerprint, cache.has_states):
+        if wanted.snapshots != cache.has_states:
+            found, expected = ("a store with", "one without") if wanted.snapshots else ("a store without", "one with")
+            fix = f"Open it with snapshots={cache.has_states}."
+            raise UsageError("prefix_cache", got=f"{found} states", expected=f"{expected}, as the model", fix=fix)
+        if (wanted.geometry, wanted.fingerprint) != (cache.geometry, fingerprint):
             more = f", {window}" if window else ""
             fix = f"Open it with the bundle's geometry and prefix_fingerprint(manifest, engine{more})."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
