@@ -21,9 +21,9 @@ from msgspec import structs
 from edgekv.engine import ByteBudget, Engine
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, pump
+from edgekv.serve.exchange import WAITING
 from edgekv.serve.response_records import ResponseRecord
 from edgekv.serve.response_store import ResponseStore
-from edgekv.serve.sse import WAITING
 from tests.processes import interruptible
 from tests.serving import NAME, Server, served
 

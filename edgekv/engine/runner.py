@@ -26,6 +26,7 @@ class Runner:
         self._pool = pool
         self._graphs = graphs
         self._keeps = pool.keeps
+        self._recomputes = pool.mode.recomputed_tokens != 0  # any
         self._unkept: Sequence | None = None
 
     def begin(self, sequence: Sequence) -> None:
@@ -150,7 +151,7 @@ class Runner:
             times.steps += clock.steps - steps
             times.run_ns += clock.run_ns - run_ns
             times.host_ns += clock.host_ns - host_ns
-            if not self._keeps(len(text)):  # the next step recomputes it
+            if self._recomputes and not self._keeps(len(text)):  # the next step recomputes it
                 session.count()
                 sequence.session = None
 

@@ -14,13 +14,12 @@ from msgspec import UNSET, UnsetType
 from edgekv.serve.engine_thread import Wanted
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
-from edgekv.serve.exchange import Exchange
+from edgekv.serve.exchange import DONE, Exchange, event
 from edgekv.serve.form import ResponseFormat, read_form
 from edgekv.serve.logprobs import Likelihood, TokenNames
 from edgekv.serve.pump import answer
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
 from edgekv.serve.service import Service
-from edgekv.serve.sse import DONE, event
 from edgekv.serve.usage import Usage
 
 

@@ -7,7 +7,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from edgekv.engine import Engine, Event, Request, Scores, Sequence
@@ -29,17 +29,34 @@ _REASONS: dict[StopReason | None, FinishReason] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request, and what of its logits is reported.
+
+    Attributes:
+        request: for the engine.
+        top_logprobs: how many of the most likely tokens to report at each position.
+        scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
+    """
+
+    request: Request
+    top_logprobs: int = 0
+    scored_tokens: int = 0
+
+    def for_answer(self, number: int) -> Wanted:
+        """That of one of several answers; see `Request.for_answer`."""
+        return replace(self, request=self.request.for_answer(number))
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """Who waits for an answer.
 
     Attributes:
-        request: what is asked of the engine.
+        wanted: what is asked of the engine.
         channel: of the HTTP request.
         index: of the answer in it.
         deadline: when it must have ended, in seconds of `perf_counter`.
-        top_logprobs: how many of the most likely tokens to report at each position.
-        scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
         is_cancelled: whether nobody waits for it any more; set from any thread.
         sequence: what the engine has made of it; None while it is in the inbox.
         last_token: when the last token came; before, when the request did.
@@ -47,12 +64,10 @@ class Ticket:
         scored: log-probabilities of the prompt so far.
     """
 
-    request: Request
+    wanted: Wanted
     channel: Channel
     index: int
     deadline: float
-    top_logprobs: int
-    scored_tokens: int
     is_cancelled: bool = False
     sequence: Sequence | None = None
     last_token: float = field(default_factory=perf_counter)
@@ -65,14 +80,14 @@ class Ticket:
 
     def add_scores(self, scores: Scores) -> None:
         """Take the logits of the next tokens of the prompt; row i judges token i+1. The last ones are reported."""
-        prompt, before = self.request.tokens, len(self.scored)
+        prompt, before = self.wanted.request.tokens, len(self.scored)
         if not before:
             self.scored.append(TokenLogprob(Likelihood(prompt[0], 0.0), is_first=True))
         for row in scores.rows:
             if len(self.scored) < len(prompt):
-                self.scored.append(token_logprob(row, prompt[len(self.scored)], self.top_logprobs))
+                self.scored.append(token_logprob(row, prompt[len(self.scored)], self.wanted.top_logprobs))
         if before < len(self.scored) == len(prompt):
-            self.tell(PromptLogprobs(tuple(self.scored[-self.scored_tokens :])))
+            self.tell(PromptLogprobs(tuple(self.scored[-self.wanted.scored_tokens :])))
 
     def add_token(self, token: Token, *, is_eos: bool) -> float:
         """Send a token; the seconds since the one before, or since the arrival."""
@@ -80,28 +95,9 @@ class Ticket:
         seconds, self.last_token = now - self.last_token, now
         logprob = None
         if token.logits is not None and not is_eos:
-            logprob = token_logprob(token.logits, token.id, self.top_logprobs)
+            logprob = token_logprob(token.logits, token.id, self.wanted.top_logprobs)
         self.tell(Piece(token.text, logprob, token.tool_calls))
         return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A request, and what of its logits is reported.
-
-    Attributes:
-        request: for the engine.
-        top_logprobs: see `Ticket`.
-        scored_tokens: see `Ticket`.
-    """
-
-    request: Request
-    top_logprobs: int = 0
-    scored_tokens: int = 0
-
-    def for_answer(self, number: int) -> Wanted:
-        """That of one of several answers; see `Request.for_answer`."""
-        return Wanted(self.request.for_answer(number), self.top_logprobs, self.scored_tokens)
 
 
 class EngineThread:
@@ -151,10 +147,7 @@ class EngineThread:
             ApiError: 429, the queue has no room for them; 503, the server is stopping.
         """
         deadline = perf_counter() + self._limits.request_s
-        tickets = [
-            Ticket(each.request, channel, index, deadline, each.top_logprobs, each.scored_tokens)
-            for index, each in enumerate(wanted)
-        ]
+        tickets = [Ticket(each, channel, index, deadline) for index, each in enumerate(wanted)]
         with self._changed:
             if self._is_closed:
                 raise _stopping()
@@ -230,7 +223,7 @@ class EngineThread:
 
     def _add(self, ticket: Ticket) -> None:
         try:
-            ticket.sequence = self._engine.add(ticket.request)
+            ticket.sequence = self._engine.add(ticket.wanted.request)
         except BaseException as error:  # panics of Rust libraries are no Exception; this thread gets no signals
             self._fail(ticket, api_error(error))
         else:

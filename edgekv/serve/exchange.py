@@ -1,4 +1,4 @@
-"""One HTTP request and its answer."""
+"""One HTTP request and its answer: a record, or server-sent events, as the HTML standard defines them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ _MISSING = re.compile("missing required field `(.+)`")
 DROPPED_HEADER = b"x-edgekv-dropped-messages"
 """How many of the request's oldest messages the model did not see; the header is there if it is not 0."""
 EVENTS = b"text/event-stream; charset=utf-8"
+WAITING = b": waiting\n\n"
+"""A comment of a stream, which clients skip."""
+DONE = b"data: [DONE]\n\n"
+"""Ends a stream of completions."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(record: msgspec.Struct, name: str | None = None) -> bytes:
+    """A server-sent event whose data is a record as JSON, which has no line break outside of its texts' escapes."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + _encode(record) + b"\n\n"
 
 
 class Exchange:

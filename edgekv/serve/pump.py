@@ -9,10 +9,9 @@ from edgekv.serve.channel import Channel
 from edgekv.serve.engine_thread import Wanted
 from edgekv.serve.errors import ApiError
 from edgekv.serve.events import Event, Finished, Piece, PromptLogprobs
-from edgekv.serve.exchange import Exchange
+from edgekv.serve.exchange import WAITING, Exchange
 from edgekv.serve.request_log import RequestRecord
 from edgekv.serve.service import Service
-from edgekv.serve.sse import WAITING
 
 WAITING_S = 15.0
 """Proxies close a connection that is silent for a minute."""

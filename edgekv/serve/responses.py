@@ -13,7 +13,7 @@ import msgspec
 from edgekv.load_options import OnFull
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.events import Finished, Piece, PromptLogprobs
-from edgekv.serve.exchange import Exchange
+from edgekv.serve.exchange import Exchange, event
 from edgekv.serve.form import AnswerForm, ResponseFormat, SchemaFormat, read_form
 from edgekv.serve.pump import answer
 from edgekv.serve.response_input import as_messages, read_input
@@ -30,7 +30,6 @@ from edgekv.serve.response_records import (
 )
 from edgekv.serve.sampling import SamplingFields, check_wanted_tokens
 from edgekv.serve.service import Service
-from edgekv.serve.sse import event
 
 _TRUNCATIONS: dict[str, OnFull] = {"auto": "drop-oldest", "disabled": "stop"}
 
