@@ -56,9 +56,9 @@ def test_4_bits_cost_little_and_far_less_than_rounding_to_nearest(measured, name
 
 
 def test_learning_the_rounding_costs_less_on_text_it_never_saw(measured):
-    """25 % less with 8,192 tokens."""
+    """23 % less with 4,096 tokens."""
     recipe = find_recipe("w4a16")
-    assert measured(recipe, learn_tokens=8192).kl_nats < 0.85 * measured(recipe).kl_nats
+    assert measured(recipe, learn_tokens=4096).kl_nats < 0.85 * measured(recipe).kl_nats
 
 
 def test_the_htp_agrees_with_the_cpu(embedded_on_htp, embedded, held_out):
