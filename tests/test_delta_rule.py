@@ -280,3 +280,11 @@ def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
 def test_what_cannot_run_them_is_refused_by_name(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         delta_bundle(tmp_path, **options)
+
+
+def test_several_sequences_in_one_pass_are_refused(bundle: Path) -> None:
+    with (
+        edgekv.load(bundle) as model,
+        pytest.raises(UsageError, match="batch: got layers with gated delta rules"),
+    ):
+        model.advance_together([])

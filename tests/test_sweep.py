@@ -32,7 +32,7 @@ from exporters.sweep.combination import Combination, combinations
 from exporters.sweep.page import render_page
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 from exporters.sweep.sweep import RESULTS, SweepOptions, Text, run_sweep
-from tests.checkpoints import NEWER, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.folders import contents
 from tests.test_page import Page
 
@@ -82,6 +82,16 @@ def test_bundles_are_those_of_separate_exports(checkpoint, done, tmp_path):
     for each in (given[0], given[3], given[5]):
         export_bundle(opened, tmp_path / each.name, each.options(COMMON), RunOptions(cache_dir=tmp_path / "cache"))
         assert contents(folder / "bundles" / each.name) == contents(tmp_path / each.name)
+
+
+@pytest.mark.slow
+def test_a_model_with_states_is_swept_too(tmp_path):
+    hybrid = write_checkpoint(tmp_path / "hybrid", ARCHITECTURES["lfm2"], gain=1.0)
+    (given,) = combinations([("w8a16", find_recipe("w8a16"))], ("u8",), [find("SM8650")], [(64,)])
+    report = swept(tmp_path / "sweep", hybrid, [given])
+    assert [each.name for each in report.results] == [given.name]
+    export_bundle(Checkpoint.open(str(hybrid)), tmp_path / "alone", given.options(COMMON))
+    assert contents(tmp_path / "sweep" / "bundles" / given.name) == contents(tmp_path / "alone")
 
 
 @pytest.mark.slow
