@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from edgekv.bundle import QualityRecord
 from edgekv.errors import UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.sensitivity import Costs
@@ -16,6 +15,7 @@ from exporters.options import ExportOptions
 from exporters.pipeline.inputs import Exact
 from exporters.pipeline.pieces import read_manifest
 from exporters.pipeline.planning import Exported, Planner
+from exporters.pipeline.quality import Quality
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared, prepare
 from exporters.quantize.allocation import Allocation, Front, possible_types
@@ -154,7 +154,7 @@ class _Divergence:
 
     def read(self, store: PieceStore, name: str) -> float:
         """The divergence on the text that loses most."""
-        return max(each.kl_nats for each in store.answer(name, list[QualityRecord]))
+        return max(each.kl_nats for each in store.answer(name, Quality).records)
 
     def is_reached(self, chosen: Allocation, found_nats: float) -> bool:
         """Whether the goal is reached; if not, the next proposal is larger.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from exporters.checkpoint.folded import transformed_as
 from exporters.inspect import LayersReport, Proposal, Trace, find_divergence, measure_layers, propose, trace_reference
 from exporters.inspect.divergence import sqnr_db
 from exporters.inspect.evaluate import evaluate, evaluation_windows
-from exporters.inspect.layers import layer_losses
+from exporters.inspect.layers import LayerMeter
 from exporters.inspect.probe import Probe
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
@@ -66,9 +67,13 @@ def four_bits(checkpoint: Checkpoint) -> Path:
 
 def test_the_losses_of_layers_alone_are_those_of_the_report(checkpoint: Checkpoint, four_bits: Path) -> None:
     bundle = open_bundle(four_bits)
-    windows, engine = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100), EngineOptions("cpu", 1)
-    losses = layer_losses(bundle, make_engine(bundle, engine), transformed_as(bundle, checkpoint), windows)
-    assert losses == report(four_bits, checkpoint).layers
+    windows = evaluation_windows(checkpoint, TEXT, bundle.manifest, 100)
+    probe = Probe(bundle, make_engine(bundle, EngineOptions("cpu", 1)))
+    meter = LayerMeter(bundle, probe.first, transformed_as(bundle, checkpoint), windows)
+    stages = probe.stages([window.inputs for window in windows])
+    while found := [*islice(stages, len(windows))]:
+        meter.add(found)
+    assert meter.losses == report(four_bits, checkpoint).layers
 
 
 @pytest.mark.slow

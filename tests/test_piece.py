@@ -26,12 +26,12 @@ from exporters.pipeline.piece import Piece, Plan
 from exporters.pipeline.pieces import CompileTflitePiece
 from exporters.pipeline.place import Identity
 from exporters.pipeline.planning import Planner
-from exporters.pipeline.quality import MEASURED_TOKENS, ReferencePiece
+from exporters.pipeline.quality import MEASURED_TOKENS, ReferencePiece, Text
 from exporters.prepared import prepare
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.sink import SinkWanted
 from exporters.sweep.combination import Combination
-from exporters.sweep.sweep import Text, _add
+from exporters.sweep.sweep import _add
 from exporters.targets.aihub.pack import PackPiece
 from exporters.targets.aihub.sample import SamplePiece
 from tests.adapters import write_adapter
@@ -42,7 +42,7 @@ LAYERS = 3
 COMPILER = "tested compiler 1.0"
 
 QUANTIZED = {"layer 0", "layer 1", "layer 2", "head"}
-BUNDLE = {"write", "check", "compile", "evaluate", "error", "quality"}
+BUNDLE = {"write", "check", "compile", "evaluate", "quality"}
 ENCODED = {"encode prose", "encode swept"}
 AFTER_SURVEY = {"text", *QUANTIZED, *BUNDLE, *ENCODED, "reference prose", "reference swept"}
 ALL = {"survey", *AFTER_SURVEY}
@@ -61,7 +61,7 @@ class Export:
     def plan(self) -> Plan:
         checkpoint = Checkpoint.open(str(self.folder / "checkpoint"), self.merged)
         identity = Identity.of(checkpoint)
-        planner = Planner(identity, several=True)
+        planner = Planner(identity, swept=self.text)
         combination = Combination(self.options.recipe, "recipe", "u8", self.options.device, (64,))
         _add(planner, combination, prepare(checkpoint, self.options), self.text)
         return planner.plan
@@ -166,7 +166,6 @@ def test_each_field_of_each_piece_changes_its_name(export: Export):
         "encode",
         "reference",
         "evaluate",
-        "error",
     }
     assert counted["write"] > 200 > counted["layer"] > 40 and counted["check"] == 4 < counted["compile"]
 
@@ -294,9 +293,9 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "parts": (options(splits=2), BUNDLE),
     "device": (options(device=find("SM8750")), {"check", "compile"}),
     "compiler": (compiler, {"check", "compile"}),
-    "evaluated text": (text(content="other text " * 90), {"encode swept", "reference swept", "evaluate", "error"}),
-    "evaluated tokens": (text(tokens=40), {"reference swept", "evaluate", "error"}),
-    "title of the text": (text(title="other"), {"reference swept", "evaluate", "error"}),
+    "evaluated text": (text(content="other text " * 90), {"encode swept", "reference swept", "evaluate", "quality"}),
+    "evaluated tokens": (text(tokens=40), {"reference swept", "evaluate", "quality"}),
+    "title of the text": (text(title="other"), {"reference swept", "evaluate", "quality"}),
     "float allowed": (options(allow_float=True), set()),
 }
 

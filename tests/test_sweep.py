@@ -25,13 +25,14 @@ from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
 from exporters.pipeline.planning import give_text
+from exporters.pipeline.quality import Text
 from exporters.pipeline.store import PieceStore, store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
 from exporters.sweep.combination import Combination, combinations
 from exporters.sweep.page import render_page
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
-from exporters.sweep.sweep import RESULTS, SweepOptions, Text, run_sweep
+from exporters.sweep.sweep import RESULTS, SweepOptions, run_sweep
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.folders import contents
 from tests.test_page import Page
@@ -97,7 +98,7 @@ def test_a_model_with_states_is_swept_too(tmp_path):
 @pytest.mark.slow
 def test_chips_share_all_pieces_but_the_compiled(done):
     _, report = done
-    # a survey, 2 recipes x 2 caches x (layers, head, bundle, evaluation, layer errors), token ids, a reference
+    # a survey, 2 recipes x 2 caches x (layers, head, bundle, evaluation, quality by layer), token ids, a reference
     layers = len([loss for loss in report.results[0].layers if loss.place.isdecimal()])
     assert report.pieces == 1 + 4 * (layers + 1 + 3) + 2 == report.done
     assert report.separate_pieces == 8 * (1 + layers + 1 + 3 + 2)

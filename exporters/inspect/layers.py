@@ -20,7 +20,7 @@ from exporters.inspect.probe import Probe
 from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss, TokenSpan
 from exporters.inspect.spans import find_spans
 from exporters.inspect.tally import Tally
-from exporters.inspect.trace import trace_stages
+from exporters.inspect.trace import Trace, trace_stages
 from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
@@ -89,29 +89,33 @@ def measure_layers(
     )
 
 
-def layer_losses(bundle: Bundle, engine: Engine, tensors: Tensors, windows: Sequence[Window]) -> list[LayerLoss]:
-    """As `layers` of `measure_layers`, without what explains the errors: half of the work.
+class LayerMeter:
+    """The error of every layer, without what explains it: `layers` of `measure_layers` for half of the work."""
 
-    Raises:
-        BundleError: the bundle has no ONNX graphs.
-        EngineError: the engine refused a layer.
-    """
-    probe, last = Probe(bundle, engine), tensors.spec.layers
-    matrices, errors = _MatrixErrors(bundle), list[_Error]()
-    inputs, context = [window.inputs for window in windows], bundle.manifest.context
-    exact = trace_stages(tensors, inputs, context, partial(_MeasuringOps, matrices), first=probe.first)
-    traces = zip(exact, probe.stages(inputs), strict=True)
-    for _ in range(last + 1):
+    def __init__(self, bundle: Bundle, first: int, tensors: Tensors, windows: Sequence[Window]) -> None:
+        """Start before the first layer; the arguments are those of `measure_layers` and `Probe.first`."""
+        self._apart = weighed_apart(first)
+        self._matrices, self._errors = _MatrixErrors(bundle), list[_Error]()
+        inputs, context = [window.inputs for window in windows], bundle.manifest.context
+        ops = partial(_MeasuringOps, self._matrices)
+        self._exact = trace_stages(tensors, inputs, context, ops, first=first)
+        self._last = tensors.spec.layers
+
+    def add(self, found: Sequence[Trace]) -> None:
+        """Add what the bundle gives in the next layer, or the head, for each window."""
         powers: dict[str, TokenPower] = {}
-        for _ in windows:
-            wanted, found = next(traces)
-            for name, values in wanted.items():
-                powers.setdefault(name, TokenPower.empty()).add(values, found[name] - values)
-        errors += matrices.close()
+        for results in found:
+            for name, values in next(self._exact).items():
+                powers.setdefault(name, TokenPower.empty()).add(values, results[name] - values)
+        self._errors += self._matrices.close()
         for name, power in powers.items():
-            sqnr_db, first_db = power.sqnr_db(weighed_apart(probe.first))
-            errors.append(_Error(name, _kind_of(name), _layer_of(name), sqnr_db, first_db))
-    return [*_layers(errors, last)]
+            sqnr_db, first_db = power.sqnr_db(self._apart)
+            self._errors.append(_Error(name, _kind_of(name), _layer_of(name), sqnr_db, first_db))
+
+    @property
+    def losses(self) -> list[LayerLoss]:
+        """After the head: those of all layers."""
+        return [*_layers(self._errors, self._last)]
 
 
 class Products(Protocol):

@@ -80,6 +80,23 @@ def _cut(bundle: Bundle, record: GraphRecord) -> list[_Piece]:
     return pieces
 
 
+class _Dequantized(Mapping[str, Floats]):
+    """Integers of results, which become floats when they are asked for."""
+
+    def __init__(self, integers: Mapping[str, tuple[Encoding, Integers]]) -> None:
+        self._integers = integers
+
+    def __getitem__(self, name: str) -> Floats:
+        encoding, values = self._integers[name]
+        return encoding.dequantize(values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._integers)
+
+    def __len__(self) -> int:
+        return len(self._integers)
+
+
 class Probe:
     """The score graph of a bundle, run layer by layer on plain arrays.
 
@@ -181,14 +198,12 @@ class Probe:
                 new = new.T if self._is_turned(tensor) else new
                 past[tensor] = np.concatenate((past[tensor], new[: len(chunk)]))
         results = {name: np.concatenate(parts) for name, parts in rows.items()}
-        trace: dict[str, Floats] = {
-            name.removesuffix("_q"): piece.results[name].dequantize(values) for name, values in results.items()
-        }
+        found = {name.removesuffix("_q"): (piece.results[name], values) for name, values in results.items()}
         if piece.is_first and self._table is not None:
-            trace[_EMBEDDING] = manifest.encodings[EMBEDDINGS].dequantize(self._table.rows(state))
+            found[_EMBEDDING] = manifest.encodings[EMBEDDINGS], self._table.rows(state)
         for tensor, values in past.items():
-            trace[tensor.past] = manifest.encodings[tensor.past].dequantize(values[self.first :])
-        return trace, [*results.values()][-1]
+            found[tensor.past] = manifest.encodings[tensor.past], values[self.first :]
+        return _Dequantized(found), [*results.values()][-1]
 
     def _step(
         self,

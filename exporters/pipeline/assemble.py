@@ -9,7 +9,7 @@ import msgspec
 
 from devices import Device
 from edgekv import qnn
-from edgekv.bundle import MANIFEST, CompiledBinary, Manifest, QualityRecord, atomic_directory, write_manifest
+from edgekv.bundle import MANIFEST, CompiledBinary, Manifest, atomic_directory, write_manifest
 from edgekv.errors import UsageError
 from edgekv.system import link_or_copy
 from exporters.htp.check import float_verdict
@@ -17,6 +17,7 @@ from exporters.htp.compile import Watch, unwatched, write_compiled
 from exporters.pipeline.inputs import BUNDLE
 from exporters.pipeline.pieces import read_compiled, read_manifest
 from exporters.pipeline.planning import Exported
+from exporters.pipeline.quality import Quality
 from exporters.pipeline.store import PieceStore
 
 
@@ -49,7 +50,7 @@ def assemble(
     floating = {file: nodes for binary in binaries for file, nodes in binary.floating.items()}
     floating |= {file: store.answer(name, list[str]) for file, name in exported.checks.items()}
     manifest = read_manifest(store, exported.write)
-    quality = () if exported.quality is None else store.answer(exported.quality, tuple[QualityRecord, ...])
+    quality = () if exported.quality is None else store.answer(exported.quality, Quality).records
     verdict, nodes = "not-run", list[str]()
     if floating:
         files = dict.fromkeys(part.file for graph in manifest.graphs for part in graph.parts)

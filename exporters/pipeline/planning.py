@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from exporters.pipeline.quality import (
     Measured,
     QualityPiece,
     ReferencePiece,
+    Text,
     held_out_texts,
     quality_bytes,
 )
@@ -54,6 +55,8 @@ from exporters.quantize.sink import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
 from quant import WEIGHT_TYPES, WeightDtype, WeightType
+
+_LAYER_TOKENS = 64  # of the text on which layers are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +89,23 @@ class Planner:
     Args:
         identity: of the checkpoint.
         divide: make the matrices of a layer pieces of their own.
-        several: keep what only several exports share: the logits of the float reference.
+        swept: the text on which a sweep measures each layer; its exports also share the float reference's logits.
 
     Attributes:
         plan: what was collected.
     """
 
-    def __init__(self, identity: Identity, *, divide: bool = False, several: bool = False) -> None:
+    def __init__(self, identity: Identity, *, divide: bool = False, swept: Text | None = None) -> None:
         self.plan = Plan()
         self._identity = identity
         self._divide = divide
-        self._several = several
+        self._swept = swept
 
     def export(self, prepared: Prepared) -> Exported:
         """The pieces of an export."""
         folded = self._folded(prepared)
         write = self._write(prepared, folded, self._layers(prepared, folded))
-        quality = self._quality(prepared, folded, write) if prepared.options.check_quality else None
+        quality = self._quality(prepared, folded, write)
         checks, binaries = self._compiled(prepared, write)
         return Exported(folded, write, quality, checks, binaries)
 
@@ -208,38 +211,37 @@ class Planner:
         )
         return self.plan.put(piece, writing_bytes(checkpoint.spec.sizes))
 
-    def measured(self, prepared: Prepared, folded: Folded, text: str, title: str, tokens: int) -> Measured:
-        """Windows of a text on which a bundle is measured.
-
-        Args:
-            prepared: the export.
-            folded: the decoder.
-            text: its content.
-            title: its name.
-            tokens: to predict.
-        """
+    def measured(self, prepared: Prepared, folded: Folded, text: Text) -> Measured:
+        """Windows of a text on which a bundle is measured."""
         exact, special = folded.exact.alone, prepared.checkpoint.special
-        piece = EncodePiece(exact, self._identity.tokenizer, give_text(self.plan, text))
+        piece = EncodePiece(exact, self._identity.tokenizer, give_text(self.plan, text.content))
         return Measured(
             exact=exact,
             sink=folded.sink,
             bos=() if special.bos is None else (special.bos,),
             context=prepared.options.contexts[-1],
             ids=self.plan.put(piece, quantizing_bytes(prepared)),
-            title=title,
-            tokens=tokens,
+            title=text.title,
+            tokens=text.tokens,
         )
 
-    def _quality(self, prepared: Prepared, folded: Folded, write: str) -> str:
+    def _quality(self, prepared: Prepared, folded: Folded, write: str) -> str | None:
         checkpoint, context = prepared.checkpoint, prepared.options.contexts[-1]
-        texts = {
-            name: self.measured(prepared, folded, text, name, MEASURED_TOKENS[name])
-            for name, text in held_out_texts(checkpoint).items()
+        texts = held_out_texts(checkpoint) if prepared.options.check_quality else {}
+        measured = {
+            name: self.measured(prepared, folded, Text(name, text, MEASURED_TOKENS[name]))
+            for name, text in texts.items()
         }
-        ram_bytes, reference = quality_bytes(checkpoint.spec, context), None
-        if self._several:
-            reference = self.plan.put(ReferencePiece(tuple(texts.values())), ram_bytes)
-        return self.plan.put(QualityPiece(write, tuple(texts.items()), reference), ram_bytes)
+        ram_bytes, reference, by_layer = quality_bytes(checkpoint.spec, context), None, None
+        if self._swept is not None:
+            least = replace(self._swept, tokens=min(self._swept.tokens, _LAYER_TOKENS))
+            by_layer = self.measured(prepared, folded, least)
+            ram_bytes += quantizing_bytes(prepared)
+            if measured:
+                reference = self.plan.put(ReferencePiece(tuple(measured.values())), ram_bytes)
+        if not measured and by_layer is None:
+            return None
+        return self.plan.put(QualityPiece(write, tuple(measured.items()), reference, by_layer), ram_bytes)
 
     def _compiled(self, prepared: Prepared, write: str) -> tuple[dict[str, str], tuple[str, ...]]:
         options = prepared.options

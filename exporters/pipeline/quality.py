@@ -23,13 +23,32 @@ from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from edgekv.spec import LOGITS, DecoderSpec
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.folded import heads_of, transformed
+from exporters.inspect.layers import LayerMeter
 from exporters.inspect.probe import Probe
+from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation, Tally
 from exporters.inspect.wikitext import Window, measured_windows
 from exporters.pipeline.inputs import TOKENS, Exact, Inputs, SinkChoice
 from exporters.pipeline.piece import Piece
 from exporters.quantize.calibrate import cut_windows
-from exporters.quantize.reference import Floats, Reference
+from exporters.quantize.reference import Floats, Reference, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The text on which a sweep measures quality.
+
+    Attributes:
+        title: its name.
+        content: its content.
+        tokens: the most to predict.
+    """
+
+    title: str
+    content: str
+    tokens: int
+
 
 TextName = Literal["prose", "chat"]
 MEASURED_TOKENS: dict[TextName, int] = {"prose": 512, "chat": 256}
@@ -137,9 +156,21 @@ class StoredLogits:
             yield np.load(self.folder / f"{number}.npy")
 
 
+class Quality(msgspec.Struct, frozen=True, kw_only=True):
+    """What a bundle lost.
+
+    Attributes:
+        records: on each text.
+        layers: in each layer, if it was asked for.
+    """
+
+    records: tuple[QualityRecord, ...]
+    layers: tuple[LayerLoss, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class QualityPiece(Piece):
-    """What a bundle lost on prose, and on a chat if the checkpoint has a template; answers a list of `QualityRecord`.
+    """What a bundle lost on prose, and on a chat if the checkpoint has a template; answers `Quality`.
 
     ONNX graphs run as the HTP computes them, one layer in memory at a time.
 
@@ -147,34 +178,50 @@ class QualityPiece(Piece):
         bundle: name of the written bundle.
         texts: what is measured.
         reference: name of the reference's logits, which several bundles share; None to compute them here.
+        by_layer: the text on which each layer of ONNX graphs is measured too; None for none.
     """
 
     kind: ClassVar[str] = "quality"
 
     bundle: str
     texts: tuple[tuple[TextName, Measured], ...]
-    reference: str | None
+    reference: str | None = None
+    by_layer: Measured | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:
         shared = () if self.reference is None else (self.reference,)
-        return self.bundle, *shared, *(name for _, measured in self.texts for name in measured.needs)
+        measured = [each for _, each in self.texts] + ([] if self.by_layer is None else [self.by_layer])
+        return self.bundle, *shared, *(name for each in measured for name in each.needs)
 
-    def make(self, folder: Path, inputs: Inputs) -> list[QualityRecord]:
-        measured = self.texts[0][1]
+    def make(self, folder: Path, inputs: Inputs) -> Quality:
         named = [(name, window) for name, each in self.texts for window in each.windows(inputs)]
         windows = [window.inputs for _, window in named]
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
-        if self.reference is None:
-            reference = Reference(inputs.exact(measured.exact), measured.context)
-            exact = reference.logits(windows, progress=partial(self._told, inputs, bundle))
-        else:
-            exact = StoredLogits(inputs.store.path(self.reference)).logits(windows)
+        run = _TracedRun(bundle, inputs.threads, *self._by_layer(bundle, inputs))
         tallies: dict[TextName, Tally] = {}
-        for (name, window), expected, found in zip(named, exact, _logits(bundle, windows, inputs.threads), strict=True):
+        exact = self._exact(windows, bundle, inputs)
+        for (name, window), expected, found in zip(named, exact, run.logits(windows), strict=True):
             tallies.setdefault(name, Tally()).add(window, expected, found)
         self._told(inputs, bundle, 2 * bundle.manifest.model.layers)
-        return [_record(name, tally.evaluation("", "")) for name, tally in tallies.items()]
+        records = (_record(name, tally.evaluation("", "")) for name, tally in tallies.items())
+        return Quality(records=tuple(records), layers=tuple(run.losses))
+
+    def _exact(self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs) -> Iterator[Floats]:
+        if self.reference is not None:
+            return StoredLogits(inputs.store.path(self.reference)).logits(windows)
+        if not windows:
+            return iter(())
+        measured = self.texts[0][1]
+        reference = Reference(inputs.exact(measured.exact), measured.context)
+        return reference.logits(windows, progress=partial(self._told, inputs, bundle))
+
+    def _by_layer(self, bundle: Bundle, inputs: Inputs) -> tuple[Tensors | None, list[Window]]:
+        if self.by_layer is None:
+            return None, []
+        manifest, exact = bundle.manifest, self.by_layer.exact.with_vocabulary(bundle.manifest.model.vocabulary)
+        tensors = transformed(inputs.exact(exact), manifest.recipe, heads_of(bundle))
+        return tensors, self.by_layer.windows(inputs)
 
     def _told(self, inputs: Inputs, bundle: Bundle, layers: int) -> None:
         inputs.progress("measure", layers, 2 * bundle.manifest.model.layers)
@@ -201,19 +248,52 @@ def quality_bytes(spec: DecoderSpec, context: int) -> int:
     return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest + _COPIES_OF_LOGITS * 4 * window * spec.vocab
 
 
-def _logits(bundle: Bundle, windows: Sequence[NDArray[np.int64]], threads: int | None) -> Iterator[Floats]:
-    """The bundle's logits `[T, V]` of each window."""
-    manifest = bundle.manifest
-    if manifest.graph_format == "onnx":
-        sink, encoding = read_sink(bundle), manifest.encodings[LOGITS]
-        restored = [] if sink is None else [encoding.dequantize(sink.logits)]
-        stages = Probe(bundle, make_engine(bundle, EngineOptions(threads=threads))).stages(windows)
-        for trace in islice(stages, manifest.model.layers * len(windows), None):
-            yield np.concatenate([*restored, trace["logits"]])
-        return
-    with edgekv.load(bundle, engine="litert", threads=threads) as model:
-        for window in windows:
-            yield model.score(window.tolist())
+class _TracedRun:
+    """A bundle that runs, one layer at a time if it has ONNX graphs.
+
+    Args:
+        bundle: what runs.
+        threads: of the engine.
+        tensors: the exact weights, with all that is folded into the bundle's; None to measure no layer.
+        by_layer: the windows on which each layer is measured.
+
+    Attributes:
+        losses: of the layers, once all logits were given.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int | None, tensors: Tensors | None, by_layer: list[Window]) -> None:
+        self.losses: list[LayerLoss] = []
+        self._bundle = bundle
+        self._threads = threads
+        self._tensors = tensors
+        self._by_layer = by_layer
+
+    def logits(self, windows: Sequence[NDArray[np.int64]]) -> Iterator[Floats]:
+        """The logits `[T, V]` of each window."""
+        if self._bundle.manifest.graph_format == "onnx":
+            yield from self._probed(windows)
+            return
+        with edgekv.load(self._bundle, engine="litert", threads=self._threads) as model:
+            for window in windows:
+                yield model.score(window.tolist())
+
+    def _probed(self, windows: Sequence[NDArray[np.int64]]) -> Iterator[Floats]:
+        bundle, measured = self._bundle, self._by_layer
+        manifest, sink = bundle.manifest, read_sink(bundle)
+        probe = Probe(bundle, make_engine(bundle, EngineOptions(threads=self._threads)))
+        meter = None if self._tensors is None else LayerMeter(bundle, probe.first, self._tensors, measured)
+        restored = [] if sink is None else [manifest.encodings[LOGITS].dequantize(sink.logits)]
+        stages = probe.stages([*(window.inputs for window in measured), *windows])
+        for stage in range(manifest.model.layers + 1):
+            found = [*islice(stages, len(measured))]
+            if meter is not None:
+                meter.add(found)
+            del found
+            for trace in islice(stages, len(windows)):
+                if stage == manifest.model.layers:
+                    yield np.concatenate([*restored, trace["logits"]])
+        if meter is not None:
+            self.losses = meter.losses
 
 
 def _record(name: TextName, found: Evaluation) -> QualityRecord:

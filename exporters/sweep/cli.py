@@ -21,13 +21,14 @@ from edgekv.plan import DEFAULT_CONTEXT
 from edgekv.text_file import read_text_file
 from exporters.cli.common import ready_cluster
 from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions
+from exporters.pipeline.quality import Text
 from exporters.progress import shown
 from exporters.quantize.recipe import Recipe, find_recipe
 from exporters.sweep.combination import combinations
 from exporters.sweep.page import write_page
 from exporters.sweep.result import SweepReport
 from exporters.sweep.show import lines
-from exporters.sweep.sweep import SweepOptions, Text, run_sweep
+from exporters.sweep.sweep import SweepOptions, run_sweep
 
 PAGE = "sweep.html"
 _SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora", "target_mb", "max_kl")

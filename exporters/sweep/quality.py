@@ -6,28 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
-
 import edgekv
 from edgekv.bundle import open_bundle
-from edgekv.load_options import EngineOptions
-from edgekv.runtime import make_engine
-from exporters.checkpoint.folded import heads_of, transformed
 from exporters.inspect.evaluate import evaluate_windows
-from exporters.inspect.layers import layer_losses
-from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Piece
 from exporters.pipeline.quality import Measured, StoredLogits
 
 ENGINE = "cpu"
-
-
-class LayerErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """The error of every layer."""
-
-    layers: list[LayerLoss]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +44,3 @@ class EvaluatePiece(Piece):
         bundle, reference = open_bundle(inputs.bundle(self.bundle), verify=False), inputs.store.path(self.reference)
         with edgekv.load(bundle, engine=self.engine, threads=inputs.threads) as model:
             return evaluate_windows(model, StoredLogits(reference), windows, self.measured.title)
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorPiece(Piece):
-    """The error of every layer on the first tokens of the text; answers `LayerErrors`.
-
-    Attributes:
-        measured: the text.
-        bundle: name of the written bundle.
-        engine: that runs the bundle.
-    """
-
-    kind: ClassVar[str] = "error"
-
-    measured: Measured
-    bundle: str
-    engine: str = ENGINE
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return *self.measured.needs, self.bundle
-
-    def make(self, folder: Path, inputs: Inputs) -> LayerErrors:
-        windows, bundle = self.measured.windows(inputs), open_bundle(inputs.bundle(self.bundle), verify=False)
-        engine = make_engine(bundle, EngineOptions(self.engine, inputs.threads))
-        manifest, exact = bundle.manifest, self.measured.exact.with_vocabulary(bundle.manifest.model.vocabulary)
-        tensors = transformed(inputs.exact(exact), manifest.recipe, heads_of(bundle))
-        return LayerErrors(layers=layer_losses(bundle, engine, tensors, windows))

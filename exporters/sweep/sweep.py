@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,32 +25,16 @@ from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
 from exporters.pipeline.planning import Exported, Planner, quantizing_bytes
 from exporters.pipeline.prune import check_prunable, mark_used, prune
-from exporters.pipeline.quality import ReferencePiece
+from exporters.pipeline.quality import Quality, ReferencePiece, Text
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared
 from exporters.progress import Progress, silent
 from exporters.resources import bundle_bytes, engine_bytes
 from exporters.sweep.combination import Combination, Refusal, sort_out
-from exporters.sweep.quality import ErrorPiece, EvaluatePiece, LayerErrors
+from exporters.sweep.quality import EvaluatePiece
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 
 RESULTS = "results.json"
-_ERROR_TOKENS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """The text on which quality is measured.
-
-    Attributes:
-        title: its name.
-        content: its content.
-        tokens: the most to predict.
-    """
-
-    title: str
-    content: str
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +74,16 @@ class Member:
         combination: what it is.
         exported: those of its bundle.
         evaluate: the evaluation.
-        error: the error by layer.
     """
 
     combination: Combination
     exported: Exported
     evaluate: str
-    error: str
 
     @property
     def names(self) -> list[str]:
         """All last pieces."""
-        return [*self.exported.names, self.evaluate, self.error]
+        return [*self.exported.names, self.evaluate]
 
 
 def run_sweep(
@@ -149,7 +131,7 @@ def run_sweep(
     if options.prune_days is not None:
         check_prunable(store)
     identity, place = Identity.of(opened), Place.of(opened)
-    planner = Planner(identity, divide=cluster.divide, several=True)
+    planner = Planner(identity, divide=cluster.divide, swept=text)
     plan = planner.plan
     members = [_add(planner, combination, prepared, text) for combination, prepared in possible]
     targets = [name for member in members for name in member.names]
@@ -195,21 +177,19 @@ def _add(planner: Planner, combination: Combination, prepared: Prepared, text: T
     """The pieces of one more combination."""
     exported, plan = planner.export(prepared), planner.plan
     spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
-    quantizing, running = quantizing_bytes(prepared), engine_bytes(_bundle_bytes(prepared))
-    measured = planner.measured(prepared, exported.folded, text.content, text.title, text.tokens)
+    measured = planner.measured(prepared, exported.folded, text)
     logits_bytes = 4 * min(context, text.tokens) * spec.vocab
-    reference = plan.put(ReferencePiece((measured,)), quantizing + 2 * logits_bytes)
-    evaluate = plan.put(EvaluatePiece(measured, exported.write, reference), running + 4 * logits_bytes)
-    by_layer = replace(measured, tokens=min(text.tokens, _ERROR_TOKENS))
-    error = plan.put(ErrorPiece(by_layer, exported.write), running + quantizing)
-    return Member(combination, exported, evaluate, error)
+    reference = plan.put(ReferencePiece((measured,)), quantizing_bytes(prepared) + 2 * logits_bytes)
+    ram_bytes = engine_bytes(_bundle_bytes(prepared)) + 4 * logits_bytes
+    return Member(combination, exported, plan.put(EvaluatePiece(measured, exported.write, reference), ram_bytes))
 
 
 def _finished(
     member: Member, plan: Plan, store: PieceStore, folder: Path, checkpoint: str, template: ExportOptions
 ) -> Result:
     """Put the bundle of a combination in place, and say what is known of it."""
-    combination = member.combination
+    combination, quality = member.combination, member.exported.quality
+    assert quality is not None, "a sweep measures layers"
     bundle = folder / "bundles" / combination.name
     manifest = assemble(member.exported, combination.device, store, bundle, force=True)
     if combination.rotation is not None:
@@ -235,7 +215,7 @@ def _finished(
         roofline_tokens_per_s=speed.static_roofline_tokens_per_s,
         export_seconds=round(seconds, 3),
         evaluation=store.answer(member.evaluate, Evaluation),
-        layers=store.answer(member.error, LayerErrors).layers,
+        layers=list(store.answer(quality, Quality).layers),
         command=_command(member, checkpoint, bundle, template),
     )
 
