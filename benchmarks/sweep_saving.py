@@ -63,7 +63,7 @@ def main() -> None:
     measured = ["--text", str(given.text), "--tokens", given.tokens]
     if "sweep" not in times:
         command = ["sweep", str(given.checkpoint), *choices, *common, *measured, "--workers", given.workers]
-        times["sweep"] = _timed([*command, "-o", str(given.output / "sweep")], given.output / "cache")
+        times["sweep"] = timed([*command, "-o", str(given.output / "sweep")], given.output / "cache")
         _write(given.output, times)
     report = msgspec.json.decode((given.output / "sweep" / "results.json").read_bytes(), type=SweepReport)
     names = [each.name for each in report.results]
@@ -82,8 +82,8 @@ def _separate(found: Result, output: Path, checkpoint: str, common: list[str], m
     options = ["--recipe", found.recipe, "--kv", found.kv, "--device", found.device]
     options += ["--context", ",".join(map(str, found.contexts))]
     try:
-        exported = _timed(["export", checkpoint, "-o", str(bundle), *options, *common], cache)
-        evaluated = _timed(["eval", str(bundle), *measured], cache)
+        exported = timed(["export", checkpoint, "-o", str(bundle), *options, *common], cache)
+        evaluated = timed(["eval", str(bundle), *measured], cache)
         same = _files(bundle) == _files(Path(found.bundle))
     finally:
         shutil.rmtree(cache, ignore_errors=True)
@@ -91,7 +91,7 @@ def _separate(found: Result, output: Path, checkpoint: str, common: list[str], m
     return Timed(exported.cpu_s + evaluated.cpu_s, exported.wall_s + evaluated.wall_s, same)
 
 
-def _timed(words: list[str], cache: Path) -> Timed:
+def timed(words: list[str], cache: Path) -> Timed:
     """Run a command; its workers are its children, so `wait4` counts them."""
     start = time.perf_counter()
     environment = {**os.environ, "EDGEKV_CACHE_DIR": str(cache), "OPENBLAS_NUM_THREADS": "1"}

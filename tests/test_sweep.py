@@ -186,6 +186,8 @@ def test_the_front_and_the_choice(done):
 
     results = with_front([other("small", 0.2, 10), other("worse", 0.3, 12), other("good", 0.1, 20)])
     assert [each.name for each in results if each.on_front] == ["small", "good"]
+    near = with_front([other("u8", 0.2, 1_000_000), other("s16", 0.1, 1_000_400), other("best", 0.05, 1_010_000)])
+    assert [each.name for each in near if each.on_front] == ["s16", "best"], "a few bytes buy no place on the front"
     assert [recommend(results, budget)[0].name for budget in (None, 15, 5)] == ["good", "small", None]
     assert recommend(results, None)[0].knee is None, "two points are a line"
     bent = [other("small", 0.2, 10), other("bend", 0.03, 12), other("good", 0.02, 20), other("worse", 0.1, 15)]
