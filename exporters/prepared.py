@@ -20,9 +20,12 @@ from exporters.graphs.split import Split, choose_split
 from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
 from exporters.quantize.as_stored import resolve
-from exporters.quantize.calibrate import CalibrationText, calibration_windows, read_calibration
+from exporters.quantize.calibrate import CalibrationText, as_chats, calibration_windows, read_calibration
 from exporters.quantize.sink import first_tokens
 from exporters.records import recipe_record
+
+_CHAT_SHARE = 5
+_CHARACTERS_PER_TOKEN = 8  # more than any tokenizer has on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,8 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     split = _split(checkpoint, options)
     calibration = read_calibration(options.calibration, checkpoint.folder)
     first, bos = first_tokens(checkpoint, options.sink), checkpoint.special.bos
-    ids = checkpoint.encode(calibration.text)
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
-    window = min(CALIBRATION_WINDOW, options.contexts[-1], tokens)
+    windows = _Windows.of(checkpoint, calibration.text, min(CALIBRATION_WINDOW, options.contexts[-1], tokens), tokens)
     return Prepared(
         checkpoint=checkpoint,
         options=options,
@@ -118,9 +120,50 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
         graphs=plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.draft_rows),
         calibration=calibration,
         first=first,
-        survey_tokens=calibration_windows(ids, window, tokens, first),
-        plain_tokens=calibration_windows(ids, window, tokens, () if bos is None else (bos,)),
+        survey_tokens=windows.beginning(first),
+        plain_tokens=windows.beginning(() if bos is None else (bos,)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """A calibration text as tokens: prose, and a fifth of it as chats if the checkpoint has a template.
+
+    Attributes:
+        ids: of the text.
+        chat: of the text behind what is used of it, in the template; empty if there is none.
+        length: T of a window.
+        tokens: limit of both together.
+    """
+
+    ids: Sequence[int]
+    chat: Sequence[int]
+    length: int
+    tokens: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, text: str, length: int, tokens: int) -> _Windows:
+        """Encode a text."""
+        ids, chat = checkpoint.encode(text), list[int]()
+        share = tokens // _CHAT_SHARE // length * length
+        if checkpoint.chat is not None and share:
+            used = len(text) * (tokens - share) // len(ids)
+            rest = text[used:] if len(ids) >= tokens else text
+            chat = checkpoint.encode(as_chats(checkpoint.chat, rest, _CHARACTERS_PER_TOKEN * share))
+        return cls(ids, chat if len(chat) >= length else (), length, tokens)
+
+    def beginning(self, first: Sequence[int]) -> NDArray[np.int64]:
+        """Windows `[windows, T]`, each with the tokens `first` at its start.
+
+        Raises:
+            UsageError: the text is too short, or a window has no room behind `first`.
+        """
+        share = self.tokens // _CHAT_SHARE // self.length * self.length if self.chat else 0
+        found = [calibration_windows(self.ids, self.length, self.tokens - share, first)]
+        if share:
+            chats = calibration_windows(self.chat, self.length, share, first)
+            found += [chats] if chats.shape[1] == found[0].shape[1] else []
+        return np.concatenate(found)
 
 
 def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry | LayeredGeometry:

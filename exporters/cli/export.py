@@ -18,7 +18,7 @@ from edgekv.plan import mask_warnings
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.common import ForceOption, ready_to_run
 from exporters.cli.compile import show_compiled
-from exporters.cli.exported import export_lines, quality_warnings
+from exporters.cli.exported import export_lines, export_warnings
 from exporters.cli.next_step import next_line
 from exporters.cli.stages import resumable
 from exporters.export import ExportOptions, RunOptions, export_bundle
@@ -68,7 +68,7 @@ def export(
         peaks: dict[str, int] = {}
         watch = peaks.__setitem__
         manifest = export_bundle(opened, target, options, run, force=force, progress=progress, watch=watch)
-    for warning in quality_warnings(manifest):
+    for warning in export_warnings(manifest):
         click.echo(f"edgekv: warning: {warning}", err=True)
     if output.as_json:
         print_json(manifest)

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgekv.bundle import Manifest, SinkRecord
+from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.as_stored import describe_stored
 from exporters.quantize.recipe import describe_recipe
+
+_TOKENS_PER_INPUT = 2
 
 BROKEN_NATS = 0.2
 """Divergence from the float model that an export warns of."""
@@ -45,8 +48,17 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     yield f"  {verdict[manifest.htp_check]}"
 
 
-def quality_warnings(manifest: Manifest) -> Iterator[str]:
-    """What a bundle lost beyond what anybody can want, a line for each text."""
+def export_warnings(manifest: Manifest) -> Iterator[str]:
+    """A calibration text that is too short, and what a bundle lost beyond what anybody can want."""
+    if (fitted := [each.tensor for each in manifest.recipe.weights if each.method in ("gptq", "descent")]) != []:
+        shapes = matrices(manifest.model)
+        widest = max(fitted, key=lambda name: shapes[name][1])
+        wanted, found = _TOKENS_PER_INPUT * shapes[widest][1], manifest.source.calibration_tokens
+        if found < wanted:
+            yield (
+                f"calibration: got {found:,} tokens; expected at least {wanted:,}, {_TOKENS_PER_INPUT} for each input "
+                f"of {widest}: its integers fit this text, and other text worse. Give a longer --calibration"
+            )
     for each in manifest.quality:
         if each.kl_nats > BROKEN_NATS:
             yield (

@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
+from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.text import begins_with
 from edgekv.text_file import read_text_file
 from exporters.checkpoint.checkpoint import Checkpoint
 
 CALIBRATION = "calibration.txt"
 """The file of a calibration text, in a checkpoint's folder or beside this module."""
+
+_MESSAGES = 6  # of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +116,27 @@ def calibration_windows(ids: Sequence[int], length: int, tokens: int, first: Seq
     field = "--calibration-tokens" if tokens == length else "--context"
     windows = cut_windows(ids, length, first, field)[: max(1, tokens // length)]
     return np.stack([window for window in windows if len(window) == len(windows[0])])
+
+
+def as_chats(chat: ChatTemplates, text: str, most_characters: int) -> str:
+    """The paragraphs of a text as conversations in a chat template; empty if the template refuses them.
+
+    The user has the first sentence of a paragraph, and the assistant the rest. So the template's own tokens, and the
+    ends of turns, are seen where a chat has them.
+
+    Args:
+        chat: the templates.
+        text: the text.
+        most_characters: of it, from its start; paragraphs are whole.
+    """
+    messages, used = list[dict[str, str]](), 0
+    for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
+        first, _, rest = paragraph.partition(". ")
+        if rest and used < most_characters:
+            messages += [{"role": "user", "content": first + "."}, {"role": "assistant", "content": rest}]
+            used += len(paragraph)
+    chats = (messages[at : at + _MESSAGES] for at in range(0, len(messages), _MESSAGES))
+    try:
+        return "".join(chat.render(each, add_generation_prompt=False) for each in chats)
+    except UsageError:
+        return ""
