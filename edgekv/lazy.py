@@ -11,12 +11,13 @@ from typing import Any
 
 
 def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+    """The `__getattr__` of a package. No name may be that of one of its modules, which hides it once it is imported.
 
     Args:
         package: its name.
         names: the names of each module, with spaces between, by the module's name within the package.
     """
+    assert not {name for listed in names.values() for name in listed.split()} & names.keys()
     homes = {name: f"{package}.{module}" for module, listed in names.items() for name in listed.split()}
 
     def find(name: str) -> Any:

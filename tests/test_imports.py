@@ -107,7 +107,7 @@ def test_children_do_not_import_what_they_do_not_use(worker: str, unused: list[s
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("name", ["bench", "chat", "generate", "serve"])
+@pytest.mark.parametrize("name", ["bench", "chat", "generate", "info", "plan", "serve", "size"])
 def test_help_does_not_wait_for_numpy(name: str):
     program = f"import sys; from edgekv.cli import run; print(run(['{name}', '--help']), 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -115,7 +115,7 @@ def test_help_does_not_wait_for_numpy(name: str):
 
 
 @pytest.mark.parametrize(
-    "package", ["edgekv", "edgekv.bench", "edgekv.draft", "edgekv.prefix", "edgekv.serve", "edgekv.text"]
+    "package", ["edgekv", "edgekv.bench", "edgekv.draft", "edgekv.plan", "edgekv.prefix", "edgekv.serve", "edgekv.text"]
 )
 def test_a_package_has_the_names_that_it_lists(package: str):
     found = import_module(package)

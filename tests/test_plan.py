@@ -2,7 +2,6 @@ import json
 import re
 import tracemalloc
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -60,7 +59,6 @@ from quant import WEIGHT_TYPES, ranges, rounding
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import small_options
 
-export_costs = import_module("edgekv.plan.export_cost")  # the package has a function of this name
 SM8650 = find("SM8650")
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -93,7 +91,7 @@ def write_config(folder, **changes):
 
 def cost_of(decoder, context=512, ar=(1, 32)):
     geometry = Geometry(decoder.layers, decoder.kv_heads, decoder.head_dim, context)
-    return export_cost(decoder, recipe_weights(decoder, "w8a16"), geometry, ar)
+    return export_cost.export_cost(decoder, recipe_weights(decoder, "w8a16"), geometry, ar)
 
 
 # Llama-3.2-1B, worked out by hand
@@ -222,7 +220,7 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     dict(quantizer.head())
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    base_bytes = export_costs._PROCESS_BYTES + export_costs._TOKENIZER_BYTES * sizes.vocab
+    base_bytes = export_cost._PROCESS_BYTES + export_cost._TOKENIZER_BYTES * sizes.vocab
     assert cost_of(sizes).quantization_peak_bytes - base_bytes == pytest.approx(peak_bytes, rel=0.1)
 
 
@@ -241,9 +239,9 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
 
 
 def test_the_plan_and_the_exporter_agree_on_their_constants():
-    assert export_costs._SAMPLE == ranges._SAMPLE
-    assert export_costs._COLUMNS_AT_ONCE == rounding._COLUMNS_AT_ONCE
-    assert export_costs._TABLE_ROWS_AT_ONCE == columns._ROWS_AT_ONCE
+    assert export_cost._SAMPLE == ranges._SAMPLE
+    assert export_cost._COLUMNS_AT_ONCE == rounding._COLUMNS_AT_ONCE
+    assert export_cost._TABLE_ROWS_AT_ONCE == columns._ROWS_AT_ONCE
     assert {*RECIPES} == {*recipe_names()} - {"as-stored"}
 
 

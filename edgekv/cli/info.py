@@ -2,163 +2,27 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from edgekv.bundle import (
-    MANIFEST,
-    AdapterError,
-    Bundle,
-    GenerationRecord,
-    HtpCheck,
-    Manifest,
-    QualityRecord,
-    all_compiled,
-    lora_names,
-    open_bundle,
-    open_lora,
-)
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
-from edgekv.spec.chat import read_bundle_templates
-from edgekv.spec.text import TOKENIZER
 
-_PARTS = (
-    (r".*\.onnx|.*\.tflite", "graphs"),
-    (r"weights-(embedding|vocabulary)\..*", "vocabulary"),
-    (r"weights-layer-.*", "layers"),
-    (r"weights-head\..*", "head"),
-    (r"tokenizer\.json|chat_template\.json", "tokenizer"),
-    (r"manifest\.json", "manifest"),
-    (r"compiled/.*", "compiled"),
-    (r"adapters/.*", "adapters"),
-    (r"prefixes/.*", "prefixes"),
-)
-"""Files of a bundle, by their path there, and what part they belong to."""
-
-
-class GraphInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A graph: its role, tokens per inference, context length in tokens, and number of parts."""
-
-    name: str
-    role: str
-    ar: int
-    context: int
-    parts: int
-
-
-class CompiledInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The binaries for a chip.
-
-    Attributes:
-        soc: part number.
-        htp: HTP version.
-        vtcm_bytes: that the binaries use.
-        compiler: the package that compiled, with its version.
-        binaries: how many.
-        bytes: of all their files.
-    """
-
-    soc: str
-    htp: int
-    vtcm_bytes: int
-    compiler: str
-    binaries: int
-    bytes: int
-
-
-class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter; if it cannot be used, `damage` says why, and its rank and targets are unknown."""
-
-    name: str
-    rank: int | None = None
-    targets: list[str] = []
-    damage: str | None = None
-
-
-class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What `edgekv info` says of a bundle.
-
-    Attributes:
-        bundle: its folder.
-        producer: the program and version that wrote it.
-        format: version of the manifest.
-        source: the checkpoint, as it was given.
-        merged: folders of adapters that were merged into the weights.
-        model_type: the architecture.
-        parameters: elements of all matrices; a tied head counts once.
-        sizes: of the decoder, by their names in `DecoderSpec`.
-        windows: how many layers attend to how many tokens, if any attends to less than the context.
-        recipe: its name.
-        matrices: number of matrices by integer type and rounding method, such as `int8 (gptq)`.
-        calibration: name of the calibration text.
-        calibration_tokens: that were run.
-        kv_dtype: integer type of the cache.
-        key_layout: `rows` or `columns`.
-        graph_format: `onnx` or `tflite`.
-        contexts: S of the graphs, ascending.
-        ar: tokens per inference of decode and prefill graphs, ascending.
-        verify: tokens per inference of verify graphs, ascending.
-        graphs: every graph.
-        chat_templates: their names; empty if there are none.
-        sampling: defaults of the checkpoint.
-        sink: the first tokens, which no graph computes.
-        lora_rank: the most columns of A that the slots take; null without slots.
-        lora_targets: projections with slots.
-        adapters: those that were added.
-        device: the chip that the graphs were checked for.
-        htp_check: result of the HTP compiler's check at export.
-        floating_nodes: number of nodes that compute in float.
-        quality: what the export lost, on each text; empty if it was not measured.
-        files_verified: number of files whose size and SHA-256 are those of the sealed manifest.
-        compiled: for which chips there are binaries.
-        bytes: of all files, by part.
-    """
-
-    bundle: str
-    producer: str
-    format: int
-    source: str
-    merged: list[str]
-    model_type: str
-    parameters: int
-    sizes: dict[str, int]
-    windows: dict[int, int]
-    recipe: str
-    matrices: dict[str, int]
-    calibration: str
-    calibration_tokens: int
-    kv_dtype: str
-    key_layout: str
-    graph_format: str
-    contexts: list[int]
-    ar: list[int]
-    verify: list[int]
-    graphs: list[GraphInfo]
-    chat_templates: list[str]
-    sampling: GenerationRecord | None
-    sink: list[str]
-    lora_rank: int | None
-    lora_targets: list[str]
-    adapters: list[AdapterInfo]
-    device: str
-    htp_check: HtpCheck
-    floating_nodes: int
-    quality: tuple[QualityRecord, ...]
-    files_verified: int
-    compiled: list[CompiledInfo]
-    bytes: dict[str, int]
+if TYPE_CHECKING:
+    from edgekv.bundle import GenerationRecord
+    from edgekv.cli.bundle_info import AdapterInfo, BundleInfo
 
 
 @command
 def info(bundle: BundleArgument, output: Output) -> None:
     """Its files are verified first; a damaged bundle, or one of another format version, is refused."""
+    from edgekv.bundle import open_bundle  # slow to import, and --help does not need it
+    from edgekv.cli.bundle_info import describe_bundle
+
     found = describe_bundle(open_bundle(bundle))
     if output.as_json:
         print_json(found)
@@ -166,101 +30,6 @@ def info(bundle: BundleArgument, output: Output) -> None:
     click.echo(bundle)
     for name, text in _lines(found):
         click.echo(f"  {name:<14} {text}")
-
-
-def describe_bundle(bundle: Bundle) -> BundleInfo:
-    """What a verified bundle is.
-
-    Raises:
-        BundleError: the chat templates or the record of compiled binaries are damaged.
-    """
-    manifest = bundle.manifest
-    spec, templates = manifest.model, read_bundle_templates(bundle.path)
-    matrices = Counter(f"{each.dtype} ({each.method})" for each in manifest.recipe.weights)
-    steps = {
-        role: sorted({g.ar for g in manifest.graphs if g.role == role}) for role in ("decode", "prefill", "verify")
-    }
-    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
-    return BundleInfo(
-        bundle=str(bundle.path),
-        producer=manifest.producer,
-        format=manifest.format,
-        source=manifest.source.checkpoint,
-        merged=[each.folder for each in manifest.source.adapters],
-        model_type=spec.model_type,
-        parameters=spec.sizes.parameters,
-        sizes={name: getattr(spec, name) for name in sizes},
-        windows=dict(Counter(window or manifest.context for window in manifest.windows)),
-        recipe=manifest.recipe.name,
-        matrices=dict(matrices),
-        calibration=manifest.source.calibration,
-        calibration_tokens=manifest.source.calibration_tokens,
-        kv_dtype=manifest.kv_dtype,
-        key_layout=manifest.key_layout,
-        graph_format=manifest.graph_format,
-        contexts=manifest.contexts,
-        ar=sorted({*steps["decode"], *steps["prefill"]}),
-        verify=steps["verify"],
-        graphs=[
-            GraphInfo(name=each.name, role=each.role, ar=each.ar, context=each.context, parts=len(each.parts))
-            for each in manifest.graphs
-        ],
-        chat_templates=[] if templates is None else [*templates.templates],
-        sampling=manifest.generation,
-        sink=_sink(bundle),
-        lora_rank=None if manifest.lora is None else manifest.lora.rank,
-        lora_targets=[] if manifest.lora is None else [slot.target for slot in manifest.lora.slots],
-        adapters=[_adapter(bundle, name) for name in lora_names(bundle)],
-        device=manifest.device,
-        htp_check=manifest.htp_check,
-        floating_nodes=len(manifest.floating_nodes),
-        quality=manifest.quality,
-        files_verified=len(manifest.files),
-        compiled=[
-            CompiledInfo(
-                soc=each.manifest.soc,
-                htp=each.manifest.arch,
-                vtcm_bytes=each.manifest.vtcm_bytes,
-                compiler=each.manifest.compiler,
-                binaries=len(each.manifest.binaries),
-                bytes=sum(file.bytes for file in each.manifest.files.values()),
-            )
-            for each in all_compiled(bundle)
-        ],
-        bytes=_bytes_by_part(bundle.path, manifest),
-    )
-
-
-def _sink(bundle: Bundle) -> list[str]:
-    """The tokens of the sink as text; as ids if there is no tokenizer."""
-    if bundle.manifest.sink is None:
-        return []
-    tokens = bundle.manifest.sink.tokens
-    if TOKENIZER not in bundle.manifest.files:
-        return [str(token) for token in tokens]
-    tokenizer = bundle.tokenizer()
-    return [tokenizer.id_to_token(token) or str(token) for token in tokens]
-
-
-def _adapter(bundle: Bundle, name: str) -> AdapterInfo:
-    try:
-        record = open_lora(bundle, name).record
-    except AdapterError as error:
-        return AdapterInfo(name=name, damage=str(error))
-    return AdapterInfo(name=name, rank=record.rank, targets=[*record.targets])
-
-
-def _bytes_by_part(folder: Path, manifest: Manifest) -> dict[str, int]:
-    """Bytes of the files that belong to the bundle; notes beside them are left out."""
-    sizes = {name: record.bytes for name, record in manifest.files.items()}
-    added = (path for name in ("compiled", "adapters", "prefixes") for path in sorted((folder / name).rglob("*")))
-    for path in (folder / MANIFEST, *added):
-        if path.is_file():
-            sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-    parts: Counter[str] = Counter()
-    for name, size in sizes.items():
-        parts[next((part for pattern, part in _PARTS if re.fullmatch(pattern, name)), "other")] += size
-    return dict(parts.most_common())
 
 
 def _lines(found: BundleInfo) -> Iterator[tuple[str, str]]:
@@ -314,8 +83,7 @@ def _sampling(record: GenerationRecord | None) -> str:
     """What differs from the defaults."""
     if record is None:
         return "no defaults of the checkpoint"
-    given = msgspec.structs.asdict(record)
-    unset = msgspec.structs.asdict(GenerationRecord())
+    given, unset = (msgspec.structs.asdict(each) for each in (record, type(record)()))
     listed = ", ".join(f"{name} {value}" for name, value in given.items() if name != "ignored" and value != unset[name])
     return listed or "greedy"
 

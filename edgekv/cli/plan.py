@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Annotated
 
 from devices import Device
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Argument, Option, find_device, parse_numbers
-from edgekv.plan import DEFAULT_AR, DEFAULT_CONTEXT, ExportCost, Plan, SpeculativeSpeed, Speed, make_plan
+from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
 from edgekv.plan.wording import duration, duration_span, gb, span
+
+if TYPE_CHECKING:
+    from edgekv.plan import ExportCost, Plan, SpeculativeSpeed, Speed
 
 Row = tuple[str, str, str]
 
@@ -38,6 +38,8 @@ def plan(
     """Reads config.json only, no weights. Speed, RAM and time are estimates; the sources are listed. The defaults are
     those of `edgekv export`.
     """
+    from edgekv.plan import make_plan  # slow to import, and --help does not need it
+
     made = make_plan(config, device=device, context=context, recipe=recipe, kv=kv, ar=ar, acceptance=acceptance)
     if output.as_json:
         print_json(made)
@@ -46,6 +48,9 @@ def plan(
 
 
 def _show(made: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(markup=False, highlight=False)
     console.print(made.summary, end="\n\n")
     for warning in made.warnings:

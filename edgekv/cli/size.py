@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Annotated
 
 from devices import Device
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Argument, Option, OptionGroup, find_device
-from edgekv.plan import MemoryLimit, Overrides, SizeReport, find_subject, make_size_report, save_plot
-from edgekv.plan.cache import StrategyCost
+from edgekv.plan.options import Overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from edgekv.plan import SizeReport
+    from edgekv.plan.cache import StrategyCost
 
 
 @command
@@ -32,6 +35,8 @@ def size(
     plot: Annotated[Path | None, Option("Plot memory against copied bytes into this .png, .svg or .pdf.")] = None,
 ) -> None:
     """Sizes come from a config.json, a bundle, or the options."""
+    from edgekv.plan import MemoryLimit, find_subject, make_size_report, save_plot  # slow to import
+
     limit = None if budget_gb is None else MemoryLimit.of_option(budget_gb)
     report = make_size_report(find_subject(path, overrides), device=device, limit=limit)
     if plot is not None:
@@ -43,6 +48,8 @@ def size(
 
 
 def _show(report: SizeReport) -> None:
+    from rich.console import Console
+
     console = Console(markup=False, highlight=False)
     if report.summary is not None:
         console.print(report.summary, end="\n\n")
@@ -77,6 +84,8 @@ def _strategies(report: SizeReport, console: Console) -> Iterator[Table]:
 
 
 def _table(strategies: Sequence[StrategyCost], *, with_fit: bool) -> Table:
+    from rich.table import Table
+
     table = Table("bytes")
     for each in strategies:
         table.add_column(each.label, justify="right", overflow="fold")
@@ -103,6 +112,8 @@ def _table(strategies: Sequence[StrategyCost], *, with_fit: bool) -> Table:
 
 
 def _graphs(report: SizeReport) -> Table:
+    from rich.table import Table
+
     table = Table("graph", "inputs", "past rows", "outputs", "new rows")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,28 +1,35 @@
 """Plans: whether a model fits, how fast it can be, and the cost of its export, from sizes alone."""
 
-from edgekv.plan.activations import activation_bytes
-from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
-from edgekv.plan.export_cost import (
-    CALIBRATION_WINDOW,
-    ExportCost,
-    default_calibration_tokens,
-    export_cost,
-    graph_bytes,
-    layer_graph_bytes,
-    quantization_bytes,
-    writing_bytes,
-)
-from edgekv.plan.fit import Demand, Fit, MemoryLimit
-from edgekv.plan.limits import HTP_CONTEXT_BYTES, MOST_CONTEXT, PROTOBUF_BYTES
-from edgekv.plan.masks import MASK_BYTES, mask_bytes, mask_warnings
-from edgekv.plan.parts import Load, Part, divide, lay_out, least_splits
-from edgekv.plan.plan import RECIPES, Plan, make_plan
-from edgekv.plan.plot import save_plot
-from edgekv.plan.size import SizeReport, make_size_report
-from edgekv.plan.source import find_subject
-from edgekv.plan.speculation import VERIFY_ROWS, SpeculativeSpeed
-from edgekv.plan.speed import FirstToken, Speed, estimate_speed
-from edgekv.plan.subject import DEFAULT_AR, DEFAULT_CONTEXT, Overrides, Subject
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from edgekv.plan.activations import activation_bytes
+    from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
+    from edgekv.plan.export_cost import (
+        CALIBRATION_WINDOW,
+        ExportCost,
+        default_calibration_tokens,
+        graph_bytes,
+        layer_graph_bytes,
+        quantization_bytes,
+        writing_bytes,
+    )
+    from edgekv.plan.fit import Demand, Fit, MemoryLimit
+    from edgekv.plan.limits import HTP_CONTEXT_BYTES, MOST_CONTEXT, PROTOBUF_BYTES
+    from edgekv.plan.masks import MASK_BYTES, mask_bytes, mask_warnings
+    from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, Overrides
+    from edgekv.plan.parts import Load, Part, divide, lay_out, least_splits
+    from edgekv.plan.plan import RECIPES, Plan, make_plan
+    from edgekv.plan.plot import save_plot
+    from edgekv.plan.size import SizeReport, make_size_report
+    from edgekv.plan.source import find_subject
+    from edgekv.plan.speculation import VERIFY_ROWS, SpeculativeSpeed
+    from edgekv.plan.speed import FirstToken, Speed, estimate_speed
+    from edgekv.plan.subject import Subject
 
 __all__ = [
     "CALIBRATION_WINDOW",
@@ -53,7 +60,6 @@ __all__ = [
     "default_calibration_tokens",
     "divide",
     "estimate_speed",
-    "export_cost",
     "find_subject",
     "graph_bytes",
     "lay_out",
@@ -67,3 +73,25 @@ __all__ = [
     "save_plot",
     "writing_bytes",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "activations": "activation_bytes",
+        "compiling": "COMPILE_BYTES compile_bytes",
+        "export_cost": "CALIBRATION_WINDOW ExportCost default_calibration_tokens graph_bytes "
+        "layer_graph_bytes quantization_bytes writing_bytes",
+        "fit": "Demand Fit MemoryLimit",
+        "limits": "HTP_CONTEXT_BYTES MOST_CONTEXT PROTOBUF_BYTES",
+        "masks": "MASK_BYTES mask_bytes mask_warnings",
+        "parts": "Load Part divide lay_out least_splits",
+        "plan": "Plan RECIPES make_plan",
+        "plot": "save_plot",
+        "size": "SizeReport make_size_report",
+        "source": "find_subject",
+        "speculation": "SpeculativeSpeed VERIFY_ROWS",
+        "speed": "FirstToken Speed estimate_speed",
+        "options": "DEFAULT_AR DEFAULT_CONTEXT Overrides",
+        "subject": "Subject",
+    },
+)

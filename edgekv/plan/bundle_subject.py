@@ -7,7 +7,8 @@ from pathlib import Path
 
 from edgekv.bundle import MANIFEST, Manifest, read_manifest
 from edgekv.errors import BundleError, UsageError
-from edgekv.plan.subject import Overrides, Subject, check_agreement, checked_ar, contradiction, weights_sentence
+from edgekv.plan.options import Overrides
+from edgekv.plan.subject import Subject, check_agreement, checked_ar, contradiction, weights_sentence
 from edgekv.spec import Decoder, Weights
 from quant import WEIGHT_TYPES
 

@@ -15,11 +15,12 @@ from edgekv.plan.export_cost import ExportCost, export_cost
 from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, divide_model, fit
 from edgekv.plan.limits import PROTOBUF_BYTES
 from edgekv.plan.masks import mask_warnings
+from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, Overrides, shortened
 from edgekv.plan.parts import Part
 from edgekv.plan.source import find_subject, is_bundle
 from edgekv.plan.speculation import SpeculativeSpeed, check_acceptance, speculative_speed
 from edgekv.plan.speed import Speed, estimate_speed
-from edgekv.plan.subject import DEFAULT_AR, DEFAULT_CONTEXT, Overrides, Subject, shortened
+from edgekv.plan.subject import Subject
 from edgekv.plan.wording import duration, duration_span, fit_sentences, gb, span
 from edgekv.spec import RECIPE_TYPES, KvDtype
 

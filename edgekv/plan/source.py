@@ -9,17 +9,8 @@ from edgekv.bundle import MANIFEST
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.bundle_subject import bundle_subject
 from edgekv.plan.limits import MOST_CONTEXT
-from edgekv.plan.subject import (
-    DEFAULT_AR,
-    Overrides,
-    Subject,
-    cache_geometry,
-    check_agreement,
-    checked_ar,
-    kv_dtype_of,
-    option,
-    weights_sentence,
-)
+from edgekv.plan.options import DEFAULT_AR, Overrides, option
+from edgekv.plan.subject import Subject, cache_geometry, check_agreement, checked_ar, kv_dtype_of, weights_sentence
 from edgekv.spec import (
     CONFIG,
     CacheSpec,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from devices import Device
-from edgekv.plan.cache import Choice
-from edgekv.plan.fit import Demand, Fit
-from edgekv.plan.subject import Subject
+if TYPE_CHECKING:
+    from devices import Device
+    from edgekv.plan.cache import Choice
+    from edgekv.plan.fit import Demand, Fit
+    from edgekv.plan.subject import Subject
 
 
 def fit_sentences(

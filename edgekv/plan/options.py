@@ -1,0 +1,75 @@
+"""Options of plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from edgekv.errors import UsageError
+from edgekv.option import Option, parse_numbers
+from edgekv.plan.limits import MOST_CONTEXT, MOST_GRAPHS
+
+DEFAULT_AR = (1, 32)
+DEFAULT_CONTEXT = 512
+"""Of an export, and of its plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Sizes given as options; None for an option that was not given.
+
+    The recipe, one of `RECIPE_TYPES`, is for a model that is not exported yet.
+    """
+
+    layers: Annotated[int | None, Option("Decoder layers.")] = None
+    kv_heads: Annotated[int | None, Option("Key/value heads per layer.")] = None
+    head_dim: Annotated[int | None, Option("Head dimension.")] = None
+    context: Annotated[int | None, Option("Context length in tokens.")] = None
+    kv_bits: Annotated[int | None, Option("Bits of a cache element: 8 or 16.")] = None
+    ar: Annotated[
+        tuple[int, ...] | None,
+        Option(
+            "Tokens per inference of each graph, comma-separated, with 1.",
+            parse=parse_numbers,
+            shown="1,32, or a bundle's own",
+        ),
+    ] = None
+    recipe: str = "w8a16"
+
+    def check(self) -> None:
+        """Reject numbers out of range before anything is computed from them.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        from edgekv.spec.config import LARGEST  # slow to import
+        from edgekv.spec.describe import LARGEST_HEADS
+
+        bounds = {
+            "layers": (1, LARGEST["num_hidden_layers"]),
+            "kv_heads": (1, LARGEST["num_key_value_heads"]),
+            "head_dim": (1, LARGEST["head_dim"]),
+            "context": (2, MOST_CONTEXT),
+        }
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                wanted = f"{least} to {most}"
+                raise UsageError(option(name), got=shortened(value), expected=wanted, fix=f"Use {wanted}.")
+        if (heads := (self.layers or 1) * (self.kv_heads or 1)) > LARGEST_HEADS:
+            wanted = f"at most {LARGEST_HEADS} key/value heads in all layers together"
+            raise UsageError("--layers and --kv-heads", got=heads, expected=wanted, fix="Use smaller numbers.")
+        if self.ar is not None and len(self.ar) > MOST_GRAPHS:
+            wanted = f"at most {MOST_GRAPHS} numbers"
+            raise UsageError("--ar", got=f"{len(self.ar)} numbers", expected=wanted, fix="Give fewer.")
+
+
+def option(name: str) -> str:
+    """`kv_heads` -> `--kv-heads`."""
+    return "--" + name.replace("_", "-")
+
+
+def shortened(value: object) -> str:
+    """A value as text of at most 40 characters."""
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
