@@ -79,6 +79,21 @@ LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "num_key_value_heads": 2,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "final_logit_softcapping": 3.0,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama-2": {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
     "llama-biased": {**NEWER, "attention_bias": True, "mlp_bias": True},
@@ -272,6 +287,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "num_position_embeddings": 16,
         },
     },
+    "gemma4": GEMMA4,
+    "gemma4-newer": {
+        **GEMMA4,
+        "global_head_dim": None,
+        "per_layer_config": {"1": {"head_dim": 32}, "4": {"head_dim": 32, "num_key_value_heads": 1}},
+        "num_kv_shared_layers": 0,
+        "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": False,
+    },
+    "gemma4-multimodal": {"model_type": "gemma4", "text_config": GEMMA4, "vision_config": None, "audio_config": None},
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 
@@ -349,13 +376,15 @@ def _weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.nda
         found = {f"language_model.{name}": value for name, value in text.items()}
         return found | {"vision_tower.vision_model.embeddings.patch_embedding.bias": np.zeros(16, np.float32)}
     found = {name.replace("model.", "model.language_model.", 1): value for name, value in text.items()}
+    if config["model_type"] == "gemma4":
+        return found | {"model.audio_tower.norm.weight": np.ones(16, np.float32)}
     return found | {"model.multi_modal_projector.norm.weight": np.ones(16, np.float32)}
 
 
 def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
-    if config["model_type"] in ("lfm2", "lfm3", "qwen3_5_text"):
-        return _hybrid_weights(config, seed, gain)
+    if config["model_type"] in ("lfm2", "lfm3", "gemma4_text", "qwen3_5_text"):
+        return _described_weights(config, seed, gain)
     random = np.random.Generator(np.random.PCG64(seed))
     more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -401,14 +430,18 @@ def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict
     return weights
 
 
-def _hybrid_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
-    """Those of a model with states, as the architecture's own names and sizes say; rates of decay from 0.01 to 2."""
+def _described_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """Those of a model whose layers differ, as the architecture says; rates of decay from 0.01 to 2."""
     random = np.random.Generator(np.random.PCG64(seed))
     weights = {}
-    for view in views(describe(Config(config))):
+    spec = describe(Config(config))
+    for view in views(spec):
         if view.key not in weights:
-            scale = 0.1 if "norm" in view.role else gain / np.sqrt(view.shape[-1])
-            values = scale * random.standard_normal(view.stored_shape) + ("norm" in view.role and not view.offset)
+            is_gain = "norm" in view.role or view.role == "layer_scalar" or (view.is_gathered and len(view.shape) == 1)
+            scale = 0.1 if is_gain else gain / np.sqrt(view.shape[-1])
+            values = scale * random.standard_normal(view.stored_shape) + (is_gain and not view.offset)
+            if view.role == "q_norm" and spec.query_gain == 1:
+                values /= 4  # scores of noise would be too sharp
             if view.role == "delta_rate":
                 values = np.log(np.geomspace(0.01, 2, len(values)))
             weights[view.key] = values.astype(ml_dtypes.bfloat16).astype(np.float32)

@@ -61,7 +61,7 @@ def test_the_reference_equals_transformers(tmp_path, case):
         (
             "gemma3",
             {"model_type": "gemma3n"},
-            ["'gemma3n'", "gemma2, gemma3, gemma3_text, granite, lfm2, lfm3, llama, ministral3"],
+            ["'gemma3n'", "Laurel, AltUp and activation sparsity"],
         ),
         ("gemma3-multimodal", {"text_config": {"model_type": "llama"}}, ["text_config: model_type", "'llama'"]),
         ("mistral3", {"text_config": {"model_type": "mamba"}}, ["text_config: model_type", "'mamba'"]),
@@ -88,6 +88,20 @@ def test_the_reference_equals_transformers(tmp_path, case):
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, ["self_attn", "no such tensor"]),
         ("llama-2", {"layer_types": ["conv", "full_attention"]}, ["layer_types", "conv", "sliding_attention"]),
         ("lfm3", {"use_sandwich_norm": False}, ["use_sandwich_norm", "False"]),
+        ("llama-2", {"model_type": "mamba"}, ["'mamba'", "gemma3, gemma3_text, gemma4, gemma4_text, granite, lfm2"]),
+        ("gemma4", {"num_kv_shared_layers": 5}, ["num_kv_shared_layers", "fewer than num_hidden_layers = 5"]),
+        ("gemma4", {"num_kv_shared_layers": 4}, ["num_kv_shared_layers", "full_attention", "point forward"]),
+        ("gemma4", {"num_kv_shared_layers": -1}, ["num_kv_shared_layers", "-1"]),
+        ("gemma4", {"layer_types": ["sliding_attention"] * 4 + ["mamba"]}, ["layer_types", "mamba"]),
+        ("gemma4", {"vocab_size_per_layer_input": 256}, ["vocab_size_per_layer_input", "got 256", "expected 320"]),
+        ("gemma4", {"hidden_size_per_layer_input": 16}, ["embed_tokens_per_layer", "[320, 40]", "[320, 80]"]),
+        ("gemma4", {"enable_moe_block": True}, ["enable_moe_block", "True"]),
+        ("gemma4", {"attention_k_eq_v": True}, ["attention_k_eq_v", "True"]),
+        ("gemma4", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "'all'", "'vision'"]),
+        ("gemma4", {"global_head_dim": 33}, ["global_head_dim", "33", "even"]),
+        ("gemma4-newer", {"per_layer_config": {"1": {"head_dim": 48}}}, ["per_layer_config", "one head_dim"]),
+        ("gemma4-newer", {"per_layer_config": {"1": {"experts": 4}}}, ["per_layer_config", "experts"]),
+        ("gemma4-multimodal", {"text_config": {"model_type": "llama"}}, ["text_config: model_type", "'llama'"]),
         ("lfm3", {"sliding_window": None}, ["sliding_window", "since layers slide"]),
     ],
 )
@@ -106,16 +120,28 @@ def test_size_reads_what_export_reads(tmp_path, name):
     subject = find_subject(tmp_path, Overrides(context=64, ar=(1, 16)))
     spec, groups = checkpoint.spec, subject.geometry.groups()
     assert groups == DecoderInterface.of(spec, 64, "u8", "rows", "u16").cache.groups()
-    assert sum(group.layers for group in groups if not group.is_delta) == spec.layers
-    sizes = {(group.kv_heads, group.head_dim) for group in groups if not group.is_state}
-    assert sizes == {(spec.kv_heads, spec.head_dim)}
+    assert sum(group.layers for group in groups if not group.is_delta) == sum(map(spec.owns_cache, range(spec.layers)))
+    of_layers = {layer: group for group in groups for layer in group.numbers or range(group.layers)}
+    for layer in spec.attention_layers:
+        found, sizes = of_layers[spec.cache_layer(layer)], spec.of_layer(layer)
+        assert (found.kv_heads, found.head_dim) == (sizes.kv_heads, sizes.head_dim)
     matrices = [view for view in views(spec) if view.name.startswith("model.layers.") and len(view.shape) == 2]
     assert subject.decoder.all_layer_parameters == sum(np.prod(view.shape) for view in matrices)
     assert any(group.context < 64 for group in groups if not group.is_state) is any(spec.windows_in(64))
 
 
-EVERY_OPERATION = ["llama-biased", "phi4-mini", "gemma2", "gemma3", "smollm3", "granite", "olmo2"]
-OTHERS = ["qwen2-sliding", "qwen3", "phi3", "olmo3", "ministral3", "mistral3", "exaone4", "gemma3-multimodal"]
+EVERY_OPERATION = ["llama-biased", "phi4-mini", "gemma2", "gemma3", "smollm3", "granite", "olmo2", "gemma4"]
+OTHERS = [
+    "gemma4-newer",
+    "qwen2-sliding",
+    "qwen3",
+    "phi3",
+    "olmo3",
+    "ministral3",
+    "mistral3",
+    "exaone4",
+    "gemma3-multimodal",
+]
 DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 

@@ -15,7 +15,7 @@ from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import prepare
 from exporters.progress import silent
-from tests.checkpoints import NEWER, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.exports import export_options
 from tests.folders import contents
 
@@ -39,6 +39,13 @@ def bundle(checkpoint: Checkpoint, recipe: str, folder: Path, *, divide: bool) -
     run_serial(planner.plan, exported.names, Inputs(store, Place.of(checkpoint)), silent, resume=False)
     assemble(exported, export_options().device, store, folder / "bundle", force=False)
     return contents(folder / "bundle")
+
+
+@pytest.mark.parametrize("recipe", ["w8a16", "w4a16"])
+def test_layers_that_read_the_cache_of_others_wait_for_it(recipe, tmp_path):
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma4"])))
+    whole = bundle(checkpoint, recipe, tmp_path / "whole", divide=False)
+    assert bundle(checkpoint, recipe, tmp_path / "divided", divide=True) == whole
 
 
 @pytest.mark.parametrize("recipe", ["w8a16", "w4a16"])

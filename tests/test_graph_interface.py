@@ -60,7 +60,7 @@ def test_a_checkpoint_and_its_manifest_have_one_interface(name: str) -> None:
     manifest, spec = read_manifest(bundle), Checkpoint.open(str(bundle.parent / "checkpoint")).spec
     made = DecoderInterface.of(spec, CONTEXT, manifest.kv_dtype, manifest.key_layout, "u16")
     for graph in manifest.graphs:
-        assert made.graph(graph) == manifest.interface.graph(graph)
+        assert made.parts(graph) == manifest.interface.parts(graph)
 
 
 def test_every_port_names_its_encoding(small: Path) -> None:

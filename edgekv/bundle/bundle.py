@@ -12,7 +12,7 @@ from edgekv.bundle.manifest_file import export_again, read_manifest
 from edgekv.bundle.verified import file_hashes
 from edgekv.bundle.weights import BundleWeights, EmbeddingTable
 from edgekv.errors import BundleError
-from edgekv.spec import EMBEDDING_COLUMNS, GraphRecord, PartRecord, table_key
+from edgekv.spec import EMBEDDING_COLUMNS, LAYER_INPUTS, LAYER_INPUTS_PORT, GraphRecord, PartRecord, table_key
 from edgekv.spec.text import TOKENIZER, open_tokenizer
 from edgekv.steps import step
 
@@ -57,6 +57,12 @@ class Bundle:
             factors = place.encoding.dequantize(weights.tensor(EMBEDDING_COLUMNS))
             columns = factors, manifest.encodings["embedding.columns"]
         return EmbeddingTable(integers, scales, manifest.encodings["embedding"], columns)
+
+    def layer_inputs(self) -> EmbeddingTable | None:
+        """The table of what layers read of each token, `[V, layers * P]`; None if they read nothing."""
+        if not self.manifest.model.layer_inputs:
+            return None
+        return EmbeddingTable(*self.weights().by_rows(LAYER_INPUTS), self.manifest.encodings[LAYER_INPUTS_PORT])
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint.

@@ -10,7 +10,18 @@ import numpy as np
 from edgekv.bundle.files import is_plain_path
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.records import SinkRecord
-from edgekv.spec import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, FINAL_NORM, Rope, part_name, table_key, views
+from edgekv.spec import (
+    EMBEDDING,
+    EMBEDDING_COLUMNS,
+    EMBEDDING_STEPS,
+    FINAL_NORM,
+    LAYER_INPUTS,
+    LAYER_INPUTS_PORT,
+    Rope,
+    part_name,
+    table_key,
+    views,
+)
 from quant import DTYPES
 
 _MOST_FREQUENCY = 1e3
@@ -29,9 +40,7 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     if manifest.kv_dtype == "u16":
         fail("kv_dtype", manifest.kv_dtype, "u8, s8 or s16: no product of matrices reads u16")
     model = manifest.model
-    tensors = 2 * len(model.attention_layers) * model.kv_heads
-    tensors += 0 if model.convolution is None else len(model.convolution.layers)
-    tensors += 0 if model.delta_rule is None else len(model.delta_rule.layers) * (4 + model.delta_rule.value_heads)
+    tensors = sum(model.cache_tensors(layer) for layer in range(model.layers))
     if tensors > len(manifest.encodings):
         fail("encodings", len(manifest.encodings), f"at least {tensors}, one for each tensor of the cache")
     try:
@@ -131,9 +140,9 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
     read_norms = {FINAL_NORM, *(view.norm for view in views(spec))}
     for view in views(spec):
         at = f"weights: {view.name}"
-        if view.name == EMBEDDING and spec.shares_vocabulary:
+        if (view.name == EMBEDDING and spec.shares_vocabulary) or view.is_gathered:
             continue
-        if view.role in ("norm", "q_norm", "k_norm", "delta_norm"):
+        if view.role in ("norm", "q_norm", "k_norm", "delta_norm", "layer_scalar"):
             copies = spec.copies if view.name in read_norms else 0
             shape = (view.shape[0] + copies, *view.shape[1:])
             if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:
@@ -163,6 +172,8 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
                 if (tensor := places.tensors.get(name)) is None or tensor.shape != size:
                     fail(f"weights: {name}", "none" if tensor is None else list(tensor.shape), list(size))
             biases.update(parts)
+    if spec.layer_inputs:
+        _check_layer_inputs(manifest, fail)
     steps, wanted = places.tensors.get(EMBEDDING_STEPS), (spec.vocab, 1)
     if steps is None or steps.shape != wanted:
         fail(f"weights: {EMBEDDING_STEPS}", "none" if steps is None else list(steps.shape), list(wanted))
@@ -172,10 +183,22 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
     for name in ("embedding", *(["embedding.columns"] if columns is not None else [])):
         if (encoding := manifest.encodings.get(name)) is None or encoding.dtype != "u16":
             fail(f"encodings: {name}", "none" if encoding is None else encoding.dtype, "one of u16")
-    known = {view.name for view in views(spec)} | biases | {EMBEDDING_STEPS, EMBEDDING_COLUMNS}
+    known = {view.name for view in views(spec) if not view.is_gathered} | biases | {EMBEDDING_STEPS, EMBEDDING_COLUMNS}
+    known |= {LAYER_INPUTS} if spec.layer_inputs else set()
     if unknown := [name for name in (*places.matrices, *places.tensors) if name not in known]:
         fail("weights", unknown[0], "weights of the decoder")
     _check_extents(manifest, fail)
+
+
+def _check_layer_inputs(manifest: Manifest, fail: Fail) -> None:
+    """Check that the table that the host gathers from has the decoder's vocabulary and layers."""
+    spec, place = manifest.model, manifest.weights.matrices.get(LAYER_INPUTS)
+    wanted = [spec.vocab, spec.layers * spec.layer_inputs]
+    if place is None or not place.by_outputs or [place.columns, place.rows] != wanted:
+        found = "none" if place is None else f"{place.dtype} [{place.columns}, {place.rows}]"
+        fail(f"weights: {LAYER_INPUTS}", found, f"int8 by outputs {wanted}")
+    if (encoding := manifest.encodings.get(LAYER_INPUTS_PORT)) is None or encoding.dtype != "u16":
+        fail(f"encodings: {LAYER_INPUTS_PORT}", "none" if encoding is None else encoding.dtype, "one of u16")
 
 
 def _check_extents(manifest: Manifest, fail: Fail) -> None:

@@ -77,6 +77,7 @@ class Graphs:
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
         self._ropes = rope_tables(bundle.manifest)
         self._embeddings = bundle.embeddings() if bundle.manifest.host_embeds else None
+        self._layer_inputs = bundle.layer_inputs()
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 
     @property
@@ -221,6 +222,7 @@ class Graphs:
                 self.cache,
                 self._ropes,
                 self._embeddings,
+                self._layer_inputs,
                 self._adapter,
                 self.clock,
             )

@@ -117,7 +117,7 @@ class Runner:
             end: of the text; None for all tokens.
 
         Returns:
-            The logits of the last of them as integers `[V]`, valid until the next step.
+            The logits of the last of all tokens as integers `[V]`, valid until the next step; before it, any.
 
         Raises:
             ContextFullError: the context has no room.
@@ -142,8 +142,8 @@ class Runner:
             new = text[start:]
             if sequence.prefixes is None or (sequence.output is not None and len(session.cache.groups) == 1):
                 self._unkept = None if sequence.prefixes is None else sequence
-                return session.feed(new)
-            return self._feed(sequence, session, new)
+                return session.feed(new, logits=end is None)
+            return self._feed(sequence, session, new, logits=end is None)
         finally:
             sequence.own_use.computed_tokens += len(text) - start
             sequence.room_tokens = session.cache.room_tokens
@@ -198,15 +198,17 @@ class Runner:
         session.lend(sequence, sequence.own_use)
         return session, start
 
-    def _feed(self, sequence: Sequence, session: Session, tokens: abc.Sequence[int]) -> NDArray[Any]:
+    def _feed(
+        self, sequence: Sequence, session: Session, tokens: abc.Sequence[int], *, logits: bool = True
+    ) -> NDArray[Any]:
         """Run tokens; full blocks are stored before layers with an attention window drop them."""
         if not tokens or sequence.prefixes is None:
-            return session.feed(tokens)
+            return session.feed(tokens, logits=logits)
         piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
         for at in range(0, len(tokens), piece):
-            logits = session.feed(tokens[at : at + piece])
+            found = session.feed(tokens[at : at + piece], logits=logits and at + piece >= len(tokens))
             self._keep(sequence, session)
-        return logits
+        return found
 
     def _feed_again(self, sequence: Sequence, session: Session, text: abc.Sequence[int]) -> NDArray[Any]:
         """Run what an evicted session had, in the steps that it had it from: the prompt, then token by token."""

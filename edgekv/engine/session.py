@@ -106,7 +106,12 @@ class Session:
         self.reset()
 
     def feed(
-        self, tokens: Sequence[int], role: Role = "prefill", take: Callable[[NDArray[Any]], None] | None = None
+        self,
+        tokens: Sequence[int],
+        role: Role = "prefill",
+        take: Callable[[NDArray[Any]], None] | None = None,
+        *,
+        logits: bool = True,
     ) -> NDArray[Any]:
         """Run the next tokens.
 
@@ -114,9 +119,11 @@ class Session:
             tokens: at least one; none if the cache holds only the sink, whose logits are known.
             role: of the graphs that run several tokens; the decode graph runs single ones.
             take: called with the logits of each step, `[rows, V]`.
+            logits: whether those of the last token are needed.
 
         Returns:
-            The logits of the last token as integers `[V]`, valid until the next step.
+            The logits of the last token as integers `[V]`, valid until the next step; those of an earlier one, if they
+            are not needed.
 
         Raises:
             ContextFullError: the context has no room.
@@ -140,7 +147,7 @@ class Session:
                 began = perf_counter_ns()
                 windows = cache.window(len(step) if graph.takes_fewer else graph.ar, graph.context)
                 opened = perf_counter_ns()
-                graph.run(step, windows, cache.position, logits=take is not None or done == len(tokens))
+                graph.run(step, windows, cache.position, logits=take is not None or (logits and done == len(tokens)))
                 ran = perf_counter_ns()
                 cache.commit(len(step))
                 graph.clock.host_ns += opened - began + perf_counter_ns() - ran

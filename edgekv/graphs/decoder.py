@@ -21,6 +21,7 @@ from edgekv.spec import (
     attention_norm,
     convolution_kernel,
     feed_forward_norm,
+    layer_scalar,
 )
 
 V = TypeVar("V")
@@ -54,6 +55,9 @@ class Ops(Protocol[V]):
     def rms_norm(self, x: V, weight: str, name: str, *, gain: float = 1.0) -> V:
         """`x / rms(x) * weight * gain`, over the width."""
 
+    def normalize(self, x: V, width: int, name: str) -> V:
+        """`x / rms(x)` over the width."""
+
     def add(self, a: V, b: V, name: str) -> V: ...
 
     def subtract(self, a: V, b: V, name: str) -> V: ...
@@ -62,6 +66,9 @@ class Ops(Protocol[V]):
 
     def scale(self, x: V, factor: float, name: str) -> V:
         """`x * factor`, a constant above 0."""
+
+    def scale_by(self, x: V, weight: str, name: str) -> V:
+        """`x * weight`, a stored number."""
 
     def sigmoid(self, x: V, name: str) -> V: ...
 
@@ -86,8 +93,14 @@ class Ops(Protocol[V]):
     def rotation(self, layer: int) -> tuple[V, V]:
         """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each."""
 
+    def layer_input(self, layer: int) -> V:
+        """What the host has gathered for a layer, `[1, 1, AR, P]`."""
+
     def append_to_cache(self, new: V, tensor: KvTensor) -> V:
         """Past and new rows `[1, 1, S, D]` of one cache tensor, in the cache's encoding."""
+
+    def cached(self, tensor: KvTensor) -> V:
+        """Past and new rows of a tensor that an earlier layer has appended to, as `append_to_cache` returned them."""
 
     def tap(self, rows: V, weight: str, tap: int, name: str) -> V:
         """One of the K products of a causal convolution with a kernel for each channel, `[1, 1, AR, H]`.
@@ -132,7 +145,7 @@ class Ops(Protocol[V]):
         if rope is None:
             return x
         half = rope.width // 2
-        rest = spec.head_dim - 2 * half
+        rest = spec.of_layer(layer).head_dim - 2 * half
         rotated = name if rest else name + ".rotated"  # the rest is concatenated in its own encoding
         cos, sin = self.rotation(layer)
         first, second, *still = self.split(x, [half, half, rest] if rest else [half, half])
@@ -147,13 +160,22 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
 
     `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
     With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
-    normalizes the input of the feed-forward. The six functions below are the parts of a layer: each begins with the
+    normalizes the input of the feed-forward. The functions below are the parts of a layer: each begins with the
     matrices that read one input, or with that input.
     """
     mixed = mixer(ops, spec, layer, mixer_inputs(ops, spec, layer, hidden))
     hidden = add_mixer(ops, spec, layer, hidden, mixed)
     inner = feed_forward(ops, spec, layer, feed_forward_inputs(ops, spec, layer, hidden))
-    return add_feed_forward(ops, spec, layer, hidden, inner)
+    hidden = add_feed_forward(ops, spec, layer, hidden, inner)
+    if not spec.layer_inputs:
+        return hidden
+    return add_layer_input(ops, spec, layer, hidden, gated_layer_input(ops, spec, layer, hidden))
+
+
+def layer_result(spec: DecoderSpec, layer: int) -> str:
+    """Name of the residual after a layer."""
+    last = "layer_input_add" if spec.layer_inputs else "mlp_add"
+    return f"layers.{layer}." + ("scaled" if spec.layer_scalars else last)
 
 
 def mixer_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
@@ -197,16 +219,12 @@ def convolution(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
 
 def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     """The concatenated outputs of all heads."""
-    at, outputs = f"layers.{layer}.", []
+    at, outputs, group = f"layers.{layer}.", [], spec.group(layer)
     gates = _head_gates(ops, spec, x, layer)
-    new_keys = _heads(ops, spec, x, layer, "k", spec.kv_heads)
+    cached = _cached_heads(ops, spec, x, layer)
     new_queries = _heads(ops, spec, x, layer, "q", spec.heads)
-    for kv in range(spec.kv_heads):
-        key = ops.rotate(spec, layer, next(new_keys), f"{at}k.h{kv}")
-        value = _linear(ops, spec, x, layer, "self_attn.v_proj", f"{at}v.h{kv}", head=kv)
-        keys = ops.append_to_cache(key, KvTensor(layer, "key", kv))
-        values = ops.append_to_cache(value, KvTensor(layer, "value", kv))
-        for head in range(kv * spec.group, (kv + 1) * spec.group):
+    for kv, (keys, values) in enumerate(cached):
+        for head in range(kv * group, (kv + 1) * group):
             query = ops.rotate(spec, layer, next(new_queries), f"{at}q.h{head}")
             scores = _scores(ops, spec, layer, query, keys, head)
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
@@ -214,6 +232,27 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
             gate = gates[head] if gates else _output_gate(ops, spec, x, layer, head) if spec.output_gates else None
             outputs.append(attended if gate is None else ops.multiply(attended, gate, at + "gated"))
     return ops.join(outputs, at + ("gated" if spec.head_gates or spec.output_gates else "attention"))
+
+
+def _cached_heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> Iterator[tuple[V, V]]:
+    """Past and new keys and values of each key/value head: the layer's own, or those of the owner of its cache."""
+    at, owner, kv_heads = f"layers.{layer}.", spec.cache_layer(layer), spec.of_layer(layer).kv_heads
+    if owner != layer:
+        for kv in range(kv_heads):
+            yield ops.cached(KvTensor(owner, "key", kv)), ops.cached(KvTensor(owner, "value", kv))
+        return
+    new_keys = _heads(ops, spec, x, layer, "k", kv_heads)
+    for kv in range(kv_heads):
+        key = ops.rotate(spec, layer, next(new_keys), f"{at}k.h{kv}")
+        name = f"{at}v.h{kv}"
+        projected = name + ".projected" if spec.value_norm else name
+        value = _linear(ops, spec, x, layer, "self_attn.v_proj", projected, head=kv)
+        if spec.value_norm:
+            value = ops.normalize(value, spec.of_layer(layer).head_dim, name)
+        yield (
+            ops.append_to_cache(key, KvTensor(layer, "key", kv)),
+            ops.append_to_cache(value, KvTensor(layer, "value", kv)),
+        )
 
 
 def add_mixer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, mixed: V) -> V:
@@ -247,13 +286,37 @@ def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
 
 
 def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inner: V) -> V:
-    """The residual after the layer."""
+    """The residual after the feed-forward: after the layer, if that has no input of its own."""
     at = f"layers.{layer}."
     down = _linear(ops, spec, inner, layer, "mlp.down_proj", at + "down")
     if spec.post_norms:
         norm = f"model.layers.{layer}.post_feedforward_layernorm.weight"
         down = ops.rms_norm(down, norm, at + "mlp_post_norm")
-    return ops.add(hidden, down, at + "mlp_add")
+    added = ops.add(hidden, down, at + "mlp_add")
+    return added if spec.layer_inputs else _scaled(ops, spec, layer, added)
+
+
+def gated_layer_input(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
+    """The input of per_layer_projection: what the host has gathered, times a gate of the residual."""
+    at = f"layers.{layer}."
+    gate = _linear(ops, spec, hidden, layer, "per_layer_input_gate", at + "layer_gate")
+    active = ops.silu(gate, at + "layer_") if spec.activation == "silu" else ops.gelu(gate, at + "layer_gelu")
+    return ops.multiply(active, ops.layer_input(layer), at + "layer_gated")
+
+
+def add_layer_input(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, gated: V) -> V:
+    """The residual after the layer."""
+    at = f"layers.{layer}."
+    projected = _linear(ops, spec, gated, layer, "per_layer_projection", at + "layer_out")
+    norm = f"model.layers.{layer}.post_per_layer_input_norm.weight"
+    added = ops.add(hidden, ops.rms_norm(projected, norm, at + "layer_input_norm"), at + "layer_input_add")
+    return _scaled(ops, spec, layer, added)
+
+
+def _scaled(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
+    if not spec.layer_scalars:
+        return hidden
+    return ops.scale_by(hidden, layer_scalar(layer), layer_result(spec, layer))
 
 
 def last_norm(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
@@ -308,7 +371,7 @@ def _heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", 
     norm = f"model.layers.{layer}.self_attn.{kind}_norm.weight"
     if spec.qk_norm == "all-heads":
         projected = _linear(ops, spec, x, layer, projection, at + ".projected")
-        yield from ops.split(ops.rms_norm(projected, norm, at, gain=gain), [spec.head_dim] * count)
+        yield from ops.split(ops.rms_norm(projected, norm, at, gain=gain), [spec.of_layer(layer).head_dim] * count)
         return
     for head in range(count):
         name = f"{at}.h{head}"

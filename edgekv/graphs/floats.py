@@ -34,7 +34,7 @@ class _Projection(NamedTuple):
     def of(cls, weight: str) -> _Projection | None:
         """The projection with this matrix; None for the head."""
         words = weight.removeprefix("model.layers.").split(".")
-        return cls(int(words[0]), ".".join(words[1:3])) if weight.startswith("model.layers.") else None
+        return cls(int(words[0]), ".".join(words[1:-1])) if weight.startswith("model.layers.") else None
 
     @property
     def key(self) -> str:
@@ -123,7 +123,7 @@ class FloatOps(StackedOps):
         matrices = self._weights.places.matrices
         projection = _Projection.of(keys[0])
         readers = keys if projection is None else [f"{each.key}.weight" for each in _siblings(projection)]
-        only_bytes = all(matrices[key].dtype == "int8" for key in readers)
+        only_bytes = all(matrices[key].dtype == "int8" for key in readers if key in matrices)
         tensor = self._tensor(x)
         rows = Rows(tensor, self._rows, tensor in self._normal or keys[0] == HEAD, only_bytes)
         return self._products.multiply(rows, beside([self._weights.matrix(key) for key in keys]), name)
@@ -135,7 +135,8 @@ class FloatOps(StackedOps):
             return (_Projection(0, weight),)
         matrices, lora = self._weights.places.matrices, self._decoder.lora
         dtype = matrices[weight].dtype
-        alike = [each for each in _siblings(own) if matrices[f"{each.key}.weight"].dtype == dtype]
+        siblings = [each for each in _siblings(own) if f"{each.key}.weight" in matrices]
+        alike = [each for each in siblings if matrices[f"{each.key}.weight"].dtype == dtype]
         if own.name in _HEADS:
             if self.spec.qk_norm == "all-heads":
                 return (own,)
@@ -162,7 +163,8 @@ class FloatOps(StackedOps):
         if projection.name not in _HEADS:
             return self._values(key, 1.0)
         gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm is None else 1.0
-        return np.concatenate([self._values(f"{key}.h{head}", gain) for head in range(place.columns // spec.head_dim)])
+        heads = range(place.columns // spec.of_layer(projection.layer).head_dim)
+        return np.concatenate([self._values(f"{key}.h{head}", gain) for head in heads])
 
     def _is_biased(self, projection: _Projection) -> bool:
         return projection.name in self.spec.biased or projection.name == DELTA_INPUTS[3]
@@ -177,7 +179,7 @@ class FloatOps(StackedOps):
         """Queries, keys or values, or several of them; queries and keys are one stack if they are rotated next."""
         spec, layer = self.spec, projections[0].layer
         names = [each.name for each in projections]
-        heads = [spec.heads if name == _QUERY else spec.kv_heads for name in names]
+        heads = [spec.heads if name == _QUERY else spec.of_layer(layer).kv_heads for name in names]
         stack = self._to_heads(self._together_product(x, projections), sum(heads))
         if self._decoder.lora is not None and _HEADS[names[0]] in self._decoder.lora:
             pieces = [
@@ -223,6 +225,10 @@ class FloatOps(StackedOps):
         self._normal.add(found.tensor)
         return found
 
+    def normalize(self, x: View, width: int, name: str) -> View:
+        attributes = {"axis": -1, "epsilon": self.spec.eps, "stash_type": 1}
+        return self._each("SimplifiedLayerNormalization", [x], name, [self._unit_weights(width)], **attributes)
+
     def silu(self, x: View, at: str) -> View:
         return View(self._nodes.add("QuickGelu", [self._tensor(x)], at + "silu", alpha=1.0))
 
@@ -234,7 +240,7 @@ class FloatOps(StackedOps):
         turned = self._once(("turned", x.tensor), lambda: self._turned(x.tensor, layer, width, name))
         if x.tensor not in self._turning:
             return replace(x, tensor=turned)
-        counts = [spec.heads, spec.kv_heads]
+        counts = [spec.heads, spec.of_layer(layer).kv_heads]
         queries, keys = self._once(("apart", turned), lambda: self._nodes.split(turned, counts, 0))
         return View(queries, counts[0], x.head) if x.head < counts[0] else View(keys, counts[1], x.head - counts[0])
 
@@ -245,7 +251,7 @@ class FloatOps(StackedOps):
             ("tables", *rotary.names),
             lambda: [nodes.reshape(self._input(name), [-1, rotary.pairs]) for name in rotary.names],
         )
-        rest = self.spec.head_dim - width
+        rest = self.spec.of_layer(layer).head_dim - width
         first, *still = nodes.split(x, [width, rest], -1) if rest else [x]
         # The first row of the tables is that of the first token.
         turned = nodes.add("RotaryEmbedding", [first, nodes.integers([0]), *tables], name, interleaved=0)

@@ -20,6 +20,7 @@ from onnx import TensorProto, helper
 from edgekv.bundle import MANIFEST, BundleWeights, Extent
 from edgekv.bundle.manifest_file import export_again
 from edgekv.errors import BundleError
+from edgekv.graphs.decoder import layer_result
 from edgekv.graphs.delta_rule import (
     SHARES,
     UNIT_EPS,
@@ -38,6 +39,7 @@ from edgekv.spec import (
     DELTA_KINDS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
+    LAYER_INPUTS_PORT,
     LOGITS,
     LOGITS_INDEX,
     OPEN_ROWS,
@@ -47,6 +49,7 @@ from edgekv.spec import (
     KvTensor,
     LoraTarget,
     Port,
+    head_width,
     lora_a,
     lora_added,
     lora_b,
@@ -61,7 +64,9 @@ _HEAD = re.compile(r"\.h\d+")
 _SWAPPED = (0, 1, 3, 2)
 _ROWS = 2  # axis of [1, 1, rows, width]
 _MOST = np.iinfo(np.int64).max
-_AXES_OF_TOKENS = {"ids": 1, "embeddings": 2, "hidden": 2, "mask": 2, "cos": 2, "sin": 2, "new": 2}
+_AXES_OF_TOKENS = {"ids": 1} | dict.fromkeys(
+    ("embeddings", "layer_inputs", "hidden", "mask", "cos", "sin", "borrowed", "new"), _ROWS
+)
 T = TypeVar("T")
 
 
@@ -162,7 +167,7 @@ class StackedOps(DeltaOps[View]):
 
     def _by_head(self, x: View, weight: str, name: str, bias: str | None, gain: float) -> View:
         place = self._weights.places.matrices[weight]
-        heads = place.columns // self.spec.head_dim
+        heads = place.columns // head_width(self.spec, weight)
         product = self._to_heads(self._product(x, [weight], name), heads)
         if bias is None:
             return self._rounded(product, name, heads)
@@ -208,6 +213,25 @@ class StackedOps(DeltaOps[View]):
         attributes = {"axis": -1, "epsilon": self.spec.eps}
         return self._each("RMSNormalization", [x], name, [self._floats(weight, gain)], **attributes)
 
+    def normalize(self, x: View, width: int, name: str) -> View:
+        attributes = {"axis": -1, "epsilon": self.spec.eps}
+        return self._each("RMSNormalization", [x], name, [self._unit_weights(width)], **attributes)
+
+    def _unit_weights(self, width: int) -> str:
+        ones = np.ones(width, np.float32)
+        return self._once(("ones", width), lambda: self._nodes.constant(ones, f"ones_{width}"))
+
+    def scale_by(self, x: View, weight: str, name: str) -> View:
+        return self._each("Mul", [x], name, [self._floats(weight)])
+
+    def layer_input(self, layer: int) -> View:
+        width = self.spec.layer_inputs
+        tensor = self._once(
+            ("layer inputs",),
+            lambda: self._nodes.reshape(self._input(LAYER_INPUTS_PORT), [1, -1, self.spec.layers * width]),
+        )
+        return self.slice(View(tensor, encodings=(self._encoding(LAYER_INPUTS_PORT),)), layer * width, width)
+
     def add(self, a: View, b: View, name: str) -> View:
         return self._each("Add", [a, b], name)
 
@@ -246,14 +270,17 @@ class StackedOps(DeltaOps[View]):
 
     def split(self, x: View, widths: Sequence[int]) -> list[View]:
         if not x.heads:  # into heads: nothing else that has none is divided
-            divide = self._tail_heads if x.tensor in self._tails else self._to_heads
-            stack = self._once(("heads", x.tensor), lambda: divide(x.tensor, len(widths), widths[0]))
+            heads, is_tail = len(widths), x.tensor in self._tails
+            stack = self._once(
+                ("heads", x.tensor),
+                lambda: self._tail_heads(x.tensor, heads, widths[0]) if is_tail else self._to_heads(x.tensor, heads),
+            )
             return [View(stack, len(widths), head, x.encodings * len(widths)) for head in range(len(widths))]
         parts = self._once(("split", x.tensor, *widths), lambda: self._nodes.split(x.tensor, widths, -1))
         return [replace(x, tensor=part) for part in parts]
 
     def heads_of(self, x: View, count: int) -> list[View]:
-        stack = self._once(("heads", x.tensor), lambda: self._to_heads(self._tensor(x), count, 1))
+        stack = self._once(("heads", x.tensor), lambda: self._to_heads(self._tensor(x), count))
         return [View(stack, count, head, x.encodings * count) for head in range(count)]
 
     def slice(self, x: View, first: int, width: int) -> View:
@@ -281,6 +308,11 @@ class StackedOps(DeltaOps[View]):
             append = self._appended_state if tensor.is_state else self._appended
         stack = self._once(("cache", tensor.layer, tensor.kind), lambda: append(new, tensor))
         return replace(stack, head=new.head)
+
+    def cached(self, tensor: KvTensor) -> View:
+        # Another part has computed the new rows, if none are made here.
+        stack = self._once(("cache", tensor.layer, tensor.kind), lambda: self._borrowed(tensor))
+        return replace(stack, head=tensor.head)
 
     def _appended_state(self, new: View, tensor: KvTensor) -> View:
         """The floats of the rows of a state, past and new, `[1, 1, K-1+AR, H]`."""
@@ -318,17 +350,28 @@ class StackedOps(DeltaOps[View]):
         names = [each.new for each in heads]
         if new.heads > 1:
             nodes.split(integers, [1] * len(heads), 0, names)
+        return self._together_rows(heads)
+
+    def _borrowed(self, tensor: KvTensor) -> View:
+        """The same of a layer of an earlier part, whose new rows are inputs."""
+        kv_heads = self.spec.of_layer(tensor.layer).kv_heads
+        return self._together_rows([replace(tensor, head=head) for head in range(kv_heads)])
+
+    def _together_rows(self, heads: Sequence[KvTensor]) -> View:
+        """Past and new rows of all heads, which are inputs or results."""
+        nodes, tensor = self._nodes, heads[0]
+        encodings = tuple(self._encoding(each.past) for each in heads)
         pairs = [name for each in heads for name in (each.past, each.new)]
-        if are_columns:
+        if tensor.kind == "key" and self._keys_are_columns:
             rows_of = [nodes.add("Concat", [each.past, each.new], f"{each.past}.all", axis=3) for each in heads]
             together = rows_of[0] if len(heads) == 1 else nodes.add("Concat", rows_of, f"{tensor.past}.stack", axis=0)
         else:
             # One copy of the past: the rows of the heads follow each other.
             together = nodes.add("Concat", pairs, f"{tensor.past}.all", axis=2)
-            if new.heads > 1:
-                together = nodes.reshape(together, [new.heads, 1, -1, self.spec.head_dim])
+            if len(heads) > 1:
+                together = nodes.reshape(together, [len(heads), 1, -1, self.spec.of_layer(tensor.layer).head_dim])
         self._integers.add(together)
-        return View(together, new.heads, 0, encodings)
+        return View(together, len(heads), 0, encodings)
 
     def scores(self, query: View, keys: View, name: str) -> View:
         if keys.tensor in self._tails:
@@ -639,7 +682,7 @@ class StackedOps(DeltaOps[View]):
             return self._encoding("embedding")
         if port.kind == "hidden":
             layer = int(port.name.removeprefix("hidden_"))
-            return self._encoding(f"layers.{layer - 1}.mlp_add")
+            return self._encoding(layer_result(self.spec, layer - 1))
         return self._encoding(port.encoding)
 
     def finish(self) -> onnx.ModelProto:
@@ -739,12 +782,11 @@ class StackedOps(DeltaOps[View]):
     def _values(self, key: str, gain: float) -> NDArray[np.float32]:
         return self._weights.places.tensors[key].encoding.times(gain).dequantize(self._weights.tensor(key))
 
-    def _to_heads(self, x: str, heads: int, width: int | None = None) -> str:
-        """`[1, AR, heads * D]` to `[heads, 1, AR, D]`; one row need not move. D is `width`, or head_dim."""
+    def _to_heads(self, x: str, heads: int) -> str:
+        """`[1, AR, heads * D]` to `[heads, 1, AR, D]`; one row need not move."""
         if self._ar == 1:
             return self._nodes.reshape(x, [heads, 1, 1, -1])
-        shape = [1, -1, heads, width or self.spec.head_dim]
-        return self._nodes.transpose(self._nodes.reshape(x, shape), 2, 0, 1, 3)
+        return self._nodes.transpose(self._nodes.reshape(x, [0, 0, heads, -1]), 2, 0, 1, 3)
 
     def _from_heads(self, stack: View) -> str:
         """`[heads, 1, AR, D]` to `[1, AR, heads * D]`."""

@@ -26,7 +26,9 @@ def activation_bytes(decoder: Decoder, geometry: Geometry | LayeredGeometry, ar:
     attending = [group for group in geometry.groups() if not group.is_state]
     columns = [group.past_rows(ar, context) + ar for group in attending]
     both_halves = 2 * ar * decoder.hidden + ar * sum(columns) + decoder.vocab
-    joined_bytes = 3 * decoder.kv_heads * max(columns) * attending[0].row_bytes
+    joined_bytes = max(
+        3 * group.kv_heads * most * group.row_bytes for group, most in zip(attending, columns, strict=True)
+    )
     attention_bytes = _ELEMENT_BYTES * 2 * decoder.heads * ar * max(columns) + joined_bytes
     feed_forward_bytes = _ELEMENT_BYTES * 3 * ar * decoder.intermediate
     return _ELEMENT_BYTES * both_halves + max(attention_bytes, feed_forward_bytes)

@@ -8,8 +8,8 @@ from pathlib import Path
 from edgekv.bundle import MANIFEST, Manifest, read_manifest
 from edgekv.errors import BundleError, UsageError
 from edgekv.plan.options import Overrides
-from edgekv.plan.subject import Subject, check_agreement, checked_ar, contradiction, weights_sentence
-from edgekv.spec import Decoder, Weights
+from edgekv.plan.subject import Subject, check_agreement, checked_ar, contradiction, host_sentence, weights_sentence
+from edgekv.spec import LAYER_INPUTS, Decoder, Weights
 from quant import WEIGHT_TYPES
 
 _COLUMNS = "keys as columns: rewriting them when another AR takes over is not counted"
@@ -31,8 +31,11 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
     if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
         raise contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
     shards = [manifest.files[name].bytes for name in manifest.weights.files]
-    size_bytes = sum(shards) if shards else None
+    host_bytes = manifest.weights.bytes(LAYER_INPUTS) if model.layer_inputs and shards else 0
+    size_bytes = sum(shards) - host_bytes if shards else None
     assumptions = [weights_sentence(size_bytes, "the bundle's safetensors")]
+    if host_bytes:
+        assumptions.append(host_sentence(host_bytes))
     if len(contexts := manifest.contexts) > 1:
         listed = ", ".join(map(str, contexts))
         assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest context")
@@ -52,6 +55,7 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
         None if size_bytes is None else _bundle_weights(decoder, size_bytes),
         _splits(manifest),
         manifest.interface.rotary,
+        host_bytes,
     )
 
 

@@ -193,8 +193,9 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
     products = tokens * (2 * decoder.all_layer_parameters + decoder.table_parameters)
     sums = tokens * sum(width * (width / 2 + min(width, 2 * hidden)) for width in widths)
     factors = sum(width**3 for width in widths) / 6
-    matrices = decoder.convolution_matrices if decoder.convolutions else decoder.layer_matrices
-    updates = 2.5 * sum(rows**2 * columns for rows, columns in matrices)
+    kinds = decoder.layer_kinds
+    squares = sum(kind.layers * each.inputs**2 * each.outputs for kind in kinds for each in kind.matrices)
+    updates = 2.5 * squares / decoder.layers
     elements = decoder.all_layer_parameters + decoder.table_parameters
     scores = 2 * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
     head = 2.5 * hidden * decoder.table_parameters

@@ -10,7 +10,15 @@ from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.bundle_subject import bundle_subject
 from edgekv.plan.limits import MOST_CONTEXT
 from edgekv.plan.options import DEFAULT_AR, Overrides, option
-from edgekv.plan.subject import Subject, cache_geometry, check_agreement, checked_ar, kv_dtype_of, weights_sentence
+from edgekv.plan.subject import (
+    Subject,
+    cache_geometry,
+    check_agreement,
+    checked_ar,
+    host_sentence,
+    kv_dtype_of,
+    weights_sentence,
+)
 from edgekv.spec import (
     CONFIG,
     CacheSpec,
@@ -106,11 +114,14 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     size_bytes = None if weights is None else weights.total_bytes
     basis = f"the recipe {given.recipe}, with an 8-bit embedding table and head"
     assumptions.append(weights_sentence(size_bytes, basis))
+    host_bytes = 0 if weights is None else weights.host_bytes
+    if host_bytes:
+        assumptions.append(host_sentence(host_bytes))
     subject = Subject(str(file), geometry, ar, size_bytes, found.max_positions, tuple(assumptions), decoder, weights)
     if spec is None:
         return subject
     interface = DecoderInterface.of(spec, context, geometry.kv_dtype, geometry.key_layout, "u16")
-    return replace(subject, rotary=interface.rotary)
+    return replace(subject, rotary=interface.rotary, host_bytes=host_bytes)
 
 
 def _context(given: Overrides, longest: int | None, assumptions: list[str]) -> int:

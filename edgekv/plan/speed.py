@@ -103,9 +103,16 @@ def macs_per_token(decoder: Decoder, geometry: Geometry | LayeredGeometry) -> in
 
     The head runs once a pass, not once a token.
     """
+    groups = geometry.groups()
+    owners = sum(group.layers for group in groups if not group.is_state)
+    deltas = 0 if decoder.delta_rule is None else len(decoder.delta_rule.layers)
+    readers = decoder.layers - decoder.convolutions - deltas
     attention = sum(
-        group.layers * group.context * (group.head_dim if group.is_state else 2 * decoder.heads * decoder.head_dim)
-        for group in geometry.groups()
+        group.layers * group.context * group.head_dim
+        if group.is_state
+        # Layers that read the cache of another are taken to be of all kinds alike.
+        else readers * group.layers * group.context * 2 * decoder.heads * group.head_dim // owners
+        for group in groups
     )
     return decoder.all_layer_parameters + attention
 

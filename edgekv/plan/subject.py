@@ -28,6 +28,7 @@ class Subject:
         weights: the weights in pieces, or None if they are unknown.
         splits: number of parts of a bundle's layers; None if it is still to be chosen.
         rotary: the rotary embeddings that the graphs have inputs for.
+        host_bytes: a table that the host alone reads, mapped; not among the weights.
     """
 
     source: str
@@ -40,6 +41,7 @@ class Subject:
     weights: Weights | None = None
     splits: int | None = None
     rotary: tuple[RotaryInputs, ...] = (RotaryInputs("", 1),)
+    host_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.ar != tuple(sorted(set(self.ar))) or not self.ar or self.ar[0] != 1:
@@ -117,6 +119,11 @@ def check_agreement(given: Overrides, found: Mapping[str, int], path: Path) -> N
 def contradiction(name: str, found: object, wanted: object, path: Path) -> UsageError:
     """The error for an option that contradicts a file."""
     return UsageError(name, got=found, expected=f"{wanted}, as {path} says", fix="Leave it out.")
+
+
+def host_sentence(size_bytes: int) -> str:
+    """The assumption about a table of inputs of layers, in words."""
+    return f"a table of {size_bytes:,} bytes apart: the host maps it, and reads the rows of the tokens that it runs"
 
 
 def weights_sentence(size_bytes: int | None, basis: str) -> str:

@@ -13,14 +13,14 @@ from edgekv.runtime.adapter import AdapterMemory, AdapterPorts
 from edgekv.runtime.binding import Binding
 from edgekv.spec import GraphInterface, PartRecord, Port
 
-_ROW_A_TOKEN = frozenset({"ids", "embeddings", "hidden", "cos", "sin"})
+_ROW_A_TOKEN = frozenset({"ids", "embeddings", "layer_inputs", "hidden", "cos", "sin"})
 """Kinds of ports with a row for each token, besides masks and the cache."""
 
 _Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]
 
 
 class _ArenaPorts:
-    """The ports that one arena of the cache serves, for the layers of a part."""
+    """The ports that one arena of the cache serves, for the layers of a part, or for a layer that it borrows."""
 
     __slots__ = ("new_names", "past_names", "tensors")
 
@@ -34,12 +34,13 @@ class _ArenaPorts:
 class _GroupPorts:
     """The ports that one group of the cache serves, and where they are bound."""
 
-    __slots__ = ("arenas", "bound", "group", "index")
+    __slots__ = ("_borrows", "arenas", "bound", "group", "index")
 
-    def __init__(self, index: int, group: CacheGroup, layers: range) -> None:
+    def __init__(self, index: int, group: CacheGroup, layers: range, *, borrows: bool = False) -> None:
         self.index = index
         self.group = group
         self.arenas = [_ArenaPorts(arena, layers) for arena in group.arenas]
+        self._borrows = borrows
         self.bound: tuple[int, ...] | None = None
 
     def bind(self, binding: Binding, window: Window) -> None:
@@ -54,8 +55,9 @@ class _GroupPorts:
             past, new = arena.past_offset_bytes(window), arena.new_offset_bytes(window)
             binding.inputs(ports.past_names, dtype, arena.past_shape(window.columns), arena.addresses[tensors], past)
             if ports.new_names:
-                new_shape = arena.new_shape(window.ar)
-                binding.outputs(ports.new_names, dtype, new_shape, arena.new_addresses(window)[tensors], new)
+                new_shape, addresses = arena.new_shape(window.ar), arena.new_addresses(window)[tensors]
+                bind = binding.inputs if self._borrows else binding.outputs  # another part has written borrowed rows
+                bind(ports.new_names, dtype, new_shape, addresses, new)
         self.bound = wanted
 
 
@@ -83,7 +85,7 @@ class BoundPart:
     """A part whose inputs and outputs are bound once. A step rebinds only the cache's windows and a head's row.
 
     Attributes:
-        is_head: whether the part is only a head, which a step can skip if its logits are not needed.
+        is_needed: whether a step runs it even if its logits are not needed: it or a later part writes a cache.
         reads_used_rows: whether windows can have fewer columns than the graph's past rows.
         takes_fewer: whether steps can have fewer tokens than AR.
         run: runs the part on the bound memory.
@@ -97,6 +99,9 @@ class BoundPart:
         interface: GraphInterface,
         arrays: Mapping[str, NDArray[Any]],
         mask_groups: Mapping[str, int],
+        borrowed: Sequence[int] = (),
+        *,
+        is_needed: bool = True,
     ) -> None:
         """Bind a loaded part to `arrays`, by name; the ports of the cache follow with `use`.
 
@@ -106,6 +111,8 @@ class BoundPart:
             interface: the ports that it must have.
             arrays: the memory of its ports other than the cache's.
             mask_groups: the group of the cache that each mask belongs to.
+            borrowed: layers of earlier parts whose caches it reads.
+            is_needed: see the class.
 
         Raises:
             BundleError: the part does not have the inputs and outputs of its interface.
@@ -114,8 +121,10 @@ class BoundPart:
         interface = interface.with_adapters_like(found)
         interface.check(found, record.file)
         self._adapters = AdapterPorts(binding, interface.adapter_ports)
-        self.is_head = not record.layers
-        self.reads_used_rows = self.is_head or binding.reads_used_rows
+        is_head = not record.layers
+        self.is_needed = is_needed
+        self._borrowed = borrowed
+        self.reads_used_rows = is_head or binding.reads_used_rows
         self.takes_fewer = binding.takes_fewer
         self.run = binding.run
         self.release = binding.release
@@ -139,14 +148,21 @@ class BoundPart:
         self._entry = interface.entry
         self._hidden = arrays[self._entry.name]
         self._row: int | None = 0
-        self._reads_one_row = self.is_head and self._entry.shape[2] == 1
+        self._reads_one_row = is_head and self._entry.shape[2] == 1
 
     def use(self, cache: KVCache) -> None:
         """Use this cache from the next step on."""
+        held = [{tensor.layer for tensor in group.geometry.names()} for group in cache.groups]
         self._groups = [
             _GroupPorts(index, group, self._layers)
             for index, group in enumerate(cache.groups)
-            if any(tensor.layer in self._layers for tensor in group.geometry.names())
+            if not held[index].isdisjoint(self._layers)
+        ]
+        self._groups += [
+            _GroupPorts(index, group, range(layer, layer + 1), borrows=True)
+            for index, group in enumerate(cache.groups)
+            for layer in self._borrowed
+            if layer in held[index]
         ]
 
     def adapt(self, memory: AdapterMemory) -> None:

@@ -66,6 +66,7 @@ class StaticGraph:
         cache: KVCache,
         ropes: Mapping[str, RopeTable],
         embeddings: EmbeddingTable | None = None,
+        layer_inputs: EmbeddingTable | None = None,
         adapter: AdapterMemory = NO_ADAPTER,
         clock: StepTimes | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class StaticGraph:
             cache: see `use`.
             ropes: see `rope_tables`.
             embeddings: see `Bundle.embeddings`.
+            layer_inputs: see `Bundle.layer_inputs`.
             adapter: see `adapt`; graphs without slots need none.
             clock: counts its steps; None for one of its own.
 
@@ -90,11 +92,20 @@ class StaticGraph:
         self.steps = 0
         self.clock = StepTimes() if clock is None else clock
         self.takes_fewer = any(binding.takes_fewer for binding in bindings)
-        self._inputs = StepInputs(manifest, record, ropes, embeddings, takes_fewer=self.takes_fewer)
+        self._inputs = StepInputs(manifest, record, ropes, embeddings, layer_inputs, takes_fewer=self.takes_fewer)
         interfaces = manifest.interface.parts(record)
         exits = {each.exit.name: aligned_zeros(each.exit.shape, each.exit.dtype) for each in interfaces}
+        stop = manifest.model.first_without_cache or manifest.model.layers
         self._parts = [
-            BoundPart(binding, part, interface, self._inputs.arrays | exits, self._inputs.groups)
+            BoundPart(
+                binding,
+                part,
+                interface,
+                self._inputs.arrays | exits,
+                self._inputs.groups,
+                manifest.interface.borrowed(part),
+                is_needed=part.first_layer < stop,
+            )
             for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)
         ]
         self._logits = exits[interfaces[-1].exit.name][0]
@@ -159,7 +170,7 @@ class StaticGraph:
             position: absolute position of the first one. After `window`, since a policy that evicts tokens there can
                 change it.
             views: what each of them is and sees; None if they follow each other.
-            logits: whether the logits are needed; without them a head that is a separate part does not run.
+            logits: whether the logits are needed; without them, the last parts without a cache do not run.
 
         Raises:
             EngineError: the runtime failed; the cache is as it was before the step.
@@ -176,7 +187,7 @@ class StaticGraph:
             if self.reads_used_rows:
                 windows = [window.narrowed(self._row_block) for window in windows]
             self._inputs.write(tokens, position, windows)
-        parts = self._parts if logits else [part for part in self._parts if not part.is_head]
+        parts = self._parts if logits else [part for part in self._parts if part.is_needed]
         for part in parts:
             part.bind(windows, len(tokens))
         entered = perf_counter_ns()

@@ -13,7 +13,7 @@ from edgekv.bundle import EmbeddingTable, Manifest
 from edgekv.kv import Window
 from edgekv.runtime.binding import aligned_zeros
 from edgekv.runtime.rope import RopeTable
-from edgekv.spec import CONV_ROWS, LOGITS_INDEX, MASK, STEP_KINDS, GraphRecord, rope_inputs
+from edgekv.spec import CONV_ROWS, LAYER_INPUTS_PORT, LOGITS_INDEX, MASK, STEP_KINDS, GraphRecord, rope_inputs
 from quant import Encoding
 
 
@@ -63,6 +63,7 @@ class StepInputs:
         record: GraphRecord,
         ropes: Mapping[str, RopeTable],
         embeddings: EmbeddingTable | None = None,
+        layer_inputs: EmbeddingTable | None = None,
         *,
         takes_fewer: bool = False,
     ) -> None:
@@ -73,6 +74,7 @@ class StepInputs:
             record: the graph.
             ropes: see `rope_tables`.
             embeddings: the table, if the graph reads `inputs_embeds` instead of ids.
+            layer_inputs: see `Bundle.layer_inputs`.
             takes_fewer: whether the graph has no row without a token.
         """
         self._takes_fewer = takes_fewer
@@ -85,6 +87,8 @@ class StepInputs:
         self._pad = np.asarray(pad) if embeddings is None else embeddings.rows([pad])[0]
         entry = self.arrays[inputs[0].name]
         self._entry = entry[0] if embeddings is None else entry[0, 0]
+        self._gathered = [] if layer_inputs is None else [(layer_inputs, self.arrays[LAYER_INPUTS_PORT][0, 0])]
+        self._pad_token = pad
         self._rotary = [
             (table, *(self.arrays[name][0, 0] for name in names))
             for suffix, table in ropes.items()
@@ -136,12 +140,16 @@ class StepInputs:
         """Write ids or embeddings, and what rows without a token read if there were others in the step before."""
         n = len(tokens)
         self._entry[:n] = tokens if self._table is None else self._table.rows(tokens)
+        for gathered, rows in self._gathered:
+            rows[:n] = gathered.rows(tokens)
         if n == before:
             self.filled = n
             return
         if not self._takes_fewer:
             # Rows without a token: their results are not used.
             self._entry[n:] = self._pad
+            for gathered, rows in self._gathered:
+                rows[n:] = gathered.rows([self._pad_token])
             for table, cos, sin in self._rotary:
                 cos[n:], sin[n:] = table.rows(0, 1)
         if self._index is not None:

@@ -1,7 +1,7 @@
 """Decoders, KV caches and graph interfaces, described once and used by all other packages."""
 
 from edgekv.spec.config import CONFIG, Config, read_config, read_json
-from edgekv.spec.decoder import Convolution, DecoderSpec, SplitChannel, Vocabulary
+from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes, SplitChannel, Vocabulary
 from edgekv.spec.describe import CacheSpec, describe, describe_cache
 from edgekv.spec.families import ARCHITECTURES
 from edgekv.spec.folders import FolderKind, identify
@@ -18,6 +18,7 @@ from edgekv.spec.geometry import (
 )
 from edgekv.spec.graph import (
     CONV_ROWS,
+    LAYER_INPUTS_PORT,
     LOGITS_INDEX,
     MASK,
     ROPE_SUFFIXES,
@@ -70,6 +71,10 @@ from edgekv.spec.tensors import (
     FINAL_NORM,
     HEAD,
     HEAD_TURN,
+    LAYER_INPUTS,
+    LAYER_TABLE,
+    LAYER_TABLE_NORM,
+    LAYER_TABLE_PROJECTION,
     View,
     attention_norm,
     by_inputs,
@@ -78,6 +83,9 @@ from edgekv.spec.tensors import (
     delta_kernel,
     delta_rates,
     feed_forward_norm,
+    head_width,
+    layer_of,
+    layer_scalar,
     matrices,
     part_name,
     table_key,
@@ -102,6 +110,11 @@ __all__ = [
     "PRODUCT_HEADROOM",
     "IDS",
     "KINDS",
+    "LAYER_INPUTS",
+    "LAYER_INPUTS_PORT",
+    "LAYER_TABLE",
+    "LAYER_TABLE_NORM",
+    "LAYER_TABLE_PROJECTION",
     "LOGITS",
     "LOGITS_INDEX",
     "LORA_A",
@@ -145,6 +158,7 @@ __all__ = [
     "Kind",
     "KvDtype",
     "KvTensor",
+    "LayerSizes",
     "LayeredGeometry",
     "PartRecord",
     "Port",
@@ -165,11 +179,14 @@ __all__ = [
     "describe",
     "describe_cache",
     "feed_forward_norm",
+    "head_width",
     "hidden_name",
     "mask_depth",
     "mask_encoding",
     "mask_name",
     "identify",
+    "layer_of",
+    "layer_scalar",
     "lora_a",
     "lora_added",
     "lora_b",

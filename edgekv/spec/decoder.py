@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Literal
 
 import msgspec
@@ -10,7 +11,16 @@ from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
 from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
 from edgekv.spec.linear import DeltaRule
 from edgekv.spec.rope import Rope
-from edgekv.spec.sizes import Decoder
+from edgekv.spec.sizes import (
+    Decoder,
+    LayerKind,
+    LayerMatrix,
+    attention_matrices,
+    convolution_matrices,
+    delta_matrices,
+    feed_forward_matrices,
+    layer_input_matrices,
+)
 
 Activation = Literal["silu", "gelu-tanh"]
 QkNorm = Literal["head", "all-heads"]
@@ -64,12 +74,27 @@ class Convolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.state_dtype in ("u8", "s8")
 
 
+class LayerSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sizes in which the layers of a decoder may differ.
+
+    Attributes:
+        kv_heads: key/value heads.
+        head_dim: D, elements of a head.
+        intermediate: width of the feed-forward.
+    """
+
+    kv_heads: _Width
+    head_dim: _Width
+    intermediate: _Width
+
+
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
 
     Sizes come first. From `local_rope` on, the defaults are Llama's.
 
     Attributes:
+        kv_heads: of the layers without sizes of their own; so are `head_dim` and `intermediate`. See `of_layer`.
         max_positions: the longest context that can be exported.
         bound_by: the field of `config.json` that sets it.
         query_gain: multiplies the scores, such as head_dim ** -0.5.
@@ -94,6 +119,12 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         fused: whether q, k and v are stored as one matrix, and gate and up as another.
         convolution: the layers without attention; None if there are none.
         delta_rule: the layers with a gated delta rule in place of attention; None if there are none.
+        layer_sizes: the sizes of each layer; empty if all are alike.
+        cache_owners: by layer, the layer whose keys and values it reads; empty if each layer has its own.
+        value_norm: whether values are divided by their root mean square.
+        layer_inputs: P, the width of what the host gathers for each token and layer, which gates a branch of its own
+            at the end of the layer; 0 without.
+        layer_scalars: whether the residual is multiplied by a stored number at the end of each layer.
         head_gates: whether the output of each head is multiplied by the sigmoid of a projection of the layer's input.
         output_gates: whether every channel of the heads' outputs is. Checkpoints store the gates' matrix within q_proj.
         stored_names: parts of the tensors' names, and what checkpoints of the architecture have in their place.
@@ -135,17 +166,21 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bound_by: str = "max_position_embeddings"
     convolution: Convolution | None = None
     delta_rule: DeltaRule | None = None
+    layer_sizes: tuple[LayerSizes, ...] = ()
+    cache_owners: tuple[_Layer, ...] = ()
+    value_norm: bool = False
+    layer_inputs: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    layer_scalars: bool = False
     head_gates: bool = False
     output_gates: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.windows) not in (0, self.layers):
-            raise ValueError(f"windows: got {len(self.windows)}; expected none or {self.layers}, one for each layer")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}; expected a divisor of {self.heads} heads")
-        if wrong := [rope.width for rope in self.ropes if rope.width > self.head_dim]:
-            raise ValueError(f"rope: width: got {wrong[0]}; expected at most head_dim = {self.head_dim}")
+        for name in ("windows", "layer_sizes", "cache_owners"):
+            if len(found := getattr(self, name)) not in (0, self.layers):
+                raise ValueError(f"{name}: got {len(found)}; expected none or {self.layers}, one for each layer")
+        if wrong := [each.kv_heads for each in self._all_sizes if self.heads % each.kv_heads]:
+            raise ValueError(f"kv_heads: got {wrong[0]}; expected a divisor of {self.heads} heads")
         if foreign := [layer for layer in self.unrotated if layer >= self.layers]:
             raise ValueError(f"unrotated: got {foreign[0]}; expected layers below {self.layers}")
         if self.vocabulary != "apart" and not self.tied_head:
@@ -156,8 +191,55 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.delta_rule is not None and not self.delta_rule.layers < {*range(self.layers)}:
             found = sorted(self.delta_rule.layers)
             raise ValueError(f"delta_rule: layers: got {found}; expected some below {self.layers}, and one without")
+        for layer in range(self.layers) if self.layer_sizes or self.cache_owners else (0,):
+            self._check_layer(layer)
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
+
+    def _check_layer(self, layer: int) -> None:
+        sizes, owner = self.of_layer(layer), self.cache_layer(layer)
+        ropes = self.ropes if not self.layer_sizes else tuple(filter(None, [self.rope_of(layer)]))
+        if wrong := [rope.width for rope in ropes if rope.width > sizes.head_dim]:
+            raise ValueError(f"rope: width: got {wrong[0]}; expected at most head_dim = {sizes.head_dim}")
+        if owner == layer:
+            return
+        if owner > layer or self.cache_layer(owner) != owner:
+            raise ValueError(f"cache_owners: got {owner} of layer {layer}; expected an earlier layer with a cache")
+        cached = [
+            (each.kv_heads, each.head_dim, self._own_window(number), self.is_convolution(number))
+            for number, each in ((layer, sizes), (owner, self.of_layer(owner)))
+        ]
+        if cached[0] != cached[1] or cached[0][-1]:
+            raise ValueError(f"cache_owners: got {owner} of layer {layer}; expected a layer of the same kind and sizes")
+
+    @property
+    def _all_sizes(self) -> tuple[LayerSizes, ...]:
+        return self.layer_sizes or (self.of_layer(0),)
+
+    def of_layer(self, layer: int) -> LayerSizes:
+        """The sizes of a layer."""
+        if self.layer_sizes:
+            return self.layer_sizes[layer]
+        return LayerSizes(self.kv_heads, self.head_dim, self.intermediate)
+
+    def cache_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or the owner of a cache that it shares."""
+        return self.cache_owners[layer] if self.cache_owners else layer
+
+    def owns_cache(self, layer: int) -> bool:
+        """Whether a layer writes rows of keys and values, or a state."""
+        return self.cache_layer(layer) == layer
+
+    @property
+    def shared_layers(self) -> frozenset[int]:
+        """The layers whose keys and values later layers read too."""
+        return frozenset(owner for layer, owner in enumerate(self.cache_owners) if owner != layer)
+
+    @property
+    def first_without_cache(self) -> int | None:
+        """The first of the last layers that own no cache: only the last token of a prompt needs them; None if none."""
+        owners = [layer for layer in range(self.layers) if self.owns_cache(layer)]
+        return owners[-1] + 1 if owners[-1] + 1 < self.layers else None
 
     @property
     def sizes(self) -> Decoder:
@@ -166,16 +248,32 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             layers=self.layers,
             hidden=self.hidden,
             heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate=self.intermediate,
+            kv_heads=max(each.kv_heads for each in self._all_sizes),
+            head_dim=max(each.head_dim for each in self._all_sizes),
+            intermediate=max(each.intermediate for each in self._all_sizes),
             vocab=self.vocab,
             tied_head=self.tied_head,
+            kinds=tuple(LayerKind(count, kind) for kind, count in Counter(map(self._matrices, self._layers)).items()),
             convolutions=0 if self.convolution is None else len(self.convolution.layers),
-            head_gates=self.head_gates,
-            output_gates=self.output_gates,
             delta_rule=self.delta_rule,
+            layer_inputs=self.layers * self.layer_inputs,
         )
+
+    @property
+    def _layers(self) -> range:
+        return range(self.layers)
+
+    def _matrices(self, layer: int) -> tuple[LayerMatrix, ...]:
+        sizes, hidden = self.of_layer(layer), self.hidden
+        mixer = convolution_matrices(hidden)
+        if self.delta_rule is not None and self.is_delta_rule(layer):
+            mixer = delta_matrices(hidden, self.delta_rule)
+        elif not self.is_convolution(layer):
+            queries, keys = self.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+            gates = self.heads if self.head_gates else queries if self.output_gates else 0
+            mixer = attention_matrices(hidden, queries, keys, owns_cache=self.owns_cache(layer), gates=gates)
+        inputs = layer_input_matrices(hidden, self.layer_inputs)
+        return (*mixer, *feed_forward_matrices(hidden, sizes.intermediate), *inputs)
 
     @property
     def shares_vocabulary(self) -> bool:
@@ -194,10 +292,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Elements that norms of the residual read besides its channels."""
         return sum(each.parts - 1 for each in self.split)
 
-    @property
-    def group(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.heads // self.kv_heads
+    def group(self, layer: int) -> int:
+        """Query heads of a layer that share one key/value head."""
+        return self.heads // self.of_layer(layer).kv_heads
 
     def is_convolution(self, layer: int) -> bool:
         """Whether a layer has a short convolution in place of attention."""
@@ -216,6 +313,14 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Whether some layers keep a state instead of keys and values of every token."""
         return self.convolution is not None or self.delta_rule is not None
 
+    def cache_tensors(self, layer: int) -> int:
+        """Number of tensors of keys and values, or of states, that a layer has in the cache."""
+        if self.is_convolution(layer):
+            return 1
+        if self.is_delta_rule(layer) and self.delta_rule is not None:
+            return 4 + self.delta_rule.value_heads
+        return 2 * self.of_layer(layer).kv_heads if self.owns_cache(layer) else 0
+
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention."""
@@ -228,20 +333,21 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ValueError: no graph can have this context, such as one that a convolution's kernel exceeds.
         """
         windows, states = self.windows_in(context), self.convolution_states
-        if not windows and states is None:
+        if not windows and states is None and not self.layer_sizes and not self.cache_owners:
             return Geometry(self.layers, self.kv_heads, self.head_dim, context, kv_dtype, key_layout)
         if states is not None and states.kernel >= context:
             raise ValueError(f"context: got {context}; expected more than the kernel of {states.kernel} tokens")
         return LayeredGeometry(
             self.layers,
             context,
-            (self.kv_heads,),
-            (self.head_dim,),
+            tuple(each.kv_heads for each in self._all_sizes),
+            tuple(each.head_dim for each in self._all_sizes),
             windows,
             kv_dtype,
             key_layout,
             states,
             self.delta_rule,
+            frozenset(layer for layer in range(self.layers) if not self.owns_cache(layer)),
         )
 
     @property
@@ -260,6 +366,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Tokens that a layer attends to, including the current one; None for all, and without attention."""
         if not self.has_attention(layer):
             return None
+        layer = self.cache_layer(layer)
         limit = self.limits[layer % len(self.limits)] if self.limits else None
         return min((each for each in (self._own_window(layer), limit) if each is not None), default=None)
 

@@ -16,6 +16,8 @@ LARGEST_HEADS = 1 << 18
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CONVOLUTION, _DELTA_RULE = "conv", "linear_attention"
+_LACKING = dict.fromkeys(("gemma3n", "gemma3n_text"), "Laurel, AltUp and activation sparsity")
+"""What architectures have that cannot be exported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,9 @@ def describe(config: Config) -> DecoderSpec:
     model_type = config.text("model_type")
     family = ARCHITECTURES.get(model_type)
     if family is None:
+        if model_type in _LACKING:
+            fix = f"It needs {_LACKING[model_type]}, which graphs do not have. Use Gemma 4, which dropped them."
+            raise config.refusal("model_type", "an architecture without them", fix=fix)
         wanted = ", ".join(sorted(ARCHITECTURES))
         raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
     spec = family(config)

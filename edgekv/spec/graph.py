@@ -20,11 +20,12 @@ from quant import DTYPES, Dtype
 
 MASK, LOGITS_INDEX = "attention_mask", "logits_index"
 CONV_ROWS = "conv_rows"
+LAYER_INPUTS_PORT = "per_layer_inputs"
 ROPE_SUFFIXES = ("", "_local")
 """Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
 STEP_KINDS: frozenset[PortKind] = frozenset(
-    {"ids", "embeddings", "mask", "cos", "sin", "conv_rows", "others", "logits_index"}
+    {"ids", "embeddings", "layer_inputs", "mask", "cos", "sin", "conv_rows", "others", "logits_index"}
 )
 """The inputs that the host writes before a step. The others are in the cache or come from the previous part."""
 
@@ -70,6 +71,8 @@ class DecoderInterface:
         rotary: the rotary embeddings.
         activations: integer type of the activations.
         lora: the inputs for adapters; None if the graphs have none.
+        cache_owners: see `DecoderSpec`.
+        layer_inputs: width of what the host gathers for all layers of a token; 0 without.
     """
 
     hidden: int
@@ -78,6 +81,8 @@ class DecoderInterface:
     rotary: tuple[RotaryInputs, ...]
     activations: Dtype = "u16"
     lora: LoraSlots | None = None
+    cache_owners: tuple[int, ...] = ()
+    layer_inputs: int = 0
 
     @classmethod
     def of(
@@ -104,7 +109,16 @@ class DecoderInterface:
             for suffix, rope in zip(ROPE_SUFFIXES, spec.ropes, strict=False)
         )
         cache = spec.cache(context, kv_dtype, key_layout)
-        return cls(spec.hidden, spec.vocab, cache, rotary, activations, lora)
+        return cls(
+            spec.hidden,
+            spec.vocab,
+            cache,
+            rotary,
+            activations,
+            lora,
+            spec.cache_owners,
+            spec.layers * spec.layer_inputs,
+        )
 
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
         """The interface of one part of a graph for AR new tokens in a context of S.
@@ -117,8 +131,10 @@ class DecoderInterface:
         `recurrent_state_{L}_in` [1, 1, key_dim, values], and the rows of its tail [1, 1, 64, width]. In verify graphs
         with states: `conv_rows` [(K-1) * AR], the row that a tap of a convolution reads for a token, by tap, of past,
         new and others' rows; and for each layer the others, [1, 1, (K-1) * AR, hidden], states of further sequences.
-        With a gated delta rule there are no others. In graphs with
-        slots: the A's and B's of `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1].
+        With a gated delta rule there are no others. Where layers have inputs of their own: `per_layer_inputs`
+        [1, 1, AR, layers * P]. Where a layer reads the cache of one in an earlier part: that past, and its new rows,
+        under the name of the earlier part's output. In graphs with slots: the A's and B's of `LoraSlots.tensors`. In
+        prefill graphs whose last part has layers: `logits_index` [1].
 
         Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; and `logits` [1, AR or 1, V] or `hidden_{L}`.
 
@@ -135,7 +151,15 @@ class DecoderInterface:
 
     def mask(self, layer: int) -> str:
         """Name of the attention mask of a layer."""
-        return self.mask_of(self._groups[layer])
+        return self.mask_of(self._groups[self.cache_layer(layer)])
+
+    def cache_layer(self, layer: int) -> int:
+        """As `DecoderSpec.cache_layer`."""
+        return self.cache_owners[layer] if self.cache_owners else layer
+
+    def borrowed(self, part: PartRecord) -> list[int]:
+        """The layers of earlier parts whose caches the layers of a part read."""
+        return sorted({self.cache_layer(layer) for layer in part.layers} - {*part.layers})
 
     def mask_of(self, group: Geometry) -> str:
         """Name of the attention mask of a group of layers."""
@@ -152,7 +176,7 @@ class DecoderInterface:
 
     def tensors(self, layers: Iterable[int]) -> Iterator[KvTensor]:
         """The cache tensors of these layers, in the order of the graphs' inputs."""
-        for layer in layers:
+        for layer in (each for each in layers if each in self._all_groups):
             for group in self._all_groups[layer]:
                 for head in range(group.kv_heads):
                     for kind in group.kinds:
@@ -160,14 +184,17 @@ class DecoderInterface:
 
     def _inputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
         ar, rows = graph.ar, graph.ar if part.layers else graph.logit_rows
-        attending = [layer for layer in part.layers if not self._groups[layer].is_state]
-        masks = {self.mask(layer): self._past_rows(layer, graph) for layer in attending}
+        owners = {layer: self.cache_layer(layer) for layer in part.layers}
+        attending = [layer for layer, owner in owners.items() if not self._groups[owner].is_state]
+        masks = {self.mask(layer): self._past_rows(owners[layer], graph) for layer in attending}
         read = {self.rotary_of(layer) for layer in attending}
         if part.embeds:
             yield Port(IDS, "int32", (1, ar), "ids")
         else:
             kind: PortKind = "embeddings" if part.entry == EMBEDDINGS else "hidden"
             yield self._activation(kind, part.entry, (1, 1, rows, self.hidden))
+        if self.layer_inputs and part.layers:
+            yield self._activation("layer_inputs", LAYER_INPUTS_PORT, (1, 1, ar, self.layer_inputs))
         for mask, past_rows in masks.items():
             yield self._activation("mask", mask, (1, 1, ar, past_rows + ar), MASK)
         for rotary in (each for each in self.rotary if each in read):
@@ -176,7 +203,10 @@ class DecoderInterface:
             yield self._activation("sin", sin, (1, 1, ar, rotary.pairs))
         for tensor in self.tensors(part.layers):
             yield self._cached("past", tensor, self._group_of(tensor).past_rows(graph.ar, graph.context))
-        states = [layer for layer in part.layers if self._groups[layer].is_state]
+        for tensor in self.tensors(self.borrowed(part)):
+            yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
+            yield self._cached("borrowed", tensor, ar)
+        states = [layer for layer in part.layers if layer not in attending]
         if states and graph.role == "verify":
             rows = self._past_rows(states[0], graph) * ar
             yield Port(CONV_ROWS, "int32", (rows,), "conv_rows")
@@ -201,11 +231,12 @@ class DecoderInterface:
     def _activation(self, kind: PortKind, name: str, shape: tuple[int, ...], encoding: str | None = None) -> Port:
         return Port(name, DTYPES[self.activations].name, shape, kind, encoding or name)
 
-    def _cached(self, kind: Literal["past", "new", "others"], tensor: KvTensor, rows: int) -> Port:
+    def _cached(self, kind: Literal["past", "borrowed", "new", "others"], tensor: KvTensor, rows: int) -> Port:
         group = self._group_of(tensor)
         is_column = tensor.kind == "key" and group.key_layout == "columns"
         shape = (1, 1, group.head_dim, rows) if is_column else (1, 1, rows, group.head_dim)
-        name = {"past": tensor.past, "new": tensor.new, "others": tensor.others}[kind]
+        names = {"past": tensor.past, "others": tensor.others}
+        name = names.get(kind, tensor.new)
         port_kind: PortKind = "state" if kind == "past" and tensor.is_state else kind
         return Port(name, DTYPES[group.kv_dtype].name, shape, port_kind, tensor.past)
 

@@ -56,6 +56,7 @@ class LayeredGeometry:
         key_layout: see `Geometry`.
         states: the layers with a short convolution, and what their state is, if there are any.
         delta_rule: the layers with a gated delta rule, which `states` has too, if there are any.
+        without: the layers without a cache of their own, which read another layer's.
     """
 
     layers: int
@@ -67,6 +68,7 @@ class LayeredGeometry:
     key_layout: KeyLayout = "rows"
     states: ConvolutionStates | None = None
     delta_rule: DeltaRule | None = None
+    without: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim"):
@@ -77,7 +79,7 @@ class LayeredGeometry:
     def groups(self) -> tuple[Geometry, ...]:
         """Groups of layers with equal heads, width and window, in the order of their first layers."""
         found: dict[tuple[int, int, int, tuple[Kind, ...]], list[int]] = {}
-        for layer in range(self.layers):
+        for layer in (each for each in range(self.layers) if each not in self.without):
             found.setdefault(self._sizes(layer), []).append(layer)
         groups = []
         for (kv_heads, head_dim, window, kinds), numbers in found.items():
@@ -87,7 +89,7 @@ class LayeredGeometry:
         if self.delta_rule is not None:
             groups += self._delta_groups(self.delta_rule)
         # One group of all layers equals a plain geometry.
-        return tuple(groups) if len(groups) > 1 else (replace(groups[0], numbers=()),)
+        return tuple(groups) if len(groups) > 1 or self.without else (replace(groups[0], numbers=()),)
 
     @property
     def tensors(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from edgekv.spec.config import Config
-from edgekv.spec.decoder import Convolution, DecoderSpec
+from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes
 from edgekv.spec.rope import Rope
 
 ATTENTION_INPUTS = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
@@ -127,3 +127,71 @@ def windows(
     if window is None:
         raise config.refusal("sliding_window", "a whole number above 0, since layers slide")
     return tuple(window if each else None for each in sliding)
+
+
+def cache_owners(config: Config, is_full: Sequence[bool]) -> tuple[int, ...]:
+    """By layer, the layer whose keys and values it reads: the last `num_kv_shared_layers` layers have no others.
+
+    Each of them reads those of the last layer before them that has full attention as well, or a window as well.
+
+    Args:
+        config: the configuration.
+        is_full: of each layer, whether it has full attention.
+
+    Returns:
+        A number for each layer; empty if each layer has its own.
+
+    Raises:
+        CheckpointError: no such layer is before them.
+    """
+    layers, name = len(is_full), "num_kv_shared_layers"
+    if (sharing := config.count(name, 0)) == 0:
+        return ()
+    if sharing >= layers:
+        raise config.refusal(name, f"fewer than num_hidden_layers = {layers}")
+    first = layers - sharing
+    owners = [*range(first)]
+    for kind in is_full[first:]:
+        owner = next((layer for layer in reversed(range(first)) if is_full[layer] == kind), None)
+        if owner is None:
+            wanted = f"a layer with {_FULL if kind else _SLIDING} among the first {first}, which share their cache"
+            raise config.refusal(name, wanted, fix="Sharing cannot point forward: correct layer_types or this field.")
+        owners.append(owner)
+    return tuple(owners)
+
+
+def layer_sizes(
+    config: Config, spec: DecoderSpec, is_full: Sequence[bool], owners: Sequence[int], head_dim: int
+) -> tuple[LayerSizes, ...]:
+    """The sizes of each layer.
+
+    Files of the hub have `global_head_dim` for layers with full attention, those that transformers 5 writes have
+    `per_layer_config`.
+
+    Args:
+        config: the configuration.
+        spec: the sizes of the other layers.
+        is_full: of each layer, whether it has full attention.
+        owners: see `cache_owners`; layers that share a cache have twice the feed-forward if `use_double_wide_mlp`.
+        head_dim: the architecture's default of `global_head_dim`.
+
+    Raises:
+        CheckpointError: a size is none, or layers of one kind differ.
+    """
+    own, found = config.table("per_layer_config"), []
+    sizes: dict[bool, tuple[int, int]] = {}
+    for layer, full in enumerate(is_full):
+        table = own.table(str(layer))
+        if unknown := {*table.names} - {"head_dim", "num_key_value_heads"}:
+            raise config.refusal("per_layer_config", "head_dim and num_key_value_heads", got=", ".join(sorted(unknown)))
+        default = config.size("global_head_dim", head_dim) if full and not own else spec.head_dim
+        dim, kv_heads = table.size("head_dim", default), table.size("num_key_value_heads", spec.kv_heads)
+        if dim % 2:
+            raise config.refusal("global_head_dim", "an even number", got=str(dim))
+        if spec.heads % kv_heads:
+            raise table.refusal("num_key_value_heads", f"a divisor of num_attention_heads = {spec.heads}")
+        if sizes.setdefault(full, (dim, kv_heads)) != (dim, kv_heads):
+            raise config.refusal("per_layer_config", "one head_dim for each kind of layer", got=f"another in {layer}")
+        wide = bool(owners) and owners[layer] != layer and config.flag("use_double_wide_mlp")
+        found.append(LayerSizes(kv_heads, dim, spec.intermediate * (2 if wide else 1)))
+    return tuple(found)

@@ -17,8 +17,8 @@ OPEN_ROWS, OPEN_TOKENS = "rows_", "tokens_"
 """Names of a graph's sizes that can be smaller, past rows and new tokens; behind each is the most that it can be."""
 
 PortKind = Literal[
-    "ids", "embeddings", "hidden", "mask", "cos", "sin", "past", "state", "conv_rows", "others",
-    "lora", "logits_index", "new", "logits",
+    "ids", "embeddings", "layer_inputs", "hidden", "mask", "cos", "sin", "past", "borrowed", "state", "conv_rows",
+    "others", "lora", "logits_index", "new", "logits",
 ]  # fmt: skip
 
 

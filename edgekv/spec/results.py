@@ -15,7 +15,7 @@ from quant import Encoding, Range
 
 ResultKind = Literal[
     "embedding", "linear", "norm", "sum", "product", "gelu", "sigmoid", "tanh", "softmax",
-    "scores", "masked", "attended", "cache", "state", "tail", "softplus", "decay_sum",
+    "scores", "masked", "attended", "cache", "state", "tail", "softplus", "decay_sum", "gathered",
 ]  # fmt: skip
 
 HEADROOM = 1.5
@@ -152,6 +152,7 @@ RULES: dict[ResultKind, Rule] = {
     "tail": _holds_tail,
     "softplus": _from_zero,
     "decay_sum": _decays,
+    "gathered": _COVERS,
 }
 """The encoding rule of each kind."""
 

@@ -84,7 +84,9 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls.from_table(table, config, head_dim, theta=config.number("rope_theta", theta))
 
     @classmethod
-    def pair(cls, config: Config, head_dim: int, *, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+    def pair(
+        cls, config: Config, head_dim: int, *, theta: float, local_theta: float, local_head_dim: int | None = None
+    ) -> tuple[Rope, Rope]:
         """The embeddings of layers with full attention and of layers with an attention window.
 
         Reads `rope_parameters` with an object for each kind of layer (transformers 5). Older configurations have
@@ -95,6 +97,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             head_dim: D.
             theta: base of the layers with full attention, if the configuration has no objects.
             local_theta: the same for layers with a window.
+            local_head_dim: D of the layers with a window; None if it is the same.
 
         Raises:
             CheckpointError: the type is not supported, or a number is missing or out of range.
@@ -106,7 +109,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         local = newer.table("sliding_attention")
         return (
             cls.from_table(full, config, head_dim, theta=theta),
-            cls.from_table(local, config, head_dim, theta=local_theta),
+            cls.from_table(local, config, local_head_dim or head_dim, theta=local_theta),
         )
 
     @classmethod

@@ -2,32 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from edgekv.spec.linear import DeltaRule
 from quant import WEIGHT_TYPES, WeightDtype, WeightType
 
+MatrixRole = Literal[
+    "q",
+    "k",
+    "v",
+    "o",
+    "head_gate",
+    "conv_in",
+    "conv_out",
+    "delta_rates",
+    "delta_in",
+    "delta_out",
+    "gate",
+    "up",
+    "down",
+    "layer_gate",
+    "layer_out",
+]
+
+
+class LayerMatrix(NamedTuple):
+    """A matrix of a layer."""
+
+    role: MatrixRole
+    inputs: int
+    outputs: int
+
+    @property
+    def parameters(self) -> int:
+        """Its elements."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers with the same matrices.
+
+    Attributes:
+        layers: their number.
+        matrices: of one of them.
+    """
+
+    layers: int
+    matrices: tuple[LayerMatrix, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the matrices of one layer."""
+        return sum(each.parameters for each in self.matrices)
+
+
+def attention_matrices(
+    hidden: int, queries: int, keys: int, *, owns_cache: bool = True, gates: int = 0
+) -> tuple[LayerMatrix, ...]:
+    """q, k, v, o, and gates of heads; a layer that reads another one's cache has no k and v.
+
+    Args:
+        hidden: width of the residual.
+        queries: width of all query heads.
+        keys: width of all key heads.
+        owns_cache: whether keys and values are the layer's own.
+        gates: number of gates, of heads or of their channels.
+    """
+    own = (LayerMatrix("k", hidden, keys), LayerMatrix("v", hidden, keys)) if owns_cache else ()
+    gated = (LayerMatrix("head_gate", hidden, gates),) if gates else ()
+    return (LayerMatrix("q", hidden, queries), *own, LayerMatrix("o", queries, hidden), *gated)
+
+
+def convolution_matrices(hidden: int) -> tuple[LayerMatrix, ...]:
+    """The three inputs of a short convolution, and its output."""
+    return (*(LayerMatrix("conv_in", hidden, hidden),) * 3, LayerMatrix("conv_out", hidden, hidden))
+
+
+def delta_matrices(hidden: int, rule: DeltaRule) -> tuple[LayerMatrix, ...]:
+    """Strengths and decays, q|k|v, gates, and the output of a gated delta rule."""
+    rates = (LayerMatrix("delta_rates", hidden, rule.value_heads),) * 2
+    inputs = LayerMatrix("delta_in", hidden, rule.channels), LayerMatrix("delta_in", hidden, rule.values)
+    return (*rates, *inputs, LayerMatrix("delta_out", rule.values, hidden))
+
+
+def feed_forward_matrices(hidden: int, inner: int) -> tuple[LayerMatrix, ...]:
+    """gate, up and down."""
+    return LayerMatrix("gate", hidden, inner), LayerMatrix("up", hidden, inner), LayerMatrix("down", inner, hidden)
+
+
+def layer_input_matrices(hidden: int, width: int) -> tuple[LayerMatrix, ...]:
+    """The gate of what the host gathers for a layer, and its projection; none without such an input."""
+    return (LayerMatrix("layer_gate", hidden, width), LayerMatrix("layer_out", width, hidden)) if width else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Sizes of a decoder whose matrices are exactly q, k, v, o, gate, up and down, with a separate head.
-
-    Layers with a short convolution have three projections of its input and one of its output in place of q, k, v and o.
+    """Sizes of a decoder with a separate head.
 
     Attributes:
         layers: number of layers.
         hidden: width of the residual.
         heads: query heads.
-        kv_heads: key/value heads.
+        kv_heads: key/value heads; where layers differ, the most, and so for the next two.
         head_dim: D.
         intermediate: width of the feed-forward.
         vocab: rows of the embedding table.
         tied_head: whether the head is the embedding table; a bundle stores it once.
+        kinds: the matrices of the layers; empty if all have q, k, v, o, gate, up and down, of these sizes.
         convolutions: number of layers with a short convolution in place of attention.
-        head_gates: whether layers with attention have a matrix for gates of heads.
-        output_gates: whether it has a gate for every channel.
         delta_rule: the layers with a gated delta rule in place of attention.
+        layer_inputs: elements of all that the host gathers for the layers of a token; 0 without.
     """
 
     layers: int
@@ -38,52 +124,29 @@ class Decoder:
     intermediate: int
     vocab: int
     tied_head: bool = False
+    kinds: tuple[LayerKind, ...] = ()
     convolutions: int = 0
-    head_gates: bool = False
-    output_gates: bool = False
     delta_rule: DeltaRule | None = None
+    layer_inputs: int = 0
 
     @property
-    def layer_matrices(self) -> tuple[tuple[int, int], ...]:
-        """`[in, out]` of the matrices of a layer with attention: q, k, v, o, gate, up, down, and gates of heads."""
-        hidden, inner = self.hidden, self.intermediate
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers by their matrices."""
+        if self.kinds:
+            return self.kinds
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
-        gates = ((hidden, self.heads),) if self.head_gates else ((hidden, queries),) if self.output_gates else ()
-        return (*attention, (hidden, inner), (hidden, inner), (inner, hidden), *gates)
-
-    @property
-    def convolution_matrices(self) -> tuple[tuple[int, int], ...]:
-        """`[in, out]` of the matrices of a layer with a convolution: its three inputs, its output, gate, up, down."""
-        hidden, inner = self.hidden, self.intermediate
-        return (*((hidden, hidden),) * 4, (hidden, inner), (hidden, inner), (inner, hidden))
-
-    @property
-    def delta_matrices(self) -> tuple[tuple[int, int], ...]:
-        """`[in, out]` of the matrices of a layer with a delta rule: strengths, decays, q|k|v, gates, and the others."""
-        rule, hidden, inner = self.delta_rule, self.hidden, self.intermediate
-        if rule is None:
-            return ()
-        inputs = tuple((hidden, width) for width in (rule.value_heads, rule.value_heads, rule.channels, rule.values))
-        return (*inputs, (rule.values, hidden), (hidden, inner), (hidden, inner), (inner, hidden))
-
-    @property
-    def kinds(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """Number of layers and matrices of layers with attention, with a convolution, and with a delta rule."""
-        deltas = 0 if self.delta_rule is None else len(self.delta_rule.layers)
-        attending = self.layers - self.convolutions - deltas
-        convolutions = self.convolutions, self.convolution_matrices
-        return (attending, self.layer_matrices), convolutions, (deltas, self.delta_matrices)
+        attention = attention_matrices(self.hidden, queries, keys)
+        return (LayerKind(self.layers, (*attention, *feed_forward_matrices(self.hidden, self.intermediate))),)
 
     @property
     def layer_parameters(self) -> int:
         """Elements of the matrices of the largest layer."""
-        return max(_elements(matrices) for layers, matrices in self.kinds if layers)
+        return max(kind.parameters for kind in self.layer_kinds)
 
     @property
     def all_layer_parameters(self) -> int:
         """Elements of the matrices of all layers."""
-        return sum(layers * _elements(matrices) for layers, matrices in self.kinds)
+        return sum(kind.layers * kind.parameters for kind in self.layer_kinds)
 
     @property
     def table_parameters(self) -> int:
@@ -91,13 +154,14 @@ class Decoder:
         return self.vocab * self.hidden
 
     @property
+    def host_parameters(self) -> int:
+        """Elements of the table that the host alone reads."""
+        return self.vocab * self.layer_inputs
+
+    @property
     def parameters(self) -> int:
-        """Elements of all matrices; a tied head counts once."""
+        """Elements of all matrices that graphs multiply by; a tied head counts once."""
         return self.all_layer_parameters + (1 if self.tied_head else 2) * self.table_parameters
-
-
-def _elements(matrices: Iterable[tuple[int, int]]) -> int:
-    return sum(rows * columns for rows, columns in matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +175,7 @@ class Weights:
         layers: number of layers.
         head_bytes: the last norm and the head.
         shares_table: whether the table is the head's matrix, stored once.
+        host_bytes: a table that the host alone reads, mapped; in none of the sums.
     """
 
     embedding_bytes: int
@@ -119,10 +184,11 @@ class Weights:
     layers: int
     head_bytes: int
     shares_table: bool = False
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Of all that is stored."""
+        """Of all that is stored for graphs."""
         return self.compiled_bytes - self.embedding_bytes * self.shares_table
 
     @property
@@ -137,32 +203,22 @@ class LayerTypes:
 
     Attributes:
         dtype: of most matrices.
-        int8: places of those in int8, in the order of `Decoder.layer_matrices`; the gates of heads are too, and the
-            four matrices of a convolution.
+        int8: those in int8.
     """
 
     dtype: WeightDtype
-    int8: frozenset[int]
+    int8: frozenset[MatrixRole]
 
-    def type_at(self, place: int) -> WeightType:
-        """The type of one matrix of a layer with attention."""
-        return WEIGHT_TYPES["int8" if place in self.int8 or place >= _GATES else self.dtype]
-
-    def convolution_type_at(self, place: int) -> WeightType:
-        """The type of one matrix of a layer with a convolution."""
-        return WEIGHT_TYPES["int8"] if place < _FEED_FORWARD else self.type_at(place)
-
-    def delta_type_at(self, place: int) -> WeightType:
-        """The type of one matrix of a layer with a delta rule."""
-        return WEIGHT_TYPES["int8" if place < _DELTA_MATRICES else self.dtype]
+    def of(self, role: MatrixRole) -> WeightType:
+        """The type of a matrix."""
+        return WEIGHT_TYPES["int8" if role in self.int8 else self.dtype]
 
 
-_DELTA_MATRICES = 2  # of strengths and decays
-_FEED_FORWARD, _GATES = 4, 7  # first places
-_KEYS_AND_VALUES = frozenset({1, 2})
-_UP_AND_DOWN = frozenset({5, 6})
-RECIPE_TYPES = {each.recipe: LayerTypes(name, _KEYS_AND_VALUES) for name, each in WEIGHT_TYPES.items()} | {
-    "w4a16-lpbq32-updown8": LayerTypes("lpbq32", _KEYS_AND_VALUES | _UP_AND_DOWN)
+_IN_8_BITS: frozenset[MatrixRole] = frozenset(
+    {"k", "v", "head_gate", "conv_in", "conv_out", "delta_rates", "layer_gate", "layer_out"}
+)
+RECIPE_TYPES = {each.recipe: LayerTypes(name, _IN_8_BITS) for name, each in WEIGHT_TYPES.items()} | {
+    "w4a16-lpbq32-updown8": LayerTypes("lpbq32", _IN_8_BITS | {"up", "down"})
 }
 """Weight types of the layers in the shipped recipes, by name; the head is int8."""
 
@@ -176,12 +232,11 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     and post-norms are not counted.
     """
     types = RECIPE_TYPES[recipe]
-    types_at = types.type_at, types.convolution_type_at, types.delta_type_at
     all_bytes = packed_bytes = 0
-    for (layers, matrices), type_at in zip(decoder.kinds, types_at, strict=True):
-        for place, (rows, columns) in enumerate(matrices):
-            all_bytes += layers * type_at(place).matrix_bytes(rows, columns)
-            packed_bytes += layers * type_at(place).packed_bytes(rows, columns)
+    for kind in decoder.layer_kinds:
+        for role, rows, columns in kind.matrices:
+            all_bytes += kind.layers * types.of(role).matrix_bytes(rows, columns)
+            packed_bytes += kind.layers * types.of(role).packed_bytes(rows, columns)
     byte = WEIGHT_TYPES["int8"]
     table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
     turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if decoder.tied_head else 0
@@ -192,4 +247,5 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
         layers=decoder.layers,
         head_bytes=table_bytes + turn_bytes + 2 * decoder.hidden,
         shares_table=decoder.tied_head,
+        host_bytes=decoder.host_parameters and byte.matrix_bytes(decoder.layer_inputs, decoder.vocab),
     )

@@ -21,12 +21,20 @@ DELTA_INPUTS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn
 DELTA_RATES = "linear_attn.A_log"
 EMBEDDING_STEPS = "model.embed_tokens.steps"
 EMBEDDING_COLUMNS = "model.embed_tokens.columns"
+LAYER_INPUTS = "model.layer_inputs.weight"
+"""What each layer reads of each token, `[V, layers * P]`: it follows from the token alone, so the host gathers it.
+
+In Gemma 4 it is `(norm(embedding @ projection.T / sqrt(H)) + table * sqrt(P)) / sqrt(2)`, with the three tensors below.
+"""
+LAYER_TABLE = "model.embed_tokens_per_layer.weight"
+LAYER_TABLE_PROJECTION = "model.per_layer_model_projection.weight"
+LAYER_TABLE_NORM = "model.per_layer_projection_norm.weight"
 
 TensorRole = Literal[
     "embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
     "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
     "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
-    "gate", "up", "down", "turn", "head",
+    "gate", "up", "down", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
 ]  # fmt: skip
 
 _ROLES: dict[str, TensorRole] = {
@@ -47,6 +55,8 @@ _ROLES: dict[str, TensorRole] = {
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
+    "per_layer_input_gate": "layer_gate",
+    "per_layer_projection": "layer_out",
 }
 
 
@@ -98,7 +108,17 @@ class View:
     @property
     def writes_residual(self) -> bool:
         """Whether its output channels are those of the residual."""
-        return self.role in ("o", "conv_out", "delta_out", "down")
+        return self.role in ("o", "conv_out", "delta_out", "down", "layer_out")
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether it is a matrix that activations are multiplied by."""
+        return self.is_matrix and self.role not in ("embedding", "layer_inputs")
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the host gathers its rows, or computes from it what it gathers; see `LAYER_INPUTS`."""
+        return self.role == "layer_inputs"
 
 
 def part_name(name: str, head: int | None = None, tap: int | None = None) -> str:
@@ -127,6 +147,15 @@ def views(spec: DecoderSpec) -> Iterator[View]:
 def _views(spec: DecoderSpec) -> Iterator[View]:
     table, norm = (spec.vocab, spec.hidden), FINAL_NORM
     yield View(EMBEDDING, table, EMBEDDING, spec.vocab, "embedding", gain=spec.embedding_gain)
+    if spec.layer_inputs:
+        width = spec.layers * spec.layer_inputs
+        shapes: dict[str, tuple[int, ...]] = {
+            LAYER_TABLE: (spec.vocab, width),
+            LAYER_TABLE_PROJECTION: (width, spec.hidden),
+            LAYER_TABLE_NORM: (spec.layer_inputs,),
+        }
+        for name, shape in shapes.items():
+            yield View(name, shape, name, shape[0], "layer_inputs")
     for layer in range(spec.layers):
         yield from _layer(spec, layer)
     yield View(norm, (spec.hidden,), norm, spec.hidden, "norm", offset=spec.norm_offset)
@@ -170,6 +199,22 @@ def delta_rates(layer: int) -> str:
     return f"model.layers.{layer}.{DELTA_RATES}"
 
 
+def layer_scalar(layer: int) -> str:
+    """Name of the number `[1]` that the residual is multiplied by at the end of a layer."""
+    return f"model.layers.{layer}.layer_scalar"
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to, by its name; None outside of the layers."""
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else None
+
+
+def head_width(spec: DecoderSpec, name: str) -> int:
+    """D of the heads of a projection, by its name."""
+    layer = layer_of(name)
+    return spec.head_dim if layer is None else spec.of_layer(layer).head_dim
+
+
 def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
     """Name of the norm in front of the feed-forward, if there is one."""
     norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
@@ -177,7 +222,7 @@ def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
 
 
 def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
-    hidden, inner = spec.hidden, spec.intermediate
+    hidden, inner = spec.hidden, spec.of_layer(layer).intermediate
     for name in _norms(spec):
         yield _norm(spec, layer, name, hidden, "norm")
     if spec.is_convolution(layer):
@@ -191,16 +236,27 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
     yield from _projections(spec, layer, gates, hidden, fused, norm=norm)
     yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=spec.residual_gain)
+    if spec.layer_inputs:
+        yield from _projections(spec, layer, {"per_layer_input_gate": spec.layer_inputs}, hidden)
+        yield from _projections(spec, layer, {"per_layer_projection": hidden}, spec.layer_inputs)
+        yield _norm(spec, layer, "post_per_layer_input_norm", hidden, "norm")
+    if spec.layer_scalars:
+        name = layer_scalar(layer)
+        yield View(name, (1,), name, 1, "layer_scalar", layer)
 
 
 def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
-    query, key_value, hidden = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.hidden
+    sizes, hidden, owns = spec.of_layer(layer), spec.hidden, spec.owns_cache(layer)
+    query, key_value = spec.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     if spec.qk_norm:
         whole = spec.qk_norm == "all-heads"
-        yield _norm(spec, layer, "self_attn.q_norm", query if whole else spec.head_dim, "q_norm")
-        yield _norm(spec, layer, "self_attn.k_norm", key_value if whole else spec.head_dim, "k_norm")
+        yield _norm(spec, layer, "self_attn.q_norm", query if whole else sizes.head_dim, "q_norm")
+        if owns:
+            yield _norm(spec, layer, "self_attn.k_norm", key_value if whole else sizes.head_dim, "k_norm")
     fused = "self_attn.qkv_proj" if spec.fused else None
-    attention = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
+    attention = {"self_attn.q_proj": query}
+    if owns:
+        attention |= {"self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     norm = attention_norm(layer) if spec.pre_norms else None
     for view in _projections(spec, layer, attention, hidden, fused, norm=norm):
         if spec.output_gates and view.role == "q":
@@ -290,17 +346,18 @@ def _projections(
 
 def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     """`[out, in]` of every matrix that is multiplied with activations, by name."""
-    return {v.name: (v.shape[0], v.shape[1]) for v in views(spec) if v.is_matrix and v.role != "embedding"}
+    return {v.name: (v.shape[0], v.shape[1]) for v in views(spec) if v.is_multiplied}
 
 
 _PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
-_VISION = (
-    "model.visual.",
+_OTHERS = (
+    "visual.",
     "mtp.",
     "vision_tower.",
     "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
 )
 
 
@@ -312,9 +369,9 @@ def text_tensor(stored: str) -> str | None:
             (`model.language_model.layers...`).
 
     Returns:
-        the name, or None for a tensor of the vision model or of layers that predict further tokens.
+        the name, or None for a tensor of a vision or audio model, or of layers that predict further tokens.
     """
-    if stored.startswith(_VISION):
+    if stored.removeprefix("model.").startswith(_OTHERS):
         return None
     for prefix, plain in _PREFIXES:
         if stored.startswith(prefix):

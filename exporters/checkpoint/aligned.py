@@ -121,12 +121,12 @@ class AlignedTransforms:
         """Queries, keys or values `[heads * D, ...]`, or a norm; one of `[D]` if all heads share it."""
         spec, layer = self._spec, view.layer
         assert layer is not None, "heads are parts of layers"
-        parts = stored.reshape(-1, spec.head_dim, *stored.shape[1:])
+        parts = stored.reshape(-1, spec.of_layer(layer).head_dim, *stored.shape[1:])
         queries = view.role in ("q", "q_norm")
-        group = spec.group if queries and len(parts) == spec.heads else 1
+        group = spec.group(layer) if queries and len(parts) == spec.heads else 1
         changed = []
         for number, part in enumerate(parts):
-            head = self._heads[layer, number // group]
+            head = self._heads[spec.cache_layer(layer), number // group]
             changed.append(head.rotation.T @ part if view.role == "v" else head.keys(part, inverse=queries))
         return np.concatenate(changed)
 
@@ -134,15 +134,15 @@ class AlignedTransforms:
         """Rows of o_proj, `[..., heads * D]`."""
         spec, layer = self._spec, view.layer
         assert layer is not None, "heads are parts of layers"
-        columns = stored.reshape(-1, spec.heads, spec.head_dim)
-        rotations = np.stack([self._heads[layer, head // spec.group].rotation for head in range(spec.heads)])
+        columns, owner = stored.reshape(-1, spec.heads, spec.of_layer(layer).head_dim), spec.cache_layer(layer)
+        rotations = np.stack([self._heads[owner, head // spec.group(layer)].rotation for head in range(spec.heads)])
         turned: Floats = np.einsum("ohd,hde->ohe", columns, rotations, optimize=True)
         return np.ascontiguousarray(turned).reshape(stored.shape)
 
 
-def value_rotation(spec: DecoderSpec) -> Floats:
+def value_rotation(spec: DecoderSpec, head_dim: int) -> Floats:
     """What rotates the values of a head, `[D, D]`; the identity where gates of channels keep it from being undone."""
-    return np.eye(spec.head_dim, dtype=np.float32) if spec.output_gates else hadamard(spec.head_dim)
+    return np.eye(head_dim, dtype=np.float32) if spec.output_gates else hadamard(head_dim)
 
 
 def align(
@@ -166,10 +166,12 @@ def align(
         adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
     """
     aligned: dict[HeadNumber, AlignedHead] = {}
-    rotation, most = value_rotation(spec), _filled(limit)
-    for layer in spec.attention_layers:
+    most = _filled(limit)
+    for layer in filter(spec.owns_cache, spec.attention_layers):
         everything: list[HeadReach] = []
-        for head in range(spec.kv_heads):
+        head_dim = spec.of_layer(layer).head_dim
+        rotation = value_rotation(spec, head_dim)
+        for head in range(spec.of_layer(layer).kv_heads):
             seen = reach[layer, head]
             key, value = (first[KvTensor(layer, kind, head)][int(has_sink) :] for kind in KINDS)
             if len(key):
@@ -189,7 +191,7 @@ def align(
             if snaps and value_rows:
                 turn, value_step = value_turns(seen.value, np.stack([value[0], *value_rows]), limit, most)
             else:
-                turn, value_step = value_turn(seen.value, value[0] if snaps else None, spec.head_dim, limit, most)
+                turn, value_step = value_turn(seen.value, value[0] if snaps else None, head_dim, limit, most)
             aligned[layer, head] = AlignedHead(
                 (gains * step).astype(np.float32),
                 (rest * step).astype(np.float32),

@@ -23,7 +23,11 @@ _OUTLIER = 16.0
 
 _MOST_COPIES = 8192  # elements that a norm reads besides the residual: 16 KiB for each token
 _ROWS_AT_ONCE = 8192
-_POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+_POST_NORMS = (
+    "post_attention_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+    "post_per_layer_input_norm.weight",
+)
 _READS = frozenset({"q", "k", "v", "gate", "up"})
 
 
@@ -55,7 +59,8 @@ class SplitResidual:
             return Fold(out_map=self._final_norm if view.name == FINAL_NORM else self._norm)
         if view.role == "embedding" or (view.role == "head" and self._after.tied_head):
             return Fold(in_map=lambda rows: rows / self._roots)
-        if view.role in _READS and view.is_matrix and not self._pre_norms:
+        reads = view.role == "layer_gate" or (view.role in _READS and not self._pre_norms)
+        if reads and view.is_matrix:
             return Fold(in_map=lambda rows: rows * self._roots)
         return None
 

@@ -21,12 +21,17 @@ from edgekv.spec import (
     EMBEDDING,
     HEAD,
     HEAD_TURN,
+    LAYER_INPUTS,
+    LAYER_TABLE,
+    LAYER_TABLE_NORM,
+    LAYER_TABLE_PROJECTION,
     Config,
     DecoderSpec,
     KvDtype,
     SplitChannel,
     View,
     Vocabulary,
+    by_inputs,
     describe,
     read_json,
     text_tensor,
@@ -197,6 +202,8 @@ class Checkpoint:
         """
         if key == HEAD_TURN:
             return np.zeros((self.spec.hidden, self.spec.hidden), np.float32)[rows]
+        if key == LAYER_INPUTS:
+            return self._layer_inputs(rows)
         return folded(self._stored, self._views, self._transforms)(key, rows)
 
     def change(self, key: str, change: Factors) -> Factors:
@@ -225,6 +232,18 @@ class Checkpoint:
         if view.gain != 1.0:
             values *= np.float32(view.gain)
         return values
+
+    def _layer_inputs(self, rows: Rows) -> Floats:
+        """What layers read of tokens, `[T, layers * P]`; see `LAYER_INPUTS`."""
+        spec, eps = self.spec, np.float32(self.spec.eps)
+        projection = self._stored(LAYER_TABLE_PROJECTION, EVERY) * np.float32(spec.hidden**-0.5)
+        found: Floats = self._stored(EMBEDDING, rows) @ by_inputs(projection)
+        by_layer = found.reshape(len(found), spec.layers, spec.layer_inputs)
+        by_layer /= np.sqrt(np.square(by_layer).mean(-1, keepdims=True) + eps)
+        by_layer *= self._stored(LAYER_TABLE_NORM, EVERY)
+        found += self._stored(LAYER_TABLE, rows) * np.float32(spec.layer_inputs**0.5)
+        found *= np.float32(0.5**0.5)
+        return found
 
     def storage(self, key: str) -> Storage | None:
         """What a bundle can make of the stored form of a matrix; None if it is stored as floats."""

@@ -103,7 +103,7 @@ def folded(read: Read, views: Mapping[str, View], transforms: Iterable[Transform
 
 
 def _read_folded(read: Read, views: Mapping[str, View], transform: Transform, name: str, rows: Rows) -> Floats:
-    fold = transform(views[name])
+    fold = transform(views[name]) if name in views else None  # what is computed from several tensors stays
     return read(name, rows) if fold is None else fold.read(partial(read, name), rows)
 
 

@@ -11,10 +11,12 @@ scores is smallest if all pairs have equal magnitudes.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from edgekv.bundle import KeyScalingName, RotationName
-from edgekv.spec import DecoderSpec, View
+from edgekv.spec import DecoderSpec, View, head_width
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 from exporters.checkpoint.rotate import hadamard
 
@@ -37,7 +39,7 @@ class HeadTransforms:
     def __init__(self, spec: DecoderSpec, values: RotationName, keys: KeyScalingName, read: Read) -> None:
         self._read = read
         self._spec = spec
-        self._rotation = hadamard(spec.head_dim) if values == "hadamard" and not spec.output_gates else None
+        self._rotates = values == "hadamard" and not spec.output_gates
         self._scaled = () if keys == "none" else ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
         self._scales: dict[int, Floats] = {}
 
@@ -45,33 +47,23 @@ class HeadTransforms:
         """The fold of a tensor."""
         if view.role in self._scaled:
             return Fold(out_map=self._factors(view))
-        if self._rotation is None:
+        if not self._rotates or view.role not in ("v", "o"):
             return None
+        rotation = hadamard(head_width(self._spec, view.name))
         if view.role == "v":
-            return Fold(out_map=self._rotated_values)
-        return Fold(in_map=self._rotated_back) if view.role == "o" and view.is_matrix else None
-
-    def _rotated_values(self, stored: Floats) -> Floats:
-        """v_proj `[kv_heads * D, hidden]`, or its bias."""
-        assert self._rotation is not None, "values are rotated"
-        rotated: Floats = self._rotation.T @ stored.reshape(self._spec.kv_heads, self._spec.head_dim, -1)
-        return rotated.reshape(stored.shape)
-
-    def _rotated_back(self, stored: Floats) -> Floats:
-        """Rows of o_proj `[..., heads * D]`."""
-        assert self._rotation is not None, "values are rotated"
-        rotated: Floats = stored.reshape(-1, self._spec.head_dim) @ self._rotation
-        return rotated.reshape(stored.shape)
+            return Fold(out_map=partial(_rotated_values, rotation))
+        return Fold(in_map=partial(_rotated_back, rotation)) if view.is_matrix else None
 
     def _factors(self, view: View) -> Floats:
         """What multiplies each row of queries or keys, or each weight of their norm."""
         assert view.layer is not None, "queries and keys are parts of layers"
-        if view.layer not in self._scales:
-            self._scales[view.layer] = self._key_scales(view.layer)
-        scales = self._scales[view.layer]  # [kv_heads, D]; [1, D] if the heads share a norm
+        owner = self._spec.cache_layer(view.layer)
+        if owner not in self._scales:
+            self._scales[owner] = self._key_scales(owner)
+        scales = self._scales[owner]  # [kv_heads, D]; [1, D] if the heads share a norm
         factors = 1 / scales if view.role in ("k", "k_norm") else scales
         if self._spec.qk_norm != "head" and view.role in ("q", "q_norm"):
-            factors = np.repeat(factors, self._spec.group, axis=0)
+            factors = np.repeat(factors, self._spec.group(view.layer), axis=0)
         return factors.reshape(-1)
 
     def _key_scales(self, layer: int) -> Floats:
@@ -80,15 +72,15 @@ class HeadTransforms:
         They are estimated from the weights, as if the input of k_proj before its norm's weights were independent and of
         variance 1.
         """
-        spec, at = self._spec, f"model.layers.{layer}."
+        spec, at, kv_heads = self._spec, f"model.layers.{layer}.", self._spec.of_layer(layer).kv_heads
         if spec.qk_norm:
-            count = 1 if spec.qk_norm == "head" else spec.kv_heads
+            count = 1 if spec.qk_norm == "head" else kv_heads
             power = np.square(self._read(at + "self_attn.k_norm.weight", EVERY)).reshape(count, -1)
         else:
             keys = self._read(at + "self_attn.k_proj.weight", EVERY)
             if spec.pre_norms:
                 keys = keys * self._read(at + "input_layernorm.weight", EVERY)
-            power = np.square(keys).sum(axis=1).reshape(spec.kv_heads, -1)
+            power = np.square(keys).sum(axis=1).reshape(kv_heads, -1)
             if "self_attn.k_proj" in spec.biased:
                 power += np.square(self._read(at + "self_attn.k_proj.bias", EVERY)).reshape(power.shape)
         half = (spec.rope_of(layer) or spec.rope).width // 2
@@ -97,3 +89,15 @@ class HeadTransforms:
         widths = np.sqrt(np.maximum(power, np.finfo(np.float32).tiny))
         scales: Floats = widths / widths.mean(axis=1, keepdims=True)
         return np.maximum(scales, 1 / _WIDEST).astype(np.float32)
+
+
+def _rotated_values(rotation: Floats, stored: Floats) -> Floats:
+    """v_proj `[kv_heads * D, hidden]`, or its bias."""
+    rotated: Floats = rotation.T @ stored.reshape(-1, len(rotation), stored[0].size)
+    return rotated.reshape(stored.shape)
+
+
+def _rotated_back(rotation: Floats, stored: Floats) -> Floats:
+    """Rows of o_proj `[..., heads * D]`."""
+    rotated: Floats = stored.reshape(-1, len(rotation)) @ rotation
+    return rotated.reshape(stored.shape)

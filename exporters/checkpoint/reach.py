@@ -36,7 +36,11 @@ class HeadReach:
     def none(cls, spec: DecoderSpec, layer: int) -> HeadReach:
         """Nothing seen yet."""
         half = _pairs(spec, layer)
-        return cls(np.zeros((half, len(ANGLES)), np.float32), np.zeros(spec.head_dim - 2 * half, np.float32), 0.0)
+        return cls(
+            np.zeros((half, len(ANGLES)), np.float32),
+            np.zeros(spec.of_layer(layer).head_dim - 2 * half, np.float32),
+            0.0,
+        )
 
     def with_keys(self, keys: Floats) -> HeadReach:
         """Also of these keys, `[T, D]`."""

@@ -9,13 +9,13 @@ import onnx
 
 from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.graphs.decoder import decoder_layer
-from edgekv.spec import EMBEDDINGS, DecoderInterface, GraphRecord, PartRecord, Role
+from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
-from exporters.quantize.table import Table
+from exporters.quantize.table import LayerTable, Table
 from exporters.quantize.weights import WeightStore
 from quant import Encoding
 
@@ -115,6 +115,8 @@ def write_graphs(
     table = Table.of(tensors)
     store.put_table(table)
     store.flush(VOCABULARY_SHARD if spec.shares_vocabulary else EMBEDDING_SHARD)
+    if spec.layer_inputs:
+        encodings[LAYER_INPUTS_PORT] = Encoding.asymmetric(*store.put_layer_table(LayerTable(tensors)), "u16")
     encodings["embedding"] = Encoding.asymmetric(*table.reach, "u16")
     if table.columns is not None:
         encodings["embedding.columns"] = table.scaled_encoding

@@ -30,6 +30,7 @@ from edgekv.spec import (
     CONV_ROWS,
     EMBEDDING_COLUMNS,
     EMBEDDING_STEPS,
+    LAYER_INPUTS_PORT,
     LOGITS,
     LOGITS_INDEX,
     DecoderInterface,
@@ -190,8 +191,9 @@ class QdqOps(DeltaOps[Tensor]):
         self._ar = graph.ar
         self._by_row = gives_rows_by_step(graph)
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
-        shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
+        shared = (port for port in self._ports.inputs if port.kind in ("layer_inputs", "mask", "cos", "sin"))
         self._shared = {port.name: self._read(port) for port in shared}
+        self._cached: dict[KvTensor, Tensor] = {}
 
     # ------------------------------------------------------------------ the operations of a decoder
 
@@ -249,6 +251,19 @@ class QdqOps(DeltaOps[Tensor]):
     def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
         gamma = self._weight(*self._weights.tensor(weight), gain)
         return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
+
+    def normalize(self, x: Tensor, width: int, name: str) -> Tensor:
+        one = Encoding.asymmetric(0.0, 1.0, "u16")
+        integers = self._nodes.constant(f"ones_{width}", one.quantize(np.ones(width)))
+        gamma = self._nodes.dequantize_once(integers, one)
+        return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
+
+    def scale_by(self, x: Tensor, weight: str, name: str) -> Tensor:
+        return self._nodes.emit("Mul", [x.name, self._weight(*self._weights.tensor(weight))], name)
+
+    def layer_input(self, layer: int) -> Tensor:
+        width = self._spec.layer_inputs
+        return self.slice(self._shared[LAYER_INPUTS_PORT], layer * width, width)
 
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Add", [a.name, b.name], name)
@@ -315,13 +330,25 @@ class QdqOps(DeltaOps[Tensor]):
         added = self._nodes.dequantize(written, tensor.new + "_dq", encoding)
         if self._form.stacks_heads:
             self._stack_new(tensor)
+        return self._joined(tensor, [*parts, added.name], rows_axis)
+
+    def cached(self, tensor: KvTensor) -> Tensor:
+        if tensor in self._cached:
+            return self._cached[tensor]
+        # Another part has computed the new rows.
+        rows_axis = 3 if tensor.kind == "key" and self._keys_are_columns else 2
+        return self._joined(
+            tensor, [*self._past(tensor, rows_axis), self._read(self._ports[tensor.new]).name], rows_axis
+        )
+
+    def _joined(self, tensor: KvTensor, parts: Sequence[str], rows_axis: int) -> Tensor:
+        """Past and new rows."""
         has_heads = not tensor.is_state or tensor.kind == "decay"
         name = f"{tensor.kind}_{tensor.layer}" + (f"_h{tensor.head}" if has_heads else "")
         if tensor.others in self._ports:
-            parts = [*parts, added.name, self._read(self._ports[tensor.others]).name]
-        else:
-            parts = [*parts, added.name]
-        if is_whole:
+            parts = [*parts, self._read(self._ports[tensor.others]).name]
+        encoding = self._encodings[tensor.past]
+        if tensor.is_state and self._form.whole_states:
             self._nodes.node("Concat", parts, [name + "_f"], axis=rows_axis)
             self._nodes.quantize(name + "_f", tensor.new, encoding)
             rows = self._nodes.dequantize(tensor.new, name, encoding)
@@ -330,6 +357,7 @@ class QdqOps(DeltaOps[Tensor]):
             rows = self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
         if tensor.kind == "conv" and encoding.dtype != "u16":  # the HTP multiplies equal types alone
             return self._nodes.requantize(rows.name, rows.name + ".wide", widened(encoding))
+        self._cached[tensor] = rows
         return rows
 
     def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
@@ -507,7 +535,7 @@ class QdqOps(DeltaOps[Tensor]):
 
     def _split_past(self, tensor: KvTensor) -> None:
         """Read the past of all heads of a layer from one input, each in its own encoding."""
-        heads = [replace(tensor, head=head) for head in range(self._spec.kv_heads)]
+        heads = [replace(tensor, head=head) for head in range(self._spec.of_layer(tensor.layer).kv_heads)]
         shared, name = self._encodings[heads[0].past], stacked_past(tensor.kind, tensor.layer)
         whole = self._nodes.dequantize(name, name + "_dq", shared)
         parts = [head.past + "_part" for head in heads]
@@ -525,7 +553,7 @@ class QdqOps(DeltaOps[Tensor]):
             row = self._rescale(self._reshape(part, part.name + "_row", (1, 1, 1, -1)), shared)
             part = self._reshape(row, row.name + "_matrix", self._ports[tensor.new].shape)
         self._news[tensor.kind, tensor.layer].append(part.name)
-        if tensor.head == self._spec.kv_heads - 1:
+        if tensor.head == self._spec.of_layer(tensor.layer).kv_heads - 1:
             name = stacked_new(tensor.kind, tensor.layer)
             self._nodes.node("Concat", self._news[tensor.kind, tensor.layer], [name + "_f"], axis=0)
             self._nodes.quantize(name + "_f", name, shared)
@@ -625,7 +653,10 @@ class QdqOps(DeltaOps[Tensor]):
             if port.kind in ("past", "new"):
                 assert port.encoding is not None, "a port of the cache"
                 tensor, name_of = tensors[port.encoding], stacked_past if port.kind == "past" else stacked_new
-                name, shape = name_of(tensor.kind, tensor.layer), (self._spec.kv_heads, *port.shape[1:])
+                name, shape = (
+                    name_of(tensor.kind, tensor.layer),
+                    (self._spec.of_layer(tensor.layer).kv_heads, *port.shape[1:]),
+                )
                 found.setdefault(name, replace(port, name=name, shape=shape))
             else:
                 found[port.name] = port

@@ -56,6 +56,8 @@ def choose_split(
 ) -> Split:
     """The requested split, with defaults for what is None: one part if it stays within all limits.
 
+    If the last layers own no cache, several parts end before them, and two is the least.
+
     If layers are divided, the default is that the host looks up embeddings and the head is a separate part, so that
     neither adds to a part of layers.
 
@@ -97,7 +99,23 @@ def choose_split(
     own_head = chosen > 1 if head is None else head == "own"
     first = load.embedding_bytes if place == "graph" else 0
     last = 0 if own_head else load.head_bytes
-    return Split(divide(layers, chosen, first_bytes=first, last_bytes=last), place == "graph", own_head)
+    boundary = spec.first_without_cache
+    if boundary is None or splits == 1:
+        return Split(divide(layers, chosen, first_bytes=first, last_bytes=last), place == "graph", own_head)
+    ranges = _divide_at(boundary, layers, max(2, chosen), first, last)
+    return Split(ranges, place == "graph", own_head)
+
+
+def _divide_at(
+    boundary: int, layers: Sequence[int], parts: int, first_bytes: int, last_bytes: int
+) -> tuple[range, ...]:
+    """Parts that end at a boundary too, so that those behind it, which own no cache, need not run in a prefill."""
+    before, behind = layers[:boundary], layers[boundary:]
+    share = (first_bytes + sum(before)) / (first_bytes + sum(layers) + last_bytes)
+    own = min(max(1, round(parts * share), parts - len(behind)), parts - 1, len(before))
+    found = divide(before, own, first_bytes=first_bytes, last_bytes=0)
+    more = divide(behind, parts - own, first_bytes=0, last_bytes=last_bytes)
+    return *found, *(range(boundary + each.start, boundary + each.stop) for each in more)
 
 
 def layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, int, int], int]) -> Sequence[int]:

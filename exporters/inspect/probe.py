@@ -18,7 +18,7 @@ from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.rope import rope_tables
-from edgekv.spec import EMBEDDINGS, IDS, GraphRecord, PartRecord, rope_inputs
+from edgekv.spec import EMBEDDINGS, IDS, LAYER_INPUTS_PORT, GraphRecord, PartRecord, rope_inputs
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.inspect.trace import Trace, merged
@@ -119,7 +119,9 @@ class Probe:
         self._engine = engine
         self._record = record
         self._pieces = _cut(bundle, record)
-        self._inputs = {port.name: port for part in manifest.interface.parts(record) for port in part.inputs}
+        interfaces = [manifest.interface.graph(all_rows(record), piece.part) for piece in self._pieces]
+        self._inputs = {port.name: port for each in interfaces for port in each.inputs}
+        self._layer_inputs = bundle.layer_inputs()
         self._windows = manifest.interface.masks()
         self._table = bundle.embeddings() if manifest.host_embeds else None
         self._ropes = rope_tables(manifest)
@@ -172,17 +174,35 @@ class Probe:
                 wanted = f"{first + 1} to {context}, the context"
                 raise UsageError("tokens", got=len(window), expected=wanted, fix="Trace another number of tokens.")
         states: list[Integers] = [window[first:] for window in windows]
+        held: list[dict[KvTensor, Integers]] = [{} for _ in windows]
         for piece in self._pieces:
             with TemporaryDirectory(dir=self._bundle.path.parent, prefix=".edgekv-probe-") as scratch:
                 session = self._engine.session(piece.save(self._bundle, Path(scratch)))
             for number, state in enumerate(states):
-                trace, states[number] = self._run(session, piece, state)
+                tokens = windows[number][first:]
+                trace, states[number] = self._run(session, piece, state, tokens, held[number])
                 yield trace
             del session
 
-    def _run(self, session: ort.InferenceSession, piece: _Piece, state: Integers) -> tuple[Trace, Integers]:
-        """Run a piece on a window's token ids `[T]` or states `[T, hidden]`; return its trace and its output."""
+    def _run(
+        self,
+        session: ort.InferenceSession,
+        piece: _Piece,
+        state: Integers,
+        tokens: Integers,
+        held: dict[KvTensor, Integers],
+    ) -> tuple[Trace, Integers]:
+        """Run a piece on a window's token ids `[T]` or states `[T, hidden]`; return its trace and its output.
+
+        Args:
+            session: of the piece.
+            piece: to run.
+            state: what it reads.
+            tokens: ids of the window.
+            held: rows of layers that later ones share, `[first + T, width]`.
+        """
         manifest, ar = self._bundle.manifest, self._record.ar
+        borrowed = [*manifest.interface.tensors(manifest.interface.borrowed(piece.part))]
         past = {tensor: self._first_rows(tensor) for tensor in piece.tensors}
         rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
         # The first step ends at a multiple of AR, so that the last one has all of its past within the context.
@@ -190,13 +210,17 @@ class Probe:
             start = max(stop - ar, 0)
             if not len(chunk := state[start:stop]):
                 break
-            outputs = self._step(session, piece, chunk, self.first + start, past)
+            begin = self.first + start
+            gathered = None if self._layer_inputs is None else self._layer_inputs.rows(tokens[start:stop])
+            shared = {tensor: (held[tensor][:begin], held[tensor][begin:]) for tensor in borrowed}
+            outputs = self._step(session, piece, chunk, begin, past, gathered, shared)
             for name in rows:
                 rows[name].append(_tokens_first(outputs[name])[: len(chunk)])
             for tensor in past:
                 new = outputs[tensor.new][0, 0]
                 new = new.T if self._is_turned(tensor) else new
                 past[tensor] = np.concatenate((past[tensor], new[: len(chunk)]))
+        held |= {tensor: rows for tensor, rows in past.items() if tensor.layer in manifest.model.shared_layers}
         results = {name: np.concatenate(parts) for name, parts in rows.items()}
         found = {name.removesuffix("_q"): (piece.results[name], values) for name, values in results.items()}
         if piece.is_first and self._table is not None:
@@ -212,6 +236,8 @@ class Probe:
         chunk: Integers,
         position: int,
         past: Mapping[KvTensor, Integers],
+        gathered: Integers | None,
+        shared: Mapping[KvTensor, tuple[Integers, Integers]],
     ) -> dict[str, Integers]:
         manifest, n = self._bundle.manifest, len(chunk)
         source = piece.part.entry
@@ -231,12 +257,17 @@ class Probe:
         for name, window in self._windows.items():
             if name in feeds:
                 _open(feeds[name][0, 0, :n], position, self._record.ar, window)
-        for tensor, held in past.items():
+        if LAYER_INPUTS_PORT in feeds and gathered is not None:
+            feeds[LAYER_INPUTS_PORT][0, 0, :n] = gathered
+        for tensor, held in [*past.items(), *((tensor, before) for tensor, (before, _) in shared.items())]:
             target = feeds[tensor.past][0, 0]
             target[:] = manifest.encodings[tensor.past].zero_point
             target = target.T if self._is_turned(tensor) else target
             newest = held[max(0, len(held) - len(target)) :]
             target[len(target) - len(newest) :] = newest
+        for tensor, (_, new) in shared.items():
+            target = feeds[tensor.new][0, 0]
+            (target.T if self._is_turned(tensor) else target)[:n] = new[:n]
         names = [output.name for output in session.get_outputs()]
         return dict(zip(names, session.run(names, feeds), strict=True))
 

@@ -63,16 +63,16 @@ def matrix_costs(
         candidates = quantized(layer)
         starts = states[0]
         states = [
-            [decoder_layer(of, spec, layer, state) for of, state in zip(ops, followed, strict=True)]
-            for followed in states
+            [of.run(variant, layer, state) for of, state in zip(ops, followed, strict=True)]
+            for variant, followed in enumerate(states)
         ]
         for key, types in candidates.items():
             costs[key] = {
-                dtype: _apart(_replaced(ops, {key: weight}, layer, starts), states[0])
+                dtype: _apart(_replaced(ops, {key: weight}, layer, starts, _TRIAL), states[0])
                 for dtype, weight in types.items()
             }
         first = {key: next(iter(types.values())) for key, types in candidates.items()}
-        states.append(_replaced(ops, first, layer, starts))
+        states.append(_replaced(ops, first, layer, starts, len(states)))
         together.append(_apart(states[-1], states[0]))
     weights.drop()
     exact = [logits(of, spec, state) for of, state in zip(ops, states[0], strict=True)]
@@ -94,11 +94,21 @@ def matrix_costs(
 
 
 def _replaced(
-    ops: Sequence[_ReplacingOps], quantized: Mapping[str, QuantizedWeight], layer: int, starts: Sequence[Floats]
+    ops: Sequence[_ReplacingOps],
+    quantized: Mapping[str, QuantizedWeight],
+    layer: int,
+    starts: Sequence[Floats],
+    variant: int,
 ) -> list[Floats]:
-    """The outputs `[T, hidden]` of a layer with these matrices, for each window."""
+    """The outputs `[T, hidden]` of a layer with these matrices, for each window, as another variant of the text."""
     matrices = {key: by_outputs(weight.dequantize()) for key, weight in quantized.items()}
+    for each in ops:
+        each.fork(variant, 0)
     return [of.with_replaced(matrices, decoder_layer, layer, start) for of, start in zip(ops, starts, strict=True)]
+
+
+_TRIAL = -1
+"""The variant in which one matrix is replaced, in one layer."""
 
 
 class _ReplacingOps(NumpyOps):
@@ -107,6 +117,11 @@ class _ReplacingOps(NumpyOps):
     sink = 0
     has_gain = False
     replaced: Mapping[str, Floats] = {}
+
+    def run(self, variant: int, layer: int, state: Floats) -> Floats:
+        """A layer of a variant of the text; what its layers share is kept under its number."""
+        self.begin(variant, self._window[1])
+        return decoder_layer(self, self._spec, layer, state)
 
     def with_replaced(self, replaced: Mapping[str, Floats], step: Callable[..., Floats], *inputs: object) -> Floats:
         """A step of the decoder with these matrices."""

@@ -71,6 +71,7 @@ def trace_stages(
     for layer in range(spec.layers):
         for number, state in enumerate(states):
             of = ops[len(state)]
+            of.begin(number, windows[number])
             hidden = of.embed(state, "embedding") if layer == 0 else state
             states[number] = decoder_layer(of, spec, layer, hidden)
             yield stage()

@@ -15,12 +15,12 @@ from exporters.pipeline.inputs import LAYER, Folded, Inputs
 from exporters.pipeline.layer_file import LayerFile
 from exporters.pipeline.piece import Piece
 from exporters.pipeline.pieces import LayerPiece, recipe_of
-from exporters.quantize.matrices import GROUPS
 from exporters.quantize.reference import Floats
 
 _RESIDUAL = "residual"
+MIXED = 1
+"""The group of matrices that read the results of attention: a run to it computes keys and values."""
 _ATTENTION = 2  # group before whose inputs attention is added to the residual
-_END = GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class RunPiece(Piece):
         residual: name of the piece with the residual before it; None for the embeddings, or if it is not needed.
         before: name of the run to the group before; None for the first.
         matrices: names of the matrices of the group before; each with its piece, or None if the exact one is used.
+        shared: names of the runs with keys and values of other layers that it reads.
     """
 
     kind: ClassVar[str] = "run"
@@ -46,10 +47,11 @@ class RunPiece(Piece):
     residual: str | None
     before: str | None
     matrices: tuple[tuple[str, str | None], ...]
+    shared: tuple[str, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
-        others = (self.residual, self.before, *(name for _, name in self.matrices))
+        others = (self.residual, self.before, *(name for _, name in self.matrices), *self.shared)
         return (*self.folded.needs, *filter(None, others))
 
     def make(self, folder: Path, inputs: Inputs) -> object:
@@ -60,9 +62,12 @@ class RunPiece(Piece):
             quantizer.hidden = _residual(inputs, self.residual)
         for matrix, name in self.matrices:
             quantizer.use(matrix, None if name is None else inputs.layer(name).matrix(matrix))
+        for name in self.shared:
+            quantizer.share(inputs.layer(name).shared())
         x = None if self.before is None else inputs.layer(self.before).hidden()
         found = quantizer.run_to(self.layer, self.group, x)
-        LayerFile.write(folder / LAYER, {}, quantizer.take_ranges(), found)
+        shared = quantizer.shared_rows(self.layer) if self.group == MIXED else {}
+        LayerFile.write(folder / LAYER, {}, quantizer.take_ranges(), found, shared)
         if self.group == _ATTENTION:
             LayerFile.write(folder / _RESIDUAL, {}, {}, quantizer.hidden)
         return None
@@ -127,7 +132,7 @@ class JoinPiece(Piece):
         runs = [inputs.layer(name) for name in self.runs]
         ranges = {name: seen for run in runs for name, seen in run.ranges().items()}
         matrices = {matrix: inputs.layer(name).matrix(matrix) for matrix, name in self.matrices}
-        LayerFile.write(folder / LAYER, matrices, ranges, runs[_END].hidden())
+        LayerFile.write(folder / LAYER, matrices, ranges, runs[-1].hidden(), runs[MIXED].shared())
         return None
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import msgspec
@@ -20,6 +21,7 @@ from quant import WEIGHT_TYPES, Grid, QuantizedWeight, Range, WeightDtype
 
 _RECORD = "layer.json"
 _TENSORS = "tensors.safetensors"
+_SHARED = "shared."
 _DTYPES = ("float32", "int8", "uint8")
 
 
@@ -82,10 +84,12 @@ class LayerFile:
         matrices: Mapping[str, QuantizedWeight],
         ranges: Mapping[str, Range],
         hidden: Floats | None,
+        shared: Mapping[str, Floats] = MappingProxyType({}),
     ) -> None:
-        """Write a layer into a folder, which is made."""
+        """Write a layer into a folder, which is made; `shared` are its keys and values that later layers read."""
         folder.mkdir(exist_ok=True)
         tensors: dict[str, NDArray[Any]] = {} if hidden is None else {"hidden": hidden}
+        tensors |= {_SHARED + name: rows for name, rows in shared.items()}
         for name, weight in matrices.items():
             tensors |= {f"{name}.integers": weight.integers, f"{name}.scales": weight.scales}
             if weight.grid.block_scales is not None:
@@ -147,6 +151,8 @@ class LayerFile:
             return missing[0]
         allowed = {f"{name}.sample" for name in record.ranges} | {"hidden"}
         for name in found.keys() - wanted.keys():
+            if name.startswith(_SHARED) and found[name][0] == "float32" and len(found[name][1]) == 4:
+                continue
             if name not in allowed or found[name][0] != "float32" or (name != "hidden" and len(found[name][1]) != 1):
                 return name
         return next((name for name, each in record.ranges.items() if not each.low <= each.high), None)
@@ -173,6 +179,11 @@ class LayerFile:
             sample = f"{name}.sample"
             found[name] = Range(seen.low, seen.high, self._read(sample) if sample in self._record.tensors else None)
         return found
+
+    def shared(self) -> dict[str, Floats]:
+        """The keys and values that later layers read, `Quantizer.shared_rows`."""
+        names = [name for name in self._record.tensors if name.startswith(_SHARED)]
+        return {name.removeprefix(_SHARED): self._read(name) for name in names}
 
     def hidden(self) -> Floats:
         """The residual after the layer, `Quantizer.hidden`."""

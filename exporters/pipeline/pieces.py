@@ -23,7 +23,7 @@ from edgekv.bundle import (
 )
 from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
-from edgekv.spec import EMBEDDING, DecoderSpec, table_key, views
+from edgekv.spec import DecoderSpec, table_key, views
 from exporters.contents import BundleForm, make_manifest, write_contents
 from exporters.htp.binary import check_target
 from exporters.htp.check import floating_nodes
@@ -124,6 +124,7 @@ class LayerPiece(Piece):
         rules: of its matrices.
         follows: whether the quantized decoder runs beside the exact one.
         before: name of the layer before; None for the first.
+        shared: names of the pieces with keys and values of other layers that it reads.
     """
 
     kind: ClassVar[str] = "layer"
@@ -133,15 +134,19 @@ class LayerPiece(Piece):
     rules: tuple[WeightRecord, ...]
     follows: bool
     before: str | None
+    shared: tuple[str, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (*self.folded.needs, *(() if self.before is None else (self.before,)))
+        return (*self.folded.needs, *(() if self.before is None else (self.before,)), *self.shared)
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         quantizer = inputs.take_quantizer(self.folded, recipe_of(self.rules), self.before, follows=self.follows)
-        matrices = dict(quantizer.layer(self.layer))
-        LayerFile.write(folder / LAYER, matrices, quantizer.take_ranges(), quantizer.hidden)
+        for name in self.shared:
+            quantizer.share(inputs.layer(name).shared())
+        matrices, ranges = dict(quantizer.layer(self.layer)), quantizer.take_ranges()
+        shared = quantizer.shared_rows(self.layer)
+        LayerFile.write(folder / LAYER, matrices, ranges, quantizer.hidden, shared)
         inputs.keep(self.name, folder, quantizer)
         return None
 
@@ -360,7 +365,7 @@ def layer_matrices(spec: DecoderSpec) -> list[dict[str, tuple[int, int]]]:
     """The matrices `[out, in]` in the file of each layer, and of the head."""
     found: list[dict[str, tuple[int, int]]] = [{} for _ in range(spec.layers + 1)]
     for view in views(spec):
-        if view.is_matrix and view.name not in (EMBEDDING, table_key(spec)):
+        if view.is_multiplied and view.name != table_key(spec):
             outputs, inputs = view.shape
             found[spec.layers if view.layer is None else view.layer][view.name] = outputs, inputs
     return found

@@ -22,7 +22,7 @@ from edgekv.system import link_or_copy, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
-from exporters.pipeline.division import JoinPiece, MatrixPiece, RunPiece
+from exporters.pipeline.division import MIXED, JoinPiece, MatrixPiece, RunPiece
 from exporters.pipeline.inputs import BUNDLE, TEXT, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
 from exporters.pipeline.parallel import compiler_bytes
 from exporters.pipeline.piece import Piece, Plan
@@ -50,7 +50,7 @@ from exporters.pipeline.quality import (
 from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
-from exporters.quantize.matrices import GROUPS, names, needs_quantized_pass
+from exporters.quantize.matrices import groups, names, needs_quantized_pass
 from exporters.quantize.sink import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
@@ -165,26 +165,39 @@ class Planner:
         spec, recipe, ram_bytes = prepared.checkpoint.spec, prepared.recipe, quantizing_bytes(prepared)
         follows = needs_quantized_pass(prepared.options.recipe)
         found, residual = list[str](), None
+        sharing = dict[int, str]()  # pieces with keys and values that later layers read
         for layer in range(spec.layers):
             rules = tuple(each for each in recipe.weights if each.tensor.startswith(f"model.layers.{layer}."))
-            piece = LayerPiece(folded, layer, rules, follows, found[-1] if found else None)
+            owner = spec.cache_layer(layer)
+            shared = () if owner == layer else (found[owner],)
+            piece = LayerPiece(folded, layer, rules, follows, found[-1] if found else None, shared)
             if self._divide:
-                residual = self._divided(piece, spec, residual, ram_bytes)
+                read = () if owner == layer else (sharing[owner],)
+                residual, sharing[layer] = self._divided(piece, spec, residual, read, ram_bytes)
                 found.append(piece.name)
             else:
                 found.append(self.plan.put(piece, ram_bytes))
         ends = tuple(each for each in recipe.weights if each.tensor in (HEAD, HEAD_TURN))
         return *found, self.plan.put(HeadPiece(folded, ends, follows, found[-1]), ram_bytes)
 
-    def _divided(self, layer: LayerPiece, spec: DecoderSpec, residual: str | None, ram_bytes: int) -> str:
-        """The pieces of a layer whose matrices are pieces; returns the name of that with the residual after it."""
+    def _divided(
+        self, layer: LayerPiece, spec: DecoderSpec, residual: str | None, shared: tuple[str, ...], ram_bytes: int
+    ) -> tuple[str, str]:
+        """The pieces of a layer whose matrices are pieces.
+
+        Returns:
+            The names of that with the residual after it, and of that with its keys and values.
+        """
         runs, matrices, used = list[str](), list[tuple[str, str]](), tuple[tuple[str, str | None], ...]()
-        for group in range(GROUPS + 1):
+        end = groups(spec)
+        for group in range(end + 1):
             before = runs[-1] if runs else None
-            kept = {0: residual, 2: residual, 4: runs[2] if group == 4 else None}.get(group)
-            run = RunPiece(layer.folded, layer.layer, group, layer.follows, kept, before, used)
+            # Even groups replace the residual that an earlier run has left.
+            kept = (residual if group <= 2 else runs[group - 2]) if group % 2 == 0 else None
+            reads = shared if group == MIXED else ()
+            run = RunPiece(layer.folded, layer.layer, group, layer.follows, kept, before, used, reads)
             runs.append(self.plan.put(run, ram_bytes))
-            if group == GROUPS:
+            if group == end:
                 break
             made = []
             for name in names(spec, layer.layer, group):
@@ -194,7 +207,7 @@ class Planner:
             matrices += made
             used = tuple((name, key if layer.follows else None) for name, key in made)
         whole = self.plan.put(JoinPiece(layer, tuple(runs), tuple(matrices)), ram_bytes)
-        return whole if layer.follows else runs[-1]
+        return whole if layer.follows else runs[-1], runs[MIXED]
 
     def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
         checkpoint, form = prepared.checkpoint, prepared.form

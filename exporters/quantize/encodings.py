@@ -9,6 +9,7 @@ from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.graphs.delta_rule import DeltaInputs, DeltaOps, Recalled
 from edgekv.spec import (
     DELTA_KINDS,
+    LAYER_INPUTS_PORT,
     LOGITS,
     MASK,
     ROPE_SUFFIXES,
@@ -98,6 +99,9 @@ class ResultRecorder(DeltaOps[str]):
         self.projections.setdefault((layer, target), []).append(name)
         return y
 
+    def normalize(self, x: str, width: int, name: str) -> str:
+        return self._record("norm", name)
+
     def rms_norm(self, x: str, weight: str, name: str, *, gain: float = 1.0) -> str:
         return self._record("norm", name)
 
@@ -112,6 +116,15 @@ class ResultRecorder(DeltaOps[str]):
 
     def scale(self, x: str, factor: float, name: str) -> str:
         return self._record("product", name)
+
+    def scale_by(self, x: str, weight: str, name: str) -> str:
+        return self._record("sum", name)
+
+    def layer_input(self, layer: int) -> str:
+        return self._record("gathered", LAYER_INPUTS_PORT)
+
+    def cached(self, tensor: KvTensor) -> str:
+        return tensor.past
 
     def sigmoid(self, x: str, name: str) -> str:
         return self._record("sigmoid", name)

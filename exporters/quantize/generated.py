@@ -47,6 +47,7 @@ def generated_windows(
     ops = _DecodeOps(tensors, weights, windows, length)
     for position in range(length - 1):
         ops.position = position
+        ops.begin(0, tokens[:, position, None])
         hidden = ops.embed(tokens[:, position, None], "embedding")
         for layer in range(spec.layers):
             hidden = decoder_layer(ops, spec, layer, hidden)
@@ -91,6 +92,9 @@ class _DecodeOps(NumpyOps):
         if tensor not in self._cache:
             self._cache[tensor] = np.zeros((*self._shape, new.shape[-1]), np.float32)
         self._cache[tensor][:, self.position] = new[:, 0]
+        return self.cached(tensor)
+
+    def cached(self, tensor: KvTensor) -> Floats:
         window, stop = self._spec.window(tensor.layer), self.position + 1
         return self._cache[tensor][:, max(0, stop - (window or stop)) : stop]
 

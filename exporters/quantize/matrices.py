@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,15 +12,19 @@ from numpy.typing import NDArray
 from edgekv.errors import CheckpointError
 from edgekv.graphs.decoder import (
     add_feed_forward,
+    add_layer_input,
     add_mixer,
     feed_forward,
     feed_forward_inputs,
+    gated_layer_input,
     head_inputs,
     last_norm,
     logits,
     mixer,
     mixer_inputs,
 )
+from edgekv.kv import KvTensor
+from edgekv.spec import DecoderInterface
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraGroup, lora_reach
 from edgekv.spec.tensors import CONVOLUTION_INPUTS, DELTA_INPUTS, EMBEDDING, HEAD, HEAD_TURN, by_inputs, by_outputs
@@ -28,21 +32,26 @@ from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
-from exporters.quantize.table import Table
+from exporters.quantize.table import Table, rounded_rows
 from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, WeightDtype, quantize, quantize_per_channel
 
 _MOST_AT_START = 16.0
 _LONGEST_AT_START = 4.0
-GROUPS = 4
-"""How many times the matrices of a layer read something else."""
+FEED_FORWARD_END = 4
+"""The group of matrices behind the feed-forward."""
 
-_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OWN_CACHE = ("self_attn.k_proj", "self_attn.v_proj")
 
 
 class QuantizedMatrices(Protocol):
     """Quantized matrices by name, so that none needs to stay in memory."""
 
     def __getitem__(self, key: str) -> QuantizedWeight: ...
+
+
+def groups(spec: DecoderSpec) -> int:
+    """How many times the matrices of a layer read something else."""
+    return 6 if spec.layer_inputs else FEED_FORWARD_END
 
 
 def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
@@ -53,16 +62,16 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
     elif spec.is_delta_rule(layer):
         mixer_group = (DELTA_INPUTS, ("linear_attn.out_proj",))
     else:
-        mixer_group = (
-            (*_ATTENTION, *(("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ())),
-            ("self_attn.o_proj",),
-        )
-    projections = (*mixer_group, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))[group]
+        own = _OWN_CACHE if spec.owns_cache(layer) else ()
+        gates = ("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ()
+        mixer_group = (("self_attn.q_proj", *own, *gates), ("self_attn.o_proj",))
+    feed_forward_groups = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+    projections = (*mixer_group, *feed_forward_groups, ("per_layer_input_gate",), ("per_layer_projection",))[group]
     return [f"model.layers.{layer}.{projection}.weight" for projection in projections]
 
 
 def lora_groups(spec: DecoderSpec, layer: int) -> tuple[LoraGroup, ...]:
-    """The projections of an adapter that read the inputs of each group of matrices."""
+    """The projections of an adapter that read the inputs of each group of matrices; none read those of later groups."""
     return ("conv_in", "conv_out", "gate_up", "down") if spec.is_convolution(layer) else ("qkv", "o", "gate_up", "down")
 
 
@@ -84,9 +93,11 @@ class PairedOps(NumpyOps):
         ranges: observed values of each result.
         starts: those of the token behind the sink.
         first: the first position that is not observed apart; see `_first_measured`.
+        decoders: 2, or 1.
     """
 
-    def __init__(self, tensors: Tensors, tokens: int, context: int, sink: int = 0) -> None:
+    def __init__(self, tensors: Tensors, tokens: int, context: int, sink: int = 0, decoders: int = 2) -> None:
+        self.decoders = decoders
         self.exact = Weights(tensors)
         self.quantized: dict[str, Floats] = {}
         self.ranges: dict[str, Range] = {}
@@ -106,6 +117,25 @@ class PairedOps(NumpyOps):
         if gain != 1:
             product *= np.float32(gain)
         return product
+
+    def gathered(self, columns: slice) -> Floats:
+        """Exact, and as the host looks them up; the sink stays exact."""
+        exact = super().gathered(slice(None))
+        rounded = rounded_rows(exact)
+        rounded[: self._sink] = exact[: self._sink]
+        return np.stack([exact[:, columns], rounded[:, columns]][: self.decoders])
+
+    def shared_rows(self, layer: int) -> dict[str, list[Floats]]:
+        """The keys and values of a layer that later ones read, `[2 or 1, T, D]` of each window, by their names."""
+        found: dict[str, list[Floats]] = {}
+        for (_, tensor), rows in self._shared.items():
+            if tensor.layer == layer:
+                found.setdefault(tensor.past, []).append(rows)
+        return found
+
+    def share(self, tensor: KvTensor, windows: Iterable[Floats]) -> None:
+        """Take what `shared_rows` gave of a tensor."""
+        self._shared |= {(window, tensor): rows for window, rows in enumerate(windows)}
 
     def drop(self) -> None:
         """Free the weights that were used."""
@@ -172,9 +202,12 @@ class Quantizer:
         self._tensors = tensors
         self._spec = tensors.spec
         self.recipe = recipe
-        self._ops = PairedOps(tensors, tokens.shape[1], context, sink)
-        rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
         self._follows = needs_quantized_pass(recipe) if follows is None else follows
+        self._ops = PairedOps(tensors, tokens.shape[1], context, sink, 2 if self._follows else 1)
+        self._tokens = tokens
+        if tensors.spec.layer_inputs:
+            self._ops.exact.layer_inputs.add(tokens)
+        rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
         self.hidden: Floats = np.stack([rows, rows] if self._follows else [rows])
         if self._follows:
             self.hidden[1, :, sink:] = self._rounded(tokens[:, sink:])
@@ -184,7 +217,7 @@ class Quantizer:
     def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
         """Run the residual through the next layer; yields its matrices by name."""
         x = self.run_to(layer, 0)
-        for group in range(GROUPS):
+        for group in range(groups(self._spec)):
             inputs = self.inputs(x)
             for name in names(self._spec, layer, group):
                 weight = self.quantized(name, inputs)
@@ -199,8 +232,8 @@ class Quantizer:
         Args:
             layer: number of the layer.
             group: the group of matrices to run to, see `names`; after the last, to the end of the layer. The matrices
-                of the group before it are in use; `hidden` is the residual before attention, or before feed-forward
-                for groups 3 and 4. Groups 2 and 4 replace it.
+                of the group before it are in use; `hidden` is the residual before attention, before feed-forward for
+                groups 3 and 4, and behind it for 5 and 6. Groups 2, 4 and 6 replace it.
             x: inputs of the group before it; none for group 0.
 
         Returns:
@@ -215,11 +248,28 @@ class Quantizer:
             found = self._run(layer, feed_forward_inputs, self.hidden)
         elif group == 3:
             found = self._run(layer, feed_forward, x)
-        else:
+        elif group == FEED_FORWARD_END:
             self.hidden = self._run(layer, add_feed_forward, self.hidden, x)
+            return self.hidden
+        elif group == 5:
+            return self._run(layer, gated_layer_input, x)
+        else:
+            self.hidden = self._run(layer, add_layer_input, self.hidden, x)
             return self.hidden
         self._observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), found)
         return found
+
+    def shared_rows(self, layer: int) -> dict[str, Floats]:
+        """The keys and values of a layer that later ones read, `[2 or 1, windows, T, D]`, by their names."""
+        return {name: np.stack(rows, axis=1) for name, rows in self._ops.shared_rows(layer).items()}
+
+    def share(self, rows: Mapping[str, Floats]) -> None:
+        """Take what `shared_rows` gave, for a quantizer that has not run the layer."""
+        tensors = DecoderInterface.of(self._spec, self._spec.max_positions, "u8", "rows", "u16").tensors(
+            self._spec.shared_layers
+        )
+        for tensor in (each for each in tensors if each.past in rows):
+            self._ops.share(tensor, np.moveaxis(rows[tensor.past], 1, 0))
 
     def quantized(self, name: str, inputs: LayerInputs) -> QuantizedWeight:
         """A matrix of a layer, quantized on its inputs."""
@@ -238,7 +288,7 @@ class Quantizer:
     ) -> dict[str, dict[WeightDtype, QuantizedWeight]]:
         """The matrices of the next layer by name and type; the residual runs through the exact ones."""
         found, x = {}, self.run_to(layer, 0)
-        for group in range(GROUPS):
+        for group in range(groups(self._spec)):
             inputs = self.inputs(x)
             for name in names(self._spec, layer, group):
                 weight, method = by_inputs(self._ops.exact[name]), self.recipe.rule(name).method
@@ -331,10 +381,12 @@ class Quantizer:
         """Run a piece of the decoder on every window of `states`: `[2, windows, T, width]`. Then free the weights."""
         windows = [[state[:, window] for state in states] for window in range(states[0].shape[1])]
         with np.errstate(over="ignore", invalid="ignore"):  # `PairedOps` names what overflows
+            self._ops.begin(0, self._tokens[0])
             first = step(self._ops, self._spec, layer, *windows[0])
             made = np.empty((len(first), len(windows), *first.shape[1:]), np.float32)
             made[:, 0] = first
             for window, each in enumerate(windows[1:], start=1):
+                self._ops.begin(window, self._tokens[window])
                 made[:, window] = step(self._ops, self._spec, layer, *each)
         self._ops.drop()
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, Recalled, between_blocks, recall
 from edgekv.kv import KvTensor
+from edgekv.spec import LAYER_INPUTS_PORT
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.geometry import CHECKPOINT_TOKENS, DELTA_KINDS
 from edgekv.spec.linear import DeltaRule
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
-from edgekv.spec.tensors import by_inputs
+from edgekv.spec.tensors import EMBEDDING, LAYER_INPUTS, by_inputs, head_width
 from exporters.checkpoint.fold import EVERY, Rows
 from exporters.quantize.tail import Tail
 from quant import QuantizedWeight
@@ -45,12 +46,41 @@ class Tensors(Protocol):
         """
 
 
+class LayerInputs:
+    """What layers read of the tokens of a text: the row of each token is computed once, and kept."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._ids: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._rows: Floats = np.zeros((0, 0), np.float32)
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        """Compute the rows of tokens that are not known."""
+        new = np.setdiff1d(tokens, self._ids).astype(np.int64)
+        if len(new):
+            rows = self._tensors.tensor(LAYER_INPUTS, new)
+            ids = np.concatenate([self._ids, new])
+            order = np.argsort(ids)
+            self._rows = np.concatenate([self._rows, rows])[order] if len(self._ids) else rows[order]
+            self._ids = ids[order]
+
+    def of(self, tokens: NDArray[Any], columns: slice) -> Floats:
+        """Some columns of the rows of tokens `[...]`, `[..., columns]`."""
+        self.add(tokens)
+        return self._rows[np.searchsorted(self._ids, tokens), columns]
+
+
 class Weights:
-    """Tensors, each read once until it is dropped."""
+    """Tensors, each read once until it is dropped.
+
+    Attributes:
+        layer_inputs: what layers read of tokens; kept for good.
+    """
 
     def __init__(self, checkpoint: Tensors) -> None:
         self._tensors = checkpoint
         self._read: dict[str, Floats] = {}
+        self.layer_inputs = LayerInputs(checkpoint)
 
     def __getitem__(self, key: str) -> Floats:
         if key not in self._read:
@@ -64,6 +94,8 @@ class Weights:
 
 class NumpyOps(DeltaOps[Floats]):
     """Runs the decoder on whole sequences, `[T, width]`, without a past: causal attention over T tokens.
+
+    Several windows may take turns, layer by layer: see `begin`.
 
     Args:
         spec: the decoder.
@@ -81,11 +113,36 @@ class NumpyOps(DeltaOps[Floats]):
         self._observe = observe
         self._rotations = [_cos_sin(rope.rotation(context), tokens) for rope in spec.ropes]
         self._tail = Tail(0)
+        self._window: tuple[Hashable, NDArray[Any]] = None, np.zeros(0, np.int64)
+        self._shared: dict[tuple[Hashable, KvTensor], Floats] = {}
         self._masks = {window: _mask(tokens, window) for window in {spec.window(i) for i in range(spec.layers)}}
 
+    def begin(self, window: Hashable, tokens: NDArray[Any]) -> None:
+        """Run a window from now on: what its layers share is kept under its name.
+
+        Args:
+            window: its name.
+            tokens: its ids `[T]`.
+        """
+        self._window = window, tokens
+
     def embed(self, tokens: NDArray[Any], name: str) -> Floats:
-        """Rows of the embedding, `[T, hidden]`."""
-        return self._seen(name, self._weights["model.embed_tokens.weight"][tokens])
+        """Rows of the embedding, `[T, hidden]`, of the tokens of the window from now on."""
+        self.begin(self._window[0], tokens)
+        return self._seen(name, self._weights[EMBEDDING][tokens])
+
+    def fork(self, window: Hashable, source: Hashable) -> None:
+        """Run another window with the same tokens from now on, which shares what layers of `source` have shared."""
+        self._shared |= {(window, tensor): rows for (name, tensor), rows in self._shared.items() if name == source}
+        self._window = window, self._window[1]
+
+    def layer_input(self, layer: int) -> Floats:
+        width = self._spec.layer_inputs
+        return self._seen(LAYER_INPUTS_PORT, self.gathered(slice(layer * width, (layer + 1) * width)))
+
+    def gathered(self, columns: slice) -> Floats:
+        """What the host gathers for the tokens of the window, `[T, ...]`: some columns of all that layers read."""
+        return self._weights.layer_inputs.of(self._window[1], columns)
 
     def linear(
         self,
@@ -97,7 +154,7 @@ class NumpyOps(DeltaOps[Floats]):
         head: int | None = None,
         gain: float = 1.0,
     ) -> Floats:
-        width = self._spec.head_dim
+        width = head_width(self._spec, weight)
         rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
         product = self.product(x, weight, rows, gain)
         if bias is None:
@@ -123,6 +180,10 @@ class NumpyOps(DeltaOps[Floats]):
         normed: Floats = x * scale * self._weights[weight] * np.float32(gain)
         return self._seen(name, normed)
 
+    def normalize(self, x: Floats, width: int, name: str) -> Floats:
+        variance = np.square(x).mean(-1, keepdims=True)
+        return self._seen(name, x / np.sqrt(variance + np.float32(self._spec.eps)))
+
     def add(self, a: Floats, b: Floats, name: str) -> Floats:
         return self._seen(name, a + b)
 
@@ -134,6 +195,9 @@ class NumpyOps(DeltaOps[Floats]):
 
     def scale(self, x: Floats, factor: float, name: str) -> Floats:
         return self._seen(name, x * np.float32(factor))
+
+    def scale_by(self, x: Floats, weight: str, name: str) -> Floats:
+        return self._seen(name, x * self._weights[weight])
 
     def sigmoid(self, x: Floats, name: str) -> Floats:
         with np.errstate(over="ignore"):
@@ -168,7 +232,12 @@ class NumpyOps(DeltaOps[Floats]):
 
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         self._seen(tensor.past, new)
+        if tensor.layer in self._spec.shared_layers:
+            self._shared[self._window[0], tensor] = new
         return self._tail.append(tensor, new) if tensor.kind in DELTA_KINDS else new
+
+    def cached(self, tensor: KvTensor) -> Floats:
+        return self._shared[self._window[0], tensor]
 
     def tap(self, rows: Floats, weight: str, tap: int, name: str) -> Floats:
         kernels = self._weights[weight]
@@ -328,10 +397,14 @@ class Reference:
         windows = [np.asarray(window) for window in windows]
         spec, weights = self._tensors.spec, Weights(self._tensors)
         ops = self._ops(weights, {len(window) for window in windows}, observe)
+        if spec.layer_inputs:
+            weights.layer_inputs.add(np.concatenate(windows))
         states = [ops[len(window)].embed(window, "embedding") for window in windows]
         for layer in range(spec.layers):
             weights.drop()
-            states = [decoder_layer(ops[len(state)], spec, layer, state) for state in states]
+            for number, window in enumerate(windows):
+                ops[len(window)].begin(number, window)
+                states[number] = decoder_layer(ops[len(window)], spec, layer, states[number])
             if progress is not None:
                 progress(layer + 1)
         return states

@@ -38,6 +38,8 @@ class Streamed:
 def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> dict[str, Extent]:
     """Write the tensors, sorted by descending type width, then by name; return the place of each.
 
+    They are computed in the opposite order: scales may follow from the integers behind them.
+
     Raises:
         ValueError: the blocks of a streamed tensor do not fill its shape.
     """
@@ -55,8 +57,9 @@ def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> d
     data = 8 + len(text)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
+        for name in reversed(names):
             tensor = tensors[name]
+            file.seek(data + header[name]["data_offsets"][0])
             for block in tensor.blocks() if isinstance(tensor, Streamed) else (tensor,):
                 file.write(np.ascontiguousarray(block, tensor.dtype).data)
             if file.tell() != data + header[name]["data_offsets"][1]:

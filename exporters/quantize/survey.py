@@ -71,11 +71,14 @@ def survey(
     spec, weights = tensors.spec, Weights(tensors)
     seen = _Seen(spec, first)
     ops = _PartialOps(tensors, weights, windows.shape[1], context, seen.observe)
+    if spec.layer_inputs:
+        weights.layer_inputs.add(windows)
     states = [ops.embed(window, "embedding") for window in windows]
     for layer in range(spec.layers):
         weights.drop()
         for window, state in enumerate(states):
             progress(layer * len(states) + window, spec.layers * len(states))
+            ops.begin(window, windows[window])
             states[window] = decoder_layer(ops, spec, layer, state)
     weights.drop()
     ops = _PartialOps(tensors, weights, max(first, 1), context)
@@ -96,7 +99,7 @@ class _Seen:
         self._results = decoder_results(spec)
         tensors = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
         self._cache = {tensor.past: tensor for tensor in tensors}
-        self._rotation = value_rotation(spec)
+        self._rotations: dict[int, Floats] = {}
 
     def observe(self, name: str, values: Floats) -> None:
         kind = self._results[name].kind
@@ -118,7 +121,9 @@ class _Seen:
             self.reach[at] = HeadReach.none(self._spec, tensor.layer)
         reach = self.reach[at]
         if tensor.kind == "value":
-            self.reach[at] = reach.with_values(np.abs(others @ self._rotation).max())
+            width = others.shape[1]
+            rotation = self._rotations.setdefault(width, value_rotation(self._spec, width))
+            self.reach[at] = reach.with_values(np.abs(others @ rotation).max())
         else:
             self.reach[at] = reach.with_keys(others)
 
@@ -138,6 +143,7 @@ class _PartialOps(NumpyOps):
         super().__init__(tensors.spec, weights, tokens, context, observe)
 
     def embed(self, tokens: NDArray[Any], name: str) -> Floats:
+        self.begin(self._window[0], tokens)
         return self._seen(name, self._tensors.tensor(EMBEDDING, tokens))
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:

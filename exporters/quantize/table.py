@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec import EMBEDDING
+from edgekv.spec import EMBEDDING, LAYER_INPUTS
 from exporters.checkpoint.columns import blocks_of_rows, outlier_columns
 from exporters.quantize.reference import Floats, Tensors
 from quant import DTYPES, Dtype, Encoding, Grid, QuantizedWeight
 
 _MOST = 127
 _STEPS: Dtype = "u16"
+_LAYER_ELEMENTS = 1 << 25  # of rows that are held in float32 at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,43 @@ class Table:
     def matrix(self, rows: slice) -> QuantizedWeight:
         """Some rows as output channels of a head."""
         return QuantizedWeight(self.integers(rows).T, Grid("int8", self.scales[rows]))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """The table of what layers read of each token, `[V, layers * P]`: 8-bit integers and a scale for each row.
+
+    The host alone reads it, so scales are floats.
+
+    Attributes:
+        tensors: have the exact table.
+    """
+
+    tensors: Tensors
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`[V, layers * P]`."""
+        spec = self.tensors.spec
+        return spec.vocab, spec.layers * spec.layer_inputs
+
+    def blocks(self) -> Iterator[tuple[NDArray[np.int8], NDArray[np.float32]]]:
+        """Integers and scales of all rows, some at a time."""
+        rows_at_once = max(1, _LAYER_ELEMENTS // self.shape[1])
+        for first in range(0, self.shape[0], rows_at_once):
+            yield _rounded(self.tensors.tensor(LAYER_INPUTS, slice(first, first + rows_at_once)))
+
+
+def rounded_rows(rows: Floats) -> Floats:
+    """Rows `[T, layers * P]` as a `LayerTable` stores them."""
+    integers, scales = _rounded(rows)
+    found: Floats = integers * scales[:, None]
+    return found
+
+
+def _rounded(rows: Floats) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    scales = np.maximum(np.abs(rows).max(axis=1) / np.float32(_MOST), np.finfo(np.float32).tiny)
+    return np.rint(rows / scales[:, None]).astype(np.int8), scales
 
 
 def _divided(rows: Floats, columns: Floats | None) -> Floats:

@@ -6,6 +6,7 @@ are stored in pairs as bytes, since safetensors has no such type.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -15,11 +16,21 @@ import onnx
 from numpy.typing import NDArray
 
 from edgekv.bundle.weights import Extent, MatrixPlace, TensorPlace, WeightPlaces
-from edgekv.spec.tensors import DELTA_RATES, EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, HEAD, part_name, table_key
+from edgekv.spec.tensors import (
+    DELTA_RATES,
+    EMBEDDING,
+    EMBEDDING_COLUMNS,
+    EMBEDDING_STEPS,
+    HEAD,
+    LAYER_INPUTS,
+    head_width,
+    part_name,
+    table_key,
+)
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.shards import Streamed, write_shard
-from exporters.quantize.table import Table
+from exporters.quantize.table import LayerTable, Table
 from quant import WEIGHT_TYPES, Encoding, WeightDtype, pack_int4
 
 _ONNX_TYPES = {
@@ -32,6 +43,7 @@ _ONNX_TYPES = {
 
 SIXTEEN_BITS = ".uint16"
 TABLE = "embedding.table"
+LAYER_SHARD = "weights-layer-inputs"
 
 
 class MatrixNames(NamedTuple):
@@ -138,16 +150,7 @@ class WeightStore:
         """Keep the table of embeddings, and the steps of its scales, for the next shard."""
         spec = self._tensors.spec
         key = table_key(spec)
-        place = MatrixPlace(
-            file="",
-            dtype="int8",
-            rows=spec.hidden,
-            columns=spec.vocab,
-            heads=1,
-            integers=0,
-            scales=0,
-            by_outputs=True,
-        )
+        place = _table_place(spec.vocab, spec.hidden)
         integers, scales, _ = _names(key, place, None)
         self._unwritten[key] = place
         self._pending[integers] = Streamed(np.int8, (spec.vocab, spec.hidden), table.blocks)
@@ -157,6 +160,29 @@ class WeightStore:
         if table.columns is not None:
             self._encodings[EMBEDDING_COLUMNS] = table.column_encoding
             self._pending[EMBEDDING_COLUMNS + SIXTEEN_BITS] = table.column_encoding.quantize(table.columns)
+
+    def put_layer_table(self, table: LayerTable) -> tuple[float, float]:
+        """Keep the table of what layers read of tokens for the next shard, which is written now.
+
+        Returns:
+            The minimum and maximum element, 0 or beyond.
+        """
+        vocab, width = table.shape
+        scales, reach = list[NDArray[np.float32]](), [0.0, 0.0]
+
+        def integers() -> Iterator[NDArray[np.int8]]:
+            for rows, steps in table.blocks():
+                scales.append(steps)
+                ends = rows.min(axis=1) * steps, rows.max(axis=1) * steps
+                reach[:] = min(reach[0], float(ends[0].min())), max(reach[1], float(ends[1].max()))
+                yield rows
+
+        place = self._unwritten[LAYER_INPUTS] = _table_place(vocab, width)
+        name, scale_name, _ = _names(LAYER_INPUTS, place, None)
+        self._pending[name] = Streamed(np.int8, (vocab, width), integers)
+        self._pending[scale_name] = Streamed(np.float32, (vocab,), lambda: scales)
+        self.flush(LAYER_SHARD)
+        return reach[0], reach[1]
 
     @property
     def has_columns(self) -> bool:
@@ -174,7 +200,7 @@ class WeightStore:
         place = self._written.get(key) or self._unwritten.get(key)
         if place is None:
             place = self._unwritten[key] = self._put(key, head is not None, gain)
-        if place.width != (place.columns if head is None else self._tensors.spec.head_dim):
+        if place.width != (place.columns if head is None else head_width(self._tensors.spec, key)):
             raise ValueError(f"{key}: got {place.heads} heads of {place.width}; expected the same use in all graphs")
         names = _names(key, place, head)
         return MatrixNames(*names, place.dtype, place.width, place.blocks, place.by_outputs)
@@ -221,7 +247,7 @@ class WeightStore:
         if tap is not None:
             values = np.ascontiguousarray(values[:, 0, tap])
         if head is not None:
-            width = 1 if key.endswith(DELTA_RATES) else self._tensors.spec.head_dim
+            width = 1 if key.endswith(DELTA_RATES) else head_width(self._tensors.spec, key)
             values = values[head * width : (head + 1) * width]
         encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
         return encoding, encoding.quantize(values)
@@ -230,7 +256,7 @@ class WeightStore:
         """Quantize a matrix and keep it for the next shard; its place has no offsets yet."""
         weight = self._matrices[key]
         grid, (rows, columns) = weight.grid, weight.integers.shape
-        heads = columns // self._tensors.spec.head_dim if by_head else 1
+        heads = columns // head_width(self._tensors.spec, key) if by_head else 1
         place = MatrixPlace(
             file="",
             dtype=grid.dtype,
@@ -248,6 +274,11 @@ class WeightStore:
         if block_scales is not None and grid.block_scales is not None:
             self._pending[block_scales] = _head_by_head(grid.block_scales, heads)
         return place
+
+
+def _table_place(vocab: int, width: int) -> MatrixPlace:
+    """The place of a table `[V, width]` that is not written yet."""
+    return MatrixPlace(file="", dtype="int8", rows=width, columns=vocab, heads=1, integers=0, scales=0, by_outputs=True)
 
 
 def _matrix_initializers(key: str, place: MatrixPlace) -> dict[str, onnx.TensorProto]:

@@ -27,22 +27,19 @@ from checkpoints import ARCHITECTURES, CONFIG, NEWER, OLDER, write_checkpoint  #
 
 EMBEDDED = HERE.parent.parent / "models" / "stdlib-4m"
 TOLERANCE = 1e-4
-VISION = (
-    "model.visual.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-)  # of a text model's checkpoint, hardly any are there
+OTHERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.audio_tower.")
+"""Of a text model's checkpoint, hardly any of these are there."""
 PROMPT = "def __init__(self, "
 NEW_TOKENS = 64
 
 
 def logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """float32 `[T, V]`."""
-    multimodal = "vision_config" in json.loads((folder / "config.json").read_text())
+    multimodal = "text_config" in json.loads((folder / "config.json").read_text())
     model, loading = (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    text = [key for keys in loading.values() for key in keys if not key.startswith(VISION)]
+    text = [key for keys in loading.values() for key in keys if not key.startswith(OTHERS)]
     if text:
         raise SystemExit(f"{folder.name}: transformers did not load every tensor: {loading}")
     with torch.no_grad():

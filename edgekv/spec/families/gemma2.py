@@ -20,6 +20,7 @@ LOGITS_CAP = 30.0
 
 def describe(config: Config) -> DecoderSpec:
     """The decoder of both generations, with soft caps and alternating windows (arXiv 2408.00118)."""
+    config.expect("use_bidirectional_attention", False)
     spec = gemma(config, logits_cap=LOGITS_CAP)
     return replace(
         spec,
@@ -41,7 +42,6 @@ def gemma(config: Config, *, logits_cap: float | None = None) -> DecoderSpec:
         logits_cap: the generation's default.
     """
     config.expect("hidden_activation", "gelu_pytorch_tanh")
-    config.expect("use_bidirectional_attention", False)
     spec = llama_like(config, head_dim=HEAD_DIM, tied_head=True)
     return replace(
         spec,

@@ -38,6 +38,7 @@ def describe(config: Config) -> DecoderSpec:
         return replace(describe(text), multimodal=True)
     config = config.with_defaults(**DEFAULTS)
     config.expect("attn_logit_softcapping", None)
+    config.expect("use_bidirectional_attention", False)
     spec = gemma(config)
     theta = config.number("rope_theta", THETA)
     local_theta = config.number("rope_local_base_freq", LOCAL_THETA)

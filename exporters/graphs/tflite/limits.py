@@ -25,6 +25,13 @@ def check_tflite(checkpoint: Checkpoint) -> None:
             fix='Install it: pip install "edgekv[litert]"',
         )
     spec = checkpoint.spec
+    if spec.layer_inputs:
+        raise UsageError(
+            "--format tflite",
+            got="inputs that the host gathers for each layer",
+            expected="a model without them: a .tflite file has no table for the host",
+            fix="Use --format onnx.",
+        )
     table = spec.vocab * spec.hidden
     # Matrices in int8; the embedding table in int16 and, if it is also the head, again in int8.
     held_bytes = checkpoint.parameters + table * (2 if spec.tied_head else 1)

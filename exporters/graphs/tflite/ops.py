@@ -11,6 +11,7 @@ import numpy as np
 from edgekv.errors import UsageError
 from edgekv.graphs.decoder import Ops
 from edgekv.spec import (
+    LAYER_INPUTS_PORT,
     LOGITS,
     LOGITS_INDEX,
     DecoderInterface,
@@ -62,8 +63,9 @@ class TfliteOps(Ops[Tensor]):
         self._spec = spec
         self._encodings = encodings
         self._weights = weights
+        self._cached: dict[KvTensor, Tensor] = {}
         self._ids = self._input(self._ports.entry)
-        shared = (port for port in self._ports.inputs if port.kind in ("mask", "cos", "sin"))
+        shared = (port for port in self._ports.inputs if port.kind in ("layer_inputs", "mask", "cos", "sin"))
         self._shared = {port.name: self._input(port) for port in shared}
 
     # ------------------------------------------------------------------ the operations of a decoder
@@ -110,6 +112,12 @@ class TfliteOps(Ops[Tensor]):
         return y
 
     def rms_norm(self, x: Tensor, weight: str, name: str, *, gain: float = 1.0) -> Tensor:
+        normal = self._normalized(x, name)
+        weighted = self._float("MUL", [normal, self._weights.norm(self._graph, weight, gain=gain)], name + ".weighted")
+        return self._emit("QUANTIZE", [weighted], name, x.shape)
+
+    def _normalized(self, x: Tensor, name: str) -> Tensor:
+        """`x / rms(x)` in float."""
         assert x.encoding is not None
         # Scaling x by a factor and eps by its square changes nothing; a power of two is exact.
         factor = 2.0 ** math.floor(math.log2(_NORM_REACH / x.encoding.reach[1]))
@@ -120,9 +128,17 @@ class TfliteOps(Ops[Tensor]):
         self._graph.operate("MEAN", [square, axis], [mean], "ReducerOptions", {"keepDims": True})
         shifted = self._float("ADD", [mean, self._number(self._spec.eps * factor * factor)], name + ".shifted")
         inverse = self._float("RSQRT", [shifted], name + ".inverse")
-        normal = self._float("MUL", [scaled, inverse], name + ".normal")
-        weighted = self._float("MUL", [normal, self._weights.norm(self._graph, weight, gain=gain)], name + ".weighted")
-        return self._emit("QUANTIZE", [weighted], name, x.shape)
+        return self._float("MUL", [scaled, inverse], name + ".normal")
+
+    def normalize(self, x: Tensor, width: int, name: str) -> Tensor:
+        return self._emit("QUANTIZE", [self._normalized(x, name)], name, x.shape)
+
+    def scale_by(self, x: Tensor, weight: str, name: str) -> Tensor:
+        return self.multiply(x, self._weights.table(self._graph, weight), name)
+
+    def layer_input(self, layer: int) -> Tensor:
+        width = self._spec.layer_inputs
+        return self.slice(self._shared[LAYER_INPUTS_PORT], layer * width, width)
 
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._emit("ADD", [a, b], name, a.shape, None, "AddOptions", potScaleInt16=False)
@@ -184,11 +200,14 @@ class TfliteOps(Ops[Tensor]):
         name = f"{tensor.kind}_{tensor.layer}_h{tensor.head}"
         shape = [1, 1, past.shape[_ROWS] + new.shape[_ROWS], new.shape[_WIDTH]]
         rows = self._emit("CONCATENATION", [past, added], name, shape, encoding, "ConcatenationOptions", axis=_ROWS)
-        if encoding.dtype == "s16":
-            return rows
-        # No kernel multiplies int16 by int8, so the same integers are widened.
-        wide = Encoding("s16", encoding.scale, 0)
-        return self._emit("CAST", [rows], name + ".wide", shape, wide)
+        if encoding.dtype != "s16":
+            # No kernel multiplies int16 by int8, so the same integers are widened.
+            rows = self._emit("CAST", [rows], name + ".wide", shape, Encoding("s16", encoding.scale, 0))
+        self._cached[tensor] = rows
+        return rows
+
+    def cached(self, tensor: KvTensor) -> Tensor:
+        return self._cached[tensor]
 
     def tap(self, rows: Tensor, weight: str, tap: int, name: str) -> Tensor:
         assert self._spec.convolution is not None, "a layer has one"

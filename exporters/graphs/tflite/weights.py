@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.spec.tensors import by_outputs, part_name
+from edgekv.spec.tensors import by_outputs, head_width, part_name
 from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
@@ -26,7 +26,7 @@ class TfliteWeights:
         weight = self._quantized[key]
         name = key
         if head is not None:
-            width = self._tensors.spec.head_dim
+            width = head_width(self._tensors.spec, key)
             weight = weight.columns(head * width, (head + 1) * width)
             name = f"{key}.h{head}"
         integers, scales = np.ascontiguousarray(by_outputs(weight.integers)), weight.scales * np.float32(gain)
@@ -35,7 +35,7 @@ class TfliteWeights:
         return graph.constant(name, "s8", integers.shape, lambda: integers, scales=scales)
 
     def table(self, graph: Subgraph, key: str) -> Tensor:
-        """A whole tensor in 16 bits with one scale: the embedding table."""
+        """A whole tensor in 16 bits with one scale: the embedding table, or the number at the end of a layer."""
         values = self._tensors.tensor(key)
         encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
         return graph.constant(key + ".int16", "s16", values.shape, lambda: encoding.quantize(values), encoding=encoding)
@@ -44,7 +44,7 @@ class TfliteWeights:
         """A bias, or one head's part of it, in 16 bits with one scale."""
         values, name = self._tensors.tensor(key), key
         if head is not None:
-            width = self._tensors.spec.head_dim
+            width = head_width(self._tensors.spec, key)
             values, name = values[head * width : (head + 1) * width], f"{key}.h{head}"
         encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
         scaled = encoding.times(gain)

@@ -1,0 +1,60 @@
+"""Gemma 4: two sizes of heads, layers that share a cache, and an input of its own for each layer and token."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.families.gemma2 import gemma
+from edgekv.spec.llama_like import cache_owners, layer_sizes, windows
+from edgekv.spec.rope import Rope
+
+MODEL_TYPES = ("gemma4", "gemma4_text")
+
+HEAD_DIM = 512  # of layers with full attention; defaults of absent fields
+WINDOW = 512
+PATTERN = 6  # every sixth layer has full attention, and so has the last
+ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def describe(config: Config) -> DecoderSpec:
+    """The text decoder of E2B and E4B, alone or with encoders of images and sound, which are left out."""
+    if config.text("model_type") == "gemma4":
+        text = config.table("text_config").with_defaults(model_type="gemma4_text")
+        text.expect("model_type", "gemma4_text")
+        if "tie_word_embeddings" in config:
+            text = text.with_defaults(tie_word_embeddings=config.flag("tie_word_embeddings"))
+        return replace(describe(text), multimodal=True)
+    config.expect("enable_moe_block", False)
+    config.expect("attention_k_eq_v", False)
+    if "use_bidirectional_attention" in config:
+        config.expect("use_bidirectional_attention", "vision")  # of the tokens of images alone
+    config = config.with_defaults(rope_parameters=ROPE)
+    spec = gemma(config)
+    layers, window = spec.layers, config.optional_size("sliding_window", WINDOW)
+    found = windows(config, layers, window, lambda layer: layer + 1 < layers and bool((layer + 1) % PATTERN))
+    is_full = [not each for each in found] or [True] * layers
+    owners = cache_owners(config, is_full)
+    sizes = layer_sizes(config, spec, is_full, owners, HEAD_DIM)
+    if width := config.count("hidden_size_per_layer_input", 256):
+        config.expect("vocab_size_per_layer_input", spec.vocab)
+    widest = sizes[is_full.index(True)].head_dim if True in is_full else spec.head_dim
+    full, local = Rope.pair(config, widest, theta=1e6, local_theta=1e4, local_head_dim=spec.head_dim)
+    return replace(
+        spec,
+        rope=full,
+        local_rope=local if any(found) else None,
+        qk_norm="head",
+        value_norm=True,
+        norm_offset=0.0,
+        query_gain=1.0,
+        windows=found,
+        layer_sizes=sizes,
+        cache_owners=owners,
+        layer_inputs=width,
+        layer_scalars=True,
+    )

@@ -1,0 +1,230 @@
+"""Gemma 4: layers that share a cache, two sizes of heads, and inputs that the host gathers for each layer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgekv
+from devices import find
+from edgekv import SamplingParams
+from edgekv.bundle import open_bundle
+from edgekv.errors import BundleError, UsageError
+from edgekv.graphs.cpu_mode import CPU_MODES
+from edgekv.kv import STRATEGIES
+from edgekv.plan import Overrides, find_subject
+from edgekv.prefix import StoreConfig
+from edgekv.spec import LAYER_INPUTS
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.htp.check import floating_nodes
+from exporters.quantize.reference import Reference
+from exporters.quantize.table import rounded_rows
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options, exported
+from tests.test_states import CONTEXT, ids, random_calls, same
+
+TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
+PROMPT = [*range(40, 100)]
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
+FIRST_SHARING = 3
+"""Layers 3 and 4 read the caches of 2 and 1."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma4")
+    (folder / "text").write_text(TEXT)
+    return write_checkpoint(folder / "checkpoint", ARCHITECTURES["gemma4"], gain=1.0)
+
+
+def gemma(checkpoint: Path, **options: Any) -> Path:
+    chosen = {"context": (64, CONTEXT), "ar": (1, 16), "calibration": checkpoint.parent / "text", **options}
+    return exported(checkpoint, export_options(**chosen))
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path) -> Path:
+    return gemma(checkpoint, draft_rows=(4, 8))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows beyond the context: sums are in one order in graphs of every AR, on the CPU too."""
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "text").write_text(TEXT)
+    fields = {**ARCHITECTURES["gemma4"], "sliding_window": 512}
+    return gemma(write_checkpoint(folder / "checkpoint", fields, gain=1.0), draft_rows=(4, 8))
+
+
+def test_layers_that_share_a_cache_have_no_tensors_of_their_own(bundle: Path) -> None:
+    manifest = open_bundle(bundle).manifest
+    groups = manifest.cache_geometry.groups()
+    assert [(each.numbers, each.head_dim, each.context) for each in groups] == [((0, 2), 16, 24), ((1,), 32, CONTEXT)]
+    assert not [name for name in manifest.weights.matrices if ".3.self_attn.k_proj" in name or ".4.self_attn.v" in name]
+    for graph in manifest.graphs:
+        own, reading = (manifest.interface.graph(graph, part) for part in graph.parts)
+        assert [part.layers for part in graph.parts] == [range(FIRST_SHARING), range(FIRST_SHARING, 5)]
+        assert [port.name for port in reading.outputs] == ["logits"]
+        borrowed = [port for port in reading.inputs if port.kind == "borrowed"]
+        assert {port.name for port in borrowed} == {
+            f"past_{kind}_{layer}_h{head}_out" for kind in ("key", "value") for layer in (1, 2) for head in (0, 1)
+        }
+        assert all(own[port.name] == port for port in borrowed)
+
+
+@pytest.mark.parametrize("mode", CPU_MODES)
+def test_windows_before_the_last_skip_the_layers_without_a_cache(bundle: Path, checkpoint: Path, mode: str) -> None:
+    """And leave the same bits, in the cache and in the logits, as running every layer in every window."""
+    with edgekv.load(bundle, cpu_mode=mode) as model:
+        ran, session = count_runs(model), model.session
+        logits = session.feed(PROMPT).copy()
+        assert ran[0] > ran[1] == 1
+        state, windows = session.cache.state, ran[0]
+        session.reset()
+        rows: list[Any] = []
+        session.feed(PROMPT, take=lambda found: rows.append(found[-1].copy()))
+        assert ran == [2 * windows, 1 + windows]
+        assert np.array_equal(rows[-1], logits) and same(session.cache.state, state)
+
+
+def test_two_parts_give_the_bits_of_one(bundle: Path, checkpoint: Path) -> None:
+    whole = gemma(checkpoint, draft_rows=(4, 8), splits=1)
+    with edgekv.load(bundle, cpu_mode="emulate") as divided, edgekv.load(whole, cpu_mode="emulate") as undivided:
+        assert len(undivided.bundle.manifest.graphs[0].parts) == 1
+        assert np.array_equal(divided.session.feed(PROMPT), undivided.session.feed(PROMPT))
+        assert same(divided.session.cache.state, undivided.session.cache.state)
+        assert ids(divided.generate(PROMPT, PARAMS)) == ids(undivided.generate(PROMPT, PARAMS))
+
+
+def count_runs(model: edgekv.Model) -> list[int]:
+    """How often each part of graphs runs from now on."""
+    graphs, ran = model.session._graphs, [0, 0]
+    load = graphs._load
+
+    def counting(record: Any) -> Any:
+        graph = load(record)
+        for number, part in enumerate(graph._parts):
+            if not hasattr(part, "counted"):
+                part.counted, run = True, part.run
+
+                def count(number: int = number, run: Any = run) -> None:
+                    ran[number] += 1
+                    run()
+
+                part.run = count
+        return graph
+
+    graphs._load = counting
+    return ran
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_and_divisions_change_no_bit(bundle: Path, checkpoint: Path, strategy: str) -> None:
+    """Divided within the layers that share a cache, too: a part reads rows that another one has just written."""
+    with edgekv.load(bundle, cpu_mode="emulate") as model:
+        wanted, score = ids(model.generate(PROMPT, PARAMS)), model.score(PROMPT)
+    for splits in (3, 5):
+        divided = gemma(checkpoint, draft_rows=(4, 8), splits=splits)
+        stops = [part.stop_layer for part in open_bundle(divided).manifest.graphs[0].parts]
+        assert FIRST_SHARING in stops and len(stops) == splits + 1  # and the head
+        with edgekv.load(divided, cpu_mode="emulate", kv_update=strategy) as model:
+            assert ids(model.generate(PROMPT, PARAMS)) == wanted
+            assert np.array_equal(model.score(PROMPT), score)
+
+
+@pytest.mark.parametrize("options", [{"key_layout": "columns"}, {"embedding": "host"}, {"kv_dtype": "s16"}])
+def test_every_form_of_graphs_loses_what_int8_weights_lose(checkpoint: Path, options: dict[str, Any]) -> None:
+    tokens = [256, *TEXT.encode()][:60]
+    (wanted,) = Reference(Checkpoint.open(str(checkpoint)), CONTEXT).logits([np.array(tokens)])
+    found = edgekv.load(gemma(checkpoint, **options)).score(tokens)
+    assert np.square(wanted).sum() > 10**2.4 * np.square(found - wanted).sum()
+
+
+def test_rewinds_prefixes_and_drafts_change_no_bit(wide: Path) -> None:
+    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
+    options = {"cpu_mode": "emulate", "kv_update": "pointer-shift"}
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with edgekv.load(wide, **options) as plain, edgekv.load(wide, prefix_cache=config, **options) as model:
+        assert random_calls(plain, model, 40, params) > 300
+
+
+@pytest.mark.slow
+@pytest.mark.htp
+def test_rewinds_prefixes_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
+    """With windows of 24 tokens."""
+    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with edgekv.load(bundle, "htp") as plain, edgekv.load(bundle, "htp", prefix_cache=config) as model:
+        assert random_calls(plain, model, 20, params) > 150
+
+
+@pytest.mark.slow
+def test_500_calls_change_no_bit(wide: Path) -> None:
+    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with (
+        edgekv.load(wide, cpu_mode="emulate") as plain,
+        edgekv.load(wide, cpu_mode="emulate", prefix_cache=config) as model,
+    ):
+        assert random_calls(plain, model, 500, params) > 10_000
+
+
+@pytest.mark.htp
+def test_the_htp_computes_both_parts_in_integers(checkpoint: Path) -> None:
+    bundle = gemma(checkpoint, context=64)
+    tokens = [256, *TEXT.encode()][:40]
+    (decode,) = [graph for graph in open_bundle(bundle).manifest.graphs if graph.role == "decode"]
+    assert floating_nodes([bundle / part.file for part in decode.parts], find("SM8650")) == []
+    with edgekv.load(bundle, "htp") as htp, edgekv.load(bundle, cpu_mode="emulate") as cpu:
+        on_htp, on_cpu = htp.score(tokens), cpu.score(tokens)
+        assert np.square(on_cpu).sum() > 10**4 * np.square(on_htp - on_cpu).sum()
+        session = htp.session
+        session.reset()
+        once = session.feed(tokens).copy()
+        session.reset()
+        for token in tokens:
+            stepwise = session.feed([token])
+        assert np.array_equal(once, stepwise)
+
+
+def test_the_host_gathers_rounded_rows_of_the_exact_table(bundle: Path, checkpoint: Path) -> None:
+    """The projection, norm and table of transformers, as one row of 8 bits for each token."""
+    table, exact = open_bundle(bundle).layer_inputs(), Checkpoint.open(str(checkpoint))
+    assert table is not None and isinstance(table.integers.base, np.memmap)
+    rows = exact.tensor(LAYER_INPUTS, np.arange(320))
+    found = table.encoding.dequantize(table.rows(range(320)))
+    assert np.abs(found - rounded_rows(rows)).max() <= table.encoding.scale
+    assert np.square(rows).sum() > 10**4 * np.square(found - rows).sum()
+
+
+def test_a_plan_counts_the_table_of_the_host_apart(checkpoint: Path, bundle: Path) -> None:
+    planned = find_subject(checkpoint, Overrides(context=64, ar=(1, 16)))
+    exists = find_subject(bundle, Overrides())
+    assert planned.host_bytes == exists.host_bytes == 320 * 5 * 8 + 4 * 320
+    stored = sum(each.bytes for _, file, each in open_bundle(bundle).manifest.weights.extents() if "inputs" not in file)
+    assert exists.weights_bytes is not None and 0 <= exists.weights_bytes - stored < 1 << 16
+
+
+def test_a_forged_manifest_is_refused_by_field(bundle: Path, tmp_path: Path) -> None:
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    for field, value, words in (
+        ("cache_owners", [0, 1, 2, 4, 1], "cache_owners: got 4 of layer 3; expected an earlier layer"),
+        ("cache_owners", [0, 1, 2, 1, 1], "cache_owners: got 1 of layer 3; expected a layer of the same kind"),
+        ("cache_owners", [0, 1], "cache_owners: got 2; expected none or 5"),
+        ("layer_inputs", 4, "weights: model.layers.0.per_layer_input_gate.weight"),
+        ("layer_inputs", 0, "weights: got model.layer_inputs.weight; expected weights of the decoder"),
+    ):
+        forged = {**manifest, "model": {**manifest["model"], field: value}}
+        (tmp_path / "manifest.json").write_text(json.dumps(forged))
+        with pytest.raises(BundleError) as refusal:
+            open_bundle(tmp_path)
+        assert words in str(refusal.value)
+
+
+def test_what_gemma_4_cannot_have_is_refused_by_option(checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match="--format tflite: got inputs that the host gathers for each layer"):
+        gemma(checkpoint, graph_format="tflite", kv_dtype="s8", context=64)
