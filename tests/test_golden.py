@@ -14,6 +14,7 @@ from edgekv.runtime import CpuEngine
 from edgekv.runtime.rope import RopeTable
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
+from tests.exports import export_options, exported
 from tests.ties import assert_same_or_tied
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")["text"].tolist()
@@ -45,6 +46,12 @@ def test_unrelated_models_are_told_apart():
             assert_same_or_near_tie(*tokens, lambda _, row=one: row[None], lambda _, row=two: row[None])
             passed += 1
     assert passed < 15, "about one in 64 agrees by chance"
+
+
+@pytest.fixture(scope="module")
+def bundle(embedded) -> Path:
+    """Calibrated on more text than other exports of the tests: the reference chooses token 11 by 0.108 of logits."""
+    return exported(embedded, export_options(context=128, ar=(1, 32), calibration_tokens=6144))
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +120,6 @@ def test_slot_moves_cpu_logits_by_the_order_of_a_sum_at_most(bundle, cpu):
 
 
 @pytest.mark.htp
-def test_the_htp_writes_what_the_cpu_writes(embedded_on_htp, cpu):
-    htp = edgekv.load(embedded_on_htp, engine="htp")
+def test_the_htp_writes_what_the_cpu_writes(embedded_on_htp):
+    htp, cpu = (edgekv.load(embedded_on_htp, engine=engine) for engine in ("htp", "cpu"))
     assert_same_or_near_tie(continued(htp, 32), continued(cpu, 32), htp.score, cpu.score)
