@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 
 import edgekv
+from edgekv import qnn
 from edgekv.cli import commands, refused_interpreter, run
 from edgekv.cli.model import interactive
+from edgekv.errors import EngineError
 from edgekv.load_options import EngineOptions
+from edgekv.vendor_libraries import Platform
 
 ROOT = Path(__file__).parent.parent
 OURS = {"edgekv", "exporters", "quant", "devices"}
@@ -207,3 +210,13 @@ def _package(requirement: str) -> str:
 
 def _dedented(text: str | None) -> str | None:
     return text if text is None else re.sub(r"\n {4}", "\n", text).rstrip()
+
+
+def test_the_htp_is_refused_on_macos_with_what_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(qnn.metadata, "version", version)
+    monkeypatch.setattr(qnn.Platform, "here", lambda: Platform("macos", "arm64"))
+    with pytest.raises(EngineError, match=r"^engine htp: got macos, .*; expected Linux or Windows.* Use --engine cpu"):
+        qnn.compiler()
