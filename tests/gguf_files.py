@@ -42,7 +42,17 @@ POST_NORMS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-ARCHITECTURES = {"gemma3_text": "gemma3"}
+DELTA_RULE = {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
 INTERLEAVED = ("llama", "granite", "smollm3")
 
 
@@ -67,7 +77,9 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", **changes: Any) 
             for key in file.keys():  # noqa: SIM118  (not a dict)
                 values = file.get_tensor(key).astype(np.float32)
                 name, values = converted(key, values, config, architecture)
-                is_matrix = values.ndim == 2 and "shortconv.conv" not in name
+                is_matrix = values.ndim == 2 and "conv" not in name.replace("shortconv.in", "").replace(
+                    "shortconv.out", ""
+                )
                 kept = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
                 writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
     writer.write_header_to_file()
@@ -104,6 +116,16 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         fields["{arch}.shortconv.l_cache"] = config.get("conv_L_cache", 3)
         for width in ("key_length", "value_length"):
             del fields[f"{{arch}}.attention.{width}"]
+    if architecture == "qwen35":
+        rope, heads = config["rope_parameters"], config["linear_num_value_heads"]
+        fields["{arch}.rope.freq_base"] = float(rope["rope_theta"])
+        fields["{arch}.rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
+        fields["{arch}.ssm.conv_kernel"] = 4
+        fields["{arch}.ssm.group_count"] = config["linear_num_key_heads"]
+        fields["{arch}.ssm.time_step_rank"] = heads
+        fields["{arch}.ssm.state_size"] = config["linear_key_head_dim"]
+        fields["{arch}.ssm.inner_size"] = heads * config["linear_value_head_dim"]
+        fields["{arch}.full_attention_interval"] = 4
     if architecture == "granite":
         fields["{arch}.embedding_scale"] = config["embedding_multiplier"]
         fields["{arch}.residual_scale"] = config["residual_multiplier"]
@@ -137,8 +159,16 @@ def tokenizer_fields(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]
 
 def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture: str) -> tuple[str, np.ndarray]:
     """What the converter makes of a tensor: its name, rotary pairs of some architectures, and norms with offset."""
-    if architecture.startswith("gemma") and "norm" in key:
+    if architecture.startswith(("gemma", "qwen35")) and "norm" in key and "linear_attn" not in key:
         values = values + 1
+    if ".linear_attn." in key:
+        values = tiled(key, values, config)
+    if key.endswith("A_log"):
+        return f"blk.{key.split('.')[2]}.ssm_a", -np.exp(values)
+    if key.endswith("dt_bias"):
+        return f"blk.{key.split('.')[2]}.ssm_dt.bias", values
+    if key.endswith("conv1d.weight"):
+        values = values[:, 0]
     if key.startswith("model.embedding_norm"):
         return "token_embd_norm.weight", values
     if key.endswith("conv.conv.weight"):
@@ -149,12 +179,25 @@ def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture
     _, _, layer, rest = key.split(".", 3)
     part, suffix = rest.rsplit(".", 1)
     names = NAMES | (POST_NORMS if architecture in ("gemma2", "gemma3", "olmo2") else {})
+    names |= DELTA_RULE if architecture == "qwen35" else {}
     if architecture in INTERLEAVED and part in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config["num_attention_heads"]
         heads = heads if part == "self_attn.q_proj" else config.get("num_key_value_heads") or heads
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
     return f"blk.{layer}.{names[part]}.{suffix}", values
+
+
+def tiled(key: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """With the value heads in the order of llama.cpp: the first ones of all key heads, then the second ones."""
+    if "norm" in key:
+        return values
+    if "out_proj" in key:
+        return tiled(key.replace("out_proj", "in_proj_z"), values.T, config).T
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    first = 2 * keys * config["linear_key_head_dim"] if "qkv" in key or "conv1d" in key else 0
+    by_key = values[first:].reshape(keys, heads // keys, -1, *values.shape[1:]).swapaxes(0, 1)
+    return np.concatenate([values[:first], by_key.reshape(-1, *values.shape[1:])])
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

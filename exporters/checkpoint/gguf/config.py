@@ -219,6 +219,27 @@ def _olmo2(file: GgufFile) -> Fields:
     return {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False}
 
 
+def _qwen35(file: GgufFile) -> Fields:
+    values = file.size(".ssm.time_step_rank")
+    return {
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "num_hidden_layers": file.size(".block_count") - further_layers(file),
+        "full_attention_interval": file.size(".full_attention_interval", 4),
+        "linear_conv_kernel_dim": file.size(".ssm.conv_kernel"),
+        "linear_num_key_heads": file.size(".ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": file.size(".ssm.state_size"),
+        "linear_value_head_dim": file.size(".ssm.inner_size") // values,
+    }
+
+
+def further_layers(file: GgufFile) -> int:
+    """Layers behind the decoder's, which predict further tokens."""
+    name = ".nextn_predict_layers"
+    return file.size(name) if name in file else 0
+
+
 _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -229,5 +250,6 @@ _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen35": _qwen35,
     "smollm3": _smollm3,
 }

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
+from exporters.checkpoint.gguf.config import further_layers
 from exporters.checkpoint.gguf.file import Block, GgufFile
 from exporters.checkpoint.stored import ComputedTensor
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """The stored types that can be read."""
 
-_LAYER = re.compile(r"blk\.(\d+)\.([a-z_.]+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.([a-z0-9_.]+?)(?:\.(weight|bias))?")
 _TABLES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -47,7 +48,26 @@ _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_SPECIAL = {"gemma2": _POST_NORMS, "gemma3": _POST_NORMS, "olmo2": _POST_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"}}
+_DELTA_RULE = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_VECTORS = ("linear_attn.dt_bias", "linear_attn.A_log")  # Hugging Face's names of these have no ending
+_SPECIAL = {
+    "gemma2": _POST_NORMS,
+    "gemma3": _POST_NORMS,
+    "olmo2": _POST_NORMS,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "qwen35": _DELTA_RULE,
+}
 # llama.cpp stores q and k of these with interleaved rotary pairs; Hugging Face splits a head into halves.
 _INTERLEAVED = frozenset({"llama", "granite", "smollm3"})
 
@@ -61,22 +81,36 @@ class GgufTensor(ComputedTensor):
         shape: dimensions, `[out, in]` for a matrix.
         block: what is stored.
         pairs: rows of a head if its rotary pairs are interleaved in the file; 0 if the rows are in order.
+        order: the place in the file of each row, or of each column; None if they are in order.
+        by_columns: whether `order` is that of columns.
+        is_rate: whether the file holds minus the exponential of what Hugging Face stores.
     """
 
     file: Path
     shape: tuple[int, ...]
     block: Block
     pairs: int = 0
+    order: NDArray[np.int64] | None = None
+    by_columns: bool = False
+    is_rate: bool = False
 
     def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
         """Some rows, dequantized to float32."""
-        places = _interleaved(np.arange(self.shape[0])[rows], self.pairs) if self.pairs else rows
+        places: slice | NDArray[np.int64] = rows
+        if self.pairs:
+            places = _interleaved(np.arange(self.shape[0])[rows], self.pairs)
+        elif self.order is not None and not self.by_columns:
+            places = self.order[rows]
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         kind = GGMLQuantizationType[self.block.type]
         values: NDArray[np.float32] = dequantize(np.ascontiguousarray(self.block.data[places]), kind)
         values = values.reshape(-1, *self.shape[1:])
+        if self.order is not None and self.by_columns:
+            values = values[:, self.order]
+        if self.is_rate:
+            values = np.log(-values)
         return values if values.flags.writeable else values.copy()
 
 
@@ -97,18 +131,30 @@ def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:
                 expected=" or ".join(TYPES),
                 fix="Take a file with one of these types; Q8_0 or F16 keep the most quality.",
             )
-        key = _name(file, name)
+        if (key := _name(file, name)) is None:
+            continue
         shape = block.shape
-        if key.endswith(".conv.conv.weight") and len(shape) == 2:
+        if key.endswith((".conv.conv.weight", ".conv1d.weight")) and len(shape) == 2:
             shape = shape[0], 1, shape[1]  # one input channel for each output channel
-        found[key] = GgufTensor(file.path, shape, block, _head_rows(file, key))
+        found[key] = GgufTensor(
+            file.path,
+            shape,
+            block,
+            _head_rows(file, key),
+            _tiled(file, key, shape),
+            by_columns=key.endswith("linear_attn.out_proj.weight"),
+            is_rate=key.endswith("linear_attn.A_log"),
+        )
     return found
 
 
-def _name(file: GgufFile, name: str) -> str:
+def _name(file: GgufFile, name: str) -> str | None:
+    """The Hugging Face name of a tensor; None if it belongs to no layer of the decoder."""
     if name in _TABLES:
         return _TABLES[name]
     match = _LAYER.fullmatch(name)
+    if match and int(match[1]) >= file.size(".block_count") - further_layers(file) > 0:
+        return None
     part = (_PARTS | _SPECIAL.get(file.architecture, {})).get(match[2]) if match else None
     if match is None or part is None:
         raise CheckpointError(
@@ -117,7 +163,25 @@ def _name(file: GgufFile, name: str) -> str:
             expected=f"the tensors of the architecture {file.architecture}",
             fix="Merge adapters first; models with experts or of other architectures cannot be exported.",
         )
-    return f"model.layers.{match[1]}.{part}.{match[3]}"
+    return f"model.layers.{match[1]}.{part}" + ("" if part in _VECTORS else f".{match[3]}")
+
+
+def _tiled(file: GgufFile, key: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
+    """Where the file has each row or column of the values of gated delta rules; None if they are in order.
+
+    Hugging Face stores the value heads of a key head together, llama.cpp the first ones of all key heads, then the
+    second ones.
+    """
+    if file.architecture != "qwen35" or ".linear_attn." not in key or key.endswith("linear_attn.norm.weight"):
+        return None
+    keys, values = file.size(".ssm.group_count"), file.size(".ssm.time_step_rank")
+    size = shape[1] if key.endswith("linear_attn.out_proj.weight") else shape[0]
+    before = 2 * keys * file.size(".ssm.state_size") if key.endswith(("in_proj_qkv.weight", "conv1d.weight")) else 0
+    width = (size - before) // values
+    heads = np.arange(values).reshape(values // keys, keys).T.reshape(-1)
+    places = before + (heads[:, None] * width + np.arange(width)).reshape(-1)
+    found: NDArray[np.int64] = np.concatenate([np.arange(before), places])
+    return found
 
 
 def _head_rows(file: GgufFile, key: str) -> int:
