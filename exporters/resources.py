@@ -145,8 +145,8 @@ def full_disk_named(folder: Path, what: str, needed_bytes: int | None = None) ->
             f"disk of {folder}",
             got=f"{error.strerror} while writing {what}",
             expected="room for it" if needed_bytes is None else f"{_gb(needed_bytes)} for it",
-            fix="Free some space, or choose another disk with -o, --cache-dir or --store, and run again with --resume; "
-            "no partial file was left.",
+            fix="Free some space, or choose another disk with -o, --cache-dir or --store, and run the same command "
+            "again, an export with --resume; no partial file was left.",
         ) from error
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from devices import find
 from edgekv.cli import run
-from edgekv.errors import CheckpointError, ServiceError, UsageError
+from edgekv.errors import BundleError, CheckpointError, ServiceError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
 from exporters.options import LOCAL, Cluster, ExportOptions
@@ -36,6 +36,7 @@ from exporters.sweep.sweep import RESULTS, SweepOptions, run_sweep
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.folders import contents
 from tests.test_page import Page
+from tests.test_pipeline import files_of_at_most
 
 TEXT = "def area(width, height):\n    return width * height\n" * 20
 COMMON = ExportOptions(find("SM8650"), ar=(1, 16), calibration_tokens=512, check_on_htp=False, check_quality=False)
@@ -244,7 +245,7 @@ def test_why_a_worker_does_not_fit(checkpoint, tmp_path):
         "another one, whose weights differ": replace(fit, place=replace(place, name=str(other))),
         "another one, whose templates differ": replace(fit, place=replace(place, name=str(template))),
         "pieces not seen": replace(fit, probe="other"),
-        "GB free in .*; expected 1000000000.00 GB": replace(fit, disk_bytes=10**18),
+        r"GB? free in .*; expected ": replace(fit, disk_bytes=10**18),
     }
     for reason, unfit in reasons.items():
         (found,) = unfit.problems()
@@ -282,6 +283,15 @@ def test_a_piece_that_fails_stops_the_sweep_with_its_error(checkpoint, tmp_path)
     report = swept(tmp_path / "all", broken, wanted()[:1], keep_going=True)
     assert not report.results and [each.name for each in report.failed] == ["w8a16-u8-SM8650-64"]
     assert "survey: " in report.failed[0].reason
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_a_worker_is_named_and_the_sweep_goes_on_later(checkpoint, tmp_path):
+    with files_of_at_most(20_000), pytest.raises(BundleError, match="too large while writing the piece layer"):
+        swept(tmp_path, checkpoint, wanted()[:1], workers=1)
+    assert not [*(tmp_path / "pieces").glob(".partial-*")] and not (tmp_path / "bundles").exists()
+    report = swept(tmp_path, checkpoint, wanted()[:1], workers=1)
+    assert 0 < report.done < report.pieces and len(report.results) == 1
 
 
 def test_line_ends_of_the_text_stay(tmp_path):

@@ -11,6 +11,7 @@ from importlib import metadata
 from distributed import Status, Worker, WorkerPlugin
 
 from edgekv.errors import EdgeKVError
+from edgekv.system import format_bytes
 from exporters.pipeline.place import Identity, Place
 from exporters.pipeline.program import program_sha256
 from exporters.pipeline.store import PieceStore
@@ -72,7 +73,7 @@ class WorkerRequirements:
         folder = self.store.folder
         folder.mkdir(parents=True, exist_ok=True)
         if (free_bytes := shutil.disk_usage(folder).free) < self.disk_bytes:
-            yield f"{free_bytes / 1e9:.2f} GB free in {folder}; expected {self.disk_bytes / 1e9:.2f} GB"
+            yield f"{format_bytes(free_bytes)} free in {folder}; expected {format_bytes(self.disk_bytes)}"
 
 
 class FitWorkers(WorkerPlugin):  # type: ignore[misc]

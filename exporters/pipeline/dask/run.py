@@ -92,12 +92,13 @@ def run_on(
     store.make(probe, "probe", lambda folder: None)
     requirements = WorkerRequirements(versions(), place, identity, store, probe, disk_bytes)
     largest_bytes = max(each.ram_bytes for each in wanted.values())
-    with connected(cluster.scheduler, cluster.workers, largest_bytes) as client:
-        cluster.say(f"{len(wanted)} of {len(plan.under(targets))} pieces to do; dashboard: {client.dashboard_link}")
-        check_workers(client, requirements, largest_bytes, keep_going=cluster.keep_going, say=cluster.say)
-        failed = run_pieces(client, wanted, requirements, progress, cluster.say, keep_going=cluster.keep_going)
-    store.remove([probe])
-    return failed
+    try:
+        with connected(cluster.scheduler, cluster.workers, largest_bytes) as client:
+            cluster.say(f"{len(wanted)} of {len(plan.under(targets))} pieces to do; dashboard: {client.dashboard_link}")
+            check_workers(client, requirements, largest_bytes, keep_going=cluster.keep_going, say=cluster.say)
+            return run_pieces(client, wanted, requirements, progress, cluster.say, keep_going=cluster.keep_going)
+    finally:
+        store.remove([probe])
 
 
 def check_workers(
