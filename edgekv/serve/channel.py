@@ -38,7 +38,7 @@ class Channel:
         if within_s is not None and self._timer is None:  # it runs on over several calls: setting it costs time
             self._timer = self._loop.call_later(within_s, self._end_wait)
         taken: list[tuple[int, Event]] = []
-        while not (taken or self._is_late):
+        while True:
             await self._arrived.wait()
             self._arrived.clear()
             self._is_woken = False  # before reading: an event that arrives now wakes the reader again
@@ -47,8 +47,9 @@ class Channel:
                 if isinstance(event, ApiError) and event.code == CANCELLED:
                     raise DisconnectedError
                 taken.append((index, event))
-        self._is_late = False
-        return taken
+            if taken or self._is_late:
+                self._is_late = False
+                return taken
 
     def close(self) -> None:
         """Nobody reads it any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from edgekv.serve import Serving
 
 _NEEDED = ("starlette", "uvicorn")
+_SWITCH_S = 0.0002
+"""How long the engine's thread may keep the interpreter from that of the connections; Python's 5 ms are tokens."""
 
 
 @command
@@ -78,11 +81,15 @@ def serve(
         click.echo(f"{serving.url}/v1 serves {serving.service.name} on {engine_and_mode(model.engine.name)}")
         if not output.is_quiet:
             click.echo("\n".join(summary(serving, options, cache_budget, prefixes.disk_folder)), err=True)
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         try:
             serving.run()
         except StuckEngineError as error:
             click.echo(f"edgekv: error: {error}", err=True)
             os._exit(error.exit_code)  # closing the model would wait for the step
+        finally:
+            sys.setswitchinterval(interval_s)
 
 
 def summary(serving: Serving, options: ServeOptions, cache_budget: str, prefix_cache: Path | None) -> Iterator[str]:

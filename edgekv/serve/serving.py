@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 
 from edgekv.errors import EngineError
 from edgekv.model import Model
@@ -12,8 +11,6 @@ from edgekv.serve.options import ServeOptions
 from edgekv.serve.server import HttpServer, address_of, open_socket
 from edgekv.serve.service import Service
 
-_SWITCH_S = 0.0002
-"""How long the engine's thread may keep the interpreter from that of the connections; Python's 5 ms are tokens."""
 _IDLE_S = 1.0
 """The server has waited for the engine's step; what is left of its thread takes no time."""
 
@@ -53,12 +50,9 @@ class Serving:
         Raises:
             StuckEngineError: the engine is still in a step, so that the model cannot be closed.
         """
-        interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
         try:
             self._server.run(sockets=[self._socket])
         finally:
-            sys.setswitchinterval(interval_s)
             self._socket.close()
             self.service.engine.stop()
             if not self.service.engine.has_ended(_IDLE_S):
