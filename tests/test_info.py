@@ -10,7 +10,7 @@ import pytest
 from edgekv.bundle import MANIFEST, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError
-from tests.checkpoints import NEWER, write_sinking
+from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported
 
 
@@ -62,6 +62,12 @@ def test_a_bundle_for_drafts_and_adapters_with_a_sink(tmp_path: Path, capsys: py
     assert lines["adapter slots"] == "rank 4, q, v" and found["lora_targets"] == ["q", "v"]
     assert lines["adapters"].startswith("broken (cannot be used: adapters/broken/adapter.json: seal: ")
     assert found["adapters"][0]["name"] == "broken" and found["adapters"][0]["rank"] is None
+
+
+def test_layers_with_states_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"])
+    lines = _lines(exported(checkpoint, export_options(context=64, ar=(1, 8), state_bits=8)), capsys)
+    assert lines["states"] == "3 layers with convolutions of 3 tokens, rows of 64 in u8"
 
 
 def test_a_chat_template_is_named(talking: Path, capsys: pytest.CaptureFixture[str]) -> None:

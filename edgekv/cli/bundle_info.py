@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from edgekv.bundle import (
     lora_names,
     open_lora,
 )
+from edgekv.spec import DecoderSpec
 from edgekv.spec.chat import read_bundle_templates
 from edgekv.spec.text import TOKENIZER
 
@@ -89,6 +91,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
         parameters: elements of all matrices; a tied head counts once.
         sizes: of the decoder, by their names in `DecoderSpec`.
         windows: how many layers attend to how many tokens, if any attends to less than the context.
+        states: the layers with a state in place of keys and values, in words.
         recipe: its name.
         matrices: number of matrices by integer type and rounding method, such as `int8 (gptq)`.
         calibration: name of the calibration text.
@@ -124,6 +127,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     sizes: dict[str, int]
     windows: dict[int, int]
+    states: list[str]
     recipe: str
     matrices: dict[str, int]
     calibration: str
@@ -173,6 +177,7 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
         parameters=spec.sizes.parameters,
         sizes={name: getattr(spec, name) for name in sizes},
         windows=dict(Counter(window or manifest.context for window in manifest.windows)),
+        states=list(_states(manifest.model)),
         recipe=manifest.recipe.name,
         matrices=dict(matrices),
         calibration=manifest.source.calibration,
@@ -243,3 +248,11 @@ def _bytes_by_part(folder: Path, manifest: Manifest) -> dict[str, int]:
     for name, size in sizes.items():
         parts[next((part for pattern, part in _PARTS if re.fullmatch(pattern, name)), "other")] += size
     return dict(parts.most_common())
+
+
+def _states(model: DecoderSpec) -> Iterator[str]:
+    if (convolution := model.convolution) is not None:
+        layers, dtype = len(convolution.layers), convolution.state_dtype
+        yield f"{layers} layers with convolutions of {convolution.kernel} tokens, rows of {model.hidden} in {dtype}"
+    if (rule := model.delta_rule) is not None:
+        yield f"{len(rule.layers)} layers with gated delta rules"

@@ -44,6 +44,8 @@ def _lines(found: BundleInfo) -> Iterator[tuple[str, str]]:
     )
     if found.windows:
         yield "windows", ", ".join(f"{layers} layers {window:,} tokens" for window, layers in found.windows.items())
+    if found.states:
+        yield "states", ", ".join(found.states)
     yield "recipe", f"{found.recipe}: {', '.join(f'{count} matrices {kind}' for kind, count in found.matrices.items())}"
     yield "calibration", f"{found.calibration_tokens:,} tokens of {found.calibration} text"
     yield "KV cache", f"{found.kv_dtype}, keys in {found.key_layout}"

@@ -59,9 +59,9 @@ _ROWS, _WIDTH = 2, -1  # axes of [1, 1, rows, width]
 _UNSIGNED_ZERO = 32768
 _BYTES = Encoding("s8", 1.0, 0)
 _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
-# Names of integers of results without a row for each token, or of parts of other results.
-_NO_ROW_A_TOKEN = re.compile(
-    r"\.(scores|masked)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$"
+# Names of integers of results without a row for each token, of parts of other results, and of signs.
+_NOT_TRACED = re.compile(
+    r"\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
 )
 _TRANSPOSED = [0, 1, 3, 2]
 
@@ -607,8 +607,11 @@ class QdqOps(DeltaOps[Tensor]):
 
     @property
     def results(self) -> dict[str, Encoding]:
-        """Encodings of the results so far that have a row for each token, by the names of their integers, in order."""
-        return {name: each for name, each in self._nodes.quantized.items() if not _NO_ROW_A_TOKEN.search(name)}
+        """Encodings of the results so far that a trace has, by the names of their integers, in order.
+
+        These have a row for each token, and are no signs.
+        """
+        return {name: each for name, each in self._nodes.quantized.items() if not _NOT_TRACED.search(name)}
 
     def give_residual(self, hidden: Tensor) -> None:
         """Make the integers of the newest result the last output."""

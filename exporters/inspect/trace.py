@@ -22,11 +22,11 @@ Trace = Mapping[str, Floats]
 """Results in the order of computation, each `[T, width]`.
 
 Names are those of `edgekv.graphs.decoder`; a second result of the same name gets the suffix `.2`. Keys and values have
-the names of their cache tensors. Left out are attention scores, whose width is the context, and squares of stored
-roots, which have rows of the past too.
+the names of their cache tensors. Left out are attention scores, whose width is the context, squares of stored roots,
+which have rows of the past too, and signs, which differ where a value is almost 0.
 """
 
-_LEFT_OUT = re.compile(r"\.(scores|stored)\.")
+_LEFT_OUT = re.compile(r"\.(scores|stored)\.|\.sign$")
 
 
 def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None, *, first: int = 0) -> Trace:
