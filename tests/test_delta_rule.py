@@ -19,6 +19,7 @@ from edgekv.draft import Speculation
 from edgekv.errors import UsageError
 from edgekv.graphs.delta_rule import DeltaInputs
 from edgekv.kv import CacheState, KVCache, LayeredGeometry, Rows, StateError
+from edgekv.plan.cache import CHOICES, Choice, count_traffic
 from edgekv.prefix import StoreConfig
 from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -71,12 +72,14 @@ def test_the_reference_computes_the_recurrence_in_blocks(tmp_path: Path, tokens:
     assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
 
 
-def cache_of(ar: int = 24) -> KVCache:
+def cache_of(ar: int = 24, strategy: str = "pointer-shift", reserve: Any = None) -> KVCache:
     geometry = LayeredGeometry(
         3, 512, (1,), (4,), states=ConvolutionStates(RULE.layers, 4, RULE.channels), delta_rule=RULE
     )
     tensors = [tensor for group in geometry.groups() for tensor in group.names()]
-    return KVCache(geometry, ar=(1, ar), encodings=[Encoding("s16", 1e-4, 0)] * len(tensors), strategy="pointer-shift")
+    return KVCache(
+        geometry, ar=(1, ar), encodings=[Encoding("s16", 1e-4, 0)] * len(tensors), strategy=strategy, reserve=reserve
+    )
 
 
 class Plain:
@@ -147,6 +150,19 @@ def test_a_cache_holds_what_a_list_of_tokens_holds(seed: int, calls: list[tuple[
             cache.restore(state)
             restored = True  # the convolution before the rule has no rows then but its state
         check(cache, plain)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_plan_counts_the_memory_and_the_copies_that_a_cache_makes(choice: Choice) -> None:
+    cache, plain, random = cache_of(strategy=choice.strategy, reserve=choice.reserve), Plain(), np.random.default_rng(0)
+    assert choice.held_bytes(cache.geometry, cache.ar) == cache.stats.bytes_held
+    deltas = [group for group in cache.groups if group.geometry.is_delta]
+    wanted = [count_traffic(choice, group.geometry, 512, 24).filling_rows for group in deltas]
+    for _ in range(511):
+        run(cache, plain, random, 1, 1)
+    copied = [sum(arena.bytes_copied for arena in group.arenas) for group in deltas]
+    sizes = [group.geometry.tensors * group.geometry.row_bytes for group in deltas]
+    assert copied == [rows * size for rows, size in zip(wanted, sizes, strict=True)]
 
 
 def test_a_step_beyond_a_checkpoint_is_refused() -> None:

@@ -18,6 +18,7 @@ from edgekv.kv import (
     StrategyName,
     make_strategy,
     state_rows,
+    tail_layout,
 )
 
 _POINTER_SHIFT: StrategyName = "pointer-shift"
@@ -55,7 +56,7 @@ class Choice:
         for group in geometry.groups():
             share = -(-self._group_bytes(group, ar, geometry.context) // group.layers)
             for layer in group.numbers or range(group.layers):
-                found[layer] = share
+                found[layer] += share
         return tuple(found)
 
     def formula_bytes(self, geometry: Geometry | LayeredGeometry) -> int | None:
@@ -70,6 +71,8 @@ class Choice:
         return int(self.reserve * rows_bytes)
 
     def _group_bytes(self, group: Geometry, ar: Sequence[int], context: int) -> int:
+        if group.is_delta:
+            return tail_layout(group, max(ar)).allocated_bytes
         if group.is_state:
             rows = state_rows(self.strategy, group, max_ar=max(ar), reserve=self.reserve or DEFAULT_RESERVE)
             return Layout.of(group, rows).allocated_bytes

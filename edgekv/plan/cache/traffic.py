@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from edgekv.kv import KINDS, Geometry, Layout, state_strip
 from edgekv.plan.cache.choices import Choice
+from edgekv.spec.geometry import CHECKPOINT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int)
         context: S of the graphs.
         max_ar: the largest AR of the graphs.
     """
+    if geometry.is_delta:
+        return _tail_traffic(geometry, context, max_ar)
     if geometry.is_state:
         return _state_traffic(choice, geometry, context, max_ar)
     held, tokens = geometry.past_rows(1), context - 1
@@ -76,12 +79,23 @@ def _state_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int
     return replace(traffic, filling_rows=growing + max(0, tokens - held) * held)
 
 
+def _tail_traffic(geometry: Geometry, context: int, max_ar: int) -> Traffic:
+    """The copies of the tail of a delta rule: each new row, and 64 rows at each checkpoint; none of its matrices."""
+    if geometry.kinds == ("recurrent",):
+        return Traffic(None, 0, Fraction(0), 0, 0)
+    tokens = context - 1
+    filling = tokens + tokens // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
+    return Traffic(0, filling, Fraction(2), min(max_ar, CHECKPOINT_TOKENS) + CHECKPOINT_TOKENS, 0)
+
+
 def count_addresses(choice: Choice, geometry: Geometry, max_ar: int, ar: int) -> int:
     """Number of distinct start rows of past and new rows of the AR-`ar` graph in an endless generation.
 
     A runtime that registers each address of an input or output as a separate tensor registers this many per cache
     tensor.
     """
+    if geometry.is_delta:
+        return 2
     geometry = state_strip(geometry, max_ar) if geometry.is_state else geometry
     layout = Layout.of(geometry, choice.make(geometry, max_ar))
     if choice.strategy == "mirror":
