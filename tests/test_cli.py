@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -307,17 +308,29 @@ def test_a_prompt_file_must_be_a_regular_file(bundle: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to one process")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a pipe of a size that the test chooses")
 def test_ctrl_c_keeps_what_was_computed(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import fcntl
+    import termios
+
+    def waiting_bytes() -> int:
+        return int.from_bytes(fcntl.ioctl(reading, termios.FIONREAD, bytes(4)), sys.byteorder)
+
     command = [sys.executable, "-m", "edgekv", "generate", str(bundle), "--prompt", PROMPT, "--max-new-tokens", "100"]
     options = ["--prefix-cache", str(tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    reading, writing = os.pipe()
+    full = fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096) - 16  # room for a few tokens: the command waits then
+    os.write(writing, bytes(full))
+    pipes = {"stdout": writing, "stderr": subprocess.PIPE}
     with subprocess.Popen([*command, *options], **pipes, preexec_fn=interruptible) as child:
-        assert child.stdout is not None and child.stderr is not None
-        assert child.stdout.read(1)
+        os.close(writing)
+        while child.poll() is None and waiting_bytes() == full:
+            time.sleep(0.01)
         child.send_signal(signal.SIGINT)
+        with os.fdopen(reading, "rb") as text:
+            text.read()
+        assert child.stderr is not None
         error = child.stderr.read().decode()
-        child.stdout.read()
     assert child.returncode == 130
     assert "ended by an interruption" in error and "Traceback" not in error
     stats = _json(bundle, capsys, *options)["stats"]
