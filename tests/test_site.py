@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,6 +33,18 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "edgekv bundle genie" in commands and "--recipe" in commands
     assert "query_gain" in (tmp_path / "reference" / "decoder-spec.html").read_text()
     assert "max_new_tokens" in (tmp_path / "reference" / "python.html").read_text()
+    assert not [*missing_anchors(tmp_path)]
+
+
+def missing_anchors(site: Path) -> Iterator[str]:
+    """Links to a part of a page that the page does not have."""
+    texts = {page: page.read_text("utf-8") for page in site.rglob("*.html")}
+    names = {page: {*re.findall(r'id="([^"]+)"', text)} for page, text in texts.items()}
+    for page, text in texts.items():
+        for link, name in re.findall(r'href="([^":#]*)#([^"]+)"', text):
+            target = (page.parent / link).resolve() if link else page
+            if name not in names.get(target, {name}) and not name.startswith("__"):
+                yield f"{page.relative_to(site)}: {link}#{name}"
 
 
 def test_files_that_the_readme_links_to_exist() -> None:
