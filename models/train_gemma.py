@@ -1,6 +1,6 @@
 """Train a small Gemma 4 on the text of the Python installation that runs this script.
 
-    python models/train_gemma.py --out models/gemma4-1m            (CPU, 2 cores: about twenty minutes)
+    python models/train_gemma.py --out models/gemma4-1m            (CPU, 2 cores: about fifteen minutes)
 
 Two head sizes, windows, layers that share a cache, and an input of its own for each layer and token. Needs torch and
 tokenizers, as `train.py` does; the architecture is written out here, so that nothing but torch defines it.
@@ -211,8 +211,8 @@ class Gemma(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
-    parser.add_argument("--tokens-per-step", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
+    parser.add_argument("--tokens-per-step", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 

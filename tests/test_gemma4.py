@@ -13,6 +13,7 @@ import edgekv
 from devices import find
 from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
+from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
 from edgekv.kv import STRATEGIES
@@ -223,6 +224,17 @@ def test_a_forged_manifest_is_refused_by_field(bundle: Path, tmp_path: Path) -> 
         with pytest.raises(BundleError) as refusal:
             open_bundle(tmp_path)
         assert words in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_a_trained_model_keeps_its_quality(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """KL 0.00005; made by models/train_gemma.py."""
+    folder = exported(embedded.parent / "gemma4-1m", export_options(context=512, ar=(1, 128)))
+    capsys.readouterr()
+    text = ["--text", str(embedded / "heldout.txt"), "--tokens", "2048"]
+    assert run(["eval", str(folder), *text, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kl_nats"] <= 0.0015 and found["perplexity_ratio"] <= 1.003
 
 
 def test_what_gemma_4_cannot_have_is_refused_by_option(checkpoint: Path) -> None:
