@@ -13,6 +13,7 @@ from quant.products import product
 Floats = NDArray[np.float32]
 
 _DAMPING = 0.1  # of the mean of the diagonal; a short calibration text needs more than the usual 0.01
+_DRIFTING_DAMPING = 0.3  # with inputs that drifted, as 4 bits leave them: larger errors fit a short text more
 _LEAST_DRIFT = 3e-3  # of the inputs' energy; below it, what predicts the error on one text does not on others
 
 _ROWS_AT_ONCE = 1024
@@ -26,11 +27,13 @@ class LayerInputs:
     Args:
         exact: `[tokens, in]`, E, of the exact model.
         quantized: `[tokens, in]`, X, of the quantized model.
+        missing: `[tokens, out]`, M, what the sums that the outputs are added to have too little; None for nothing.
     """
 
-    def __init__(self, exact: Floats, quantized: Floats) -> None:
+    def __init__(self, exact: Floats, quantized: Floats, missing: Floats | None = None) -> None:
         self._exact = exact
         self._quantized = quantized
+        self._missing = missing
 
     @cached_property
     def importance(self) -> Floats:
@@ -41,7 +44,8 @@ class LayerInputs:
     @property
     def damping(self) -> np.float32:
         """Added to the diagonal of H."""
-        return np.float32(_DAMPING * float(self.importance.mean()) + float(np.finfo(np.float32).tiny))
+        share = _DRIFTING_DAMPING if self._drifted else _DAMPING
+        return np.float32(share * float(self.importance.mean()) + float(np.finfo(np.float32).tiny))
 
     @cached_property
     def order(self) -> NDArray[np.intp]:
@@ -63,10 +67,11 @@ class LayerInputs:
         return product(self.factor, self.factor.T)
 
     def compensated(self, weight: Floats, columns: slice) -> Floats:
-        """Columns of W + (H + damping)^-1 X^T (E - X) W, rows in `order`, as in GPTAQ (arXiv 2504.02692).
+        """Columns of W + (H + damping)^-1 X^T ((E - X) W + M), rows in `order`.
 
-        On X, the outputs of these columns are closest to the outputs of W on E. If X hardly differs from E, as in
-        models of 8 bits, W stays: on SmolLM2-135M the correction would cost other text a third more.
+        On X, the outputs of these columns are closest to the outputs of W on E, and M: as in GPTAQ (arXiv 2504.02692),
+        which has no M. If X hardly differs from E, as in models of 8 bits, W stays: on SmolLM2-135M the correction
+        would cost other text a third more.
 
         Args:
             weight: `[in, out]`, W.
@@ -81,6 +86,8 @@ class LayerInputs:
             missing = product(self._quantized.T, product(self._difference, chosen))
         else:
             missing = product(self._drift, chosen)
+        if self._missing is not None:
+            missing += product(self._quantized.T, np.ascontiguousarray(self._missing[:, columns]))
         target = solve(self.factor, self._inverses, missing[self.order])
         target += chosen[self.order]
         return target

@@ -82,7 +82,10 @@ class MatrixPiece(Piece):
         matrix: its name.
         rules: its rule alone.
         follows: see `LayerPiece`.
+        group: of the matrices with the same inputs.
         inputs: name of the run to its inputs.
+        residual: name of the piece with the residual that its outputs are added to; None for the embeddings, or if it
+            is not needed.
     """
 
     kind: ClassVar[str] = "matrix"
@@ -91,15 +94,20 @@ class MatrixPiece(Piece):
     matrix: str
     rules: tuple[WeightRecord, ...]
     follows: bool
+    group: int
     inputs: str
+    residual: str | None
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (*self.folded.needs, self.inputs)
+        return (*self.folded.needs, self.inputs, *filter(None, (self.residual,)))
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         quantizer = inputs.take_quantizer(self.folded, recipe_of(self.rules), follows=self.follows)
-        weight = quantizer.quantized(self.matrix, quantizer.inputs(inputs.layer(self.inputs).hidden()))
+        if self.residual is not None:
+            quantizer.hidden = _residual(inputs, self.residual)
+        x = inputs.layer(self.inputs).hidden()
+        weight = quantizer.quantized(self.matrix, quantizer.inputs(x, self.group))
         LayerFile.write(folder / LAYER, {self.matrix: weight}, {}, None)
         return None
 

@@ -50,7 +50,7 @@ from exporters.pipeline.quality import (
 from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
-from exporters.quantize.matrices import groups, names, needs_quantized_pass
+from exporters.quantize.matrices import ADDED_GROUPS, groups, names, needs_quantized_pass
 from exporters.quantize.sink import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
@@ -202,7 +202,10 @@ class Planner:
             made = []
             for name in names(spec, layer.layer, group):
                 rules = tuple(each for each in layer.rules if each.tensor == name)
-                matrix = MatrixPiece(layer.folded, name, rules, layer.follows, runs[-1])
+                added = None
+                if layer.follows and group in ADDED_GROUPS:
+                    added = residual if group == 1 else runs[2]
+                matrix = MatrixPiece(layer.folded, name, rules, layer.follows, group, runs[-1], added)
                 made.append((name, self.plan.put(matrix, ram_bytes)))
             matrices += made
             used = tuple((name, key if layer.follows else None) for name, key in made)
