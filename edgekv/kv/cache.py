@@ -109,6 +109,7 @@ class KVCache:
         self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth, allocate, self.encodings)
         self.groups = self._memory.groups
         self._states = [group for group in self.groups if isinstance(group, StateGroup | TailGroup | CheckpointGroup)]
+        self._has_checkpoints = any(isinstance(group, CheckpointGroup) for group in self.groups)
         self._open_ar: int | None = None
         self._positions = Positions()
         self._eviction = Eviction(chosen, self._memory, self._positions, self.encodings)
@@ -191,7 +192,7 @@ class KVCache:
     @property
     def step_tokens(self) -> int:
         """The most tokens that the next step can keep: up to the next checkpoint, if layers have a gated delta rule."""
-        if not any(isinstance(group, CheckpointGroup) for group in self.groups):
+        if not self._has_checkpoints:
             return self.ar[-1]
         return CHECKPOINT_TOKENS - self._positions.seen % CHECKPOINT_TOKENS
 
