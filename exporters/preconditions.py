@@ -61,6 +61,13 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
     if spec.delta_rule is not None:
         _check_delta_rule(options)
     options.recipe.check(spec)
+    if options.lora is not None and (spec.layer_sizes or spec.cache_owners):
+        raise UsageError(
+            "--lora-slots",
+            got="layers that differ in size or share a cache",
+            expected="layers of one size, which slots are made for",
+            fix="Merge the adapter: --lora FOLDER.",
+        )
     if options.lora is not None:
         for choice in options.lora.calibrate:
             check_fits(Adapter.open(choice), ExportedBase(checkpoint, checkpoint), options.lora.slots(spec))

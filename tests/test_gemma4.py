@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from edgekv.plan import Overrides, find_subject
 from edgekv.prefix import StoreConfig
 from edgekv.spec import LAYER_INPUTS
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.cli.exported import export_lines
 from exporters.htp.check import floating_nodes
+from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import Reference
 from exporters.quantize.table import rounded_rows
+from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.test_states import CONTEXT, ids, random_calls, same
@@ -240,3 +244,22 @@ def test_a_trained_model_keeps_its_quality(embedded: Path, capsys: pytest.Captur
 def test_what_gemma_4_cannot_have_is_refused_by_option(checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="--format tflite: got inputs that the host gathers for each layer"):
         gemma(checkpoint, graph_format="tflite", kv_dtype="s8", context=64)
+    with pytest.raises(UsageError, match="--lora-slots: got layers that differ in size or share a cache"):
+        gemma(checkpoint, lora=LoraOptions(rank=4, targets=("q",)))
+
+
+def test_encoders_of_images_and_sound_are_left_out(tmp_path: Path) -> None:
+    """And the export says so."""
+    whole = write_checkpoint(tmp_path / "whole", ARCHITECTURES["gemma4-multimodal"])
+    opened = Checkpoint.open(str(whole))
+    manifest = open_bundle(exported(whole, export_options(context=64, ar=(1, 16)))).manifest
+    assert manifest.model.multimodal and not [name for name in manifest.weights.tensors if "audio" in name]
+    assert any("text decoder alone" in line for line in export_lines(tmp_path, manifest, opened))
+
+
+def test_other_runtimes_refuse_what_they_do_not_feed(bundle: Path) -> None:
+    for target in (AI_HUB, GENIE, GENIEX, GENAI):
+        with pytest.raises(BundleError):
+            target.check(open_bundle(bundle))
+    with pytest.raises(BundleError, match="layers: got two sizes of heads, shared caches or inputs of layers"):
+        replace(AI_HUB, parts="any").check(open_bundle(bundle))

@@ -21,6 +21,8 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     """Size, calibration, types, graphs and the verdict of the float check, a line each."""
     held = sum(record.bytes for record in manifest.files.values())
     yield f"{output}: {checkpoint.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB"
+    if manifest.model.multimodal:
+        yield "  the text decoder alone: encoders of images and sound are left out"
     source = manifest.source
     given = source.calibration_tokens - source.generated_tokens
     yield f"  calibrated on {given:,} tokens of {source.calibration} text"
