@@ -95,6 +95,13 @@ def _check_delta_rule(options: ExportOptions) -> None:
             expected="V73 or later: products of a gated delta rule read 16-bit integers",
             fix="Use a later device, such as SM8550.",
         )
+    if options.lora is not None:
+        raise UsageError(
+            "--lora-slots",
+            got="slots, for a checkpoint with gated delta rules",
+            expected="none: adapters of its projections have no inputs yet",
+            fix="Merge an adapter with --lora.",
+        )
     if options.state_bits != 16:
         raise UsageError(
             "--state-bits",

@@ -24,6 +24,7 @@ from edgekv.prefix import StoreConfig
 from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.htp.check import floating_nodes
+from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import NumpyOps, Reference, Weights
 from quant import Encoding
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
@@ -290,6 +291,7 @@ def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
     ("options", "words"),
     [
         ({"device": "SM8450"}, "V73 or later"),
+        ({"lora": LoraOptions(rank=4)}, "--lora-slots: got slots, for a checkpoint with gated delta rules"),
         ({"graph_format": "tflite", "kv_dtype": "s8"}, "--format: got tflite, for a checkpoint with gated delta rules"),
     ],
 )
