@@ -365,6 +365,7 @@ def test_the_limit_is_that_of_the_folder(tmp_path: Path) -> None:
             store.save()
             audit(folder, limit)
     assert len(files(folder)) == 4
+    assert sum(store.stats.disk.evictions for store in stores) == 4
     assert [found(store, (3, 3)) for store in stores] == [2, 2]
 
 
