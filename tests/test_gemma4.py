@@ -167,15 +167,6 @@ def test_rewinds_prefixes_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> N
         assert random_calls(plain, model, 20, params) > 150
 
 
-@pytest.mark.slow
-def test_500_calls_change_no_bit(wide: Path) -> None:
-    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
-    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    options = {"cpu_mode": "emulate", "kv_update": "pointer-shift"}
-    with edgekv.load(wide, **options) as plain, edgekv.load(wide, prefix_cache=config, **options) as model:
-        assert random_calls(plain, model, 500, params) > 10_000
-
-
 @pytest.mark.htp
 def test_the_htp_computes_both_parts_in_integers(checkpoint: Path) -> None:
     bundle = gemma(checkpoint, context=64)
