@@ -251,7 +251,8 @@ class KVCache:
         if not isinstance(kept, int) and [*kept] != sorted({*kept} & {*range(self._open_ar)}):
             raise ValueError(f"commit: got rows {kept}; expected ascending ones below {self._open_ar}, the AR")
         n = kept if isinstance(kept, int) else len(kept)
-        if not 0 <= n <= (most := min(self._open_ar, self.step_tokens)):
+        most = min(self._open_ar, self.step_tokens)
+        if not 0 <= n <= most:
             raise ValueError(f"commit: got {n} tokens; expected 0 to {most}, the AR of the open step or `step_tokens`")
         self.dirty = True
         if not isinstance(kept, int):
