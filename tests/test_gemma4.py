@@ -158,6 +158,16 @@ def test_rewinds_prefixes_and_drafts_change_no_bit(wide: Path) -> None:
 
 
 @pytest.mark.slow
+def test_500_calls_change_no_bit(wide: Path) -> None:
+    """`reproducible`: an empty cache is read as one masked row, which shifts the columns that a CPU sums."""
+    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    options: dict[str, Any] = {"cpu_mode": "emulate", "reproducible": True, "kv_update": "pointer-shift"}
+    with edgekv.load(wide, **options) as plain, edgekv.load(wide, prefix_cache=config, **options) as model:
+        assert random_calls(plain, model, 500, params) > 10_000
+
+
+@pytest.mark.slow
 @pytest.mark.htp
 def test_rewinds_prefixes_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
     """With windows of 24 tokens."""
