@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,21 @@ def count_runs(model: edgekv.Model) -> list[int]:
     return ran
 
 
+def test_texts_in_pieces_have_the_bits_of_the_whole(wide: Path) -> None:
+    """Their first tokens, which find an empty cache, too."""
+    with edgekv.load(wide, cpu_mode="emulate", kv_update="pointer-shift") as model:
+        session = model.session
+        for seed in range(8):
+            text = np.random.default_rng(seed).integers(3, 250, 20).tolist()
+            session.reset()
+            logits, state = session.feed(text).copy(), session.cache.state
+            for cuts in ([10], [4, 12], [*range(1, 20)]):
+                session.reset()
+                for start, stop in pairwise([0, *cuts, 20]):
+                    found = session.feed(text[start:stop])
+                assert np.array_equal(found, logits) and same(session.cache.state, state), (seed, cuts)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_and_divisions_change_no_bit(bundle: Path, checkpoint: Path, strategy: str) -> None:
     """Divided within the layers that share a cache, too: a part reads rows that another one has just written."""
@@ -159,7 +175,7 @@ def test_rewinds_prefixes_and_drafts_change_no_bit(wide: Path) -> None:
 
 @pytest.mark.slow
 def test_500_calls_change_no_bit(wide: Path) -> None:
-    """`reproducible`: an empty cache is read as one masked row, which shifts the columns that a CPU sums."""
+    """In steps of whole windows: their sums are in one order on every processor."""
     config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     options: dict[str, Any] = {"cpu_mode": "emulate", "reproducible": True, "kv_update": "pointer-shift"}

@@ -68,9 +68,12 @@ class Window:
         return list(self.leaving[: max(0, depth + 1 - (self.ar - len(self.leaving)))])
 
     def narrowed(self, block: int) -> Window:
-        """The window of a graph that reads fewer past rows: those of the valid columns, in a multiple of `block`."""
+        """The window of a graph that reads fewer past rows: those of the valid columns, in a multiple of `block`.
+
+        None of an empty cache: a masked row would move the columns of new tokens, and so the order of sums over them.
+        """
         used = self.stop if self.first == 0 else self.columns - self.first
-        columns = min(self.columns, max(1, -(-used // block)) * block)
+        columns = min(self.columns, -(-used // block) * block)
         if columns == self.columns:
             return self
         skipped = 0 if self.first == 0 else self.columns - columns
