@@ -325,5 +325,5 @@ def test_a_tensor_of_an_unknown_type_is_named(llama: Path, tmp_path: Path) -> No
 
 def test_the_package_is_named_where_it_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(CheckpointError, match=r'pip install "edgekv\[gguf\]"'):
+    with pytest.raises(CheckpointError, match=r'pip install "edgekv\[export\]"'):
         Checkpoint.open(str(file))
