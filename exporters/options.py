@@ -7,20 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from devices import Device
-from edgekv.bundle import GraphFormat
+from edgekv.bundle.formats import GraphFormat
 from edgekv.errors import UsageError
-from edgekv.kv import KeyLayout, KvDtype
 from edgekv.option import Option, OptionGroup, find_device, parse_numbers
-from edgekv.plan import DEFAULT_AR, DEFAULT_CONTEXT
+from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
+from edgekv.spec.geometry import KeyLayout, KvDtype
 from edgekv.system import parse_bytes
-from exporters.graphs.split import EmbeddingPlace, HeadPlace
+from exporters.graphs.places import EmbeddingPlace, HeadPlace
 from exporters.lora.options import LoraOptions
-from exporters.quantize.recipe import Recipe, find_recipe
-from exporters.quantize.sink import SinkWanted
-from quant import WEIGHT_TYPES
+from exporters.quantize.sink_wanted import SinkWanted
+
+if TYPE_CHECKING:
+    from exporters.quantize.recipe import Recipe
 
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
 """Integer types of the cache for each format; the first is the default."""
@@ -36,6 +37,13 @@ _EXAMPLES = {"--target-mb": 100, "--max-kl": 0.05}
 _GRAPHS, _QUANTIZATION, _CHECK = "Graphs", "Quantization", "Checks"
 """Headings in the help."""
 _TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
+
+
+def read_recipe(name: str) -> Recipe:
+    """`find_recipe`, imported when it is called: its module takes a while, and `--help` needs none of it."""
+    from exporters.quantize.recipe import find_recipe
+
+    return find_recipe(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +62,11 @@ class ExportOptions:
         Option(
             "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, or a recipe "
             "file (.json).",
-            parse=lambda _, name: find_recipe(name),
+            parse=lambda _, name: read_recipe(name),
             shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint; {ALLOCATED_RECIPE} with a target",
             group=_QUANTIZATION,
         ),
-    ] = field(default_factory=lambda: find_recipe(DEFAULT_RECIPE))
+    ] = field(default_factory=lambda: read_recipe(DEFAULT_RECIPE))
     context: Annotated[
         int | Sequence[int],
         Option(
@@ -212,6 +220,8 @@ class ExportOptions:
     lora: Annotated[LoraOptions | None, OptionGroup("Slots for adapters")] = None
 
     def __post_init__(self) -> None:
+        from quant import WEIGHT_TYPES  # slow to import
+
         if self.lora is not None:
             self.lora.check(self.device, self.graph_format, self.recipe)
         if 1 not in self.ar or min(self.ar) < 1:

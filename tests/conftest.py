@@ -155,7 +155,7 @@ def sinking_genie_folder(tmp_path_factory: pytest.TempPathFactory) -> GenieFolde
 def _genie_folder(bundle: Path) -> GenieFolder:
     from edgekv.bundle import open_bundle
     from exporters.targets.genie.folder import open_genie_folder
-    from exporters.targets.genie.plan import GenieOptions
+    from exporters.targets.genie.options import GenieOptions
     from exporters.targets.genie.write import write_genie
 
     options, opened = GenieOptions(check=False), open_bundle(bundle)

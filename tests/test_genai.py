@@ -19,8 +19,9 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.app import run
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.targets.genai.folder import open_genai_folder
+from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.run import run_folder
-from exporters.targets.genai.write import GenaiOptions, choose_graphs, choose_pad_token, write_genai
+from exporters.targets.genai.write import choose_graphs, choose_pad_token, write_genai
 from tests.checkpoints import NEWER, write_sinking
 from tests.exports import export_options, exported, kept
 

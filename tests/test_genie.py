@@ -23,13 +23,14 @@ from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.rope import RopeTable
 from edgekv.spec import Rope
 from edgekv.text import SamplingParams, Token
-from exporters.quantize.sink import SinkWanted
+from exporters.quantize.sink_wanted import SinkWanted
 from exporters.targets.genie import vendor, write
 from exporters.targets.genie.config import Debug, GenieConfig
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import GenieFolder, open_genie_folder
 from exporters.targets.genie.graph_file import read_ports
-from exporters.targets.genie.plan import GenieOptions, GeniePlan
+from exporters.targets.genie.options import GenieOptions
+from exporters.targets.genie.plan import GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import read_specs
 from exporters.targets.genie.write import write_genie

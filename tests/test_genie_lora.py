@@ -18,7 +18,7 @@ from exporters.lora.options import LoraOptions
 from exporters.targets.genie.config import Debug, GenieConfig
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import GenieFolder, open_genie_folder
-from exporters.targets.genie.plan import GenieOptions
+from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.write import write_genie
 from tests.adapters import write_adapter
 from tests.checkpoints import NEWER, write_sinking

@@ -23,7 +23,7 @@ from exporters.inspect.layers import LayerMeter
 from exporters.inspect.probe import Probe
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
-from exporters.quantize.sink import SinkWanted
+from exporters.quantize.sink_wanted import SinkWanted
 from quant import quantize
 from tests.checkpoints import ARCHITECTURES, CONFIG, NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported

@@ -21,7 +21,7 @@ from exporters.export import export_bundle
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import Reference
-from exporters.quantize.sink import SinkWanted
+from exporters.quantize.sink_wanted import SinkWanted
 from tests.adapters import write_adapter
 from tests.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported

@@ -11,7 +11,7 @@ from edgekv.driver import Generation
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions
-from exporters.quantize.sink import SinkWanted
+from exporters.quantize.sink_wanted import SinkWanted
 from tests.adapters import write_adapter
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported

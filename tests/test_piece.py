@@ -29,7 +29,7 @@ from exporters.pipeline.planning import Planner
 from exporters.pipeline.quality import MEASURED_TOKENS, ReferencePiece, Text
 from exporters.prepared import prepare
 from exporters.quantize.recipe import WeightRule, find_recipe
-from exporters.quantize.sink import SinkWanted
+from exporters.quantize.sink_wanted import SinkWanted
 from exporters.sweep.combination import Combination
 from exporters.sweep.sweep import _add
 from exporters.targets.aihub.pack import PackPiece

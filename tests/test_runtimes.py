@@ -12,11 +12,12 @@ from devices import find
 from edgekv.bundle import Bundle
 from edgekv.kv import KvDtype
 from exporters.targets.genai.folder import open_genai_folder
+from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.run import run_folder
-from exporters.targets.genai.write import GenaiOptions, write_genai
+from exporters.targets.genai.write import write_genai
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import open_genie_folder
-from exporters.targets.genie.plan import GenieOptions
+from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.write import write_genie
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.endless import ending_elsewhere

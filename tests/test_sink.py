@@ -31,7 +31,8 @@ from exporters.quantize.calibrate import calibration_windows, cut_windows
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
-from exporters.quantize.sink import SinkWanted, first_tokens
+from exporters.quantize.sink import first_tokens
+from exporters.quantize.sink_wanted import SinkWanted
 from tests.checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint, write_sinking
 from tests.exports import export_options, exported, small_options
 

@@ -26,7 +26,7 @@ from edgekv.tensor_file import decode_tensors, encode_tensors
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.quantize.reference import Reference
-from exporters.quantize.sink import SinkWanted
+from exporters.quantize.sink_wanted import SinkWanted
 from exporters.targets.aihub.sample import take_sample
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.drafts import Oracle, with_drafts

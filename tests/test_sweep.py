@@ -30,9 +30,10 @@ from exporters.pipeline.store import PieceStore, store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
 from exporters.sweep.combination import Combination, combinations
+from exporters.sweep.options import SweepOptions
 from exporters.sweep.page import render_page
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
-from exporters.sweep.sweep import RESULTS, SweepOptions, run_sweep
+from exporters.sweep.sweep import RESULTS, run_sweep
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.folders import contents
 from tests.test_page import Page

@@ -14,8 +14,9 @@ from edgekv.bundle import open_bundle
 from edgekv.bundle.compiled import COMPILED
 from edgekv.cli import run
 from edgekv.draft import Speculation
-from exporters.targets.genai.write import GenaiOptions, choose_graphs, write_genai
-from exporters.targets.genie.plan import GenieOptions
+from exporters.targets.genai.options import GenaiOptions
+from exporters.targets.genai.write import choose_graphs, write_genai
+from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.write import write_genie
 from tests.checkpoints import write_checkpoint
 from tests.drafts import Oracle

@@ -1,48 +1,55 @@
 """Bundles: self-describing folders, verified when they are opened and written atomically."""
 
-from edgekv.bundle.adapters import (
-    AdapterError,
-    ClippedMatrix,
-    LoraAdapter,
-    LoraRecord,
-    check_lora_name,
-    lora_adapters,
-    lora_names,
-    lora_tensor,
-    new_lora_record,
-    open_lora,
-    remove_lora,
-    write_lora,
-)
-from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target, remove_directory
-from edgekv.bundle.bundle import Bundle, open_bundle
-from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, all_compiled, open_compiled
-from edgekv.bundle.files import is_plain_path, record_files
-from edgekv.bundle.formats import FORMAT
-from edgekv.bundle.manifest import MANIFEST, GraphFormat, HtpCheck, Manifest
-from edgekv.bundle.manifest_file import read_manifest, write_manifest
-from edgekv.bundle.records import (
-    AdapterRecord,
-    FileRecord,
-    GenerationRecord,
-    HeadsName,
-    KeyScalingName,
-    MatrixMethod,
-    NeuronScalingName,
-    OutlierChannels,
-    QualityRecord,
-    RecipeRecord,
-    RotationName,
-    SinkRecord,
-    SourceRecord,
-    StoredRecord,
-    TokenRecord,
-    WeightRecord,
-)
-from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
-from edgekv.bundle.weights import BundleWeights, EmbeddingTable, Extent, MatrixPlace, TensorPlace, WeightPlaces
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from edgekv.json_file import readable_json
-from edgekv.spec import GraphRecord, PartRecord, Role
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from edgekv.bundle.adapters import (
+        AdapterError,
+        ClippedMatrix,
+        LoraAdapter,
+        LoraRecord,
+        check_lora_name,
+        lora_adapters,
+        lora_names,
+        lora_tensor,
+        new_lora_record,
+        open_lora,
+        remove_lora,
+        write_lora,
+    )
+    from edgekv.bundle.atomic import atomic_directory, atomic_file, check_target, remove_directory
+    from edgekv.bundle.bundle import Bundle, open_bundle
+    from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, all_compiled, open_compiled
+    from edgekv.bundle.files import is_plain_path, record_files
+    from edgekv.bundle.formats import FORMAT, GraphFormat
+    from edgekv.bundle.manifest import MANIFEST, HtpCheck, Manifest
+    from edgekv.bundle.manifest_file import read_manifest, write_manifest
+    from edgekv.bundle.records import (
+        AdapterRecord,
+        FileRecord,
+        GenerationRecord,
+        HeadsName,
+        KeyScalingName,
+        MatrixMethod,
+        NeuronScalingName,
+        OutlierChannels,
+        QualityRecord,
+        RecipeRecord,
+        RotationName,
+        SinkRecord,
+        SourceRecord,
+        StoredRecord,
+        TokenRecord,
+        WeightRecord,
+    )
+    from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
+    from edgekv.bundle.weights import BundleWeights, EmbeddingTable, Extent, MatrixPlace, TensorPlace, WeightPlaces
+    from edgekv.spec import GraphRecord, PartRecord, Role
 
 __all__ = [
     "COMPILED",
@@ -109,3 +116,23 @@ __all__ = [
     "write_lora",
     "write_manifest",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "adapters": "AdapterError ClippedMatrix LoraAdapter LoraRecord check_lora_name lora_adapters lora_names "
+        "lora_tensor new_lora_record open_lora remove_lora write_lora",
+        "atomic": "atomic_directory atomic_file check_target remove_directory",
+        "bundle": "Bundle open_bundle",
+        "compiled": "COMPILED Compiled CompiledBinary CompiledManifest all_compiled open_compiled",
+        "files": "is_plain_path record_files",
+        "formats": "FORMAT GraphFormat",
+        "manifest": "MANIFEST HtpCheck Manifest GraphRecord PartRecord Role",
+        "manifest_file": "read_manifest write_manifest",
+        "records": "AdapterRecord FileRecord GenerationRecord HeadsName KeyScalingName MatrixMethod "
+        "NeuronScalingName OutlierChannels QualityRecord RecipeRecord RotationName SinkRecord "
+        "SourceRecord StoredRecord TokenRecord WeightRecord",
+        "verified": "FileHashes file_hashes force_rehash rehashing",
+        "weights": "BundleWeights EmbeddingTable Extent MatrixPlace TensorPlace WeightPlaces",
+    },
+)

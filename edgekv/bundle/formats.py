@@ -1,13 +1,16 @@
-"""The version of a manifest's layout, and its seal."""
+"""The version of a manifest's layout, its seal, and the formats of graphs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Literal
 
 FORMAT = 5
 SEAL = "seal"
+
+GraphFormat = Literal["onnx", "tflite"]
+"""Format of the graphs."""
 
 Content = dict[str, Any]
 """A manifest as plain JSON."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from edgekv.bundle.formats import GraphFormat
 from edgekv.bundle.records import (
     FileRecord,
     GenerationRecord,
@@ -33,7 +34,6 @@ from quant import Dtype, Encoding
 
 MANIFEST = "manifest.json"
 
-GraphFormat = Literal["onnx", "tflite"]
 HtpCheck = Literal["integers-only", "float-allowed", "not-run"]
 
 

@@ -18,7 +18,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, Protocol, TypeVar, Union, get_args, get_origin
@@ -178,7 +178,7 @@ class _Value:
 
     def read(self, given: Mapping[str, Any]) -> Any:
         if self._name not in given:
-            return self._default
+            return _made(self._default)
         value = given[self._name]
         if self._collect is not None:
             return self._collect(value)
@@ -190,7 +190,7 @@ class _Value:
 
     def words(self, value: Any, text: str | None) -> list[str]:
         """The option with a value; none if it is the default."""
-        if text is None and value == self._default:
+        if text is None and value == _made(self._default):
             return []
         if isinstance(self.parameter, click.Option) and self.parameter.is_flag:
             return [self.shown] if value is not self._negates else self.parameter.secondary_opts[:1]
@@ -255,7 +255,7 @@ class _OptionOf(click.Option):
         assert record is not None and self.name is not None
         names, text = record
         configured = (ctx.default_map or {}).get(self.name)
-        shown = _in_words(self._default) if self._shown is None else self._shown
+        shown = _in_words(_made(self._default)) if self._shown is None else self._shown
         shown = shown if configured is None else _in_words(configured)
         return names, f"{text}  [default: {shown}]" if shown else text
 
@@ -331,7 +331,7 @@ def _source(
     assert is_dataclass(kind) and isinstance(kind, type), f"{name} has no Option, and is no dataclass"
     group = groups[0] if groups else OptionGroup(name.replace("_", " ").capitalize())
     group = replace(group, only=only or group.only)
-    return _Record(kind, default, group, is_given_alone=is_given_alone)
+    return _Record(kind, _made(default), group, is_given_alone=is_given_alone)
 
 
 def _fields(kind: type[Any], group: OptionGroup, instance: Any, *, is_optional: bool) -> dict[str, _Source]:
@@ -372,7 +372,18 @@ class _Unknown:
 
 
 def _field_default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    return field.default if field.default_factory is MISSING else _ToMake(field.default_factory)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToMake:
+    """A default that is made where it is needed: the help of most does not show it."""
+
+    make: Callable[[], Any]
+
+
+def _made(default: Any) -> Any:
+    return default.make() if isinstance(default, _ToMake) else default
 
 
 def _from_text(kind: Any) -> Any:

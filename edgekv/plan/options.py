@@ -43,7 +43,7 @@ class Overrides:
             UsageError: naming the option.
         """
         from edgekv.spec.config import LARGEST  # slow to import
-        from edgekv.spec.describe import LARGEST_HEADS
+        from edgekv.spec.described import LARGEST_HEADS
 
         bounds = {
             "layers": (1, LARGEST["num_hidden_layers"]),

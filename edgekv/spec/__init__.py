@@ -1,97 +1,104 @@
 """Decoders, KV caches and graph interfaces, described once and used by all other packages."""
 
-from edgekv.spec.config import CONFIG, Config, read_config, read_json
-from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes, SplitChannel, Vocabulary
-from edgekv.spec.describe import CacheSpec, describe, describe_cache
-from edgekv.spec.families import ARCHITECTURES
-from edgekv.spec.folders import FolderKind, identify
-from edgekv.spec.geometry import (
-    CHECKPOINT_TOKENS,
-    DELTA_KINDS,
-    KINDS,
-    STATE_KINDS,
-    Geometry,
-    KeyLayout,
-    Kind,
-    KvDtype,
-    KvTensor,
-)
-from edgekv.spec.graph import (
-    CONV_ROWS,
-    LAYER_INPUTS_PORT,
-    LOGITS_INDEX,
-    MASK,
-    ROPE_SUFFIXES,
-    STEP_KINDS,
-    DecoderInterface,
-    RotaryInputs,
-    mask_name,
-    rope_inputs,
-)
-from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
-from edgekv.spec.linear import DeltaRule
-from edgekv.spec.lora import (
-    LORA_A,
-    LORA_GROUPS,
-    LORA_PREFIX,
-    LORA_TARGETS,
-    STACK,
-    LoraGroup,
-    LoraSlot,
-    LoraSlots,
-    LoraTarget,
-    lora_a,
-    lora_added,
-    lora_b,
-    lora_group,
-    lora_reach,
-)
-from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
-from edgekv.spec.ports import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, Port, PortKind
-from edgekv.spec.results import (
-    HEADROOM,
-    PRODUCT_HEADROOM,
-    RULES,
-    UNOBSERVED,
-    EncodingTypes,
-    Result,
-    ResultKind,
-    mask_depth,
-    mask_encoding,
-    rotary_encoding,
-)
-from edgekv.spec.rope import Rope, Rotation
-from edgekv.spec.sizes import RECIPE_TYPES, Decoder, Weights, recipe_weights
-from edgekv.spec.tensors import (
-    CONVOLUTION_INPUTS,
-    DELTA_INPUTS,
-    EMBEDDING,
-    EMBEDDING_COLUMNS,
-    EMBEDDING_STEPS,
-    FINAL_NORM,
-    HEAD,
-    HEAD_TURN,
-    LAYER_INPUTS,
-    LAYER_TABLE,
-    LAYER_TABLE_NORM,
-    LAYER_TABLE_PROJECTION,
-    View,
-    attention_norm,
-    by_inputs,
-    by_outputs,
-    convolution_kernel,
-    delta_kernel,
-    delta_rates,
-    feed_forward_norm,
-    head_width,
-    layer_of,
-    layer_scalar,
-    matrices,
-    part_name,
-    table_key,
-    text_tensor,
-    views,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from edgekv.spec.config import CONFIG, Config, read_config, read_json
+    from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes, SplitChannel, Vocabulary
+    from edgekv.spec.described import CacheSpec, describe, describe_cache
+    from edgekv.spec.families import ARCHITECTURES
+    from edgekv.spec.folders import FolderKind, identify
+    from edgekv.spec.geometry import (
+        CHECKPOINT_TOKENS,
+        DELTA_KINDS,
+        KINDS,
+        STATE_KINDS,
+        Geometry,
+        KeyLayout,
+        Kind,
+        KvDtype,
+        KvTensor,
+    )
+    from edgekv.spec.graph import (
+        CONV_ROWS,
+        LAYER_INPUTS_PORT,
+        LOGITS_INDEX,
+        MASK,
+        ROPE_SUFFIXES,
+        STEP_KINDS,
+        DecoderInterface,
+        RotaryInputs,
+        mask_name,
+        rope_inputs,
+    )
+    from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
+    from edgekv.spec.linear import DeltaRule
+    from edgekv.spec.lora import (
+        LORA_A,
+        LORA_GROUPS,
+        LORA_PREFIX,
+        LORA_TARGETS,
+        STACK,
+        LoraGroup,
+        LoraSlot,
+        LoraSlots,
+        LoraTarget,
+        lora_a,
+        lora_added,
+        lora_b,
+        lora_group,
+        lora_reach,
+    )
+    from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord, Role, hidden_name
+    from edgekv.spec.ports import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, Port, PortKind
+    from edgekv.spec.results import (
+        HEADROOM,
+        PRODUCT_HEADROOM,
+        RULES,
+        UNOBSERVED,
+        EncodingTypes,
+        Result,
+        ResultKind,
+        mask_depth,
+        mask_encoding,
+        rotary_encoding,
+    )
+    from edgekv.spec.rope import Rope, Rotation
+    from edgekv.spec.sizes import RECIPE_TYPES, Decoder, Weights, recipe_weights
+    from edgekv.spec.tensors import (
+        CONVOLUTION_INPUTS,
+        DELTA_INPUTS,
+        EMBEDDING,
+        EMBEDDING_COLUMNS,
+        EMBEDDING_STEPS,
+        FINAL_NORM,
+        HEAD,
+        HEAD_TURN,
+        LAYER_INPUTS,
+        LAYER_TABLE,
+        LAYER_TABLE_NORM,
+        LAYER_TABLE_PROJECTION,
+        View,
+        attention_norm,
+        by_inputs,
+        by_outputs,
+        convolution_kernel,
+        delta_kernel,
+        delta_rates,
+        feed_forward_norm,
+        head_width,
+        layer_of,
+        layer_scalar,
+        matrices,
+        part_name,
+        table_key,
+        text_tensor,
+        views,
+    )
 
 __all__ = [
     "ARCHITECTURES",
@@ -203,3 +210,31 @@ __all__ = [
     "rotary_encoding",
     "views",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "config": "CONFIG Config read_config read_json",
+        "decoder": "Convolution DecoderSpec LayerSizes SplitChannel Vocabulary",
+        "described": "CacheSpec describe describe_cache",
+        "families": "ARCHITECTURES",
+        "folders": "FolderKind identify",
+        "geometry": "CHECKPOINT_TOKENS DELTA_KINDS KINDS STATE_KINDS Geometry KeyLayout Kind KvDtype KvTensor",
+        "graph": "CONV_ROWS LAYER_INPUTS_PORT LOGITS_INDEX MASK ROPE_SUFFIXES STEP_KINDS DecoderInterface "
+        "RotaryInputs mask_name rope_inputs",
+        "layers": "ConvolutionStates LayeredGeometry",
+        "linear": "DeltaRule",
+        "lora": "LORA_A LORA_GROUPS LORA_PREFIX LORA_TARGETS STACK LoraGroup LoraSlot LoraSlots LoraTarget "
+        "lora_a lora_added lora_b lora_group lora_reach",
+        "parts": "EMBEDDINGS IDS LOGITS GraphRecord PartRecord Role hidden_name",
+        "ports": "FLOAT OPEN_ROWS OPEN_TOKENS GraphInterface Port PortKind",
+        "results": "HEADROOM PRODUCT_HEADROOM RULES UNOBSERVED EncodingTypes Result ResultKind mask_depth "
+        "mask_encoding rotary_encoding",
+        "rope": "Rope Rotation",
+        "sizes": "RECIPE_TYPES Decoder Weights recipe_weights",
+        "tensors": "CONVOLUTION_INPUTS DELTA_INPUTS EMBEDDING EMBEDDING_COLUMNS EMBEDDING_STEPS FINAL_NORM HEAD "
+        "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION View attention_norm "
+        "by_inputs by_outputs convolution_kernel delta_kernel delta_rates feed_forward_norm head_width "
+        "layer_of layer_scalar matrices part_name table_key text_tensor views",
+    },
+)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
-import msgspec
 
-from edgekv.bundle import CompiledManifest, open_bundle
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
@@ -17,11 +15,13 @@ from edgekv.htp_options import HtpOptions
 from edgekv.option import Option, OptionGroup
 from exporters.cli.common import DeviceOption, ForceOption, ready_to_run
 from exporters.cli.next_step import next_line
-from exporters.compile import compile_bundle
-from exporters.htp.compile import COMPILER_DEFAULTS
 from exporters.options import RunOptions
 from exporters.progress import one_step, shown
 
+if TYPE_CHECKING:
+    from edgekv.bundle import CompiledManifest
+
+_HTP_DEFAULTS = HtpOptions()
 _RUN = ("cache_dir", "store", "resume", "cluster.scheduler")
 
 
@@ -47,12 +47,17 @@ def compile_(
             parse=lambda _, text: HtpOptions.parse(text),
             shown="the chip's, 2",
         ),
-    ] = COMPILER_DEFAULTS,
+    ] = _HTP_DEFAULTS,
     force: ForceOption = False,
 ) -> None:
     """The binaries are stored in the bundle, one per part with the weights shared by all graphs. The target chip is
     read back from each binary.
     """
+    import msgspec
+
+    from edgekv.bundle import open_bundle
+    from exporters.compile import compile_bundle  # slow to import, as are all in commands
+
     run = ready_to_run(run)
     with shown(output.is_quiet) as progress:
         with one_step("verify bundle", progress):

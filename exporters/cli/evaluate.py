@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import click
-import msgspec
 
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
@@ -14,20 +13,10 @@ from edgekv.cli.output import Output, print_json
 from edgekv.cli.summary import engine_and_mode
 from edgekv.errors import UsageError
 from edgekv.load_options import EngineOptions
-from edgekv.loading import open_model
 from edgekv.option import Option
-from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
-from exporters.checkpoint.folded import transformed_as
 from exporters.cli.common import CheckpointOption, MovedAdapters, TextOption
-from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
-from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
-from exporters.inspect.page import check_page_path, write_page
-from exporters.inspect.show import figures
-from exporters.inspect.wikitext import Pages
 from exporters.progress import shown
-from exporters.quantize.recipe import Recipe, check_recipe_path
-from exporters.quantize.reference import Reference
 
 
 @command
@@ -66,6 +55,19 @@ def eval_(
     writes a recipe that spends a few more bytes where they reduce it most. The engine cpu computes as the HTP does
     (emulate); with --cpu-mode exact16 or fast, that mode's agreement with emulate is reported too.
     """
+    import msgspec
+
+    from edgekv.loading import open_model
+    from edgekv.runtime import make_engine
+    from exporters.checkpoint.folded import transformed_as
+    from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
+    from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
+    from exporters.inspect.page import check_page_path, write_page
+    from exporters.inspect.show import figures
+    from exporters.inspect.wikitext import Pages
+    from exporters.quantize.recipe import Recipe, check_recipe_path
+    from exporters.quantize.reference import Reference
+
     content = read_text_file(text, "--text")
     budget = parse_budget("--size-budget", size_budget)
     if suggest_recipe is not None:

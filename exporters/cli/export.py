@@ -9,25 +9,16 @@ from typing import Annotated
 
 import click
 
-from edgekv import qnn
-from edgekv.bundle import open_bundle, open_compiled
 from edgekv.cli.command import Given, command
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Argument, Option, OptionGroup
-from edgekv.plan import mask_warnings
-from exporters.checkpoint.lora import AdapterChoice
+from exporters.checkpoint.lora.choice import AdapterChoice
 from exporters.cli.common import ForceOption, ready_to_run
 from exporters.cli.compile import show_compiled
-from exporters.cli.exported import export_lines, export_warnings
 from exporters.cli.next_step import next_line
 from exporters.cli.stages import resumable
-from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.options import ALLOCATED_RECIPE, KV_DTYPES
-from exporters.pipeline.place import open_checkpoint
-from exporters.prepared import export_geometry
+from exporters.options import ALLOCATED_RECIPE, KV_DTYPES, ExportOptions, RunOptions, read_recipe
 from exporters.progress import shown
-from exporters.quantize.as_stored import AS_STORED
-from exporters.quantize.recipe import find_recipe
 
 _RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster.scheduler", "cluster.divide")
 
@@ -53,15 +44,24 @@ def export(
     force: ForceOption = False,
 ) -> None:
     """Every graph is compiled with the HTP compiler; the export is refused if any node would compute in float."""
+    from edgekv import qnn
+    from edgekv.bundle import open_bundle, open_compiled
+    from edgekv.plan import mask_warnings
+    from exporters.cli.exported import export_lines, export_warnings
+    from exporters.export import export_bundle
+    from exporters.pipeline.place import open_checkpoint
+    from exporters.prepared import export_geometry
+    from exporters.quantize.as_stored import AS_STORED
+
     kv_dtype = KV_DTYPES[given.get("graph_format", "onnx")][0]
     options = ExportOptions(**{"kv_dtype": kv_dtype, **given})
     run = ready_to_run(run)
     with shown(output.is_quiet) as bars, resumable(bars) as progress:
         opened = open_checkpoint(checkpoint, lora)
         if "recipe" not in given and options.allocates:
-            options = replace(options, recipe=find_recipe(ALLOCATED_RECIPE))
+            options = replace(options, recipe=read_recipe(ALLOCATED_RECIPE))
         elif "recipe" not in given and opened.quantization is not None:
-            options = replace(options, recipe=find_recipe(AS_STORED))
+            options = replace(options, recipe=read_recipe(AS_STORED))
         geometry = export_geometry(opened.limited(options.max_attention_window), options)
         for warning in mask_warnings(geometry, options.ar, options.device):
             click.echo(f"edgekv: warning: {warning}", err=True)

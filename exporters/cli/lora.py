@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 import msgspec
 
-from edgekv.bundle import LoraAdapter, LoraRecord, lora_adapters, open_bundle, remove_lora
 from edgekv.cli.command import Group
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Argument, Option
-from exporters.checkpoint.lora import AdapterChoice
 from exporters.cli.common import ForceOption
-from exporters.lora.add import add_lora
+
+if TYPE_CHECKING:
+    from edgekv.bundle import LoraAdapter, LoraRecord
 
 lora = Group()
 
@@ -41,6 +41,10 @@ def add(
 
     Graphs and compiled binaries stay as they are.
     """
+    from edgekv.bundle import open_bundle
+    from exporters.checkpoint.lora import AdapterChoice
+    from exporters.lora.add import add_lora
+
     choice = AdapterChoice.parse("--scale", f"{adapter}={scale!r}" if adapter.is_dir() else str(adapter))
     added = add_lora(open_bundle(bundle), choice, name, force=force)
     if output.as_json:
@@ -59,6 +63,8 @@ def add(
 @lora.command("ls")
 def list_(bundle: BundleArgument, output: Output) -> None:
     """List the adapters of a bundle."""
+    from edgekv.bundle import lora_adapters, open_bundle
+
     found = lora_adapters(open_bundle(bundle, verify=False))
     if output.as_json:
         print_json(LoraList([each.record for each in found]))
@@ -72,6 +78,8 @@ def list_(bundle: BundleArgument, output: Output) -> None:
 @lora.command()
 def rm(bundle: BundleArgument, name: Annotated[str, Argument("Name of the adapter.")]) -> None:
     """Remove an adapter from a bundle."""
+    from edgekv.bundle import open_bundle, remove_lora
+
     remove_lora(open_bundle(bundle, verify=False), name)
     click.echo(f"{name}: removed")
 

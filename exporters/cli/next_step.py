@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from edgekv.bundle import Manifest
-from edgekv.spec.chat import read_bundle_templates
+if TYPE_CHECKING:
+    from edgekv.bundle import Manifest
 
 
 def next_line(bundle: Path, manifest: Manifest, *, is_compiled: bool) -> str:
@@ -14,6 +15,8 @@ def next_line(bundle: Path, manifest: Manifest, *, is_compiled: bool) -> str:
 
     The emulator of this machine loads binaries of whole graphs only, so graphs in parts are run on the CPU.
     """
+    from edgekv.spec.chat import read_bundle_templates
+
     folder = shlex.quote(str(bundle))
     if not is_compiled:
         return f"next: edgekv compile {folder} --device {manifest.device}"

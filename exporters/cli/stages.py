@@ -13,7 +13,6 @@ from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Option, OptionGroup
 from exporters.options import RunOptions
-from exporters.pipeline.store import store_in
 from exporters.progress import Progress
 
 
@@ -40,6 +39,8 @@ def stages(
     clear: Annotated[bool, Option("Remove all of them.")] = False,
 ) -> None:
     """Finished pieces are kept for --resume until an export or compilation is complete."""
+    from exporters.pipeline.store import store_in  # slow to import, as in other commands
+
     store = store_in(run.cache_dir)
     found = StagesReport(folder=str(store.folder), pieces=store.pieces, bytes=store.bytes, cleared=clear)
     if clear:

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import click
 
-from edgekv.bundle import open_bundle
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
@@ -15,15 +14,8 @@ from edgekv.cli.summary import engine_and_mode
 from edgekv.errors import UsageError
 from edgekv.load_options import EngineOptions
 from edgekv.option import Argument, Option
-from edgekv.runtime import make_engine
 from edgekv.text_file import read_text_file
-from exporters.checkpoint.folded import transformed_as
 from exporters.cli.common import CheckpointOption, MovedAdapters, TextOption
-from exporters.inspect.divergence import find_divergence
-from exporters.inspect.evaluate import open_source
-from exporters.inspect.probe import Probe
-from exporters.inspect.trace import read_trace, trace_reference, write_trace
-from exporters.quantize.calibrate import token_windows
 
 
 @command
@@ -40,6 +32,14 @@ def trace(
     lora: MovedAdapters = (),
 ) -> None:
     """Compare two traces of the same model and text with `edgekv diff`."""
+    from edgekv.bundle import open_bundle
+    from edgekv.runtime import make_engine
+    from exporters.checkpoint.folded import transformed_as
+    from exporters.inspect.evaluate import open_source
+    from exporters.inspect.probe import Probe
+    from exporters.inspect.trace import trace_reference, write_trace
+    from exporters.quantize.calibrate import token_windows
+
     content = read_text_file(text, "--text")
     opened = open_bundle(bundle)
     if tokens > opened.manifest.context:
@@ -72,6 +72,9 @@ def diff(
     limit_db: Annotated[float, Option("Results differ if their SQNR is below this limit, in dB.")] = 20.0,
 ) -> None:
     """Traces of the engine cpu are those of its mode emulate. The exit code is 0 in both cases."""
+    from exporters.inspect.divergence import find_divergence
+    from exporters.inspect.trace import read_trace
+
     found = find_divergence(read_trace(a), read_trace(b), limit_db=limit_db)
     if output.as_json:
         print_json(found)

@@ -1,9 +1,17 @@
 """Two models on one text, side by side: a bundle, a checkpoint, a GGUF file, or a folder of another runtime."""
 
-from exporters.compare.comparison import ComparePlan, Comparison, Side, compare
-from exporters.compare.contender import Contender, Described
-from exporters.compare.opened import ContenderOptions, open_contender
-from exporters.compare.show import comparison_lines
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from exporters.compare.comparison import Comparison, Side, compare
+    from exporters.compare.contender import Contender, Described
+    from exporters.compare.opened import ContenderOptions, open_contender
+    from exporters.compare.plan import ComparePlan
+    from exporters.compare.show import comparison_lines
 
 __all__ = [
     "Comparison",
@@ -16,3 +24,14 @@ __all__ = [
     "comparison_lines",
     "open_contender",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "comparison": "Comparison Side compare",
+        "contender": "Contender Described",
+        "opened": "ContenderOptions open_contender",
+        "plan": "ComparePlan",
+        "show": "comparison_lines",
+    },
+)

@@ -14,9 +14,7 @@ from edgekv.load_options import EngineOptions
 from edgekv.option import Argument, OptionGroup
 from edgekv.text_file import read_text_file
 from exporters.cli.common import TextOption
-from exporters.compare.comparison import ComparePlan, compare
-from exporters.compare.opened import ContenderOptions, open_contender
-from exporters.compare.show import comparison_lines
+from exporters.compare.plan import ComparePlan
 from exporters.progress import shown
 
 
@@ -34,6 +32,10 @@ def compare_(
     float32, without speed. Bundles on the engine cpu compute as the HTP does, unless --cpu-mode says otherwise. Speeds
     are medians of turns that alternate.
     """
+    from exporters.compare.comparison import compare
+    from exporters.compare.opened import ContenderOptions, open_contender
+    from exporters.compare.show import comparison_lines
+
     content = read_text_file(text, "--text")
     options = ContenderOptions(engine.engine, engine.cpu_mode, engine.threads, plan.most_tokens)
     with closing(open_contender(a, options)) as first, closing(open_contender(b, options)) as second:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from edgekv.errors import UsageError
-from edgekv.option import Option
 from edgekv.spec.text import encode
 from exporters.compare.contender import Contender, Described, TimedContender, Timing
+from exporters.compare.plan import ComparePlan
 from exporters.inspect.tally import Tally
 from exporters.inspect.wikitext import Window, measured_windows
 from exporters.progress import Progress, silent
@@ -24,34 +22,6 @@ _WARM_UP = 1  # turns that are not counted
 _MOST_PADDING = 1024  # tokens; graphs pad the vocabulary to multiples of 64 to 512
 _SMALL_VOCABULARY = 1000  # random tokens for a model whose vocabulary is unknown
 _ONE_VOCABULARY = "Compare models with one vocabulary, such as exports of one checkpoint."
-
-
-@dataclass(frozen=True, slots=True)
-class ComparePlan:
-    """What to measure; timed prompts are random tokens of a seed.
-
-    Raises:
-        UsageError: a number out of range.
-    """
-
-    tokens: Annotated[int, Option("Maximum number of tokens to predict.")] = 4096
-    window: Annotated[
-        int, Option("Most tokens of a window, at most the smaller context; the text is cut without overlap.")
-    ] = 1024
-    prompt: Annotated[int, Option("Tokens of the timed prompts.")] = 128
-    new: Annotated[int, Option("Tokens generated after each of them; 0 measures no speed.")] = 32
-    turns: Annotated[int, Option("Timed turns of each model, which alternate.")] = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for field, least in (("tokens", 1), ("window", 2), ("prompt", 1), ("new", 0), ("turns", 1)):
-            if (found := getattr(self, field)) < least:
-                raise UsageError(f"--{field}", got=found, expected=f"at least {least}", fix=f"Use {least} or more.")
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.window, self.prompt + self.new + 2)
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from edgekv.errors import UsageError
 from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, least_splits
@@ -12,11 +11,9 @@ from edgekv.plan.cache import CHOICES
 from edgekv.spec import Geometry, LayeredGeometry
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, matrices
+from exporters.graphs.places import EmbeddingPlace, HeadPlace
 from exporters.quantize.recipe import Recipe
 from quant import WEIGHT_TYPES, WeightType
-
-EmbeddingPlace = Literal["graph", "host"]
-HeadPlace = Literal["own", "last"]
 
 
 @dataclass(frozen=True, slots=True)

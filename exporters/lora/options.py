@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
 from devices import Device
-from edgekv.bundle import GraphFormat
+from edgekv.bundle.formats import GraphFormat
 from edgekv.errors import UsageError
 from edgekv.option import Option
-from edgekv.spec import LORA_TARGETS, DecoderSpec, LoraSlots, LoraTarget
-from exporters.checkpoint.lora import AdapterChoice
-from exporters.quantize.recipe import Recipe
+from exporters.checkpoint.lora.choice import AdapterChoice
+
+if TYPE_CHECKING:
+    from edgekv.spec import DecoderSpec, LoraSlots, LoraTarget
+    from exporters.quantize.recipe import Recipe
 
 _MOST_RANK = 256
 _LEAST_ARCH = 73
 """The HTP multiplies activations with int16 from here on."""
 
 
+def _all_targets() -> tuple[LoraTarget, ...]:
+    from edgekv.spec import LORA_TARGETS  # slow to import
+
+    return LORA_TARGETS
+
+
 def _read_targets(option: str, text: str) -> tuple[LoraTarget, ...]:
+    from edgekv.spec import LORA_TARGETS  # slow to import
+
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in LORA_TARGETS]:
         raise UsageError(option, got=repr(unknown[0]), expected=", ".join(LORA_TARGETS), fix=f"Use {option} q,v.")
@@ -46,7 +56,7 @@ class LoraOptions:
             parse=_read_targets,
             shown="all of them",
         ),
-    ] = LORA_TARGETS
+    ] = field(default_factory=_all_targets)
     reach: Annotated[
         float,
         Option(
@@ -94,4 +104,6 @@ class LoraOptions:
 
     def slots(self, spec: DecoderSpec) -> LoraSlots:
         """The slots of a decoder."""
+        from edgekv.spec import LoraSlots
+
         return LoraSlots.of(spec, self.rank, self.targets)

@@ -31,7 +31,8 @@ from exporters.progress import Progress, silent
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Tensors
-from exporters.quantize.sink import FloatSink, SinkWanted, is_sink
+from exporters.quantize.sink import FloatSink, is_sink
+from exporters.quantize.sink_wanted import SinkWanted
 from exporters.quantize.survey import Survey
 
 BUNDLE = "bundle"

@@ -51,7 +51,7 @@ from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import ADDED_GROUPS, groups, names, needs_quantized_pass
-from exporters.quantize.sink import SinkWanted
+from exporters.quantize.sink_wanted import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
 from quant import WEIGHT_TYPES, WeightDtype, WeightType

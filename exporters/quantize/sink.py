@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from edgekv.errors import UsageError
 from edgekv.spec import LOGITS
 from edgekv.tensor_file import encode_tensors
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Floats
+from exporters.quantize.sink_wanted import SinkWanted
 from exporters.quantize.survey import Outlier
 from quant import Encoding
 
@@ -25,36 +25,6 @@ SINK_FILE = "sink.safetensors"
 
 SPANS = 4.0
 """A token whose magnitudes are above this multiple of the others' costs their 16-bit steps more than two bits."""
-
-_MODES: dict[str, Literal["auto", "none"]] = {"auto": "auto", "none": "none"}
-
-
-@dataclass(frozen=True, slots=True)
-class SinkWanted:
-    """The `--sink` of an export.
-
-    Attributes:
-        mode: `auto`: the token at position 0 if it spans the ranges; `none`; or `tokens`.
-        tokens: ids, with the mode `tokens`.
-    """
-
-    mode: Literal["auto", "none", "tokens"] = "auto"
-    tokens: tuple[int, ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> SinkWanted:
-        """Read the option.
-
-        Raises:
-            UsageError: neither `auto`, `none` nor token ids.
-        """
-        if text in _MODES:
-            return cls(_MODES[text])
-        ids = text.split(",")
-        if not all(each.strip().isascii() and each.strip().isdigit() and len(each) < 10 for each in ids):
-            wanted = "auto, none, or token ids such as 1"
-            raise UsageError("--sink", got=repr(text), expected=wanted, fix="Use auto.")
-        return cls("tokens", tuple(int(each) for each in ids))
 
 
 @dataclass(frozen=True, slots=True)

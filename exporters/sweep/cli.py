@@ -6,29 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import click
 
 from devices import Device
-from edgekv.bundle import RotationName
 from edgekv.cli.command import NOTHING, Given, command
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
-from edgekv.kv import KvDtype
 from edgekv.option import Argument, Option, OptionGroup, find_device, parse_numbers
-from edgekv.plan import DEFAULT_CONTEXT
+from edgekv.plan.options import DEFAULT_CONTEXT
+from edgekv.spec.geometry import KvDtype
 from edgekv.text_file import read_text_file
 from exporters.cli.common import ready_cluster
-from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions
-from exporters.pipeline.quality import Text
+from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe
 from exporters.progress import shown
-from exporters.quantize.recipe import Recipe, find_recipe
-from exporters.sweep.combination import combinations
-from exporters.sweep.page import write_page
-from exporters.sweep.result import SweepReport
-from exporters.sweep.show import lines
-from exporters.sweep.sweep import SweepOptions, run_sweep
+from exporters.sweep.options import SweepOptions
+
+if TYPE_CHECKING:
+    from edgekv.bundle import RotationName
+    from exporters.quantize.recipe import Recipe
+    from exporters.sweep.result import SweepReport
 
 PAGE = "sweep.html"
 _SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora", "target_mb", "max_kl")
@@ -52,11 +50,17 @@ def _chosen(option: str, text: str, *, known: tuple[str, ...]) -> list[str]:
 
 
 def _recipes(option: str, text: str) -> list[tuple[str, Recipe]]:
-    return [(name, find_recipe(name)) for name in _listed(option, text)]
+    return [(name, read_recipe(name)) for name in _listed(option, text)]
 
 
 def _devices(option: str, text: str) -> list[Device]:
     return [find_device(option, name) for name in _listed(option, text)]
+
+
+def _rotations(option: str, text: str) -> list[str]:
+    from edgekv.bundle import RotationName  # slow to import
+
+    return _chosen(option, text, known=get_args(RotationName))
 
 
 def _contexts(option: str, text: str) -> list[tuple[int, ...]]:
@@ -96,7 +100,7 @@ class Axes:
         Sequence[RotationName | None],
         Option(
             "Rotations of the residual, comma-separated: none, hadamard.",
-            parse=partial(_chosen, known=get_args(RotationName)),
+            parse=_rotations,
             shown="that of each recipe",
         ),
     ] = (None,)
@@ -118,6 +122,11 @@ def sweep(
     options: Annotated[SweepOptions, OptionGroup("Options")] = _DEFAULTS,
 ) -> None:
     """What combinations share is computed once. An interrupted sweep continues when the same command is run again."""
+    from exporters.pipeline.quality import Text
+    from exporters.sweep.combination import combinations
+    from exporters.sweep.page import write_page
+    from exporters.sweep.sweep import run_sweep
+
     checked = common.get("check_on_htp", True)
     if (calibration := common.get("calibration")) is not None:
         common["calibration"] = calibration.absolute()
@@ -144,6 +153,8 @@ def sweep(
 
 
 def _show(report: SweepReport, output: Path) -> None:
+    from exporters.sweep.show import lines
+
     for line in lines(report):
         click.echo(line)
     click.echo(output / PAGE)

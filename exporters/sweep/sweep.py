@@ -7,16 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from edgekv.bundle import atomic_file, readable_json
 from edgekv.cli.command import option_words
 from edgekv.errors import EdgeKVError, UsageError
-from edgekv.option import Option
 from edgekv.plan import MemoryLimit, Overrides, estimate_speed, find_subject
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
-from edgekv.system import format_bytes, parse_bytes
+from edgekv.system import format_bytes
 from exporters.inspect.tally import Evaluation
 from exporters.options import Cluster, ExportOptions
 from exporters.pipeline.assemble import assemble
@@ -31,39 +29,11 @@ from exporters.prepared import Prepared
 from exporters.progress import Progress, silent
 from exporters.resources import bundle_bytes, engine_bytes
 from exporters.sweep.combination import Combination, Refusal, sort_out
+from exporters.sweep.options import SweepOptions
 from exporters.sweep.quality import EvaluatePiece
 from exporters.sweep.result import Result, SweepReport, recommend, with_front
 
 RESULTS = "results.json"
-
-
-@dataclass(frozen=True, slots=True)
-class SweepOptions:
-    """Where pieces are kept, and what is recommended.
-
-    Pieces are in `pieces` in the folder of results, if `store` does not name another folder or an fsspec URL.
-    """
-
-    budget_bytes: Annotated[
-        int | None, Option("Size limit of the recommended bundle, such as 600MB.", "--budget", parse=parse_bytes)
-    ] = None
-    store: Annotated[
-        str | None,
-        Option(
-            "Folder or fsspec URL of the pieces, which all workers reach, such as s3://bucket/sweeps.",
-            shown="OUTPUT/pieces",
-            group="Run",
-        ),
-    ] = None
-    prune_days: Annotated[
-        float | None,
-        Option(
-            "Afterwards remove pieces that no sweep of this folder has used for so many days.",
-            "--prune",
-            least=0,
-            group="Run",
-        ),
-    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from edgekv.bundle import GraphRecord
+if TYPE_CHECKING:
+    from edgekv.bundle import GraphRecord
 
 Reader = Literal["genie", "aihub"]
 

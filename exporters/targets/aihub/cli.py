@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.command import Group
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
@@ -16,14 +15,15 @@ from edgekv.errors import UsageError
 from edgekv.option import Option
 from edgekv.text_file import read_text_file
 from exporters.progress import shown
-from exporters.targets.aihub.account import Account, connect
-from exporters.targets.aihub.fetch import Fetched, fetch_device
-from exporters.targets.aihub.hosted import Target, choose_targets, list_hosted
-from exporters.targets.aihub.ledger import JobRecord, Ledger
 from exporters.targets.aihub.options import Runtime
-from exporters.targets.aihub.run import HubRun, check_all_done
-from exporters.targets.aihub.show import HostedRow, HubReport, show_devices, show_report
-from exporters.targets.capabilities import AI_HUB
+
+if TYPE_CHECKING:
+    from edgekv.bundle import Bundle
+    from exporters.targets.aihub.account import Account
+    from exporters.targets.aihub.fetch import Fetched
+    from exporters.targets.aihub.hosted import Target
+    from exporters.targets.aihub.ledger import JobRecord, Ledger
+    from exporters.targets.aihub.run import HubRun
 
 ProfileOption = Annotated[str | None, Option("Client profile, ~/.qai_hub/PROFILE.ini.")]
 
@@ -47,6 +47,10 @@ class JobOptions:
 @hub.command()
 def devices(output: Output, profile: ProfileOption = None) -> None:
     """List the hosted devices, and the chips that edgekv knows of them."""
+    from exporters.targets.aihub.account import connect  # slow to import, as in other commands
+    from exporters.targets.aihub.hosted import list_hosted
+    from exporters.targets.aihub.show import HostedRow, show_devices
+
     rows = [HostedRow.of(each) for each in list_hosted(connect(profile))]
     if output.as_json:
         print_json(rows, list_name="devices")
@@ -110,6 +114,9 @@ def fetch(bundle: BundleArgument, output: Output, profile: ProfileOption = None)
 
 
 def _run(bundle: Path, submit: Callable[[HubRun, Sequence[Target]], None], options: JobOptions, output: Output) -> None:
+    from exporters.targets.aihub.hosted import choose_targets, list_hosted
+    from exporters.targets.aihub.run import HubRun
+
     opened, account, ledger = _open(bundle, options.profile, force=options.force)
     names = [name for name in options.devices.split(",") if name.strip()]
     targets = choose_targets(list_hosted(account), names, opened.manifest.kv_dtype)
@@ -125,6 +132,11 @@ def _run(bundle: Path, submit: Callable[[HubRun, Sequence[Target]], None], optio
 
 
 def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Account, Ledger]:
+    from edgekv.bundle import open_bundle
+    from exporters.targets.aihub.account import connect
+    from exporters.targets.aihub.ledger import Ledger
+    from exporters.targets.capabilities import AI_HUB
+
     opened = open_bundle(bundle)
     AI_HUB.check(opened)
     account = connect(profile)
@@ -135,6 +147,8 @@ def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Ac
 
 def _earlier(bundle: Bundle, account: Account, ledger: Ledger) -> HubRun:
     """All jobs of a bundle, with their present state."""
+    from exporters.targets.aihub.run import HubRun
+
     records = ledger.records("compile", "link", "profile", "infer")
     if not records:
         raise UsageError(
@@ -148,6 +162,9 @@ def _earlier(bundle: Bundle, account: Account, ledger: Ledger) -> HubRun:
 
 def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as_json: bool) -> None:
     """Download the finished jobs of each device, print the report, and fail if a job has failed."""
+    from exporters.targets.aihub.fetch import fetch_device
+    from exporters.targets.aihub.run import check_all_done
+
     fetched = []
     for slug in dict.fromkeys(record.slug for record in run.records):
         of_device = [r for r in ledger.records("compile", "link", "profile", "infer") if r.slug == slug]
@@ -159,6 +176,8 @@ def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as
 
 
 def _print(bundle: Bundle, records: Sequence[JobRecord], fetched: Sequence[Fetched], *, as_json: bool) -> None:
+    from exporters.targets.aihub.show import HubReport, show_report
+
     report = HubReport(bundle=str(bundle.path), jobs=list(records), devices=list(fetched))
     if as_json:
         print_json(report)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from edgekv.bundle import GraphRecord
-from edgekv.spec import GraphInterface
 from exporters.targets.graph_names import GraphName
+
+if TYPE_CHECKING:
+    from edgekv.bundle import GraphRecord
+    from edgekv.spec import GraphInterface
 
 Runtime = Literal["qnn_dlc", "qnn_context_binary"]
 

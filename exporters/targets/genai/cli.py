@@ -9,7 +9,6 @@ import click
 import msgspec
 
 from devices import find
-from edgekv.bundle import open_bundle
 from edgekv.cli.command import NOTHING, Given, Group, command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
@@ -19,7 +18,7 @@ from edgekv.text.params import DEFAULT_MAX_NEW_TOKENS
 from exporters.cli.common import ForceOption, OutputFolder
 from exporters.cli.next_step import next_command
 from exporters.progress import shown
-from exporters.targets.genai.write import GenaiOptions, write_genai
+from exporters.targets.genai.options import GenaiOptions
 
 genai = Group()
 
@@ -46,6 +45,9 @@ def bundle_genai(
     Its graphs keep the heads of a layer in one tensor and must compute the same integers as the bundle's graphs.
     The cache must be u8.
     """
+    from edgekv.bundle import open_bundle
+    from exporters.targets.genai.write import write_genai
+
     opened = open_bundle(bundle)
     if engine == "cpu" and (device := given.get("device")) is not None:
         found = f"{device.soc} with the engine cpu"

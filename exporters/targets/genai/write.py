@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from devices import Device
 from edgekv.bundle import Bundle, GraphRecord, atomic_directory, readable_json
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.option import Option, find_device
 from exporters.compile import compile_folder
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
@@ -22,47 +19,11 @@ from exporters.targets.capabilities import GENAI
 from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
 from exporters.targets.genai.folder import GENAI_MANIFEST, GenaiManifest
 from exporters.targets.genai.helpers import dequantizer, position_processor
+from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.proof import prove_integers
 from exporters.targets.record import write_record
 
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-
-
-@dataclass(frozen=True, slots=True)
-class GenaiOptions:
-    """The options of a folder; without a device the graphs are left to ONNX Runtime on the CPU."""
-
-    device: Annotated[
-        Device | None, Option("Target of the engine htp: part number or name.", parse=find_device, shown="the bundle's")
-    ]
-    pad_token: Annotated[
-        int | None,
-        Option(
-            "Padding token: an id that no prompt contains.",
-            "--pad-token-id",
-            shown="the bundle's own, or an unused one",
-        ),
-    ] = None
-    share_weights: Annotated[
-        bool,
-        Option("Write one binary with one copy of the weights. It runs on a Snapdragon, not on the emulator."),
-    ] = False
-    check: Annotated[
-        bool, Option("Do not compare the graphs with the bundle's graphs.", "--skip-check", negates=True)
-    ] = True
-
-    def __post_init__(self) -> None:
-        if self.share_weights and self.device is None:
-            raise UsageError(
-                "--share-weights",
-                got="the option with the engine cpu",
-                expected="the engine htp",
-                fix="Leave it out: on the CPU the graphs always share their weights.",
-            )
-
-    @property
-    def engine(self) -> str:
-        return "cpu" if self.device is None else "htp"
 
 
 def write_genai(

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import click
 
-from edgekv.bundle import open_bundle
 from edgekv.cli.command import Group, command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
@@ -16,8 +15,7 @@ from edgekv.option import Argument, Option, OptionGroup
 from exporters.cli.common import ForceOption, OutputFolder
 from exporters.cli.next_step import next_command
 from exporters.progress import shown
-from exporters.targets.genie.plan import GenieOptions
-from exporters.targets.genie.write import write_genie
+from exporters.targets.genie.options import GenieOptions
 
 genie = Group()
 
@@ -35,6 +33,9 @@ def bundle_genie(
     It has context binaries of single graphs and one that shares the weights, a configuration for each, and the
     tokenizer. Genie itself loads the single graphs and must choose the same tokens as edgekv.
     """
+    from edgekv.bundle import open_bundle
+    from exporters.targets.genie.write import write_genie
+
     opened = open_bundle(bundle)
     with shown(output.is_quiet) as progress:
         written = write_genie(opened, target, options, force=force, progress=progress)

@@ -3,72 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphRecord
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Sink
-from edgekv.option import Option, OptionGroup, find_device
-from edgekv.text import SamplingParams
 from exporters.targets.capabilities import GENIE, GENIEX
+from exporters.targets.genie.options import GenieOptions
 from exporters.targets.graph_names import GraphName
-
-
-@dataclass(frozen=True, slots=True)
-class GenieOptions:
-    """The options of a folder, and how Genie chooses tokens there.
-
-    Attributes:
-        stacked: one cache tensor for all heads of a layer, and names of graphs without repeated underscores.
-    """
-
-    device: Annotated[
-        Device | None,
-        Option("Target chip; must be the one that the bundle was exported for.", parse=find_device),
-    ] = None
-    context: Annotated[int | None, Option("Longest context to use, in tokens.", shown="the longest of the graphs")] = (
-        None
-    )
-    max_new_tokens: Annotated[int | None, Option("Longest answer, in tokens.", shown="the context")] = None
-    sampling: Annotated[SamplingParams, OptionGroup("Sampling", only=("temperature", "top_k", "top_p", "seed"))] = (
-        field(default_factory=SamplingParams)
-    )
-    bos: Annotated[
-        bool, Option("Put no BOS token in front of a query, if the chat template writes it.", "--no-bos", negates=True)
-    ] = True
-    embedding_table: Annotated[bool, Option("Let Genie look up embeddings in a file instead of the graphs.")] = False
-    each: Annotated[
-        bool,
-        Option(
-            "Also write one binary per graph. Genie on x86 loads no others; a phone does not need them.",
-            "--each/--no-each",
-        ),
-    ] = True
-    check: Annotated[
-        bool,
-        Option(
-            "Do not run the result in Genie and compare its tokens; the folder records that it is unchecked.",
-            "--skip-check",
-            negates=True,
-        ),
-    ] = True
-    stacked: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            fix = "Ask for a token or more."
-            raise UsageError("--max-new-tokens", got=self.max_new_tokens, expected="at least 1", fix=fix)
-        if self.check and not self.each:
-            raise UsageError(
-                "--no-each",
-                got="no binaries of single graphs",
-                expected="some for the check: Genie on x86 loads no others",
-                fix="Add --skip-check.",
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ from exporters.targets.genie.config import (
 from exporters.targets.genie.folder import GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink
 from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.names import name_graphs
-from exporters.targets.genie.plan import GenieOptions, GeniePlan
+from exporters.targets.genie.options import GenieOptions
+from exporters.targets.genie.plan import GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import prove_in_genie
 from exporters.targets.genie.state import STATE, write_state

@@ -8,15 +8,13 @@ from typing import Annotated
 
 import click
 
-from edgekv.bundle import open_bundle
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.option import OptionGroup
 from exporters.cli.common import ForceOption, OutputFolder
 from exporters.progress import shown
-from exporters.targets.genie.plan import GenieOptions
-from exporters.targets.geniex.write import write_geniex
+from exporters.targets.genie.options import GenieOptions
 
 
 @command
@@ -32,6 +30,9 @@ def bundle_geniex(
     The name of the folder is the model's. Its graphs run in Genie first, and it is read by the rules of GenieX's
     loader. The bundle must be exported with --sink none.
     """
+    from edgekv.bundle import open_bundle
+    from exporters.targets.geniex.write import write_geniex
+
     chosen = replace(options, each=options.check)
     with shown(output.is_quiet) as progress:
         written = write_geniex(open_bundle(bundle), target, chosen, force=force, progress=progress)

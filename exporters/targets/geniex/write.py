@@ -17,7 +17,7 @@ from exporters.progress import Progress, silent
 from exporters.targets.capabilities import GENIEX
 from exporters.targets.genie.config import CONFIG, EXTENSIONS, SHARED_CONFIG
 from exporters.targets.genie.folder import GenieManifest
-from exporters.targets.genie.plan import GenieOptions
+from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.write import write_genie
 from exporters.targets.geniex.loader import LoadedSpec, read_as_geniex

@@ -1,0 +1,38 @@
+"""The option `--sink`; see `exporters.quantize.sink`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from edgekv.errors import UsageError
+
+_MODES: dict[str, Literal["auto", "none"]] = {"auto": "auto", "none": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class SinkWanted:
+    """The `--sink` of an export.
+
+    Attributes:
+        mode: `auto`: the token at position 0 if it spans the ranges; `none`; or `tokens`.
+        tokens: ids, with the mode `tokens`.
+    """
+
+    mode: Literal["auto", "none", "tokens"] = "auto"
+    tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> SinkWanted:
+        """Read the option.
+
+        Raises:
+            UsageError: neither `auto`, `none` nor token ids.
+        """
+        if text in _MODES:
+            return cls(_MODES[text])
+        ids = text.split(",")
+        if not all(each.strip().isascii() and each.strip().isdigit() and len(each) < 10 for each in ids):
+            wanted = "auto, none, or token ids such as 1"
+            raise UsageError("--sink", got=repr(text), expected=wanted, fix="Use auto.")
+        return cls("tokens", tuple(int(each) for each in ids))

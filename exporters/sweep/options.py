@@ -1,0 +1,38 @@
+"""Options of a sweep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from edgekv.option import Option
+from edgekv.system import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """Where pieces are kept, and what is recommended.
+
+    Pieces are in `pieces` in the folder of results, if `store` does not name another folder or an fsspec URL.
+    """
+
+    budget_bytes: Annotated[
+        int | None, Option("Size limit of the recommended bundle, such as 600MB.", "--budget", parse=parse_bytes)
+    ] = None
+    store: Annotated[
+        str | None,
+        Option(
+            "Folder or fsspec URL of the pieces, which all workers reach, such as s3://bucket/sweeps.",
+            shown="OUTPUT/pieces",
+            group="Run",
+        ),
+    ] = None
+    prune_days: Annotated[
+        float | None,
+        Option(
+            "Afterwards remove pieces that no sweep of this folder has used for so many days.",
+            "--prune",
+            least=0,
+            group="Run",
+        ),
+    ] = None
