@@ -143,9 +143,9 @@ def test_a_state_can_be_rewound_by_its_tail_and_no_further(strategy):
     steps.step(4, [0, 2, 3])
 
 
-@pytest.mark.parametrize(("strategy", "copies", "rows"), [("slot", 1, 3), ("mirror", 0, 0)])
+@pytest.mark.parametrize(("strategy", "copies", "rows"), [("slot", 2, 3), ("mirror", 0, 0)])
 def test_a_decode_step_copies_what_the_strategy_says(strategy, copies, rows):
-    """`slot` writes the new row and the state of two in one strided write; `mirror` moves a pointer."""
+    """`slot` writes the new row and the state of two in a strided write each; `mirror` moves a pointer."""
     group = group_of(strategy, 3, 4)
     steps, (arena,) = Steps(group, 3), group.arenas
     steps.step(4, [0, 1, 2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from edgekv.kv.strategies.strategy import Move, Window
 from edgekv.spec.geometry import CHECKPOINT_TOKENS, Geometry
 
 Floats = NDArray[np.float32]
+_FOLDED_ELEMENTS = 1 << 18
+"""Elements of S whose checkpoints are computed together: few enough that their floats stay in a processor's cache."""
 
 
 def fold(state: NDArray[np.float32], keys: Floats, values: Floats, decays: Floats) -> Floats:
@@ -27,13 +30,26 @@ def fold(state: NDArray[np.float32], keys: Floats, values: Floats, decays: Float
         values: d, `[..., T, heads, value_dim]`.
         decays: g, `[..., T, heads]`.
     """
-    totals = np.cumsum(decays, axis=-2, dtype=np.float64)
+    totals = decays.astype(np.float64).cumsum(-2)
     left = np.exp(totals[..., -1:, :] - totals).astype(np.float32)
-    shared = np.repeat(keys, values.shape[-2] // keys.shape[-2], axis=-2)
-    weighted = np.moveaxis(shared * left[..., None], -3, -1)  # [..., heads, key_dim, T]
+    key_heads, heads = keys.shape[-2], values.shape[-2]
+    left = left.reshape(*left.shape[:-1], key_heads, heads // key_heads)
+    weighted = keys[..., None, :] * left[..., None]  # [..., T, key_heads, heads of each, key_dim]
+    weighted = np.moveaxis(weighted.reshape(*values.shape[:-1], -1), -3, -1)  # [..., heads, key_dim, T]
     added = weighted @ np.moveaxis(values, -3, -2)
     kept: Floats = np.exp(totals[..., -1, :, None, None]).astype(np.float32) * state
     return kept + added
+
+
+@cache
+def _tail_window(ar: int) -> Window:
+    rows = CHECKPOINT_TOKENS
+    return Window(ar, rows, rows, 0, in_place=False, first=0, stop=rows)
+
+
+@cache
+def _checkpoint_window(ar: int, rows: int) -> Window:
+    return Window(ar, rows, 0, 0, in_place=True, first=0, stop=rows)
 
 
 def tail_layout(geometry: Geometry, max_ar: int) -> Layout:
@@ -88,8 +104,7 @@ class TailGroup:
         return self.length * self.geometry.tensors * self.geometry.row_bytes
 
     def window(self, ar: int, context: int) -> Window:
-        rows = CHECKPOINT_TOKENS
-        self._open = Window(ar, rows, rows, 0, in_place=False, first=0, stop=rows)
+        self._open = _tail_window(ar)
         return self._open
 
     def compact(self, first: int, rows: Sequence[int]) -> None:
@@ -98,7 +113,7 @@ class TailGroup:
 
     def commit(self, tokens: int) -> None:
         if tokens:
-            self.arena.execute(Move(0, CHECKPOINT_TOKENS + self.since, tokens, src="scratch"))
+            self.arena.append(CHECKPOINT_TOKENS + self.since, tokens)
             self.since += tokens
 
     def can_rewind(self, tokens: int, seen: int) -> bool:
@@ -210,8 +225,7 @@ class CheckpointGroup:
         return matrices * self.geometry.tensors * (self.geometry.context - 1) * self.geometry.row_bytes
 
     def window(self, ar: int, context: int) -> Window:
-        rows = self.geometry.context - 1
-        return Window(ar, rows, 0, 0, in_place=True, first=0, stop=rows)
+        return _checkpoint_window(ar, self.geometry.context - 1)
 
     def compact(self, first: int, rows: Sequence[int]) -> None:
         """Nothing: no step writes matrices."""
@@ -261,13 +275,20 @@ class CheckpointGroup:
         tokens, limit = CHECKPOINT_TOKENS, np.iinfo(self._arena.dtype).max
         decays = self._decays.rows_since()[..., 0] * decay_scales[:, None]
         decays = decays.reshape(layers, heads, tokens).swapaxes(1, 2)
-        for layer in range(layers):  # one layer's floats in memory
-            held = self._newer[layer].reshape(key_dim, heads, -1).swapaxes(0, 1) * scales[layer]
-            keys = self._keys.rows_since()[layer] * key_scales[layer]
-            values = self._values.rows_since()[layer] * value_scales[layer]
-            found = fold(held, keys.reshape(tokens, -1, key_dim), values.reshape(tokens, heads, -1), decays[layer])
-            rounded = np.clip(np.rint(found / scales[layer]), -limit, limit)
-            self._newer[layer] = rounded.swapaxes(0, 1).reshape(key_dim, -1)
+        together = max(1, _FOLDED_ELEMENTS // self._newer[0].size)
+        for first in range(0, layers, together):
+            some = slice(first, first + together)
+            scale = scales[some, None, None, None]
+            held = self._newer[some].reshape(len(scale), key_dim, heads, -1).swapaxes(1, 2) * scale
+            keys = (self._keys.rows_since()[some] * key_scales[some, None, None]).reshape(
+                len(scale), tokens, -1, key_dim
+            )
+            values = (self._values.rows_since()[some] * value_scales[some, None, None]).reshape(
+                len(scale), tokens, heads, -1
+            )
+            found = fold(held, keys, values, decays[some])
+            rounded = np.clip(np.rint(found / scale), -limit, limit)
+            self._newer[some] = rounded.swapaxes(1, 2).reshape(len(scale), key_dim, -1)
 
 
 def _refusal(name: str, found: Rows, wanted: str) -> StateError:

@@ -14,6 +14,9 @@ from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, Mirr
 from edgekv.kv.strategies.strategy import Move, Place, Window
 from edgekv.spec.geometry import KINDS, Geometry, Kind, KvTensor
 
+_BUFFERED_BYTES = 1 << 16
+"""Up to here, one assignment that numpy buffers takes less time than a copy for each tensor."""
+
 
 class _Sizes(Protocol):
     """What of a strategy matters here."""
@@ -208,20 +211,19 @@ class RowArena:
         (source, source_rows), (target, target_rows) = self._places[move.src], self._places[move.dst]
         if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
             raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
-        if move.src == move.dst:
+        copied_bytes = move.rows * self._bytes_per_row
+        if move.src == move.dst and copied_bytes > _BUFFERED_BYTES:
             self._shift(move)
         else:
             rows = source[:, move.src_row : move.src_row + move.rows]
             target[:, move.dst_row : move.dst_row + move.rows] = rows
-        self.bytes_copied += move.rows * self._bytes_per_row
+        self.bytes_copied += copied_bytes
         self.copies += 1
 
-    def execute_together(self, moves: Sequence[Move]) -> None:
-        """Make several copies within the arena as one, as if all sources had been read before a row is written."""
-        sources = [row for move in moves for row in range(move.src_row, move.src_row + move.rows)]
-        targets = [row for move in moves for row in range(move.dst_row, move.dst_row + move.rows)]
-        self.array[:, targets] = self.array[:, sources]
-        self.bytes_copied += len(sources) * self._bytes_per_row
+    def append(self, row: int, rows: int) -> None:
+        """Copy the first rows of the scratch to `row` and after it, in all tensors; both must be there."""
+        self.array[:, row : row + rows] = self.scratch[:, :rows]
+        self.bytes_copied += rows * self._bytes_per_row
         self.copies += 1
 
     def _shift(self, move: Move) -> None:

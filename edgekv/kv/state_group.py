@@ -130,8 +130,9 @@ class StateGroup:
         if window.first:
             rows = [(window.past_row + row) % self.strategy.rows for row in range(window.first)]
             self._arena.array[:, rows] = self.geometry.zero_point
-        self._open = replace(window, first=0)
-        return self._open
+            window = replace(window, first=0)
+        self._open = window
+        return window
 
     def compact(self, first: int, rows: Sequence[int]) -> None:
         assert self._open is not None, "the cache has opened a step"
@@ -187,8 +188,5 @@ class StateGroup:
             self._arena.write(at, held, rows[tensor.past][-len(held) or None :])
 
     def _execute(self, moves: Sequence[Move]) -> None:
-        if isinstance(self.strategy, OrderedSlot) and moves:
-            self._arena.execute_together(moves)
-            return
         for move in moves:
             self._arena.execute(move)

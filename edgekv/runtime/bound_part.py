@@ -34,7 +34,7 @@ class _ArenaPorts:
 class _GroupPorts:
     """The ports that one group of the cache serves, and where they are bound."""
 
-    __slots__ = ("_borrows", "arenas", "bound", "group", "index")
+    __slots__ = ("_borrows", "_window", "arenas", "bound", "group", "index")
 
     def __init__(self, index: int, group: CacheGroup, layers: range, *, borrows: bool = False) -> None:
         self.index = index
@@ -42,11 +42,16 @@ class _GroupPorts:
         self.arenas = [_ArenaPorts(arena, layers) for arena in group.arenas]
         self._borrows = borrows
         self.bound: tuple[int, ...] | None = None
+        self._window: Window | None = None
 
     def bind(self, binding: Binding, window: Window) -> None:
         """Bind the ports to a window, unless they already are."""
+        bound = self.bound
+        if window is self._window and bound is not None and bound[0] == self.group.reallocations:
+            return
+        self._window = window
         wanted = (self.group.reallocations, window.past_row, window.new_row, window.columns, window.ar)
-        if self.bound == wanted:
+        if bound == wanted:
             return
         self.bound = None  # until all ports are bound
         # Read the arenas from the group each time: keeping them would keep outgrown memory alive.

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 
 from edgekv.kv.strategies.strategy import Move, Window, moves_of
+
+
+@cache
+def _window(past_row: int, ar: int, columns: int, first: int) -> Window:
+    return Window(ar, columns, past_row, past_row + columns, in_place=True, first=first, stop=columns)
+
+
+@lru_cache(1024)
+def _appending(ring: int, past: int, head: int, tokens: int) -> tuple[Move, ...]:
+    """New rows to the ring, then the newest to the place of the past."""
+    new, before_end = ring + past, min(tokens, ring - head)
+    moves = [Move(new, head, before_end), Move(ring + tokens, ring, past)]
+    if before_end < tokens:
+        moves.insert(1, Move(new + before_end, 0, tokens - before_end))
+    return tuple(moves)
 
 
 class OrderedSlot:
@@ -51,25 +67,14 @@ class OrderedSlot:
         return moves_of(newest, range(self._ring + columns - len(newest), self._ring + columns))
 
     def window(self, ar: int, columns: int) -> Window:
-        return Window(
-            ar=ar,
-            columns=columns,
-            past_row=self._ring,
-            new_row=self._ring + columns,
-            in_place=True,
-            first=max(0, columns - self._length),
-            stop=columns,
-        )
+        return _window(self._ring, ar, columns, max(0, columns - self._length))
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
         if not tokens:
             return ()
-        first = self._ring + self._past
-        targets = [(self._head + row) % self._ring for row in range(tokens)]
-        self._head = (self._head + tokens) % self._ring
+        head, self._head = self._head, (self._head + tokens) % self._ring
         self._length += tokens - evicted
-        kept = moves_of(range(first, first + tokens), targets)
-        return [*kept, Move(self._ring + tokens, self._ring, self._past)]
+        return _appending(self._ring, self._past, head, tokens)
 
     def rewind(self, tokens: int) -> Sequence[Move]:
         self._head = (self._head - tokens) % self._ring

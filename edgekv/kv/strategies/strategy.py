@@ -73,6 +73,8 @@ class Window:
         None of an empty cache: a masked row would move the columns of new tokens, and so the order of sums over them.
         """
         used = self.stop if self.first == 0 else self.columns - self.first
+        if used == self.columns:
+            return self
         columns = min(self.columns, -(-used // block) * block)
         if columns == self.columns:
             return self
