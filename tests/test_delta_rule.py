@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ import edgekv
 from devices import find
 from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
+from edgekv.cli import run as run_command
 from edgekv.draft import Speculation
-from edgekv.errors import UsageError
+from edgekv.errors import BundleError, UsageError
 from edgekv.graphs.delta_rule import DeltaInputs
 from edgekv.kv import CacheState, KVCache, LayeredGeometry, Rows, StateError
+from edgekv.load_options import EngineOptions
 from edgekv.plan.cache import CHOICES, Choice, count_traffic
 from edgekv.prefix import StoreConfig
+from edgekv.runtime import make_engine
 from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.htp.check import floating_nodes
+from exporters.inspect.probe import Probe
 from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import NumpyOps, Reference, Weights
 from quant import Encoding
@@ -306,3 +311,51 @@ def test_several_sequences_in_one_pass_are_refused(bundle: Path) -> None:
         pytest.raises(UsageError, match="batch: got layers with gated delta rules"),
     ):
         model.advance_together([])
+
+
+def test_reports_by_layer_are_refused(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    with pytest.raises(BundleError, match=r"gated delta rules.*without --layers"):
+        Probe(opened, make_engine(opened, EngineOptions()))
+
+
+@pytest.fixture
+def trained(embedded: Path) -> Path:
+    """Gated delta rules in three of four layers; made by models/train_qwen.py."""
+    return embedded.parent / "qwen3_5-800k"
+
+
+@pytest.mark.slow
+def test_a_trained_model_keeps_its_quality(trained: Path, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """KL 0.00015."""
+    folder = exported(trained, export_options(context=512, ar=(1, 64)))
+    capsys.readouterr()
+    text = ["--text", str(embedded / "heldout.txt"), "--tokens", "2048"]
+    assert run_command(["eval", str(folder), *text, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kl_nats"] <= 0.0015 and found["perplexity_ratio"] <= 1.003
+
+
+@pytest.mark.slow
+def test_checkpoints_of_a_trained_model_keep_their_quality(trained: Path, embedded: Path) -> None:
+    """36.0 dB or more at each of 32, with all errors, those of 8-bit weights too; most have 39 to 46."""
+    folder, text = exported(trained, export_options(context=2176, ar=(1, 64))), (embedded / "heldout.txt").read_text()
+    exact: dict[str, list[NDArray[np.float32]]] = {f"recurrent_state_{layer}_in": [] for layer in range(3)}
+    found: dict[str, list[NDArray[np.float32]]] = {name: [] for name in exact}
+
+    def observe(name: str, values: NDArray[np.float32]) -> None:
+        if name in exact and not any(values is each for each in exact[name][-1:]):
+            exact[name].append(values)
+
+    with edgekv.load(folder, cpu_mode="emulate") as model:
+        tokens, encodings = model.tokenizer.encode(text[:20000]).ids[:2049], model.bundle.manifest.encodings
+        for first in range(0, 2048, CHECKPOINT_TOKENS):
+            model.session.feed(tokens[first : first + CHECKPOINT_TOKENS])
+            states = model.session.cache.states(first + CHECKPOINT_TOKENS)
+            for name in found:
+                found[name].append(encodings[name].dequantize(states[name]))
+    next(Reference(Checkpoint.open(str(trained)), 2176).logits([np.array(tokens)], observe=observe))
+    for name in exact:
+        wanted, error = np.array(exact[name][1:]), np.array(exact[name][1:]) - np.array(found[name])
+        power, lost = np.square(wanted).sum((1, 2)), np.square(error).sum((1, 2))
+        assert (10 * np.log10(power / lost)).min() >= 35, name

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.engine.sink import read_sink
-from edgekv.errors import UsageError
+from edgekv.errors import BundleError, UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.rope import rope_tables
@@ -108,9 +108,16 @@ class Probe:
         """Split the graph into its layers.
 
         Raises:
-            BundleError: the bundle's graphs cannot be probed.
+            BundleError: the bundle's graphs cannot be probed: they are TFLite graphs, or have gated delta rules.
         """
         ONNX.check(bundle)
+        if bundle.manifest.model.delta_rule is not None:
+            raise BundleError(
+                f"bundle {bundle.path}: layers",
+                got="gated delta rules",
+                expected="layers whose results are compared one by one; those of a delta rule depend on checkpoints",
+                fix="Measure the whole model: edgekv eval without --layers, --html and --suggest-recipe.",
+            )
         assert isinstance(engine, CpuEngine | HtpEngine), "no other engine runs ONNX graphs"
         manifest = bundle.manifest
         record = manifest.graph("score")
