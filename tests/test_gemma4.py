@@ -19,7 +19,9 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
 from edgekv.kv import STRATEGIES
-from edgekv.plan import Overrides, find_subject
+from edgekv.plan import Overrides, find_subject, make_plan
+from edgekv.plan.cache import CHOICES
+from edgekv.plan.fit import divide_model
 from edgekv.prefix import StoreConfig
 from edgekv.spec import LAYER_INPUTS
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -227,6 +229,22 @@ def test_a_plan_counts_the_table_of_the_host_apart(checkpoint: Path, bundle: Pat
     assert planned.host_bytes == exists.host_bytes == 320 * 5 * 8 + 4 * 320
     stored = sum(each.bytes for _, file, each in open_bundle(bundle).manifest.weights.extents() if "inputs" not in file)
     assert exists.weights_bytes is not None and 0 <= exists.weights_bytes - stored < 1 << 16
+
+
+def test_a_plan_divides_before_the_layers_that_own_no_cache(checkpoint: Path, bundle: Path) -> None:
+    """As an export does: two parts are the least."""
+    planned = find_subject(checkpoint, Overrides(context=CONTEXT, ar=(1, 16)))
+    thrice = gemma(checkpoint, draft_rows=(4, 8), splits=3)
+    for subject, made in (
+        (planned, bundle),
+        (find_subject(bundle, Overrides()), bundle),
+        (find_subject(thrice, Overrides()), thrice),
+    ):
+        stops = [part.stop_layer for part in open_bundle(made).manifest.graphs[0].parts]
+        parts = divide_model(subject, CHOICES[0])
+        assert parts is not None and [part.first_layer + part.layers for part in parts] == stops
+        assert FIRST_SHARING in stops and len(stops) == (2 if made == bundle else 4)
+    assert make_plan(checkpoint, device=find("SM8650"), context=CONTEXT, ar=(1, 16)).fit.contexts == 2
 
 
 def test_a_forged_manifest_is_refused_by_field(bundle: Path, tmp_path: Path) -> None:

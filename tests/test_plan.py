@@ -56,7 +56,7 @@ from exporters.graphs.split import choose_split
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe, recipe_names
 from quant import WEIGHT_TYPES, ranges, rounding
-from tests.checkpoints import NEWER, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.exports import small_options
 
 SM8650 = find("SM8650")
@@ -72,6 +72,23 @@ CONFIG = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
+E2B = {
+    **{name: value for name, value in ARCHITECTURES["gemma4"].items() if value is not None},
+    "num_hidden_layers": 35,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "num_kv_shared_layers": 20,
+    "sliding_window": 512,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+"""Gemma 4 E2B: layers 15 to 34 own no cache and have a feed-forward twice as wide."""
 LLAMA_1B = Decoder(layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128256)
 TWO_LAYERS = replace(LLAMA_1B, layers=2)
 SMOLLM2 = Decoder(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
@@ -108,9 +125,7 @@ def test_the_weights_of_llama_by_hand():
     table, head = 128256 * 2048 + 6 * 128256, 128256 * 2048 + 4 * 128256
     weights = recipe_weights(LLAMA_1B, "w8a16")
     head += 2 * 2048
-    assert weights == Weights(
-        embedding_bytes=table, layer_bytes=layer, layer_packed_bytes=0, layers=16, head_bytes=head
-    )
+    assert weights == Weights(embedding_bytes=table, layer_bytes=(layer,) * 16, packed_bytes=(0,) * 16, head_bytes=head)
     assert weights.total_bytes == 16 * 60_919_808 + 263_437_824 + 263_181_312 + 4_096 == 1_501_340_160
 
 
@@ -335,7 +350,9 @@ def test_a_model_above_one_context_is_parted_by_whole_layers(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["w8a16", "w4a16-lpbq64", "w4a16-lpbq32-updown8"])
-@pytest.mark.parametrize("changes", [{}, {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}, E2B]
+)
 def test_export_divides_as_planned(tmp_path, changes, recipe):
     path = write_config(tmp_path, **changes)
     made = make_plan(path, device=SM8650, context=4096, recipe=recipe)
@@ -566,11 +583,11 @@ def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
     layer = [(shape, recipe.rule(key).dtype) for key, shape in sizes.items() if ".layers.3." in key]
     found = recipe_weights(LLAMA_1B, name)
     assert (
-        found.layer_bytes
+        found.layer_bytes[3]
         == sum(WEIGHT_TYPES[dtype].matrix_bytes(*reversed(shape)) for shape, dtype in layer) + 4 * 2048
     )
     packed = sum(rows * columns // 2 for (rows, columns), dtype in layer if dtype != "int8")
-    assert found.layer_packed_bytes == packed
+    assert found.packed_bytes[3] == packed
     head_bytes = WEIGHT_TYPES[recipe.rule("lm_head.weight").dtype].matrix_bytes(2048, 128256)
     assert found.head_bytes == head_bytes + 2 * 2048
 

@@ -75,14 +75,16 @@ def _bundle_weights(decoder: Decoder, size_bytes: int) -> Weights:
     layer_bytes = -(-(stored_bytes - min(table_bytes, stored_bytes)) // decoder.layers)
     return Weights(
         embedding_bytes=embedding_bytes,
-        layer_bytes=layer_bytes,
-        layer_packed_bytes=0,
-        layers=decoder.layers,
+        layer_bytes=(layer_bytes,) * decoder.layers,
+        packed_bytes=(0,) * decoder.layers,
         head_bytes=stored_bytes - decoder.layers * layer_bytes,
         shares_table=decoder.tied_head,
     )
 
 
 def _splits(manifest: Manifest) -> int:
-    """Parts with layers of one graph."""
-    return max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
+    """Parts with layers of one graph; 1 for two that end where layers own no cache, the least, without a head apart."""
+    found = max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
+    has_head_apart = any(not part.layers for graph in manifest.graphs for part in graph.parts)
+    is_least = found == 2 and manifest.model.first_without_cache is not None and not has_head_apart
+    return 1 if is_least else found

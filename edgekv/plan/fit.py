@@ -197,12 +197,13 @@ def _load(subject: Subject, choice: Choice) -> Load:
     if decoder is None or weights is None:
         raise ValueError("subject: got a model of unknown sizes; expected a decoder and its weights")
     return Load(
-        layers=[weights.layer_bytes] * weights.layers,
-        packed=[weights.layer_packed_bytes] * weights.layers,
+        layers=weights.layer_bytes,
+        packed=weights.packed_bytes,
         embedding_bytes=weights.embedding_bytes,
         head_bytes=weights.head_bytes,
         cache=choice.layer_bytes(geometry, subject.ar),
         activations_bytes=activation_bytes(decoder, geometry, subject.ar[-1]),
         layer_graph_bytes=layer_graph_bytes(decoder),
         graphs=len(subject.ar),
+        boundary=decoder.first_without_cache,
     )

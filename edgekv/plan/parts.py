@@ -26,6 +26,7 @@ class Load:
         activations_bytes: bytes needed in every HTP context.
         layer_graph_bytes: one layer's share of the file of one graph, without weights.
         graphs: AR numbers times contexts, all compiled into one binary.
+        boundary: a layer that begins a part, as the first of the last layers that own no cache does; None for none.
     """
 
     layers: Sequence[int]
@@ -36,6 +37,7 @@ class Load:
     activations_bytes: int
     layer_graph_bytes: int
     graphs: int
+    boundary: int | None = None
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return self.used_bytes <= HTP_CONTEXT_BYTES and self.graph_bytes <= PROTOBUF_BYTES
 
 
-def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_bytes: int = 0) -> tuple[range, ...]:
+def divide(
+    layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_bytes: int = 0, boundary: int | None = None
+) -> tuple[range, ...]:
     """The layers in `splits` parts, none of them empty, cut where each part is nearest to an even share of the bytes.
 
     Args:
@@ -78,6 +82,7 @@ def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_byt
         splits: number of parts; at most the number of layers.
         first_bytes: additional bytes of the first part.
         last_bytes: additional bytes of the last part.
+        boundary: a layer that begins a part, so that two parts are the least; None for none.
 
     Raises:
         ValueError: fewer than one part, or more parts than layers.
@@ -85,6 +90,13 @@ def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_byt
     count = len(layers)
     if not 1 <= splits <= count:
         raise ValueError(f"splits: got {splits}; expected 1 to {count}, the layers")
+    if boundary is not None:
+        before, behind, parts = layers[:boundary], layers[boundary:], max(2, splits)
+        share = (first_bytes + sum(before)) / (first_bytes + sum(layers) + last_bytes)
+        own = min(max(1, round(parts * share), parts - len(behind)), parts - 1, len(before))
+        found = divide(before, own, first_bytes=first_bytes)
+        more = divide(behind, parts - own, last_bytes=last_bytes)
+        return *found, *(range(boundary + each.start, boundary + each.stop) for each in more)
     ends = [first_bytes + end for end in accumulate(layers, initial=0)]
     share = (ends[-1] + last_bytes) / splits
     cuts = [0]
@@ -98,11 +110,13 @@ def divide(layers: Sequence[int], splits: int, *, first_bytes: int = 0, last_byt
 def lay_out(load: Load, splits: int) -> tuple[Part, ...]:
     """The default parts of an export: one with everything, or `splits` parts of layers and a separate head.
 
-    If divided, the host looks up embeddings.
+    If divided, the host looks up embeddings. One with everything is two if it has a boundary.
     """
     if splits == 1:
-        return (_part(load, range(len(load.layers)), embedding=True, head=True),)
-    parts = [_part(load, layers) for layers in divide(load.layers, splits)]
+        ends = load.embedding_bytes, load.head_bytes
+        ranges = divide(load.layers, 1, first_bytes=ends[0], last_bytes=ends[1], boundary=load.boundary)
+        return tuple(_part(load, each, embedding=each is ranges[0], head=each is ranges[-1]) for each in ranges)
+    parts = [_part(load, layers) for layers in divide(load.layers, splits, boundary=load.boundary)]
     return (*parts, _part(load, range(len(load.layers), len(load.layers)), head=True))
 
 

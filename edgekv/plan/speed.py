@@ -64,7 +64,7 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
     pass. A pass of AR tokens adds the arithmetic of AR-1 more tokens. Host work, sampling and loading are not counted.
     """
     geometry, ar = subject.geometry, subject.ar[-1]
-    read_bytes = weights.layers * weights.layer_bytes + weights.head_bytes + weights.embedding_bytes // decoder.vocab
+    read_bytes = sum(weights.layer_bytes) + weights.head_bytes + weights.embedding_bytes // decoder.vocab
     full_bytes = sum(group.tensors * group.past_rows(1) * group.row_bytes for group in geometry.groups())
     mean_bytes = _mean_cache_bytes(geometry)
     peak, reached = device.dram_gb_per_s * 1e9, device.decode_gb_per_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Annotated, Literal
 
 import msgspec
@@ -244,6 +243,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def sizes(self) -> Decoder:
         """The sizes that plans and estimates need."""
+        kinds: dict[tuple[LayerMatrix, ...], list[int]] = {}
+        for layer in self._layers:
+            kinds.setdefault(self._matrices(layer), []).append(layer)
         return Decoder(
             layers=self.layers,
             hidden=self.hidden,
@@ -253,10 +255,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             intermediate=max(each.intermediate for each in self._all_sizes),
             vocab=self.vocab,
             tied_head=self.tied_head,
-            kinds=tuple(LayerKind(count, kind) for kind, count in Counter(map(self._matrices, self._layers)).items()),
+            kinds=tuple(LayerKind(tuple(numbers), kind) for kind, numbers in kinds.items()),
             convolutions=0 if self.convolution is None else len(self.convolution.layers),
             delta_rule=self.delta_rule,
             layer_inputs=self.layers * self.layer_inputs,
+            first_without_cache=self.first_without_cache,
         )
 
     @property

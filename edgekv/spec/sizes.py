@@ -45,12 +45,17 @@ class LayerKind:
     """Layers with the same matrices.
 
     Attributes:
-        layers: their number.
+        numbers: of the layers, ascending.
         matrices: of one of them.
     """
 
-    layers: int
+    numbers: tuple[int, ...]
     matrices: tuple[LayerMatrix, ...]
+
+    @property
+    def layers(self) -> int:
+        """Their number."""
+        return len(self.numbers)
 
     @property
     def parameters(self) -> int:
@@ -114,6 +119,7 @@ class Decoder:
         convolutions: number of layers with a short convolution in place of attention.
         delta_rule: the layers with a gated delta rule in place of attention.
         layer_inputs: elements of all that the host gathers for the layers of a token; 0 without.
+        first_without_cache: the first of the last layers that own no cache; None if the last one owns one.
     """
 
     layers: int
@@ -128,6 +134,7 @@ class Decoder:
     convolutions: int = 0
     delta_rule: DeltaRule | None = None
     layer_inputs: int = 0
+    first_without_cache: int | None = None
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -136,7 +143,8 @@ class Decoder:
             return self.kinds
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = attention_matrices(self.hidden, queries, keys)
-        return (LayerKind(self.layers, (*attention, *feed_forward_matrices(self.hidden, self.intermediate))),)
+        matrices = *attention, *feed_forward_matrices(self.hidden, self.intermediate)
+        return (LayerKind(tuple(range(self.layers)), matrices),)
 
     @property
     def layer_parameters(self) -> int:
@@ -170,18 +178,16 @@ class Weights:
 
     Attributes:
         embedding_bytes: the table.
-        layer_bytes: one layer, or the mean of several kinds.
-        layer_packed_bytes: bytes of one layer that contain two 4-bit integers.
-        layers: number of layers.
+        layer_bytes: each layer.
+        packed_bytes: bytes of each layer that contain two 4-bit integers.
         head_bytes: the last norm and the head.
         shares_table: whether the table is the head's matrix, stored once.
         host_bytes: a table that the host alone reads, mapped; in none of the sums.
     """
 
     embedding_bytes: int
-    layer_bytes: int
-    layer_packed_bytes: int
-    layers: int
+    layer_bytes: tuple[int, ...]
+    packed_bytes: tuple[int, ...]
     head_bytes: int
     shares_table: bool = False
     host_bytes: int = 0
@@ -194,7 +200,7 @@ class Weights:
     @property
     def compiled_bytes(self) -> int:
         """Of all that a graph which looks up embeddings holds: the compiler stores a shared table twice."""
-        return self.embedding_bytes + self.layers * self.layer_bytes + self.head_bytes
+        return self.embedding_bytes + sum(self.layer_bytes) + self.head_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,19 +238,20 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     and post-norms are not counted.
     """
     types = RECIPE_TYPES[recipe]
-    all_bytes = packed_bytes = 0
+    layers, packed = [2 * 2 * decoder.hidden] * decoder.layers, [0] * decoder.layers
     for kind in decoder.layer_kinds:
-        for role, rows, columns in kind.matrices:
-            all_bytes += kind.layers * types.of(role).matrix_bytes(rows, columns)
-            packed_bytes += kind.layers * types.of(role).packed_bytes(rows, columns)
+        all_bytes = sum(types.of(role).matrix_bytes(rows, columns) for role, rows, columns in kind.matrices)
+        packed_bytes = sum(types.of(role).packed_bytes(rows, columns) for role, rows, columns in kind.matrices)
+        for layer in kind.numbers:
+            layers[layer] += all_bytes
+            packed[layer] += packed_bytes
     byte = WEIGHT_TYPES["int8"]
     table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
     turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if decoder.tied_head else 0
     return Weights(
         embedding_bytes=table_bytes + step_bytes,
-        layer_bytes=-(-all_bytes // decoder.layers) + 2 * 2 * decoder.hidden,
-        layer_packed_bytes=-(-packed_bytes // decoder.layers),
-        layers=decoder.layers,
+        layer_bytes=tuple(layers),
+        packed_bytes=tuple(packed),
         head_bytes=table_bytes + turn_bytes + 2 * decoder.hidden,
         shares_table=decoder.tied_head,
         host_bytes=decoder.host_parameters and byte.matrix_bytes(decoder.layer_inputs, decoder.vocab),

@@ -89,6 +89,7 @@ def choose_split(
         activations_bytes=activation_bytes(decoder, geometry, max(ar)),
         layer_graph_bytes=layer_graph_bytes(decoder),
         graphs=graphs,
+        boundary=decoder.first_without_cache,
     )
     # If no division is small enough, keep one part and let the compiler report the limit.
     chosen = splits or least_splits(load) or 1
@@ -96,23 +97,9 @@ def choose_split(
     own_head = chosen > 1 if head is None else head == "own"
     first = load.embedding_bytes if place == "graph" else 0
     last = 0 if own_head else load.head_bytes
-    boundary = spec.first_without_cache
-    if boundary is None or splits == 1:
-        return Split(divide(layers, chosen, first_bytes=first, last_bytes=last), place == "graph", own_head)
-    ranges = _divide_at(boundary, layers, max(2, chosen), first, last)
+    boundary = None if splits == 1 else load.boundary
+    ranges = divide(layers, chosen, first_bytes=first, last_bytes=last, boundary=boundary)
     return Split(ranges, place == "graph", own_head)
-
-
-def _divide_at(
-    boundary: int, layers: Sequence[int], parts: int, first_bytes: int, last_bytes: int
-) -> tuple[range, ...]:
-    """Parts that end at a boundary too, so that those behind it, which own no cache, need not run in a prefill."""
-    before, behind = layers[:boundary], layers[boundary:]
-    share = (first_bytes + sum(before)) / (first_bytes + sum(layers) + last_bytes)
-    own = min(max(1, round(parts * share), parts - len(behind)), parts - 1, len(before))
-    found = divide(before, own, first_bytes=first_bytes, last_bytes=0)
-    more = divide(behind, parts - own, first_bytes=0, last_bytes=last_bytes)
-    return *found, *(range(boundary + each.start, boundary + each.stop) for each in more)
 
 
 def layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, int, int], int]) -> Sequence[int]:
