@@ -532,7 +532,7 @@ def test_a_mask_above_one_mebibyte_warns_and_names_a_smaller_ar(llama):
 @pytest.mark.parametrize(("ar", "warned"), [("1,128", True), ("1,64", False)])
 def test_export_warns_by_the_same_rule(tmp_path, capsys, ar, warned):
     folder = write_checkpoint(tmp_path / "checkpoint", NEWER | {"max_position_embeddings": 8192})
-    options = ["--device", "SM8850", "--context", "8192", "--ar", ar, "--calibration-tokens", "64", "--skip-htp-check"]
+    options = ["--device", "SM8850", "--context", "8192", "--ar", ar, "--calibration-tokens", "192", "--skip-htp-check"]
     assert program(["export", str(folder), "-o", str(tmp_path / "bundle"), *options]) == 0
     warnings = make_plan(folder, device=find("SM8850"), context=8192, ar=(1, int(ar[2:]))).warnings
     assert len(warnings) == warned
