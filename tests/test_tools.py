@@ -17,9 +17,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import edgekv
 from edgekv.errors import UsageError
+from edgekv.serve.messages import template_messages
 from edgekv.spec.chat import ChatTemplates
 from edgekv.text import Detokenizer, GrammarCompiler, Tools
-from edgekv.text.tools import CallFormat, ToolCallReader, find_format, special_tokens, tools_grammar
+from edgekv.text.tools import (
+    CallFormat,
+    ToolCallReader,
+    find_format,
+    render_with_tools,
+    special_tokens,
+    tools_grammar,
+)
 from edgekv.text.tools.declare import declared_messages
 from edgekv.text.tools.format import GENERIC
 from edgekv.text.tools.reader import JsonReply
@@ -59,6 +67,31 @@ TEMPLATES = {
     "json": "{{ messages }}",
     "gemma4": '{{ tools }} <|tool_call>call:name{}<tool_call|> <|"|>',
 }
+GEMMA4 = """{%- macro written(x) -%}
+{%- if x is string %}<|"|>{{ x }}<|"|>
+{%- elif x is mapping %}{
+{%- for name, each in x | dictsort %}{{ name }}:{{ written(each) }}{{ "" if loop.last else "," }}{% endfor -%} }
+{%- elif x is sequence %}[
+{%- for each in x %}{{ written(each) }}{{ "" if loop.last else "," }}{% endfor -%} ]
+{%- else %}{{ x | tojson }}{% endif %}
+{%- endmacro -%}
+{{ bos_token }}<|turn>system
+{% if enable_thinking %}<|think|>{% endif %}
+{%- for message in messages if message.role == "system" %}{{ message.content }}{% endfor %}
+{%- for tool in tools or [] %}<|tool>declaration:{{ tool.function.name }}
+{{- written({"parameters": tool.function.parameters}) }}<tool|>{% endfor %}<turn|>
+{% for message in messages if message.role != "system" %}
+{%- if message.role == "tool" %}<|tool_response>response:{{ message.name }}
+{{- written({"value": message.content}) }}<tool_response|>
+{%- else %}<|turn>{{ "model" if message.role == "assistant" else message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<|tool_call>call:{{ call.function.name }}
+{{- written(call.function.arguments) }}<tool_call|>{% endfor %}
+{%- if not message.tool_calls %}<turn|>
+{% endif %}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != "tool" %}<|turn>model
+{% endif %}"""
+"""Turns, thinking and tools in the form of https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4"""
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<start_function_call>"),
     *("<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -176,6 +209,34 @@ def test_calls_are_read_from_each_notation(name: str, answer: str, text: str, ca
     reader = ToolCallReader(form, special_tokens(tokenizer, form, lambda token: special))
     assert _push(reader, tokenizer, answer) == text
     assert [(call.name, call.arguments) for call in reader.calls] == calls
+
+
+def test_a_template_of_gemma_4_has_thinking_calls_and_results_in_its_notation() -> None:
+    """Arguments come as a text of JSON, as OpenAI's API has them, and go to the template as an object."""
+    templates = ChatTemplates(templates={"default": GEMMA4}, tokens={"bos_token": "<bos>"})
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    tools = Tools.read([{"type": "function", "function": function}])
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Ulm", "on": [1, true]}'},
+    }
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rain?"}]
+    answered = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "no"},
+    ]
+    messages = template_messages([*asked, *answered], has_developer=False)
+    assert render_with_tools(templates, messages, tools, enable_thinking=True) == (
+        "<bos><|turn>system\n<|think|>Be brief.<|tool>declaration:weather"
+        '{parameters:{properties:{city:{type:<|"|>string<|"|>}},type:<|"|>object<|"|>}}<tool|><turn|>\n'
+        "<|turn>user\nRain?<turn|>\n<|turn>model\n"
+        '<|tool_call>call:weather{city:<|"|>Ulm<|"|>,on:[1,true]}<tool_call|>'
+        '<|tool_response>response:weather{value:<|"|>no<|"|>}<tool_response|>'
+    )
+    plain = render_with_tools(templates, asked, None)
+    assert plain == "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nRain?<turn|>\n<|turn>model\n"
+    assert find_format(templates) == _format("gemma4")
 
 
 def test_schemas_that_refer_to_themselves_stay_right() -> None:
