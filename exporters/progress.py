@@ -6,13 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from typing import TYPE_CHECKING, Protocol
 
 from edgekv.steps import LOG
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 
 class Progress(Protocol):
@@ -37,6 +36,10 @@ def one_step(stage: str, progress: Progress) -> Iterator[None]:
 @contextmanager
 def shown(is_quiet: bool = False) -> Iterator[Progress]:
     """Progress bars on standard error, one per stage; none if it is no terminal, or with `--quiet`."""
+    from rich.console import Console  # slow to import; --help shows no bars
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=Console(file=sys.stderr), disable=is_quiet) as bars:
         tasks: dict[str, TaskID] = {}
