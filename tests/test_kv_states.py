@@ -145,7 +145,7 @@ def test_a_state_can_be_rewound_by_its_tail_and_no_further(strategy):
 
 @pytest.mark.parametrize(("strategy", "copies", "rows"), [("slot", 2, 3), ("mirror", 0, 0)])
 def test_a_decode_step_copies_what_the_strategy_says(strategy, copies, rows):
-    """`slot` writes the new row and the state of two in a strided write each; `mirror` moves a pointer."""
+    """`slot` copies the new row to older ones, and moves the state of two; `mirror` moves a pointer."""
     group = group_of(strategy, 3, 4)
     steps, (arena,) = Steps(group, 3), group.arenas
     steps.step(4, [0, 1, 2, 3])

@@ -14,9 +14,6 @@ from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, Mirr
 from edgekv.kv.strategies.strategy import Move, Place, Window
 from edgekv.spec.geometry import KINDS, Geometry, Kind, KvTensor
 
-_BUFFERED_BYTES = 1 << 16
-"""Up to here, one assignment that numpy buffers takes less time than a copy for each tensor."""
-
 
 class _Sizes(Protocol):
     """What of a strategy matters here."""
@@ -211,13 +208,12 @@ class RowArena:
         (source, source_rows), (target, target_rows) = self._places[move.src], self._places[move.dst]
         if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
             raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
-        copied_bytes = move.rows * self._bytes_per_row
-        if move.src == move.dst and copied_bytes > _BUFFERED_BYTES:
+        if move.src == move.dst:
             self._shift(move)
         else:
             rows = source[:, move.src_row : move.src_row + move.rows]
             target[:, move.dst_row : move.dst_row + move.rows] = rows
-        self.bytes_copied += copied_bytes
+        self.bytes_copied += move.rows * self._bytes_per_row
         self.copies += 1
 
     def append(self, row: int, rows: int) -> None:
