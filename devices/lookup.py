@@ -75,19 +75,18 @@ def search(word: str) -> Found:
     key = _key(word)
     if key in _BY_KEY:
         return Found((_BY_KEY[key],))
+    spelled = _letters(word)
+    chips = tuple(other for other in OTHER_NAMES if other.meaning.startswith(f"{spelled.upper()}:"))
+    if chips:  # of an HTP version that the compiler does not support
+        return Found((), chips)
     if key and (other := _other(word)) is not None:
         return Found(tuple(dict.fromkeys(find(name) for name in other.fitting)), (other,))
-    spelled = _letters(word)
     devices = tuple(
         device
         for device in CATALOGUE
         if spelled == f"v{device.arch}" or any(key in _key(name) for name in device.names)
     )
-    others = tuple(
-        other
-        for known, other in _OTHER_BY_KEY.items()
-        if key and (key in known or other.meaning.startswith(f"{spelled.upper()}:"))
-    )
+    others = tuple(other for known, other in _OTHER_BY_KEY.items() if key and key in known)
     if not devices and not others:
         raise UnknownDeviceError(word)
     return Found(devices, others)

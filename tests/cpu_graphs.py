@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgekv.bundle import Bundle, GraphRecord, open_bundle
+from edgekv.bundle import Bundle, GraphRecord, PartRecord, open_bundle
 from edgekv.graphs.source import PartSource
 from edgekv.runtime.binding import Binding
 
@@ -18,10 +18,10 @@ def source_of(folder: Path, file: str = "ar1_cl64.onnx") -> PartSource:
     return PartSource.of(folder, open_bundle(folder).manifest, file)
 
 
-def any_step(bundle: Bundle, graph: GraphRecord) -> Arrays:
-    """Inputs of every integer that their types have."""
+def any_step(bundle: Bundle, graph: GraphRecord, part: PartRecord | None = None) -> Arrays:
+    """Inputs of every integer that their types have, of a graph or a part of it."""
     random, feeds = np.random.default_rng(0), {}
-    for port in bundle.manifest.interface.graph(graph).inputs:
+    for port in bundle.manifest.interface.graph(graph, part).inputs:
         low, high = np.iinfo(port.dtype).min, np.iinfo(port.dtype).max
         if port.dtype == "int32":  # ids and rows
             low, high = 0, graph.ar - 1

@@ -115,11 +115,13 @@ class Source:
                     if (alias.asname or alias.name) == name:
                         found = True
                         yield from self._homes(node.module, alias.name)
-            elif isinstance(node, ast.Dict):  # of names that are imported when they are asked for
+            elif isinstance(
+                node, ast.Dict
+            ):  # the names of `edgekv.lazy`
                 for key, value in zip(node.keys, node.values, strict=True):
-                    if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and key.value == name:
+                    if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and _lists(value, name):
                         found = True
-                        yield value.value
+                        yield from self._homes(f"{module}.{key.value}", name)
         if not found:
             yield module
 
@@ -151,6 +153,10 @@ def _collects(statement: ast.stmt) -> bool:
 
 def _imports_below(call: ast.Call) -> bool:
     return ast.unparse(call.func).endswith("import_module") and isinstance(call.args[0], ast.JoinedStr)
+
+
+def _lists(names: ast.Constant, name: str) -> bool:
+    return isinstance(names.value, str) and name in names.value.split()
 
 
 def _data(folder: Path) -> Iterator[Path]:

@@ -185,6 +185,7 @@ class QdqOps(DeltaOps[Tensor]):
         self._nodes = QdqNodes(encodings)
         self._stored: dict[str, None] = {}
         self._transposed: dict[str, Tensor] = {}
+        self._columns: set[str] = set()  # keys of the cache that are stored so
         self._adapted: dict[str, Tensor] = {}
         self._gathered: dict[str, Tensor] = {}
         self._signed: dict[str, Tensor] = {}
@@ -355,6 +356,8 @@ class QdqOps(DeltaOps[Tensor]):
             self._pass_unread(tensor.layer)
         else:
             rows = self._nodes.emit("Concat", parts, name, encoding, axis=rows_axis)
+        if rows_axis != _ROWS:
+            self._columns.add(rows.name)
         if tensor.kind == "conv" and encoding.dtype != "u16":  # the HTP multiplies equal types alone
             return self._nodes.requantize(rows.name, rows.name + ".wide", widened(encoding))
         self._cached[tensor] = rows
@@ -394,7 +397,7 @@ class QdqOps(DeltaOps[Tensor]):
         self._nodes.quantize(f"{name}_f", f"{name}_out", UNREAD)
 
     def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
-        if self._keys_are_columns:
+        if keys.name in self._columns:
             return self._nodes.emit("MatMul", [query.name, keys.name], name)
         if keys.name not in self._transposed:  # the query heads of a key head share it
             transposed = self._nodes.emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TRANSPOSED)

@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.delta_rule import DeltaInputs, recall
 from edgekv.kv import KvTensor
+from edgekv.spec.geometry import DELTA_KINDS
+from edgekv.spec.linear import DeltaRule
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from exporters.quantize.tail import Tail
 
 WINDOWS_AT_ONCE = 32
 
@@ -77,6 +81,7 @@ class _DecodeOps(NumpyOps):
         self.position = 0
         self._shape = (sequences, length)
         self._cache: dict[KvTensor, Floats] = {}
+        self._tails: dict[int, Tail] = {}
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         """One product for all sequences; otherwise numpy reads the matrix once for each."""
@@ -89,6 +94,8 @@ class _DecodeOps(NumpyOps):
 
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         """The rows within the layer's attention window."""
+        if tensor.kind in DELTA_KINDS:
+            return self._tail.append(tensor, new)
         if tensor not in self._cache:
             self._cache[tensor] = np.zeros((*self._shape, new.shape[-1]), np.float32)
         self._cache[tensor][:, self.position] = new[:, 0]
@@ -103,6 +110,14 @@ class _DecodeOps(NumpyOps):
         at = rows.shape[1] - (kernels.shape[-1] - tap)
         row = rows[:, at, None] if at >= 0 else np.zeros_like(rows[:, :1])
         return self._seen(name, row * kernels[:, 0, tap])
+
+    def recall(self, rule: DeltaRule, layer: int, new: DeltaInputs[Floats]) -> list[Floats]:
+        """The token continues the tail of its layer."""
+        self._tail = self._tails.setdefault(layer, Tail(layer))
+        self._tail.open(rule, new.keys[0], 1)
+        found = recall(self, rule, layer, new)
+        self._tail.commit(rule)
+        return found
 
     def masked(self, scores: Floats, layer: int, name: str) -> Floats:
         return scores
