@@ -13,16 +13,17 @@ from edgekv.engine.caches import CacheSetup
 from edgekv.engine.graphs import Graphs
 from edgekv.engine.session import Session
 from edgekv.errors import refuse
-from edgekv.kv import BatchColumns, KVCache, landing
+from edgekv.kv import BatchColumns, KVCache, RowArena, landing
 from edgekv.runtime import RowView
 
 
 class Batch:
     """Advances several sessions in one pass of the largest verify graph: a row for each, which sees its own past alone.
 
-    The past of all of them is in one window. A session's rows are copied into it when it joins, and again after a
-    step without the batch; each new row is written to both. States are an input of the pass: the rows that the next
-    token reads are copied each time. Sessions that find no column run by themselves.
+    The past of all of them is in one window, in the same columns of every layer: as many as the layers with the
+    smallest window have. A session's rows are copied into it when it joins, and again after a step without the batch;
+    each new row is written to both. States are an input of the pass: the rows that the next token reads are copied each
+    time. Sessions that find no column run by themselves.
 
     Attributes:
         most: sessions of a pass at most.
@@ -40,17 +41,17 @@ class Batch:
 
         Raises:
             EngineError: the engine refused the graph.
-            ValueError: there is no verify graph, or the cache has several arenas.
+            ValueError: there is no verify graph, or keys are columns.
         """
         self._graphs = graphs
         self._graph = graphs.largest_verify()
         self._cache = cache
-        self._arena = cache.arena
-        self._wide = [group.geometry.is_state for group in cache.groups].index(False)
         self.most = self._graph.ar
-        columns = cache.geometry.context - self.most
-        with cache.hold(columns):
+        context = cache.geometry.context
+        with cache.hold(context - self.most):
             pass  # no row is read before one is written
+        attending = [group.geometry for group in cache.groups if not group.geometry.is_state]
+        columns = min(each.past_rows(self.most, context) for each in attending)
         self._columns = BatchColumns(columns)
         self._revisions: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self.passes = self.rows = self.bytes_copied = 0
@@ -87,13 +88,15 @@ class Batch:
         windows = self._cache.window(self.most)
         self._graph.run([tokens[at] for at in placed], windows, 0, views)
         landed = [landing(group, window) for group, window in zip(self._cache.groups, windows, strict=True)]
-        for row, at in enumerate(placed):
-            session = sessions[at]
+        for row, place in enumerate(placed):
+            session = sessions[place]
             new = [rows[:, row] for rows in landed]
-            session.append(tokens[at], new)
-            self._arena.array[:, self._columns.append(id(session))] = new[self._wide]
+            session.append(tokens[place], new)
+            column = self._columns.append(id(session))
+            for at, arena in _arenas(self._cache):
+                arena.array[:, column] = new[at]
             self._revisions[session] = session.cache.revision
-            found[at] = self._graph.logits[row].copy()
+            found[place] = self._graph.logits[row].copy()
         self.passes += 1
         self.rows += len(placed)
         return found
@@ -112,9 +115,11 @@ class Batch:
             return False
         if key not in self._columns:
             self._revisions.pop(session, None)  # until its rows are copied
-            rows = np.array(cache.held_rows(), np.intp) % cache.arena.layout.rows
-            self._arena.array[:, self._columns.join(key, cache.length)] = cache.arena.array[:, rows]
-            self.bytes_copied += len(rows) * len(cache.arena.tensors) * cache.arena.row_bytes
+            columns = self._columns.join(key, cache.length)
+            for (at, theirs), (_, own) in zip(_arenas(cache), _arenas(self._cache), strict=True):
+                rows = np.array(cache.groups[at].strategy.held_rows(), np.intp) % theirs.layout.rows
+                own.array[:, columns] = theirs.array[:, rows]
+                self.bytes_copied += len(rows) * len(own.tensors) * own.row_bytes
         return True
 
     def _room(self, wanted: int, needed: Sequence[Session]) -> int:
@@ -126,6 +131,17 @@ class Batch:
             if key not in kept:
                 self._columns.leave(key)
         return self._columns.free
+
+
+def _arenas(cache: KVCache) -> list[tuple[int, RowArena]]:
+    """The groups with attention, by number, and the only arena of each."""
+    found: list[tuple[int, RowArena]] = []
+    for at, group in enumerate(cache.groups):
+        if not group.geometry.is_state:
+            (arena,) = group.arenas
+            assert isinstance(arena, RowArena), "keys as columns were refused"
+            found.append((at, arena))
+    return found
 
 
 def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
@@ -143,10 +159,8 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
     if graphs.row_bits != "equal":
         found = "an engine whose sums depend on the columns of tokens"
         refuse("batch", found, "one that gives a token the same bits beside any others, such as htp", fix)
-    attending = [group for group in manifest.cache_geometry.groups() if not group.is_state]
-    if len(attending) > 1 or caches.growth is not None:
-        found = "a cache that grows" if caches.growth is not None else "layers with attention windows"
-        refuse("batch", found, "layers that attend to the whole context, in memory of one size", fix)
+    if caches.growth is not None:
+        refuse("batch", "a cache that grows", "memory of one size", fix)
     if manifest.cache_geometry.key_layout == "columns":
         refuse("batch", "keys as columns", "keys as rows", "Export with --key-layout rows.")
     return Batch(graphs, caches.make_window())
