@@ -8,18 +8,13 @@ tokenizers, as `train.py` does; the architecture is written out here, so that no
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from corpus import held_out_documents, training_documents
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from train import BOS, EOS, PAD, perplexity, rotate, stream, train, train_tokenizer
+from training import arguments, rotate, train_checkpoint
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -209,42 +204,7 @@ class Gemma(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
-    parser.add_argument("--tokens-per-step", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
-    torch.manual_seed(args.seed)
-    shape = Shape()
-    documents = list(training_documents())
-    tokenizer = train_tokenizer(documents, shape.vocab)
-    ids = stream(tokenizer, documents)
-    held_out = stream(tokenizer, list(held_out_documents()))
-    model = Gemma(shape)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{len(documents)} documents, {len(ids):,} tokens; {parameters:,} parameters", flush=True)
-
-    train(model, ids, held_out, args.steps, args.tokens_per_step, args.seed)
-    for p in model.parameters():  # measure the weights as they are saved
-        p.data = p.data.to(torch.bfloat16).float()
-    facts = {
-        "parameters": parameters,
-        "trained_tokens": args.steps * args.tokens_per_step,
-        "steps": args.steps,
-        "seed": args.seed,
-        "torch": torch.__version__,
-        "held_out_perplexity": round(perplexity(model, held_out), 4),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    weights = {name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
-    save_file(weights, args.out / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(str(args.out / "tokenizer.json"))
-    config = shape.config(*(tokenizer.token_to_id(name) for name in (BOS, EOS, PAD)))
-    for name, content in (("config.json", config), ("training.json", facts)):
-        (args.out / name).write_text(json.dumps(content, indent=2) + "\n")
-    print(json.dumps(facts, indent=2))
+    train_checkpoint(arguments(__doc__, steps=500, tokens_per_step=1024), Shape(), Gemma)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,19 @@ torch and tokenizers, as `train.py` does.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from corpus import held_out_documents, training_documents
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
-from train import BOS, EOS, PAD, rotate, stream
+from training import BOS, EOS, PAD, arguments, rotate, save, stream
+
+LENGTH = 256
+"""Tokens of a window."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def loss(model: Gemma, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def train(model: Gemma, ids: Tensor, steps: int, tokens_per_step: int, length: int, seed: int) -> None:
+def train(model: Gemma, ids: Tensor, steps: int, tokens_per_step: int, seed: int) -> None:
     """AdamW, with warm-up and a decay to zero."""
     matrices = [p for p in model.parameters() if p.ndim == 2 and len(p) != model.shape.vocab]
     others = [p for p in model.parameters() if p.ndim != 2 or len(p) == model.shape.vocab]
@@ -220,8 +219,8 @@ def train(model: Gemma, ids: Tensor, steps: int, tokens_per_step: int, length: i
         factor = min(1.0, (step + 1) / 50, (steps - step) / (0.7 * steps))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
-        starts = torch.randint(len(ids) - length, (tokens_per_step // length,), generator=random)
-        found = loss(model, windows(ids, starts, length + 1))
+        starts = torch.randint(len(ids) - LENGTH, (tokens_per_step // LENGTH,), generator=random)
+        found = loss(model, windows(ids, starts, LENGTH + 1))
         found.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -231,43 +230,29 @@ def train(model: Gemma, ids: Tensor, steps: int, tokens_per_step: int, length: i
 
 
 @torch.no_grad()
-def perplexity(model: Gemma, ids: Tensor, length: int) -> float:
+def perplexity(model: Gemma, ids: Tensor) -> float:
     """Exp of the mean loss of held-out bytes, in windows that do not overlap."""
-    starts = torch.arange(0, len(ids) - length, length)
-    losses = [loss(model, windows(ids, some, length + 1)) for some in starts.split(16)[:-1]]
+    starts = torch.arange(0, len(ids) - LENGTH, LENGTH)
+    losses = [loss(model, windows(ids, some, LENGTH + 1)) for some in starts.split(16)[:-1]]
     return math.exp(float(torch.stack(losses).mean()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
-    parser.add_argument("--tokens-per-step", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a window")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-
+    args = arguments(__doc__, steps=1000, tokens_per_step=4096)
     torch.manual_seed(args.seed)
     shape, tokenizer = Shape(), byte_tokenizer()
     ids, held_out = (stream(tokenizer, list(each)) for each in (training_documents(), held_out_documents()))
     model = Gemma(shape)
-    parameters = sum(len(value.flatten()) for value in model.tensors().values())
+    tensors = model.tensors()
+    parameters = sum(tensor.numel() for tensor in tensors.values())
     print(f"{len(ids):,} tokens, held out {len(held_out):,}; {parameters:,} parameters")
-    train(model, ids, args.steps, args.tokens_per_step, args.length, args.seed)
+    train(model, ids, args.steps, args.tokens_per_step, args.seed)
     facts = {
         "parameters": parameters,
         "trained_tokens": args.steps * args.tokens_per_step,
-        "steps": args.steps,
-        "seed": args.seed,
-        "torch": torch.__version__,
-        "held_out_perplexity": round(perplexity(model, held_out, args.length), 4),
+        "held_out_perplexity": round(perplexity(model, held_out), 4),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    save_file(model.tensors(), args.out / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(str(args.out / "tokenizer.json"))
-    for name, content in {"config.json": shape.config(), "training.json": facts}.items():
-        (args.out / name).write_text(json.dumps(content, indent=2) + "\n")
-    print(json.dumps(facts, indent=2))
+    save(args, model.tensors(), tokenizer, shape.config(), facts)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from edgekv.bundle import atomic_file
 from edgekv.system import format_bytes
 from exporters.inspect.page.charts import LineChart, Point, Series, Tick, round_step
-from exporters.inspect.show import number
+from exporters.inspect.page.template import find_template
 from exporters.sweep.result import Result, SweepReport
 
 _WIDTH, _HEIGHT = 960, 380
@@ -114,19 +111,10 @@ def write_page(file: Path, report: SweepReport) -> None:
 
 def render_page(report: SweepReport) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("exporters.sweep", "."), PackageLoader("exporters.inspect.page", ".")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"bytes": format_bytes, "number": number}
     recipes = [*dict.fromkeys(each.recipe for each in report.results)]
     chosen = {each.name for each in report.recommended if each.name is not None}
-    return environment.get_template("page.html.j2").render(
+    return find_template("exporters.sweep", "page.html.j2").render(
         report=report,
-        style=resources.files("exporters.inspect.page").joinpath("style.css").read_text("utf-8"),
         recipes=recipes,
         colors=_COLORS,
         chosen=chosen,

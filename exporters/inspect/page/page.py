@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from edgekv.bundle import Bundle, atomic_file
 from edgekv.errors import UsageError
 from edgekv.plan import Overrides, find_subject, make_size_report
-from edgekv.system import format_bytes
 from exporters.inspect.page.charts import Bar, LineChart, Point, Series, treemap
 from exporters.inspect.page.sizes import byte_shares, matrix_types
+from exporters.inspect.page.template import find_template
 from exporters.inspect.report import Kind, LayersReport, TensorLoss, ValueRange
-from exporters.inspect.show import figures, number
+from exporters.inspect.show import figures
 
 _GENERATOR = '<meta name="generator" content="edgekv eval">'
 _ACTIVATIONS_SHOWN, _CACHE_SHOWN = 24, 8
@@ -80,16 +78,8 @@ def write_page(file: Path, bundle: Bundle, report: LayersReport) -> None:
 def render_page(bundle: Bundle, report: LayersReport) -> str:
     """The page as text."""
     manifest = bundle.manifest
-    environment = Environment(
-        loader=PackageLoader("exporters.inspect.page", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"bytes": format_bytes, "number": number}
     shares = byte_shares(bundle)
-    return environment.get_template("page.html.j2").render(
+    return find_template("exporters.inspect.page", "page.html.j2").render(
         name=bundle.path.name,
         manifest=manifest,
         report=report,
