@@ -76,7 +76,7 @@ def allocated(
 
 
 class _Size:
-    """At most so many bytes.
+    """A bundle within a limit in bytes.
 
     Args:
         front: the allocations.

@@ -99,7 +99,7 @@ class Front:
         return self._after(self.changes)
 
     def within(self, most_bytes: int) -> Allocation:
-        """The allocation of at most so many bytes that loses least; the smallest if none fits."""
+        """The allocation within a limit in bytes that loses least; the smallest if none fits."""
         size, chosen, full = self.smallest.bytes, list[Change](), set[str]()
         for change in self.changes:
             if change.tensor in full or size + change.bytes > most_bytes:

@@ -59,7 +59,7 @@ class Tail:
         return found
 
     def seen(self, x: Floats, behind: int = 0) -> Floats:
-        """With 0 for rows after a token, or after the one that is so many tokens before it."""
+        """With zeros in the rows after a token, or after the token `behind` positions before it."""
         found: Floats = x * np.tri(self.tokens, x.shape[-1], self.past - behind, dtype=np.float32)
         return found
 
