@@ -15,7 +15,7 @@ from edgekv.bundle import (
     Bundle,
     CompiledManifest,
     atomic_directory,
-    check_target,
+    check_output,
     file_hashes,
 )
 from edgekv.errors import UsageError
@@ -42,7 +42,7 @@ def compile_bundle(
     device: Device,
     run: RunOptions = _PLAIN,
     *,
-    each: bool | None = None,
+    per_graph_binaries: bool | None = None,
     force: bool = False,
     progress: Progress = silent,
     watch: Watch = unwatched,
@@ -57,9 +57,9 @@ def compile_bundle(
         bundle: what to compile.
         device: the target.
         run: where and how the work is done.
-        each: also write one binary per graph. The emulator on x86 loads only these; a phone needs none, and they double
-            the compile time. None: yes, unless the layers are split into parts, which are too large for the
-            emulator.
+        per_graph_binaries: also write one binary per graph. The emulator on x86 loads only these; a phone needs none,
+            and they double the compile time. None: yes, unless the layers are split into parts, which are too large
+            for the emulator.
         force: replace earlier binaries.
         progress: called for each binary.
         watch: called with the peak RAM of each. It is not stored, so that compiling again writes the same bytes.
@@ -67,21 +67,21 @@ def compile_bundle(
 
     Raises:
         UsageError: options that are not for compiling, or the device cannot run the bundle, was compiled for before, or
-            `each` does not fit the bundle.
+            `per_graph_binaries` does not fit the bundle.
         ServiceError: the scheduler cannot be reached, or vanished.
         EngineError: the compiler failed, or targeted something else.
     """
-    _check(bundle, device, options, each)
+    _check(bundle, device, options, per_graph_binaries)
     target = bundle.path / "compiled" / device.soc
-    check_target(target, force=force, marker=COMPILED)
+    check_output(target, force=force, marker=COMPILED)
     parts, plan, store = device_parts(bundle.manifest.graphs, bundle.path), Plan(), open_store(run)
     given = give_bundle(plan, bundle)
     if bundle.manifest.graph_format == "tflite":
         compiler = tflite_compiler()
         names = [plan_tflite(plan, given, parts[0], device, compiler)]
     else:
-        alone, compiler = bundle.manifest.is_whole if each is None else each, qnn.compiler()
-        names = plan_binaries(plan, given, binary_sets(parts, each=alone), device, compiler, options)
+        alone, compiler = bundle.manifest.is_whole if per_graph_binaries is None else per_graph_binaries, qnn.compiler()
+        names = plan_binaries(plan, given, binary_sets(parts, per_graph_binaries=alone), device, compiler, options)
     if run.cluster is not None:
         from exporters.pipeline.dask.run import run_on  # its packages are optional
 
@@ -144,7 +144,7 @@ def compile_folder(
     return binaries
 
 
-def _check(bundle: Bundle, device: Device, options: HtpOptions, each: bool | None) -> None:
+def _check(bundle: Bundle, device: Device, options: HtpOptions, per_graph_binaries: bool | None) -> None:
     manifest = bundle.manifest
     options.check_for_compiling(device)
     if manifest.graph_format == "tflite" and options != COMPILER_DEFAULTS:
@@ -161,9 +161,9 @@ def _check(bundle: Bundle, device: Device, options: HtpOptions, each: bool | Non
             expected=f"V73 or later, for the bundle's {manifest.kv_dtype} cache",
             fix="Export with --kv u8, or compile for a later device.",
         )
-    if manifest.graph_format == "tflite" and each is not None:
+    if manifest.graph_format == "tflite" and per_graph_binaries is not None:
         raise UsageError(
-            "--each/--no-each",
+            "--per-graph-binaries/--no-per-graph-binaries",
             got="one of them for a bundle of TFLite graphs",
             expected="neither: they are compiled into one file",
             fix="Leave it out.",

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from edgekv.bundle import Manifest, check_target
+from edgekv.bundle import Manifest, check_output
 from exporters.allocate import allocated
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import open_store
@@ -65,7 +65,7 @@ def export_bundle(
         ServiceError: the scheduler cannot be reached, or vanished.
         EngineError: the HTP compiler is not installed, refused a graph, or computes part of it in float.
     """
-    check_target(target, force=force)
+    check_output(target, force=force)
     check_compiler(options)
     with one_step("prepare", progress):
         prepared = prepare(checkpoint, options)

@@ -21,7 +21,7 @@ from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import CalibrationText, as_chats, calibration_windows, read_calibration
-from exporters.quantize.sink import first_tokens
+from exporters.quantize.sink import sink_candidates
 from exporters.records import recipe_record
 
 _CHAT_SHARE = 5
@@ -109,7 +109,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     checkpoint = checkpoint.split(channels).with_vocabulary(vocabulary)
     split = _split(checkpoint, options)
     calibration = read_calibration(options.calibration, checkpoint.folder)
-    first, bos = first_tokens(checkpoint, options.sink), checkpoint.special.bos
+    first, bos = sink_candidates(checkpoint, options.sink), checkpoint.special.bos
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
     windows = _Windows.of(checkpoint, calibration.text, min(CALIBRATION_WINDOW, options.contexts[-1], tokens), tokens)
     return Prepared(

@@ -34,7 +34,7 @@ def one_step(stage: str, progress: Progress) -> Iterator[None]:
 
 
 @contextmanager
-def shown(is_quiet: bool = False) -> Iterator[Progress]:
+def progress_bars(is_quiet: bool = False) -> Iterator[Progress]:
     """Progress bars on standard error, one per stage; none if it is no terminal, or with `--quiet`."""
     from rich.console import Console  # slow to import; --help shows no bars
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn

@@ -13,8 +13,8 @@ from edgekv.errors import BundleError
 from edgekv.spec import KvTensor
 from exporters.checkpoint.aligned import (
     ANGLES,
+    HEADROOM_8BIT,
     HEADS_FILE,
-    ROOM,
     AlignedHead,
     AlignedHeads,
     align,
@@ -24,7 +24,7 @@ from exporters.checkpoint.aligned import (
 )
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
-from exporters.checkpoint.reach import HeadReach
+from exporters.checkpoint.head_range import HeadRange
 from exporters.inspect.trace import Trace, trace_reference
 from exporters.quantize.survey import Survey, survey
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
@@ -97,7 +97,7 @@ def test_without_a_sink_the_range_covers_the_first_token(tmp_path: Path) -> None
     heads = align(checkpoint.spec, found.reach, found.rows, 127, has_sink=False)
     encodings = cache_encodings(heads, "u8")
     for name, values in cached(trace_reference(transformed(checkpoint, ALIGNED, heads), TOKENS)).items():
-        assert np.abs(values / encodings[name].scale).max() <= 127 / ROOM * 1.02
+        assert np.abs(values / encodings[name].scale).max() <= 127 / HEADROOM_8BIT * 1.02
 
 
 def test_a_cache_of_16_bits_has_room_for_twice_what_was_seen(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_pairs_fill_the_range(tmp_path: Path) -> None:
     for tensor in (KvTensor(layer, "key", 0) for layer in range(checkpoint.spec.layers)):
         values = cached(trace_reference(transformed(checkpoint, ALIGNED, heads), TOKENS))[tensor.past]
         pairs = np.abs(values / steps[tensor.past]).max(axis=0).reshape(2, half).max(axis=0)
-        np.testing.assert_allclose(pairs, 127 / ROOM, rtol=1e-3)
+        np.testing.assert_allclose(pairs, 127 / HEADROOM_8BIT, rtol=1e-3)
 
 
 def test_transforms_come_back_from_their_file(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_reach_of_keys_is_their_largest_element_after_each_turn(tmp_path: Pa
     spec = Checkpoint.open(str(write_checkpoint(tmp_path))).spec
     random, half = np.random.default_rng(2), spec.head_dim // 2
     windows = [(random.standard_normal((50, spec.head_dim)) + at).astype(np.float32) for at in range(4)]
-    found = HeadReach.none(spec, 0)
+    found = HeadRange.none(spec, 0)
     for keys in windows:
         found = found.with_keys(keys)
     first, second = (np.concatenate(windows)[:, part].astype(np.float64) for part in (slice(half), slice(half, None)))

@@ -15,7 +15,7 @@ from edgekv.runtime import HtpEngine, make_engine
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, export_bundle
-from exporters.htp.binary import check_target
+from exporters.htp.binary import check_chip
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint
 from tests.exports import small_options
@@ -57,13 +57,13 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
     assert (record.soc, record.arch, record.vtcm_bytes) == ("SM8650", 75, 8 << 20)
     binary = folder / "compiled" / "SM8650" / record.binaries[0].file
     with pytest.raises(EngineError, match=r"got SM8650, V75, 8 MiB VTCM; expected SM8750, V79"):
-        check_target(binary, find("SM8750"))
+        check_chip(binary, find("SM8750"))
 
 
 @pytest.mark.parametrize("soc", ["SM8550", "SM8750", "SM8850", "SC8380XP", "QCS8550", "QCS6490"])
 def test_every_chip_of_the_catalogue_is_targeted_for_real(small_compiled, soc):
     """Read back from the binary that both graphs share."""
-    record = compile_bundle(open_bundle(small_compiled[0]), find(soc), each=False)
+    record = compile_bundle(open_bundle(small_compiled[0]), find(soc), per_graph_binaries=False)
     assert (record.soc, record.arch, len(record.binaries)) == (soc, find(soc).arch, 1)
 
 
@@ -95,8 +95,11 @@ def test_a_compiled_bundle_still_opens(compiled):
 def test_compiling_again_needs_force(small_compiled, tmp_path):
     opened = open_bundle(shutil.copytree(small_compiled[0], tmp_path / "copy"))
     with pytest.raises(UsageError, match="--force"):
-        compile_bundle(opened, find("SM8650"), each=False)
-    assert compile_bundle(opened, find("SM8650"), force=True, each=False).binaries == small_compiled[1].binaries[-1:]
+        compile_bundle(opened, find("SM8650"), per_graph_binaries=False)
+    assert (
+        compile_bundle(opened, find("SM8650"), force=True, per_graph_binaries=False).binaries
+        == small_compiled[1].binaries[-1:]
+    )
 
 
 def test_a_compiled_graph_runs_like_the_one_it_was_made_from(small_compiled):

@@ -325,9 +325,11 @@ def test_the_least_context_that_genie_runs(tmp_path: Path) -> None:
 
 def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1, 8), context=32, splits=2)
-    with pytest.raises(UsageError, match=r"--no-each: got no binaries of single graphs; .* Add --skip-check"):
-        GenieOptions(each=False)
-    written = write_genie(bundle, tmp_path / "genie", GenieOptions(each=False, check=False))
+    with pytest.raises(
+        UsageError, match=r"--no-per-graph-binaries: got no binaries of single graphs; .* Add --skip-check"
+    ):
+        GenieOptions(per_graph_binaries=False)
+    written = write_genie(bundle, tmp_path / "genie", GenieOptions(per_graph_binaries=False, check=False))
     listed = open_genie_folder(tmp_path / "genie").config().dialog.engine.model.binary.ctx_bins
     assert listed == [f"shared_token_ar1_cl32_{part}_of_3_qnn.bin" for part in (1, 2, 3)]
     assert [graph.file for graph in written.graphs] == [file for file in listed for _ in range(2)]

@@ -168,7 +168,7 @@ def test_an_npu_loads_the_binary_of_all_graphs_once(wide_on_htp: Path, monkeypat
 @pytest.mark.htp
 @pytest.mark.slow
 def test_a_bundle_is_compiled_with_the_options(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["compile", str(small), "--device", CHIP.soc, "--no-each", "--json", "--force"]
+    command = ["compile", str(small), "--device", CHIP.soc, "--no-per-graph-binaries", "--json", "--force"]
     assert run([*command, "--htp", "vtcm=4,optimization=3"]) == 0
     assert json.loads(capsys.readouterr().out)["vtcm_bytes"] == 4 << 20
     binaries = [path.read_bytes() for path in (small / "compiled" / CHIP.soc).glob("*.bin")]

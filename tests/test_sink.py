@@ -31,7 +31,7 @@ from exporters.quantize.calibrate import calibration_windows, cut_windows
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
-from exporters.quantize.sink import first_tokens
+from exporters.quantize.sink import sink_candidates
 from exporters.quantize.sink_wanted import SinkWanted
 from tests.checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint, write_sinking
 from tests.exports import export_options, exported, small_options
@@ -338,10 +338,10 @@ def test_windows_without_room_behind_the_sink_are_refused(
 def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "plain", {**NEWER, "bos_token_id": None})
     (folder / "generation_config.json").unlink()
-    assert first_tokens(Checkpoint.open(str(folder)), SinkWanted()) == (257,)
+    assert sink_candidates(Checkpoint.open(str(folder)), SinkWanted()) == (257,)
     (folder / "chat_template.jinja").write_text("A{% for m in messages %}{{ m['content'] }}{% endfor %}")
     chat = Checkpoint.open(str(folder))
-    assert first_tokens(chat, SinkWanted()) == (chat.encode("A")[0],)
+    assert sink_candidates(chat, SinkWanted()) == (chat.encode("A")[0],)
 
 
 def test_a_massive_token_behind_the_sink_widens_ranges_by_four_bits_at_most(checkpoint: Path) -> None:

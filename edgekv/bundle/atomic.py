@@ -68,7 +68,7 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _clean(target)
-        check_target(target, force=force, marker=marker)
+        check_output(target, force=force, marker=marker)
         partial.mkdir()
     except OSError as error:
         fix = "Give a path in a folder that you can write."
@@ -93,7 +93,7 @@ def remove_directory(target: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def check_target(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
+def check_output(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
     """Raise the errors of `atomic_directory` before any work is done.
 
     Raises:
@@ -115,7 +115,7 @@ def check_target(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
     except FileNotFoundError:
         is_same = False
     if not is_same:  # another process has moved it away while its files were listed
-        check_target(target, force=force, marker=marker)
+        check_output(target, force=force, marker=marker)
     elif names and marker not in names:
         fix = "Give another path, or remove the folder yourself."
         raise UsageError(field, got=f"a folder without {marker}", expected=f"one that has {marker}", fix=fix)
@@ -137,7 +137,7 @@ def _swap(partial: Path, target: Path, *, force: bool, marker: str) -> None:
     """Rename a folder, in place of an existing one. If several processes replace it at once, the last one wins."""
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
     while True:
-        check_target(target, force=force, marker=marker)
+        check_output(target, force=force, marker=marker)
         with suppress(FileNotFoundError):  # there is none, or another process has moved it away
             target.replace(old)
         try:

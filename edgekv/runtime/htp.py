@@ -163,7 +163,7 @@ def takes_shared_memory(options: HtpOptions, on: Platform, has_binaries: bool) -
     if not has_rpc_memory(on):
         missing, fix = "no library of FastRPC (libcdsprpc) that can be loaded", "Install FastRPC of your board's vendor"
     elif not has_binaries:
-        missing, fix = "only a binary of several graphs", "Compile without --no-each"
+        missing, fix = "only a binary of several graphs", "Compile without --no-per-graph-binaries"
     if missing and options.shared_memory is True:
         wanted = "FastRPC, and a binary for each graph"
         raise UsageError("htp shared-memory", got=missing, expected=wanted, fix=f"{fix}, or leave it out.")

@@ -30,17 +30,17 @@ from edgekv.spec.geometry import Kind, KvDtype
 from edgekv.system import read_file
 from edgekv.tensor_file import encode_tensors
 from exporters.checkpoint.fold import Floats, Fold
-from exporters.checkpoint.reach import ANGLES, HeadNumber, HeadReach
+from exporters.checkpoint.head_range import ANGLES, HeadNumber, HeadRange
 from exporters.checkpoint.rotate import hadamard
-from exporters.checkpoint.value_turn import turned, value_turn, value_turns
+from exporters.checkpoint.sink_rotation import sink_rotation, sink_rotations, turned
 from quant import Encoding
 
 HEADS_FILE = "heads.safetensors"
 
-ROOM = 1.1
+HEADROOM_8BIT = 1.1
 """How far the range reaches beyond the values seen: a cache of 8 bits has little room."""
 
-WIDE_ROOM = 2.0
+HEADROOM_16BIT = 2.0
 """The same for a cache of 16 bits: one bit costs nothing there, a clipped key costs a token."""
 
 _LEAST = 1 / 64  # of the mean range: a floor, so near-zero pairs are not amplified
@@ -147,7 +147,7 @@ def value_rotation(spec: DecoderSpec, head_dim: int) -> Floats:
 
 def align(
     spec: DecoderSpec,
-    reach: Mapping[HeadNumber, HeadReach],
+    reach: Mapping[HeadNumber, HeadRange],
     first: Mapping[KvTensor, Floats],
     limit: int,
     *,
@@ -168,7 +168,7 @@ def align(
     aligned: dict[HeadNumber, AlignedHead] = {}
     most = _filled(limit)
     for layer in filter(spec.owns_cache, spec.attention_layers):
-        everything: list[HeadReach] = []
+        everything: list[HeadRange] = []
         head_dim = spec.of_layer(layer).head_dim
         rotation = value_rotation(spec, head_dim)
         for head in range(spec.of_layer(layer).kv_heads):
@@ -189,9 +189,9 @@ def align(
             step = np.float32(1 / np.concatenate([np.hypot(*gains.T), rest]).mean())
             value_rows = [each[KvTensor(layer, "value", head)][0] for each in adapted]
             if snaps and value_rows:
-                turn, value_step = value_turns(seen.value, np.stack([value[0], *value_rows]), limit, most)
+                turn, value_step = sink_rotations(seen.value, np.stack([value[0], *value_rows]), limit, most)
             else:
-                turn, value_step = value_turn(seen.value, value[0] if snaps else None, head_dim, limit, most)
+                turn, value_step = sink_rotation(seen.value, value[0] if snaps else None, head_dim, limit, most)
             aligned[layer, head] = AlignedHead(
                 (gains * step).astype(np.float32),
                 (rest * step).astype(np.float32),
@@ -242,10 +242,10 @@ def read_heads(path: Path, size: int) -> dict[HeadNumber, AlignedHead]:
 
 def _filled(limit: int) -> float:
     """How many of `limit` steps the values seen may reach."""
-    return limit / (ROOM if limit < 256 else WIDE_ROOM)
+    return limit / (HEADROOM_8BIT if limit < 256 else HEADROOM_16BIT)
 
 
-def _gains(seen: HeadReach, row: Floats | None, limit: int) -> tuple[Doubles, Doubles]:
+def _gains(seen: HeadRange, row: Floats | None, limit: int) -> tuple[Doubles, Doubles]:
     """Steps for each unit of a key: with the cosine and sine of the turn for pairs, `[R/2, 2]`, and of the rest."""
     most = _filled(limit)
     least = max(_LEAST * float(np.concatenate([seen.pairs.min(axis=1), seen.rest]).mean()), 1e-30)

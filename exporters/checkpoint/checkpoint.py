@@ -39,8 +39,8 @@ from edgekv.spec import (
 )
 from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
 from edgekv.spec.text import encode
-from exporters.checkpoint.accounted import check_tensors, without_zero_biases
 from exporters.checkpoint.channels import SplitResidual
+from exporters.checkpoint.check_tensors import check_tensors, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
 from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record

@@ -16,7 +16,7 @@ from edgekv.option import Option, OptionGroup
 from exporters.cli.common import DeviceOption, ForceOption, ready_to_run
 from exporters.cli.next_step import next_line
 from exporters.options import RunOptions
-from exporters.progress import one_step, shown
+from exporters.progress import one_step, progress_bars
 
 if TYPE_CHECKING:
     from edgekv.bundle import CompiledManifest
@@ -31,11 +31,11 @@ def compile_(
     device: DeviceOption,
     run: Annotated[RunOptions, OptionGroup("Run", only=_RUN)],
     output: Output,
-    each: Annotated[
+    per_graph_binaries: Annotated[
         bool | None,
         Option(
             "Also write one binary per graph; the x86 emulator can load only these.",
-            "--each/--no-each",
+            "--per-graph-binaries/--no-per-graph-binaries",
             shown="yes, unless the graphs are split into parts",
         ),
     ] = None,
@@ -59,7 +59,7 @@ def compile_(
     from exporters.compile import compile_bundle  # slow to import, as are all in commands
 
     run = ready_to_run(run)
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         with one_step("verify bundle", progress):
             opened = open_bundle(bundle)
         peaks: dict[str, int] = {}
@@ -67,7 +67,7 @@ def compile_(
             opened,
             device,
             run,
-            each=each,
+            per_graph_binaries=per_graph_binaries,
             force=force,
             progress=progress,
             watch=peaks.__setitem__,

@@ -16,7 +16,7 @@ from edgekv.load_options import EngineOptions
 from edgekv.option import Option
 from edgekv.text_file import read_text_file
 from exporters.cli.common import CheckpointOption, MovedAdapters, TextOption
-from exporters.progress import shown
+from exporters.progress import progress_bars
 
 
 @command
@@ -94,7 +94,7 @@ def eval_(
         windows = pages.windows
     else:
         windows = evaluation_windows(source, content, manifest, tokens)
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         if by_layer:
             tensors = transformed_as(model.bundle, source)
             if suggest_recipe is not None:

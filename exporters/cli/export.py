@@ -18,7 +18,7 @@ from exporters.cli.compile import show_compiled
 from exporters.cli.next_step import next_line
 from exporters.cli.stages import resumable
 from exporters.options import ALLOCATED_RECIPE, KV_DTYPES, ExportOptions, RunOptions, read_recipe
-from exporters.progress import shown
+from exporters.progress import progress_bars
 
 _RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster.scheduler", "cluster.divide")
 
@@ -56,7 +56,7 @@ def export(
     kv_dtype = KV_DTYPES[given.get("graph_format", "onnx")][0]
     options = ExportOptions(**{"kv_dtype": kv_dtype, **given})
     run = ready_to_run(run)
-    with shown(output.is_quiet) as bars, resumable(bars) as progress:
+    with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
         opened = open_checkpoint(checkpoint, lora)
         if "recipe" not in given and options.allocates:
             options = replace(options, recipe=read_recipe(ALLOCATED_RECIPE))

@@ -15,7 +15,7 @@ from edgekv.option import Argument, OptionGroup
 from edgekv.text_file import read_text_file
 from exporters.cli.common import TextOption
 from exporters.compare.plan import ComparePlan
-from exporters.progress import shown
+from exporters.progress import progress_bars
 
 
 @command
@@ -39,7 +39,7 @@ def compare_(
     content = read_text_file(text, "--text")
     options = ContenderOptions(engine.engine, engine.cpu_mode, engine.threads, plan.most_tokens)
     with closing(open_contender(a, options)) as first, closing(open_contender(b, options)) as second:
-        with shown(output.is_quiet) as progress:
+        with progress_bars(output.is_quiet) as progress:
             found = compare(first, second, content, text.name, plan, progress)
         if output.as_json:
             print_json(found)

@@ -57,7 +57,7 @@ def _mapped(binary: Path) -> Iterator[mmap.mmap | bytes]:
             yield content
 
 
-def check_target(binary: Path, device: Device, vtcm_mb: int | None = None) -> None:
+def check_chip(binary: Path, device: Device, vtcm_mb: int | None = None) -> None:
     """Reject a binary that does not state this device as its target, with this VTCM; None for all of the device's."""
     found = read_target(binary)
     wanted = BinaryTarget(device.soc, device.arch, (vtcm_mb or device.vtcm_mb) * MIB)

@@ -10,7 +10,7 @@ from edgekv.bundle import COMPILED, CompiledBinary, CompiledManifest, GraphRecor
 from edgekv.errors import EngineError
 from edgekv.runtime import HtpOptions
 from edgekv.system import MIB, sha256_of
-from exporters.htp.binary import check_target, count_graphs
+from exporters.htp.binary import check_chip, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
 
 COMPILER_DEFAULTS = HtpOptions()
@@ -60,11 +60,11 @@ def device_parts(graphs: Sequence[GraphRecord], folder: Path) -> list[dict[str, 
     return [*stages.values()]
 
 
-def binary_sets(parts: Sequence[Mapping[str, Path]], *, each: bool) -> list[dict[str, Path]]:
+def binary_sets(parts: Sequence[Mapping[str, Path]], *, per_graph_binaries: bool) -> list[dict[str, Path]]:
     """The graphs of each binary: with `each` every graph alone, then those of a part together."""
     sets = []
     for models in parts:
-        if each or len(models) == 1:
+        if per_graph_binaries or len(models) == 1:
             sets += [{name: model} for name, model in models.items()]
         if len(models) > 1:
             sets.append(dict(models))
@@ -134,6 +134,6 @@ def compile_graphs(
             expected=len(models),
             fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
-    check_target(binary, device, options.vtcm_mb)
+    check_chip(binary, device, options.vtcm_mb)
     watch(binary.name, peak_bytes)
     return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)

@@ -15,7 +15,7 @@ from edgekv.runtime import Engine
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import by_outputs
 from exporters.inspect.advice import worst
-from exporters.inspect.meters import MatrixMeter, ResultMeter, TokenPower, weighed_apart
+from exporters.inspect.meters import MatrixMeter, ResultMeter, TokenPower, excluded_first_tokens
 from exporters.inspect.probe import Probe
 from exporters.inspect.report import Kind, LayerLoss, LayersReport, Levels, TensorLoss, TokenSpan
 from exporters.inspect.spans import find_spans
@@ -94,7 +94,7 @@ class LayerMeter:
 
     def __init__(self, bundle: Bundle, first: int, tensors: Tensors, windows: Sequence[Window]) -> None:
         """Start before the first layer; the arguments are those of `measure_layers` and `Probe.first`."""
-        self._apart = weighed_apart(first)
+        self._apart = excluded_first_tokens(first)
         self._matrices, self._errors = _MatrixErrors(bundle), list[_Error]()
         inputs, context = [window.inputs for window in windows], bundle.manifest.context
         ops = partial(_MeasuringOps, self._matrices)
@@ -182,7 +182,7 @@ class MatrixMeters:
         """Record inputs `[T, in]` and their exact product with `rows` of the matrix times `gain`."""
         if key not in self._meters:
             self._meters[key] = MatrixMeter(
-                *_compared(self._weights, key, weights, gain), apart=weighed_apart(self._first)
+                *_compared(self._weights, key, weights, gain), apart=excluded_first_tokens(self._first)
             )
         self._meters[key].add(x[self._first :], product[self._first :], rows)
 

@@ -62,7 +62,7 @@ class TokenPower:
         return float((noise[signal > 0] / signal[signal > 0]).sum())
 
 
-def weighed_apart(first: int) -> int:
+def excluded_first_tokens(first: int) -> int:
     """How many tokens at the start of windows that begin at position `first` are weighed apart: position 0."""
     return 1 if first == 0 else 0
 
@@ -120,7 +120,7 @@ class ResultMeter:
         self.encoding = encoding
         self._meaning: Callable[[Floats], Floats] = _signed_squares if holds_roots else _as_they_are
         self._first = first
-        self._apart = weighed_apart(first)
+        self._apart = excluded_first_tokens(first)
         self._whole, self._own, self._clipped = (TokenPower.empty() for _ in range(3))
         self._peaks: Floats | None = None
         self._lows: list[Floats] = []

@@ -25,7 +25,7 @@ from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
 from edgekv.spec import DecoderSpec, table_key, views
 from exporters.contents import BundleForm, make_manifest, write_contents
-from exporters.htp.binary import check_target
+from exporters.htp.binary import check_chip
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs
 from exporters.htp.compile_tflite import compile_tflite
@@ -345,7 +345,7 @@ class CompileTflitePiece(Piece):
     def make(self, folder: Path, inputs: Inputs) -> Compiled:
         device, target = find(self.soc), folder / self.file
         compile_tflite(inputs.bundle(self.bundle) / self.file, target, self.graphs, device)
-        check_target(target, device)
+        check_chip(target, device)
         return Compiled(
             file=self.file,
             wrappers=dict.fromkeys(self.graphs, self.file),

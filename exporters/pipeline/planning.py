@@ -268,7 +268,7 @@ class Planner:
         binaries = list[str]()
         if options.compile:
             whole = all(graph.is_whole for graph in prepared.graphs)
-            for models in binary_sets(device_parts(prepared.graphs, Path()), each=whole):
+            for models in binary_sets(device_parts(prepared.graphs, Path()), per_graph_binaries=whole):
                 files = tuple((name, path.name) for name, path in models.items())
                 for _, file in files:
                     checked.pop(file, None)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from edgekv.spec import DELTA_KINDS, DecoderInterface, DecoderSpec
-from exporters.checkpoint.reach import HeadReach
+from exporters.checkpoint.head_range import HeadRange
 from exporters.quantize.survey import Outlier, Survey
 
 _TENSORS, _OUTLIER = "survey.safetensors", "outlier.json"
@@ -38,7 +38,7 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
     reach = {}
     for layer, head in dict.fromkeys((tensor.layer, tensor.head) for tensor in cache if not tensor.is_state):
         at = f"reach.{layer}.{head}"
-        reach[layer, head] = HeadReach(tensors[f"{at}.pairs"], tensors[f"{at}.rest"], float(tensors[f"{at}.value"][0]))
+        reach[layer, head] = HeadRange(tensors[f"{at}.pairs"], tensors[f"{at}.rest"], float(tensors[f"{at}.value"][0]))
     return Survey(
         msgspec.json.decode((folder / _OUTLIER).read_bytes(), type=Outlier),
         {tensor: tensors[tensor.past] for tensor in cache},

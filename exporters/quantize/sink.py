@@ -50,7 +50,7 @@ class FloatSink:
         (folder / SINK_FILE).write_bytes(encode_tensors(integers))
 
 
-def first_tokens(checkpoint: Checkpoint, wanted: SinkWanted) -> tuple[int, ...]:
+def sink_candidates(checkpoint: Checkpoint, wanted: SinkWanted) -> tuple[int, ...]:
     """The tokens at the start of every text: those asked for, or bos, or where texts have none, how chats begin.
 
     Raises:
@@ -80,7 +80,7 @@ def is_sink(outlier: Outlier, wanted: SinkWanted, tokens: Sequence[int]) -> bool
     Args:
         outlier: how far they exceed the others.
         wanted: the option.
-        tokens: those at the start of every text; see `first_tokens`.
+        tokens: those at the start of every text; see `sink_candidates`.
     """
     if wanted.mode == "none" or not tokens:
         return False

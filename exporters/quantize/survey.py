@@ -13,7 +13,7 @@ from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDING, HEAD, DecoderInterface, DecoderSpec, KvTensor, by_inputs
 from exporters.checkpoint.aligned import value_rotation
 from exporters.checkpoint.columns import blocks_of_rows
-from exporters.checkpoint.reach import HeadNumber, HeadReach
+from exporters.checkpoint.head_range import HeadNumber, HeadRange
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
@@ -49,7 +49,7 @@ class Survey:
     outlier: Outlier
     rows: Mapping[KvTensor, Floats] = field(repr=False)
     logits: Floats = field(repr=False)
-    reach: Mapping[HeadNumber, HeadReach] = field(repr=False)
+    reach: Mapping[HeadNumber, HeadRange] = field(repr=False)
 
 
 def survey(
@@ -93,7 +93,7 @@ class _Seen:
     def __init__(self, spec: DecoderSpec, first: int) -> None:
         self.outlier = Outlier("embedding", 0.0)
         self.rows: dict[KvTensor, Floats] = {}
-        self.reach: dict[tuple[int, int], HeadReach] = {}
+        self.reach: dict[tuple[int, int], HeadRange] = {}
         self._spec = spec
         self._first = first
         self._results = decoder_results(spec)
@@ -118,7 +118,7 @@ class _Seen:
             return
         others, at = values[self._first :], (tensor.layer, tensor.head)
         if at not in self.reach:
-            self.reach[at] = HeadReach.none(self._spec, tensor.layer)
+            self.reach[at] = HeadRange.none(self._spec, tensor.layer)
         reach = self.reach[at]
         if tensor.kind == "value":
             width = others.shape[1]

@@ -20,7 +20,7 @@ from edgekv.spec.geometry import KvDtype
 from edgekv.text_file import read_text_file
 from exporters.cli.common import ready_cluster
 from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe
-from exporters.progress import shown
+from exporters.progress import progress_bars
 from exporters.sweep.options import SweepOptions
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def sweep(
     wanted = combinations(axes.recipes, axes.kv, axes.devices, axes.contexts, axes.splits, axes.rotations)
     content = read_text_file(text, "--text")
     _make_folder(folder)
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         report = run_sweep(
             checkpoint,
             [*wanted],

@@ -14,7 +14,7 @@ from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
 from edgekv.option import Option
 from edgekv.text_file import read_text_file
-from exporters.progress import shown
+from exporters.progress import progress_bars
 from exporters.targets.aihub.options import Runtime
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _run(bundle: Path, submit: Callable[[HubRun, Sequence[Target]], None], optio
     names = [name for name in options.devices.split(",") if name.strip()]
     targets = choose_targets(list_hosted(account), names, opened.manifest.kv_dtype)
     run = HubRun(opened, account, ledger, qairt=options.qairt)
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         submit(run, targets)
         if options.wait:
             run.wait(options.poll_s, progress)

@@ -15,7 +15,7 @@ from edgekv.errors import BundleError
 from edgekv.option import Argument, Option
 from edgekv.system import format_bytes
 from exporters.cli.next_step import next_command
-from exporters.progress import shown
+from exporters.progress import progress_bars
 from exporters.targets.genie.cli import check_new_tokens
 
 
@@ -50,7 +50,7 @@ def push(
 
     payload = open_payload(path)
     adb = Adb.connect(phone.serial)
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         done = deploy(adb, payload, phone.to, qairt=phone.qairt, chip=phone.chip, progress=progress)
     pushes = {"files": done.files} | ({"libraries": done.libraries} if done.libraries is not None else {})
     if output.as_json:
@@ -95,7 +95,7 @@ def run(
         raise BundleError(str(path), got="a bundle", expected="a folder that Genie runs", fix=fix)
     text = payload.genie.query(prompt)
     adb = Adb.connect(phone.serial)
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         done = deploy(adb, payload, phone.to, qairt=phone.qairt, chip=phone.chip, progress=progress)
     pieces: list[str] = []
 

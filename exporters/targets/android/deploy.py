@@ -15,7 +15,7 @@ from exporters.targets.android.adb import Adb
 from exporters.targets.android.payload import Payload
 from exporters.targets.android.phone import Phone, check_chip, check_folder
 from exporters.targets.android.push import Push, check_room
-from exporters.targets.android.qairt import Qairt, check_version, find_qairt, shown
+from exporters.targets.android.qairt import Qairt, check_version, find_qairt, format_version
 from exporters.targets.android.run import OnPhone, runner_of
 
 
@@ -67,7 +67,7 @@ def deploy(
         runner = runner_of(payload.genie)
         found = find_qairt(qairt, payload.arch, runner, scratch)
         check_version(found, [payload.path / name for name in payload.binaries])
-        held = f"{folder}/qairt-{shown(found.version) or 'unknown'}-v{payload.arch}"
+        held = f"{folder}/qairt-{format_version(found.version) or 'unknown'}-v{payload.arch}"
         push, libraries = Push.plan(adb, there, files), Push.plan(adb, held, _library_files(found))
         check_room(adb, folder, [push, libraries])
         libraries.run(adb, progress=progress)

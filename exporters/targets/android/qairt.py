@@ -66,7 +66,7 @@ def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -
     paths = {name: path for name, path in found.items() if path is not None}
     versions = {name: version for name, path in paths.items() if (version := _version(path))}
     if len(set(versions.values())) > 1:
-        listed = ", ".join(f"{name} {shown(version)}" for name, version in sorted(versions.items()))
+        listed = ", ".join(f"{name} {format_version(version)}" for name, version in sorted(versions.items()))
         raise EngineError("--qairt", got=listed, expected="libraries of one version", fix="Give one SDK.")
     on_htp = paths.pop(skel(arch))
     others = (_first(roots, name, arch) for name in (RUNNER, APP) if name != runner)  # another model may need these
@@ -85,13 +85,13 @@ def check_version(qairt: Qairt, binaries: Iterable[Path]) -> None:
         if qairt.version and version and version > qairt.version:
             raise EngineError(
                 binary.name,
-                got=f"compiled by QAIRT {shown(version)}",
-                expected=f"at most the {shown(qairt.version)} of the libraries",
-                fix=f"Give an SDK of {shown(version)} or newer: --qairt DIR",
+                got=f"compiled by QAIRT {format_version(version)}",
+                expected=f"at most the {format_version(qairt.version)} of the libraries",
+                fix=f"Give an SDK of {format_version(version)} or newer: --qairt DIR",
             )
 
 
-def shown(version: Version) -> str:
+def format_version(version: Version) -> str:
     return ".".join(map(str, version))
 
 

@@ -17,7 +17,7 @@ from edgekv.option import Argument, Option, OptionGroup
 from edgekv.text.params import DEFAULT_MAX_NEW_TOKENS
 from exporters.cli.common import ForceOption, OutputFolder
 from exporters.cli.next_step import next_command
-from exporters.progress import shown
+from exporters.progress import progress_bars
 from exporters.targets.genai.options import GenaiOptions
 
 genai = Group()
@@ -54,7 +54,7 @@ def bundle_genai(
         raise UsageError("--device", got=found, expected="none", fix="Leave it out.")
     chip = None if engine == "cpu" else find(opened.manifest.device)
     options = GenaiOptions(**{"device": chip, **given})
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         written = write_genai(opened, target, options, force=force, progress=progress)
     if output.as_json:
         print_json(written)

@@ -14,7 +14,7 @@ from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup
 from exporters.cli.common import ForceOption, OutputFolder
 from exporters.cli.next_step import next_command
-from exporters.progress import shown
+from exporters.progress import progress_bars
 from exporters.targets.genie.options import GenieOptions
 
 genie = Group()
@@ -37,7 +37,7 @@ def bundle_genie(
     from exporters.targets.genie.write import write_genie
 
     opened = open_bundle(bundle)
-    with shown(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as progress:
         written = write_genie(opened, target, options, force=force, progress=progress)
     if output.as_json:
         print_json(written)

@@ -34,11 +34,11 @@ class GenieOptions:
         bool, Option("Put no BOS token in front of a query, if the chat template writes it.", "--no-bos", negates=True)
     ] = True
     embedding_table: Annotated[bool, Option("Let Genie look up embeddings in a file instead of the graphs.")] = False
-    each: Annotated[
+    per_graph_binaries: Annotated[
         bool,
         Option(
             "Also write one binary per graph. Genie on x86 loads no others; a phone does not need them.",
-            "--each/--no-each",
+            "--per-graph-binaries/--no-per-graph-binaries",
         ),
     ] = True
     check: Annotated[
@@ -55,9 +55,9 @@ class GenieOptions:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             fix = "Ask for a token or more."
             raise UsageError("--max-new-tokens", got=self.max_new_tokens, expected="at least 1", fix=fix)
-        if self.check and not self.each:
+        if self.check and not self.per_graph_binaries:
             raise UsageError(
-                "--no-each",
+                "--no-per-graph-binaries",
                 got="no binaries of single graphs",
                 expected="some for the check: Genie on x86 loads no others",
                 fix="Add --skip-check.",

@@ -90,7 +90,9 @@ def write_genie(
             for name, graph in plan.named(part)
         }
         adapters = write_adapters(bundle, folder)
-        binaries = compile_folder(binary_sets(parts, each=options.each), plan.device, folder, progress)
+        binaries = compile_folder(
+            binary_sets(parts, per_graph_binaries=options.per_graph_binaries), plan.device, folder, progress
+        )
         named = {
             name: full
             for binary in binaries

@@ -13,7 +13,7 @@ from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.option import OptionGroup
 from exporters.cli.common import ForceOption, OutputFolder
-from exporters.progress import shown
+from exporters.progress import progress_bars
 from exporters.targets.genie.options import GenieOptions
 
 
@@ -33,8 +33,8 @@ def bundle_geniex(
     from edgekv.bundle import open_bundle
     from exporters.targets.geniex.write import write_geniex
 
-    chosen = replace(options, each=options.check)
-    with shown(output.is_quiet) as progress:
+    chosen = replace(options, per_graph_binaries=options.check)
+    with progress_bars(output.is_quiet) as progress:
         written = write_geniex(open_bundle(bundle), target, chosen, force=force, progress=progress)
     if output.as_json:
         print_json(written)

@@ -11,7 +11,7 @@ from exporters.checkpoint.aligned import AlignedHead
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.checkpoint.rotate import hadamard
-from exporters.checkpoint.value_turn import value_turn, value_turns
+from exporters.checkpoint.sink_rotation import sink_rotation, sink_rotations
 from exporters.lora.base import LoraBase
 from exporters.lora.options import LoraOptions
 from exporters.lora.quantize import folded_factors
@@ -40,7 +40,7 @@ def test_several_values_come_close_to_the_grid(count: int) -> None:
     random = np.random.default_rng(count)
     first = random.standard_normal(64)
     rows = np.stack([first, *(first + 0.2 * random.standard_normal((count - 1, 64)))]).astype(np.float32)
-    turn, step = value_turns(5.0, rows, LIMIT, MOST)
+    turn, step = sink_rotations(5.0, rows, LIMIT, MOST)
     rotation = rotation_of(turn, step)
     np.testing.assert_allclose(rotation @ rotation.T, np.eye(64), atol=1e-5)
     assert 5.0 / MOST <= step <= 5.0 / MOST / 0.9 * 1.001
@@ -49,13 +49,13 @@ def test_several_values_come_close_to_the_grid(count: int) -> None:
 
 def test_values_that_adapters_do_not_change_cost_nothing() -> None:
     row = np.random.default_rng(0).standard_normal(32).astype(np.float32)
-    turn, step = value_turns(5.0, np.stack([row, row, np.zeros_like(row)]), LIMIT, MOST)
+    turn, step = sink_rotations(5.0, np.stack([row, row, np.zeros_like(row)]), LIMIT, MOST)
     assert off_grid(row @ rotation_of(turn, step), step) < 0.1
 
 
 def test_one_value_lies_on_the_grid() -> None:
     row = np.random.default_rng(0).standard_normal(32).astype(np.float32)
-    turn, step = value_turn(5.0, row, 32, LIMIT, MOST)
+    turn, step = sink_rotation(5.0, row, 32, LIMIT, MOST)
     assert off_grid(row @ rotation_of(turn, step), step) < 1e-4
 
 

@@ -19,7 +19,7 @@ HeadNumber = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadReach:
+class HeadRange:
     """Greatest magnitudes of a head's keys and values.
 
     Attributes:
@@ -33,7 +33,7 @@ class HeadReach:
     value: float
 
     @classmethod
-    def none(cls, spec: DecoderSpec, layer: int) -> HeadReach:
+    def none(cls, spec: DecoderSpec, layer: int) -> HeadRange:
         """Nothing seen yet."""
         half = _pairs(spec, layer)
         return cls(
@@ -42,7 +42,7 @@ class HeadReach:
             0.0,
         )
 
-    def with_keys(self, keys: Floats) -> HeadReach:
+    def with_keys(self, keys: Floats) -> HeadRange:
         """Also of these keys, `[T, D]`."""
         half = len(self.pairs)
         rest = np.maximum(self.rest, np.abs(keys[:, 2 * half :]).max(axis=0))
@@ -59,7 +59,7 @@ class HeadReach:
             pairs[numbers, at] = np.maximum(pairs[numbers, at], np.maximum.reduceat(turned, starts))
         return replace(self, pairs=pairs, rest=rest)
 
-    def with_values(self, largest: float) -> HeadReach:
+    def with_values(self, largest: float) -> HeadRange:
         """Also of values of this magnitude."""
         return replace(self, value=max(self.value, float(largest)))
 

@@ -17,7 +17,7 @@ _OPPOSITE = 1e-3  # 1 + cosine of vectors that no turn is defined between
 Doubles = NDArray[np.float64]
 
 
-def value_turn(reach: float, row: Floats | None, width: int, limit: int, most: float) -> tuple[Floats, np.float32]:
+def sink_rotation(reach: float, row: Floats | None, width: int, limit: int, most: float) -> tuple[Floats, np.float32]:
     """The turn that puts a value on a lattice vector, and the step; no turn if the value is below 1 step."""
     step = np.float32(max(reach, 1e-30) / most)
     turn = np.zeros((2, width), np.float32)
@@ -34,7 +34,7 @@ def value_turn(reach: float, row: Floats | None, width: int, limit: int, most: f
     return np.stack([wanted / length, lattice / np.linalg.norm(lattice)]).astype(np.float32), step
 
 
-def value_turns(reach: float, rows: Floats, limit: int, most: float) -> tuple[Floats, np.float32]:
+def sink_rotations(reach: float, rows: Floats, limit: int, most: float) -> tuple[Floats, np.float32]:
     """The turns that bring several values closest to lattice vectors, and the step.
 
     The rotation that maps values to given lattice vectors with the least error is that of the orthogonal Procrustes
