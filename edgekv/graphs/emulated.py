@@ -80,9 +80,29 @@ class EmulatedOps(StackedOps):
         each = x.heads // shared.heads
         if self._alike_rows and self._ar == 1 and each > 1:
             return self._nodes.reshape(x.tensor, [shared.heads, 1, each, -1]), each
-        if each == 1 or shared.heads == 1:
+        if each == 1 or (shared.heads == 1 and self._ar > 1):
             return x.tensor, self._ar
-        return self._nodes.reshape(x.tensor, [shared.heads, each, self._ar, -1]), self._ar
+        batches = shared.heads * self._copies(shared)
+        return self._nodes.reshape(x.tensor, [batches, x.heads // batches, self._ar, -1]), self._ar
+
+    def _copies(self, shared: View) -> int:
+        """How often the second operand of a product of heads is stored.
+
+        ONNX Runtime multiplies all rows with a single matrix at once, and sums several rows in another order than one.
+        It multiplies one row of each head with a matrix among several.
+        """
+        if shared.heads > 1 or self._ar > 1 or self._alike_rows or (heads := self.spec.heads) == 1:
+            return 1
+        return next(count for count in range(2, heads + 1) if heads % count == 0)
+
+    def _dequantized(self, cached: View) -> str:
+        floats, count = super()._dequantized(cached), self._copies(cached)
+        if count == 1:
+            return floats
+        return self._once(
+            ("copies", floats),
+            lambda: self._nodes.add("Concat", [floats] * count, f"{floats}.copies", axis=0),
+        )
 
     def _by_keys(self, query: View, keys: View) -> str:
         left, rows = self._by_group(query, keys)
