@@ -121,6 +121,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": False,
     },
+    "gemma-4-e2b": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        "sliding_window": 512,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    },
     "lfm2-350m": _LFM2 | {"hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656},
     "lfm2.5-1.2b": _LFM2 | {"hidden_size": 2048, "num_attention_heads": 32, "block_ff_dim": 12288},
     "lfm3-1.7b": {
@@ -147,8 +171,8 @@ _SHARD_BYTES = 4 << 30
 
 
 def write_large_checkpoint(folder: Path, shape: str, changes: Mapping[str, Any] = _NOTHING) -> Path:
-    """Write the folder unless it is there: matrices N(0, 0.02), norms near 1, the embedded model's tokenizer of 4,096
-    tokens.
+    """Write the folder unless it is there: matrices N(0, 0.02), norms and layer scalars near 1, the embedded model's
+    tokenizer of 4,096 tokens.
 
     `changes` are fields of config.json that differ from the shape's.
     """
@@ -189,6 +213,6 @@ def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], random: np.rand
                 rows = min(_ROWS, shape[0] - start)
                 values = random.standard_normal((rows, *shape[1:]), np.float32)
                 values *= np.float32(0.05 if len(shape) == 1 else 0.02)
-                if "norm" in name:
+                if "norm" in name or "scalar" in name:
                     values += 1
                 file.write(values.astype(ml_dtypes.bfloat16).tobytes())

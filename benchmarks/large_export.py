@@ -1,7 +1,7 @@
 """Time and RAM from a large checkpoint to context binaries.
 
     python -m benchmarks.large_export SHAPE [--recipe w4a16-lpbq64] [--context 1024,4096] [--ar 1,128]
-        [--key-layout columns] [--folder DIR]
+        [--key-layout columns] [--device SM8650] [--max-ram 4GB] [--no-quality-check] [--folder DIR]
 
 SHAPE is one of benchmarks.large_checkpoint: a checkpoint of random weights is written first, and not timed. Then
 `edgekv export --compile` runs as a user runs it. RAM is the most that any process held, read from the
@@ -24,14 +24,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
+from devices import find
 from edgekv.bundle import open_bundle
+from edgekv.plan import make_plan
 from edgekv.spec.tensors import matrices
 from edgekv.system import peak_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.recipe import find_recipe
 from quant import WEIGHT_TYPES
 
-DEVICE = "SM8650"
 POLL_SECONDS = 0.5
 
 
@@ -101,20 +102,25 @@ def main() -> None:
     parser.add_argument("--context", default="1024,4096")
     parser.add_argument("--ar", default="1,128")
     parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
+    parser.add_argument("--device", default="SM8650", help="catalogue name of the chip")
     parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
+    parser.add_argument("--max-ram", default="4GB", help="as edgekv export takes it")
+    parser.add_argument("--no-quality-check", action="store_true", help="do not measure what the bundle lost")
     parser.add_argument("--apart", action="store_true", help="check and compile by themselves")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         checkpoint = write_large_checkpoint(folder / args.shape, args.shape)
         bundle = folder / f"{args.shape}-{args.recipe}"
-        given = ["--device", DEVICE, "--force"]
+        given = ["--device", args.device, "--force"]
         what = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
-        export = ["export", str(checkpoint), "-o", str(bundle), *given, *what, "--max-ram", "4GB", "--compile"]
+        export = ["export", str(checkpoint), "-o", str(bundle), *given, *what, "--max-ram", args.max_ram, "--compile"]
         steps = {"export, check and compile at once": export}
+        if args.no_quality_check:
+            export.insert(-1, "--no-quality-check")
         if args.apart:
             steps = {"export and check": export[:-1], "compile": ["compile", str(bundle), *given]}
-        table = Table(title=f"{args.shape}, {args.recipe}, contexts {args.context}, AR {args.ar}, {DEVICE}")
+        table = Table(title=f"{args.shape}, {args.recipe}, contexts {args.context}, AR {args.ar}, {args.device}")
         for column in ("step", "seconds", "CPU seconds", "edgekv's RAM", "largest compiler's RAM"):
             table.add_column(column, justify="left" if column == "step" else "right")
         total = 0.0
@@ -125,12 +131,18 @@ def main() -> None:
             table.add_row(name, f"{done.seconds:,.0f}", f"{done.cpu_seconds:,.0f}", *sizes)
         table.add_row("all", f"{total:,.0f}", "", "", "")
         Console(width=110).print(table)
-        binaries = sum(path.stat().st_size for path in (bundle / "compiled" / DEVICE).glob("*.bin"))
+        binaries = sum(path.stat().st_size for path in (bundle / "compiled" / args.device).glob("*.bin"))
         bits, scaled = weights_bytes(checkpoint, args.recipe)
-        floats = len(open_bundle(bundle, verify=False).manifest.floating_nodes)
+        manifest = open_bundle(bundle, verify=False).manifest
+        floats = len(manifest.floating_nodes)
         ratios = f"{binaries / bits:.3f} x what their matrices' bits take, {binaries / scaled:.3f} x with scales"
         print(f"binaries {binaries / 1e6:,.0f} MB, {ratios}")
         print(f"{floats} nodes compute in float")
+        contexts, tokens = (tuple(map(int, each.split(","))) for each in (args.context, args.ar))
+        plan = make_plan(checkpoint, device=find(args.device), context=max(contexts), ar=tokens, recipe=args.recipe)
+        planned = [part.first_layer + part.layers for part in plan.parts]
+        made = [part.stop_layer for part in manifest.graphs[0].parts]
+        print(f"parts end before the layers {made}, {'as planned' if made == planned else f'planned {planned}'}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.large_checkpoint import SHAPES
 from devices import find
 from edgekv.cli import run as program
 from edgekv.cli.plan import plan
@@ -56,7 +57,7 @@ from exporters.graphs.split import choose_split
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe, recipe_names
 from quant import WEIGHT_TYPES, ranges, rounding
-from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
+from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import small_options
 
 SM8650 = find("SM8650")
@@ -72,22 +73,7 @@ CONFIG = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
 }
-E2B = {
-    **{name: value for name, value in ARCHITECTURES["gemma4"].items() if value is not None},
-    "num_hidden_layers": 35,
-    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
-    "num_kv_shared_layers": 20,
-    "sliding_window": 512,
-    "hidden_size": 1536,
-    "intermediate_size": 6144,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size": 262144,
-    "vocab_size_per_layer_input": 262144,
-}
+E2B = SHAPES["gemma-4-e2b"]
 """Gemma 4 E2B: layers 15 to 34 own no cache and have a feed-forward twice as wide."""
 LLAMA_1B = Decoder(layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128256)
 TWO_LAYERS = replace(LLAMA_1B, layers=2)
