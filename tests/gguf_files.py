@@ -37,6 +37,14 @@ NAMES = {
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
 }
+TABLES = {
+    "model.embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -52,7 +60,12 @@ DELTA_RULE = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
+GEMMA4 = POST_NORMS | {
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+ARCHITECTURES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_5_text": "qwen35"}
 INTERLEAVED = ("llama", "granite", "smollm3")
 
 
@@ -82,6 +95,9 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", **changes: Any) 
                 )
                 kept = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
                 writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
+    if architecture == "gemma4":
+        half = config["global_head_dim"] // 2
+        writer.add_tensor("rope_freqs.weight", np.array([1.0] * (half // 4) + [1e30] * (half - half // 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,6 +126,8 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     if architecture == "gemma2":
         fields["{arch}.attn_logit_softcapping"] = config["attn_logit_softcapping"]
         fields["{arch}.final_logit_softcapping"] = config["final_logit_softcapping"]
+    if architecture == "gemma4":
+        fields |= gemma4_metadata(config)
     if architecture == "lfm2":
         kinds = config["layer_types"]
         fields["{arch}.attention.head_count_kv"] = [config["num_key_value_heads"] * (kind != "conv") for kind in kinds]
@@ -132,6 +150,26 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         fields["{arch}.attention.scale"] = config["attention_multiplier"]
         fields["{arch}.logit_scale"] = config["logits_scaling"]
     return fields
+
+
+def gemma4_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """What differs between two kinds of layers, and those that share a cache."""
+    layers, sharing, width = (
+        config[each] for each in ("num_hidden_layers", "num_kv_shared_layers", "intermediate_size")
+    )
+    dims = {"": config["global_head_dim"], "_swa": config["head_dim"]}
+    fields: dict[str, Any] = {f"{{arch}}.rope.dimension_count{kind}": dim for kind, dim in dims.items()}
+    for name in ("key_length", "value_length"):
+        fields |= {f"{{arch}}.attention.{name}{kind}": dim for kind, dim in dims.items()}
+    return fields | {
+        "{arch}.rope.freq_base": 1e6,
+        "{arch}.rope.freq_base_swa": 1e4,
+        "{arch}.feed_forward_length": [width * (1 + (layer >= layers - sharing)) for layer in range(layers)],
+        "{arch}.attention.sliding_window_pattern": [each == "sliding_attention" for each in config["layer_types"]],
+        "{arch}.attention.shared_kv_layers": sharing,
+        "{arch}.embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "{arch}.final_logit_softcapping": config["final_logit_softcapping"],
+    }
 
 
 def tokenizer_fields(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +197,7 @@ def tokenizer_fields(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]
 
 def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture: str) -> tuple[str, np.ndarray]:
     """What the converter makes of a tensor: its name, rotary pairs of some architectures, and norms with offset."""
-    if architecture.startswith(("gemma", "qwen35")) and "norm" in key and "linear_attn" not in key:
+    if architecture.startswith(("gemma2", "gemma3", "qwen35")) and "norm" in key and "linear_attn" not in key:
         values = values + 1
     if ".linear_attn." in key:
         values = tiled(key, values, config)
@@ -173,13 +211,14 @@ def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture
         return "token_embd_norm.weight", values
     if key.endswith("conv.conv.weight"):
         values = values[:, 0]
-    if key in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
-        table = {"model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm"}
-        return f"{table[key.removesuffix('.weight')]}.weight", values
+    if key.endswith("layer_scalar"):
+        return f"blk.{key.split('.')[2]}.layer_output_scale.weight", values
+    if (table := TABLES.get(key.removesuffix(".weight"))) is not None:
+        return f"{table}.weight", values
     _, _, layer, rest = key.split(".", 3)
     part, suffix = rest.rsplit(".", 1)
     names = NAMES | (POST_NORMS if architecture in ("gemma2", "gemma3", "olmo2") else {})
-    names |= DELTA_RULE if architecture == "qwen35" else {}
+    names |= {"qwen35": DELTA_RULE, "gemma4": GEMMA4}.get(architecture, {})
     if architecture in INTERLEAVED and part in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config["num_attention_heads"]
         heads = heads if part == "self_attn.q_proj" else config.get("num_key_value_heads") or heads

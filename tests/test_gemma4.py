@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import edgekv
 from devices import find
@@ -279,6 +282,19 @@ def test_what_gemma_4_cannot_have_is_refused_by_option(checkpoint: Path) -> None
         gemma(checkpoint, graph_format="tflite", kv_dtype="s8", context=64)
     with pytest.raises(UsageError, match="--lora-slots: got layers that differ in size or share a cache"):
         gemma(checkpoint, lora=LoraOptions(rank=4, targets=("q",)))
+
+
+def test_layers_that_share_a_cache_do_without_the_keys_that_files_have(checkpoint: Path, tmp_path: Path) -> None:
+    """As transformers does, which writes none."""
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    of_layer = {key: values for key, values in tensors.items() if re.search(r"\.2\.self_attn\.[kv]_", key)}
+    more = {key.replace(".2.", ".3."): values for key, values in of_layer.items()}
+    save_file(tensors | more, folder / "model.safetensors")
+    one, other = (Checkpoint.open(str(each)) for each in (checkpoint, folder))
+    assert len(more) == 3 and one.spec == other.spec
+    found, wanted = (next(iter(Reference(each, 64).logits([np.arange(20)]))) for each in (other, one))
+    assert np.array_equal(found, wanted)
 
 
 def test_encoders_of_images_and_sound_are_left_out(tmp_path: Path) -> None:

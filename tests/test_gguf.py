@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.gguf_files import write_gguf
 
 PROMPT = [(7 * i) % 200 + 3 for i in range(40)]
-SAME = ["llama-2", "llama-biased", "smollm2", "qwen2", "qwen3", "granite", "olmo2", "lfm2"]
+SAME = ["llama-2", "llama-biased", "smollm2", "qwen2", "qwen3", "granite", "olmo2", "lfm2", "gemma4"]
 ALTERED = {  # what a GGUF file says of these, where the test's checkpoint says something else
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16, "rope_scaling": None, "sliding_window_pattern": 6},
@@ -154,13 +155,14 @@ def test_the_byte_level_tokenizer_is_rebuilt(embedded: Path, tmp_path: Path) -> 
         assert found.decode(found.encode(text).ids) == original.decode(found.encode(text).ids)
 
 
-def sentence_piece() -> Tokenizer:
-    """A BPE with byte fallback, trained here, as Llama 2's is made."""
+def sentence_piece(kind: str) -> Tokenizer:
+    """A BPE with byte fallback, trained here, as Llama 2's is made; Gemma 4's puts no space before a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    spaces, strip = normalizers.Replace(" ", "\u2581"), decoders.Strip(" ", 1, 0)
+    has_prefix = kind == "llama"
+    tokenizer.normalizer = normalizers.Sequence([*([normalizers.Prepend("\u2581")] if has_prefix else []), spaces])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([strip] if has_prefix else [])])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     text = [Path(__file__).read_text(), Path(gguf.__file__).with_name("utility.py").read_text()]
     tokenizer.train_from_iterator(
@@ -169,17 +171,21 @@ def sentence_piece() -> Tokenizer:
     return tokenizer
 
 
-def test_the_sentencepiece_tokenizer_is_rebuilt(llama: Path, tmp_path: Path) -> None:
-    original = sentence_piece()
+@pytest.mark.parametrize("kind", ["llama", "gemma4"])
+def test_the_sentencepiece_tokenizer_is_rebuilt(llama: Path, tmp_path: Path, kind: str) -> None:
+    """From the scores of Llama's files, or from the merges of Gemma 4's."""
+    original = sentence_piece(kind)
+    merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
     vocabulary = original.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     changes = {
-        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.model": kind,
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [-float(number) for number in range(len(tokens))],
+        "tokenizer.ggml.scores": [-float(number) if kind == "llama" else 0.0 for number in range(len(tokens))],
         "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
-        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.merges": None if kind == "llama" else merges,
+        "tokenizer.ggml.add_space_prefix": kind == "llama",
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.add_bos_token": True,

@@ -11,6 +11,8 @@ from exporters.checkpoint.stored import Stored, same_numbers
 
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # present in older checkpoints
 
+_KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
+
 
 def without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View]) -> dict[str, Stored]:
     """Without the biases of zeros that quantizers add to projections that have none."""
@@ -43,10 +45,18 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
                 expected="the same or none, as tie_word_embeddings of config.json says",
                 fix="Set tie_word_embeddings to false if the head is a matrix of its own.",
             )
-        if key != HEAD and _RECOMPUTED.fullmatch(key) is None:
+        if key != HEAD and not _is_unused(key, spec):
             raise CheckpointError(
                 f"weights: {key}",
                 got="a tensor that config.json does not account for",
                 expected=f"the tensors of the architecture {spec.model_type} alone",
                 fix="Merge adapters into the weights first. Another architecture cannot be exported.",
             )
+
+
+def _is_unused(key: str, spec: DecoderSpec) -> bool:
+    """Whether files have a tensor that the decoder does without: layers may read the keys and values of another."""
+    found = _KEYS_AND_VALUES.fullmatch(key)
+    if found is None:
+        return _RECOMPUTED.fullmatch(key) is not None
+    return int(found[1]) < spec.layers and not spec.owns_cache(int(found[1]))

@@ -15,6 +15,8 @@ Fields = dict[str, Any]
 _LLAMA3 = (1.0, 4.0, 8192.0)  # low_freq_factor, high_freq_factor and original context of Llama 3.1 and 3.2
 _ENDS = ("eos", "eot", "eom")  # of a text, a turn and a message
 _GEMMA_LOCAL_THETA = 1e4  # llama.cpp's value; the files do not contain it
+_BY_LAYER = ("gemma4",)  # architectures that describe sizes and rotary embeddings by layer
+_NOT_ROTATED = 1e20
 
 
 def hugging_face_config(file: GgufFile) -> Fields:
@@ -41,6 +43,7 @@ def hugging_face_config(file: GgufFile) -> Fields:
 
 def _shared(file: GgufFile) -> Fields:
     """The fields of all decoders: sizes, norm, rotary embedding, tied head."""
+    by_layer = file.architecture in _BY_LAYER
     heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
     head_dim = file.size(".attention.key_length", hidden // heads if heads else 0)
     value_dim = file.size(".attention.value_length", head_dim)
@@ -55,10 +58,10 @@ def _shared(file: GgufFile) -> Fields:
         )
     fields: Fields = {
         "hidden_size": hidden,
-        "intermediate_size": file.size(".feed_forward_length"),
+        "intermediate_size": 0 if by_layer else file.size(".feed_forward_length"),
         "num_hidden_layers": file.size(".block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.size(".attention.head_count_kv", heads),
+        "num_key_value_heads": 0 if by_layer else file.size(".attention.head_count_kv", heads),
         "head_dim": head_dim,
         "vocab_size": file.blocks["token_embd.weight"].shape[0],
         "max_position_embeddings": file.size(".context_length"),
@@ -66,7 +69,7 @@ def _shared(file: GgufFile) -> Fields:
         "rope_theta": file.number(".rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.blocks,
     }
-    return fields | _rope_scaling(file, head_dim)
+    return fields if by_layer else fields | _rope_scaling(file, head_dim)
 
 
 def _rope_scaling(file: GgufFile, head_dim: int) -> Fields:
@@ -186,6 +189,56 @@ def _gemma3(file: GgufFile) -> Fields:
     }
 
 
+def _gemma4(file: GgufFile) -> Fields:
+    layers, full_dim = file.size(".block_count"), file.size(".attention.key_length")
+    slides = file.sizes(".attention.sliding_window_pattern", layers)
+    head_dims = [file.size(".attention.key_length_swa") if each else full_dim for each in slides]
+    key_heads, widths = (file.sizes(each, layers) for each in (".attention.head_count_kv", ".feed_forward_length"))
+    return {
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "sliding_window": file.size(".attention.sliding_window"),
+        "head_dim": min(head_dims),
+        "num_key_value_heads": key_heads[0],
+        "per_layer_config": {
+            str(layer): {"head_dim": dim, "num_key_value_heads": count}
+            for layer, (dim, count) in enumerate(zip(head_dims, key_heads, strict=True))
+        },
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": min(widths) < max(widths),
+        "num_kv_shared_layers": file.size(".attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": file.size(".embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": file.blocks["token_embd.weight"].shape[0],
+        "final_logit_softcapping": file.number(".final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": file.number(".rope.freq_base", 1e6),
+                "partial_rotary_factor": _rotated(file),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.number(".rope.freq_base_swa", _GEMMA_LOCAL_THETA),
+            },
+        },
+    }
+
+
+def _rotated(file: GgufFile) -> float:
+    """How much of a head is rotated in layers with full attention: the divisors of all other frequencies are huge.
+
+    Raises:
+        CheckpointError: they are others than 1 and huge ones after them.
+    """
+    name = "rope_freqs.weight"
+    found = np.asarray(_factors(file, name))
+    count = int((found == 1).sum())
+    if not 0 < count == int((found[:count] == 1).sum()) or (found[count:] < _NOT_ROTATED).any():
+        raise file.refusal(name, f"ones, and numbers of at least {_NOT_ROTATED:g} after them", found.tolist())
+    return count / len(found)
+
+
 def _smollm3(file: GgufFile) -> Fields:
     layers = file.size(".block_count")
     return {
@@ -243,6 +296,7 @@ def further_layers(file: GgufFile) -> int:
 _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "granite": _granite,
     "lfm2": _lfm2,
     "llama": _llama,

@@ -130,6 +130,19 @@ class GgufFile:
             return int(value)
         raise self.refusal(key, "a whole number", value)
 
+    def sizes(self, key: str, layers: int) -> list[int]:
+        """A whole number of the metadata for each layer, from a list or from one that all share.
+
+        Raises:
+            CheckpointError: it is missing, of another type, or a list of another length.
+        """
+        value = self._fields.get(self._key(key))
+        if not isinstance(value, list):
+            return [self.size(key)] * layers
+        if len(value) == layers and all(isinstance(each, (int, np.integer)) for each in value):
+            return [int(each) for each in value]
+        raise self.refusal(key, f"a whole number for each of {layers} layers", value)
+
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false of the metadata.
 

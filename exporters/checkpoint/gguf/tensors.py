@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
+from edgekv.spec.tensors import LAYER_TABLE, LAYER_TABLE_NORM, LAYER_TABLE_PROJECTION
 from exporters.checkpoint.gguf.config import further_layers
 from exporters.checkpoint.gguf.file import Block, GgufFile
 from exporters.checkpoint.stored import ComputedTensor
@@ -24,6 +25,9 @@ _TABLES = {
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.norm.weight",  # what LFM2's files call it
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": LAYER_TABLE,
+    "per_layer_model_proj.weight": LAYER_TABLE_PROJECTION,
+    "per_layer_proj_norm.weight": LAYER_TABLE_NORM,
 }
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read by the configuration
 _PARTS = {
@@ -48,6 +52,12 @@ _POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA4 = _POST_NORMS | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+}
 _DELTA_RULE = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -60,10 +70,11 @@ _DELTA_RULE = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_VECTORS = ("linear_attn.dt_bias", "linear_attn.A_log")  # Hugging Face's names of these have no ending
+_VECTORS = ("linear_attn.dt_bias", "linear_attn.A_log", "layer_scalar")  # Hugging Face's names of these have no ending
 _SPECIAL = {
     "gemma2": _POST_NORMS,
     "gemma3": _POST_NORMS,
+    "gemma4": _GEMMA4,
     "olmo2": _POST_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen35": _DELTA_RULE,

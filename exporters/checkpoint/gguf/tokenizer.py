@@ -73,7 +73,7 @@ _SPLITTERS = {
 
 
 def rebuild_tokenizer(file: GgufFile) -> Tokenizer:
-    """The tokenizer of a GGUF file: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`).
+    """The tokenizer of a GGUF file: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`, and `gemma4` with merges).
 
     Raises:
         CheckpointError: the kind of tokenizer or its pre-tokenizer is unknown, or a list is missing.
@@ -86,12 +86,12 @@ def rebuild_tokenizer(file: GgufFile) -> Tokenizer:
         raise file.refusal("tokenizer.ggml.tokens", "each token once", f"{len(tokens) - len(set(tokens))} repeated")
     if kind == "gpt2":
         tokenizer = _byte_level(file, tokens)
-    elif kind == "llama":
-        tokenizer = _sentence_piece(file, tokens)
+    elif kind in ("llama", "gemma4"):
+        tokenizer = _sentence_piece(file, tokens, has_merges=kind == "gemma4")
     else:
-        raise file.refusal("tokenizer.ggml.model", "gpt2 or llama", kind)
+        raise file.refusal("tokenizer.ggml.model", "gpt2, llama or gemma4", kind)
     _add_special(file, tokenizer, tokens)
-    _add_bos(file, tokenizer, tokens, default=kind == "llama")
+    _add_bos(file, tokenizer, tokens, default=kind != "gpt2")
     return tokenizer
 
 
@@ -122,10 +122,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     splitter = _SPLITTERS.get(name)
     if splitter is None:
         raise file.refusal("tokenizer.ggml.pre", ", ".join(_SPLITTERS), name)
-    merges = [_pair(file, merge) for merge in file.list("tokenizer.ggml.merges")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    if missing := next((pair for pair in merges if not {*pair, "".join(pair)} <= vocabulary.keys()), None):
-        raise file.refusal("tokenizer.ggml.merges", "pairs of known tokens", " ".join(missing))
+    merges = _listed_merges(file, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitter.whole_words))
     if splitter.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -140,6 +138,13 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
+def _listed_merges(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges = [_pair(file, merge) for merge in file.list("tokenizer.ggml.merges")]
+    if missing := next((pair for pair in merges if not {*pair, "".join(pair)} <= vocabulary.keys()), None):
+        raise file.refusal("tokenizer.ggml.merges", "pairs of known tokens", " ".join(missing))
+    return merges
+
+
 def _pair(file: GgufFile, merge: object) -> tuple[str, str]:
     parts = merge.split(" ") if isinstance(merge, str) else []
     if len(parts) != 2:
@@ -147,13 +152,10 @@ def _pair(file: GgufFile, merge: object) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
-def _sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    scores = file.list("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise file.refusal("tokenizer.ggml.scores", f"{len(tokens)} numbers", f"{len(scores)} numbers")
-    unknown = tokens[_token_id(file, "tokenizer.ggml.unknown_token_id", tokens, 0)]
+def _sentence_piece(file: GgufFile, tokens: list[str], *, has_merges: bool) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    merges = _merges(vocabulary, scores)
+    unknown = tokens[_token_id(file, "tokenizer.ggml.unknown_token_id", tokens, 0)]
+    merges = _listed_merges(file, vocabulary) if has_merges else _scored_merges(file, vocabulary)
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
@@ -165,8 +167,11 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _scored_merges(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Merges in the order in which SentencePiece applies them: the piece with the highest score first."""
+    scores = file.list("tokenizer.ggml.scores")
+    if len(scores) != len(vocabulary):
+        raise file.refusal("tokenizer.ggml.scores", f"{len(vocabulary)} numbers", f"{len(scores)} numbers")
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, number in vocabulary.items():
         for at in range(1, len(piece)):
