@@ -208,15 +208,20 @@ class Conversation:
             tokenize=lambda text: self._known.tokens_of(text, self._model),
         )
         generation = self._model.generate(
-            prompt.tokens, self.params, sequence=_SEQUENCE, speculate=self._speculate, lora=self._lora
+            prompt.tokens,
+            self.params,
+            sequence=_SEQUENCE,
+            speculate=self._speculate,
+            lora=self._lora,
+            thoughts=True,
         )
         before, self.messages = self.messages, messages
         self._unfinished = Answer(self, before, prompt, generation)
         return self._unfinished
 
-    def _answered(self, prompt: FittedPrompt, content: str, text: str, generated: Sequence[int]) -> None:
+    def _answered(self, message: Message, prompt: FittedPrompt, text: str, generated: Sequence[int]) -> None:
         """Add an answer. The cache holds its first tokens, which say the beginning `text` of its content."""
-        self.messages = [*self.messages, {"role": "assistant", "content": content}]
+        self.messages = [*self.messages, message]
         self._known = self._known.followed_by(prompt, text, generated)
 
 
@@ -261,8 +266,8 @@ class _KnownText:
         """What is known after an answer of these tokens to a prompt whose tokens `tokens_of` gave."""
         text, tokens = prompt.text + answer, (*prompt.tokens, *generated)
         shared = (end for end in self.ends if end.characters < len(prompt.text) and self._begins(text, end))
-        new = _End(len(prompt.text), len(prompt.tokens), False), _End(len(text), len(tokens), True)
-        return _KnownText(text, tokens, (*shared, *new))
+        ends = [*shared, _End(len(prompt.text), len(prompt.tokens), False)]
+        return _KnownText(text, tokens, (*ends, *([_End(len(text), len(tokens), True)] if generated else ())))
 
     def _begins(self, text: str, end: _End) -> bool:
         return text.startswith(self.text[: end.characters])
@@ -273,13 +278,14 @@ class Answer(Iterator[Token]):
 
     Attributes:
         text: the answer so far.
+        thoughts: those of the model before it, so far. The chat template says whether later prompts have them.
         dropped_turns: the oldest turns of the conversation, which the model did not see: the context was full.
     """
 
     def __init__(
         self, conversation: Conversation, before: list[Message], prompt: FittedPrompt, generation: Generation
     ) -> None:
-        self.text = ""
+        self.text = self.thoughts = ""
         self.dropped_turns = prompt.dropped_turns
         self._conversation = conversation
         self._before = before
@@ -302,6 +308,7 @@ class Answer(Iterator[Token]):
             raise
         self._generated.append(token.id)
         self.text += token.text
+        self.thoughts += token.thoughts or ""
         if self._generation.is_whole_text:
             self._whole = len(self._generated), len(self.text)
         return token
@@ -317,7 +324,10 @@ class Answer(Iterator[Token]):
             return
         # Later tokens end the text, or are of a stop text or half a character: the cache has them, the text does not.
         count, length = self._whole
-        self._conversation._answered(self._prompt, self.text, self.text[:length], self._generated[:count])
+        message = {"role": "assistant", "content": self.text}
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
+        self._conversation._answered(message, self._prompt, self.text[:length], self._generated[:count])
 
     def __enter__(self) -> Answer:
         return self

@@ -198,6 +198,7 @@ class Model:
         cache_salt: str | None = None,
         retention: RetentionPolicy | None = None,
         processors: abc.Sequence[LogitsProcessor] = (),
+        thoughts: bool | None = None,
         return_logits: bool = False,
         speculate: Speculation | SpeculationMode | None = None,
         lora: str | None = None,
@@ -219,6 +220,8 @@ class Model:
             cache_salt: prefixes are shared only between calls with equal salts; a salt is never written anywhere.
             retention: how long the prefix cache keeps the blocks of this call.
             processors: change the logits before a token is chosen, after bias and penalties.
+            thoughts: give the model's thoughts as `Token.thoughts`, not as `Token.text`, if the bundle's template has
+                marks for them; None for messages only.
             return_logits: give each `Token` the logits of its step.
             speculate: how to draft tokens that one pass checks, as a mode or a `Speculation`; the text is the same.
             lora: adapters of the bundle, `NAME` or `NAME=SCALE`, several with commas between; None for the base model.
@@ -249,6 +252,7 @@ class Model:
             tools=declared,
             speculation=Speculation.read(speculate),
             lora=lora,
+            reads_thoughts=messages is not None if thoughts is None else thoughts,
             returns_logits=return_logits,
             bundle_defaults=bundle_defaults,
         )

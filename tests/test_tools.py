@@ -117,7 +117,7 @@ def _format(name: str) -> CallFormat:
 def _answer(tools: Tools, form: CallFormat, tokenizer: Tokenizer, seed: int) -> tuple[str, ToolCallReader, bool]:
     """A random answer: its text, the reader of its calls, and whether it came to its end."""
     compiler = GrammarCompiler(tokenizer, VOCAB, [EOS])
-    special = special_tokens(tokenizer, form, compiler.is_special)
+    special = special_tokens(tokenizer, form.texts, compiler.is_special)
     grammar = tools_grammar(tools, form, special)
     assert grammar is not None
     constraint = compiler.compile(grammar)
@@ -206,7 +206,7 @@ def _push(reader: ToolCallReader, tokenizer: Tokenizer, answer: str) -> str:
 )
 def test_calls_are_read_from_each_notation(name: str, answer: str, text: str, calls: Any, special: bool) -> None:
     tokenizer, form = _tokenizer(special=special), _format(name)
-    reader = ToolCallReader(form, special_tokens(tokenizer, form, lambda token: special))
+    reader = ToolCallReader(form, special_tokens(tokenizer, form.texts, lambda token: special))
     assert _push(reader, tokenizer, answer) == text
     assert [(call.name, call.arguments) for call in reader.calls] == calls
 

@@ -27,6 +27,7 @@ class Turn(msgspec.Struct, frozen=True):
 
     message: str
     answer: str
+    thoughts: str
     tokens: list[int]
     stats: GenerationStats
 
@@ -51,7 +52,7 @@ def chat(
     ] = True,
 ) -> None:
     """The conversation stays in the KV cache, so each turn computes only its new tokens. Answers go to standard output,
-    all else to standard error. /help lists the commands of a conversation.
+    all else, such as the thoughts before them, to standard error. /help lists the commands of a conversation.
     """
     if output.as_json and message is None:
         raise UsageError("--json", got="it without --message", expected="both", fix="Add --message TEXT.")
@@ -72,6 +73,6 @@ def chat(
         elif output.as_json:
             answer = dialog.ask(message)
             tokens = list(answer)
-            print_json(Turn(message, answer.text, [token.id for token in tokens], answer.stats))
+            print_json(Turn(message, answer.text, answer.thoughts, [token.id for token in tokens], answer.stats))
         else:
             dialog.say(message)

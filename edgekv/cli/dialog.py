@@ -164,10 +164,16 @@ class Dialog:
             oldest = "turn is" if answer.dropped_turns == 1 else f"{answer.dropped_turns} turns are"
             _tell(f"[the context is full: the oldest {oldest} left out]")
         self._dropped_turns = answer.dropped_turns
-        is_terminal = sys.stdout.isatty()
+        is_terminal, thinks = sys.stdout.isatty(), False
         try:
             with answer:
                 for token in answer:
+                    if token.thoughts and not self._is_quiet:
+                        click.secho(token.thoughts.translate(_CONTROLS), nl=False, err=True, dim=True)
+                        thinks = True
+                    if token.text and thinks:
+                        click.echo("\n", err=True)
+                        thinks = False
                     click.echo(token.text.translate(_CONTROLS) if is_terminal else token.text, nl=False)
         except KeyboardInterrupt:
             pass

@@ -28,7 +28,7 @@ from edgekv.engine.speculation import DraftTarget
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend
 from edgekv.runtime import StepTimes
-from edgekv.text.output import Output, Token
+from edgekv.text.output import AnswerReaders, Output, Token
 from edgekv.text.params import BeamParams
 from edgekv.text.sampler import Sampler
 from edgekv.text.texts import Texts
@@ -219,7 +219,10 @@ class Engine:
             sequence = Sequence(request, self._setup, adapter, prefixes)
             sequence.beams = BeamRun(request, params, self.graphs, manifest)
             return sequence
-        bound = self.texts.bind(params.grammar, request.tools)
+        constraint, calls = self.texts.bind(params.grammar, request.tools)
+        thoughts = None
+        if request.reads_thoughts:
+            thoughts = self.texts.thoughts(request.tokens, params.grammar, request.tools)
         sampler = Sampler.of(params, self._encoding, manifest.model.vocab, request.processors)
         speculation = self.target.begin(request.speculation)
         output = Output(
@@ -228,7 +231,8 @@ class Engine:
             sampler,
             self.texts.tokenizer,
             manifest.tokens.eos,
-            bound,
+            constraint,
+            AnswerReaders(calls, thoughts),
             returns_logits=request.returns_logits,
         )
         return Sequence(request, self._setup, adapter, prefixes, output, speculation)

@@ -32,6 +32,7 @@ class Request:
         tools: functions that the answer may call; the prompt declares them.
         speculation: how to draft tokens; None for no drafts.
         lora: adapters of the bundle, `NAME` or `NAME=SCALE`, several with commas between; None for the base model.
+        reads_thoughts: whether the model's thoughts are apart from the text, if its chat template has marks for them.
         returns_logits: whether tokens carry the logits of their steps.
         scores: whether the logits after each token of the prompt are wanted, before any token.
         bundle_defaults: names of the parameters that the bundle set, for the statistics.
@@ -46,6 +47,7 @@ class Request:
     tools: Tools | None = None
     speculation: Speculation | None = None
     lora: str | None = None
+    reads_thoughts: bool = False
     returns_logits: bool = False
     scores: bool = False
     bundle_defaults: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from edgekv.text.constraint import Constraint
 from edgekv.text.params import SamplingParams
 from edgekv.text.sampler import Sampler, TokenChoice
 from edgekv.text.stream import Detokenizer, StopSequences
+from edgekv.text.thoughts import ThoughtReader
 from edgekv.text.tools import ToolCall, ToolCallReader
 
 if TYPE_CHECKING:
@@ -31,19 +32,37 @@ class Token:
             all text withheld so far.
         logits: of the step, `[V]` in float32, before any processor; None unless they were asked for.
         tool_calls: the calls that this token completes; their notation is not part of any `text`.
+        thoughts: text of the model's thoughts to show now, which is not part of any `text`; None for tokens of none.
     """
 
     id: int
     text: str
     logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
     tool_calls: tuple[ToolCall, ...] = ()
+    thoughts: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReaders:
+    """What finds the parts of an answer that are not its text.
+
+    Attributes:
+        calls: of tools; None if there are no tools.
+        thoughts: before the text; None if they are not looked for.
+    """
+
+    calls: ToolCallReader | None = None
+    thoughts: ThoughtReader | None = None
+
+
+NO_READERS = AnswerReaders()
 
 
 class TextStream:
-    """Turns tokens into text, without the calls of tools, up to a stop text."""
+    """Turns tokens into text, without thoughts and the calls of tools, up to a stop text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], reader: ToolCallReader | None
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], readers: AnswerReaders
     ) -> None:
         """Continue the text of a prompt.
 
@@ -51,20 +70,22 @@ class TextStream:
             tokenizer: turns tokens into text.
             prompt: token ids.
             stop: texts that end it.
-            reader: of the calls of tools; None if there are no tools.
+            readers: find what is no text.
 
         Raises:
             UsageError: the tokenizer fails.
         """
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopSequences(stop)
-        self._reader = reader
+        self._calls = readers.calls
+        self._thoughts = readers.thoughts
         self._has_skipped = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether the text returned is that of all tokens: none is withheld, cut off or part of a call."""
-        return not (self._has_skipped or self._reader or self._stops.withholds or self._detokenizer.withholds)
+        """Whether the text returned is that of all tokens: none is withheld, cut off, or part of a call or thoughts."""
+        hides = self._calls is not None or (self._thoughts is not None and self._thoughts.hides)
+        return not (self._has_skipped or hides or self._stops.withholds or self._detokenizer.withholds)
 
     @property
     def has_stopped(self) -> bool:
@@ -74,20 +95,34 @@ class TextStream:
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The calls of tools so far."""
-        return () if self._reader is None else tuple(self._reader.calls)
+        return () if self._calls is None else tuple(self._calls.calls)
 
-    def push(self, token: int, *, is_text: bool) -> str:
-        """The text that can be printed after a token; one that ends a text is none itself."""
+    def push(self, token: int, *, is_text: bool) -> tuple[str, str | None]:
+        """The text and the thoughts that can be shown after a token; one that ends a text is none itself."""
         self._has_skipped |= not is_text
-        piece = self._detokenizer.push(token) if is_text else ""
-        return self._stops.push(piece if self._reader is None else self._reader.push(token, piece))
+        return self._divided(token, self._detokenizer.push(token) if is_text else "")
 
-    def flush(self, *, cut: bool) -> str:
-        """The withheld text, at the end; without the last character if it is incomplete because the text is `cut`."""
-        rest = self._detokenizer.flush(cut=cut)
-        if self._reader is not None:
-            rest = self._reader.push(-1, rest) + self._reader.flush()
-        return self._stops.push(rest) + self._stops.flush()
+    def flush(self, *, cut: bool) -> tuple[str, str | None]:
+        """What was withheld, at the end; without the last character if it is incomplete because the text is `cut`."""
+        text, thoughts = self._divided(-1, self._detokenizer.flush(cut=cut))
+        if self._thoughts is not None:
+            more, rest = self._thoughts.flush()
+            thoughts = (thoughts or "") + more if more else thoughts
+            text += self._called(-1, rest)
+        if self._calls is not None:
+            text += self._stops.push(self._calls.flush())
+        return text + self._stops.flush(), thoughts
+
+    def _divided(self, token: int, piece: str) -> tuple[str, str | None]:
+        if self._thoughts is None:
+            return self._called(token, piece), None
+        was_within = self._thoughts.is_within
+        thoughts, text = self._thoughts.push(token, piece)
+        return self._called(token, text), thoughts if thoughts or was_within or self._thoughts.is_within else None
+
+    def _called(self, token: int, text: str) -> str:
+        """Text up to a stop text, without calls."""
+        return self._stops.push(text if self._calls is None else self._calls.push(token, text))
 
 
 class Output:
@@ -109,7 +144,8 @@ class Output:
         sampler: Sampler,
         tokenizer: Tokenizer,
         eos: Collection[int],
-        bound: tuple[Constraint | None, ToolCallReader | None],
+        constraint: Constraint | None = None,
+        readers: AnswerReaders = NO_READERS,
         *,
         returns_logits: bool = False,
     ) -> None:
@@ -121,18 +157,19 @@ class Output:
             sampler: chooses tokens by logits.
             tokenizer: of the bundle.
             eos: tokens that end a text.
-            bound: see `Texts.bind`.
+            constraint: of the text; None for free text.
+            readers: find what is no text.
             returns_logits: whether each token carries the logits of its step.
 
         Raises:
             UsageError: the tokenizer fails.
         """
-        self.constraint, reader = bound
+        self.constraint = constraint
         self.tokens: list[int] = []
         self.stop_reason: StopReason | None = None
         self.sampler = sampler
         self.choice = TokenChoice(sampler, self.constraint)
-        self.stream = TextStream(tokenizer, prompt, params.stop, reader)
+        self.stream = TextStream(tokenizer, prompt, params.stop, readers)
         self._prompt = prompt
         self._most_tokens = params.max_new_tokens
         self._eos = frozenset() if params.ignore_eos else frozenset(eos)
@@ -167,7 +204,7 @@ class Output:
         stream = self.stream
         known = len(stream.tool_calls)
         is_end = token in self._eos
-        text = stream.push(token, is_text=not is_end)
+        text, thoughts = stream.push(token, is_text=not is_end)
         if is_end:
             self.stop_reason = "eos"
         elif stream.has_stopped:
@@ -179,6 +216,7 @@ class Output:
         elif is_full:
             self.stop_reason = "context"
         if self.stop_reason is not None:
-            text += stream.flush(cut=self.stop_reason in ("length", "context"))
+            rest, more = stream.flush(cut=self.stop_reason in ("length", "context"))
+            text, thoughts = text + rest, thoughts if more is None else (thoughts or "") + more
         real = self.sampler.real(logits) if self._returns_logits and logits is not None else None
-        return Token(token, text, real, stream.tool_calls[known:])
+        return Token(token, text, real, stream.tool_calls[known:], thoughts)

@@ -129,7 +129,7 @@ class StopSequences:
         if ends:
             self.found, self._held = True, ""
             return text[: min(ends)[1]]
-        keep = max(_overlap(text, s) for s in self._sequences)
+        keep = max(overlap(text, s) for s in self._sequences)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -139,7 +139,7 @@ class StopSequences:
         return held
 
 
-def _overlap(text: str, sequence: str) -> int:
+def overlap(text: str, sequence: str) -> int:
     """Length of the longest suffix of the text that is a prefix of the sequence."""
     longest = min(len(text), len(sequence) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(sequence[:n])), 0)

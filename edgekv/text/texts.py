@@ -14,6 +14,7 @@ from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle
 from edgekv.spec.text import begins_with, decode, encode
 from edgekv.text.constraint import Constraint, GrammarCompiler
 from edgekv.text.grammar import Grammar
+from edgekv.text.thoughts import ThoughtFormat, ThoughtReader, thought_format
 from edgekv.text.tools import ToolCallReader, Tools, find_format, render_with_tools, special_tokens, tools_grammar
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _ALWAYS_READ = 1 << 16
 """Texts of up to this many characters are tokenized without a check against the context."""
 _SLACK = 4
 """Unicode normalization can shorten a text, at most to a third of its characters (NFC)."""
+_MARK_TOKENS = 16
+"""A mark at the end of a prompt has at most so many tokens."""
 _MAX_SLIDING = 1 << 22
 """Maximum characters of a prompt that may exceed the context: the tokenizer needs about 140 bytes per character."""
 
@@ -137,6 +140,30 @@ class Texts:
             )
         return tokens
 
+    def thoughts(self, prompt: Sequence[int], grammar: Grammar | None, tools: Tools | None) -> ThoughtReader | None:
+        """A new reader of the thoughts of an answer; None if it can have none.
+
+        It has none if the bundle's chat template has no marks for them, or the answer is bound from its first token on.
+        """
+        form = self._thought_format
+        if form is None or grammar is not None:
+            return None
+        if tools is not None and tools.callable and (tools.choice != "auto" or find_format(self.chat_templates).reply):
+            return None
+        end = decode(self.tokenizer, list(prompt[-_MARK_TOKENS:]), skip_special_tokens=False)
+        return ThoughtReader(form, self._special_texts, is_open=form.is_open(end))
+
+    @cached_property
+    def _thought_format(self) -> ThoughtFormat | None:
+        found = read_bundle_templates(self._bundle.path)
+        return None if found is None else thought_format(found)
+
+    @cached_property
+    def _special_texts(self) -> dict[int, str]:
+        """The special tokens, which have no text in an answer."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items() if token.special}
+
     def bind(self, grammar: Grammar | None, tools: Tools | None) -> tuple[Constraint | None, ToolCallReader | None]:
         """The constraint of an answer and the reader of its calls, each None if there is none.
 
@@ -152,10 +179,13 @@ class Texts:
                 fix = "Leave one of them out."
                 raise UsageError("grammar", got="one together with tools", expected="one of them", fix=fix)
             form = find_format(self.chat_templates)
-            special = special_tokens(self.tokenizer, form, self._grammars.is_special)
+            thoughts, is_special = self._thought_format, self._grammars.is_special
+            special = special_tokens(self.tokenizer, form.texts, is_special)
+            marks = () if thoughts is None else (thoughts.open, thoughts.close)
             reader = ToolCallReader(form, special)
+            special |= special_tokens(self.tokenizer, marks, is_special)
             try:
-                return self._compiled(tools_grammar(tools, form, special)), reader
+                return self._compiled(tools_grammar(tools, form, special, thoughts)), reader
             except UsageError as error:
                 self._check_each(tools)
                 raise UsageError("tools", got=error.got, expected=error.expected, fix=error.fix) from None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgekv.text.constraint import SEPARATORS
 from edgekv.text.grammar import Grammar
+from edgekv.text.thoughts import ThoughtFormat
 from edgekv.text.tools.format import CallFormat
 from edgekv.text.tools.gemma import arguments_rules
 from edgekv.text.tools.tool import Tool, Tools
@@ -19,31 +20,35 @@ _TEXT = r"/(.|\n)*/"
 _TEXT_WITHOUT_CALL = r"/([^{](.|\n)*)?/"
 
 
-def special_tokens(tokenizer: Tokenizer, call: CallFormat, is_special: Callable[[int], bool]) -> dict[str, int]:
-    """Ids of the special tokens that the markers of a format consist of; other markers are written as text.
+def special_tokens(tokenizer: Tokenizer, markers: Sequence[str], is_special: Callable[[int], bool]) -> dict[str, int]:
+    """Ids of the special tokens that markers consist of; other markers are written as text.
 
     Args:
         tokenizer: of the bundle.
-        call: how the model writes calls.
+        markers: such as those of a `CallFormat`.
         is_special: whether grammars take an added token as a special one; llguidance has a rule of its own.
     """
     added = tokenizer.get_added_tokens_decoder()
     return {
         token.content: number
         for number, token in added.items()
-        if is_special(number) and any(token.content in text for text in call.texts)
+        if is_special(number) and any(token.content in text for text in markers)
     }
 
 
-def tools_grammar(tools: Tools, call: CallFormat, special: Mapping[str, int]) -> Grammar | None:
+def tools_grammar(
+    tools: Tools, call: CallFormat, special: Mapping[str, int], thoughts: ThoughtFormat | None = None
+) -> Grammar | None:
     """What an answer with these tools may be; None if no tool may be called.
 
-    `auto` allows any text, in which a call is bound to the schemas as soon as its marker is written.
+    `auto` allows any text, in which a call is bound to the schemas as soon as its marker is written, and thoughts
+    before it.
 
     Args:
         tools: with at least one tool.
         call: how the model writes a call.
         special: as `special_tokens` gives them.
+        thoughts: how the model writes thoughts; None if it has none.
 
     Raises:
         UsageError: a schema that cannot be written in the format, or a grammar that is too large.
@@ -57,7 +62,13 @@ def tools_grammar(tools: Tools, call: CallFormat, special: Mapping[str, int]) ->
     several = tools.parallel and tools.choice in ("auto", "required")
     repeated = "" if not several or call.separator is None else f" ({_literal(call.separator, special)} one)*"
     rules.append(f"body: one{repeated} {_literal(call.close, special)}")
-    rules += _start_rules(tools, call, special, several=several and call.join is not None)
+    start, *others = _start_rules(tools, call, special, several=several and call.join is not None)
+    if thoughts is not None and thoughts.close in special and tools.choice == "auto" and not call.reply:
+        # Free text contains no special tokens. A prompt may end within thoughts.
+        marks = (_literal(mark, special) for mark in (thoughts.open, thoughts.close))
+        others.append("thoughts: ({})? TEXT {}".format(*marks))
+        start = f"start: thoughts? answer\nanswer: {start.removeprefix('start: ')}"
+    rules += [start, *others]
     return Grammar.lark("\n".join(rules))
 
 
