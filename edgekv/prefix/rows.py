@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.kv import Arena, CacheGroup, KVCache, KvTensor
@@ -13,6 +16,7 @@ from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
 
 Rows = NDArray[Any]
+_ALIGNED_PAGES = 64  # of a smaller block, a page more would be too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,18 @@ class BlockGroup:
     def shape(self, tokens: int) -> tuple[int, int, int]:
         """Shape of the rows of so many tokens: `[tensors, tokens, D]`."""
         return self.geometry.tensors, tokens, self.geometry.head_dim
+
+    def empty(self, tokens: int, dtype: np.dtype[Any]) -> Rows:
+        """Rows to be filled, at the start of a page if they are many: each tensor's are copied to a place of its own,
+        and a copy that crosses a page takes twice as long.
+        """
+        shape = self.shape(tokens)
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if size_bytes < _ALIGNED_PAGES * mmap.PAGESIZE:
+            return np.empty(shape, dtype)
+        memory = np.empty(size_bytes + mmap.PAGESIZE, np.uint8)
+        start = -memory.ctypes.data % mmap.PAGESIZE
+        return memory[start : start + size_bytes].view(dtype).reshape(shape)
 
     def first_needed(self, tokens: int) -> int:
         """Index of the first of `tokens` past tokens that the next one attends to."""

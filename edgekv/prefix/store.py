@@ -261,7 +261,7 @@ class PrefixStore:
     def _insert_block(self, link: Link, part: int, source: Source, is_pinned: IsPinned) -> Block | None:
         """Store the rows of a block; None if all memory is in use. A beginning of it that was stored makes way."""
         group = self.groups[part]
-        rows = np.empty(group.shape(link.end - link.start), self._dtype)
+        rows = group.empty(link.end - link.start, self._dtype)
         source.read(part, link.start, rows)
         block = Block(link, part, group.window is None, {ROWS: rows})
         if not self._add(block, is_pinned):
