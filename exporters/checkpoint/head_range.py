@@ -13,6 +13,7 @@ ANGLES = np.deg2rad(np.arange(0.0, 90.0, 2.0))
 """Angles by which pairs may be turned; a quarter turn exchanges the elements and changes no magnitude."""
 
 _SAME = 1 - 1e-5  # more than the rounding of a turn
+_TURNED_AT_ONCE = 1 << 18  # elements; all angles together take a twentieth of the calls, and memory for each
 
 HeadNumber = tuple[int, int]
 """Layer, and number of the key/value head."""
@@ -53,10 +54,14 @@ class HeadRange:
         if not len(numbers):
             return replace(self, rest=rest)
         first, second, pairs = first[wider], second[wider], self.pairs.copy()
-        for at, angle in enumerate(ANGLES.astype(np.float32)):
-            cos, sin = np.cos(angle), np.sin(angle)
+        together = max(1, _TURNED_AT_ONCE // len(first))
+        for start in range(0, len(ANGLES), together):
+            angles = ANGLES[start : start + together, None].astype(np.float32)
+            cos, sin = np.cos(angles), np.sin(angles)
             turned = np.maximum(np.abs(cos * first - sin * second), np.abs(sin * first + cos * second))
-            pairs[numbers, at] = np.maximum(pairs[numbers, at], np.maximum.reduceat(turned, starts))
+            reached = np.maximum.reduceat(turned, starts, axis=1).T
+            at = numbers, slice(start, start + together)
+            pairs[at] = np.maximum(pairs[at], reached)
         return replace(self, pairs=pairs, rest=rest)
 
     def with_values(self, largest: float) -> HeadRange:

@@ -7,7 +7,7 @@ orthogonal R into all matrices that write the residual, and its inverse into all
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -87,14 +87,17 @@ class ResidualRotation:
         return vectors.reshape(shape)
 
 
+@lru_cache(maxsize=8)  # the widths of a model's heads
 def hadamard(size: int) -> NDArray[np.float32]:
     """An orthogonal matrix of few distinct magnitudes: Sylvester's matrix for the power of two in `size`, times the
-    discrete cosine transform for the odd rest.
+    discrete cosine transform for the odd rest. It cannot be written to.
     """
     matrix = np.ones((1, 1))
     for factor in hadamard_factors(size):
         matrix = np.kron(matrix, factor)
-    return _float32(matrix)
+    found = _float32(matrix)
+    found.flags.writeable = False
+    return found
 
 
 def hadamard_factors(size: int) -> list[NDArray[np.float32]]:

@@ -99,7 +99,6 @@ class _Seen:
         self._results = decoder_results(spec)
         tensors = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
         self._cache = {tensor.past: tensor for tensor in tensors}
-        self._rotations: dict[int, Floats] = {}
 
     def observe(self, name: str, values: Floats) -> None:
         kind = self._results[name].kind
@@ -121,8 +120,7 @@ class _Seen:
             self.reach[at] = HeadRange.none(self._spec, tensor.layer)
         reach = self.reach[at]
         if tensor.kind == "value":
-            width = others.shape[1]
-            rotation = self._rotations.setdefault(width, value_rotation(self._spec, width))
+            rotation = value_rotation(self._spec, others.shape[1])
             self.reach[at] = reach.with_values(np.abs(others @ rotation).max())
         else:
             self.reach[at] = reach.with_keys(others)
