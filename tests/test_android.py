@@ -417,6 +417,7 @@ def test_binaries_and_libraries_state_their_version(genie_folder: GenieFolder) -
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 @pytest.mark.parametrize("sink", [False, True])
 def test_genie_answers_there_as_here(

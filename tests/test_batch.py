@@ -74,10 +74,10 @@ def test_columns_have_one_owner() -> None:
     ("name", "strategy", "window"),
     [
         ("dense", "slot", None),
-        ("dense", "pointer-shift", None),
-        ("lfm2", "slot", None),
+        pytest.param("dense", "pointer-shift", None, marks=pytest.mark.thorough),
+        pytest.param("lfm2", "slot", None, marks=pytest.mark.thorough),
         ("lfm2", "mirror", None),
-        ("lfm3", "slot", 56),
+        pytest.param("lfm3", "slot", 56, marks=pytest.mark.thorough),
         ("lfm3", "pointer-shift", 16),
     ],
 )

@@ -62,6 +62,7 @@ def text_tokens(model: edgekv.Model, embedded: Path) -> list[int]:
     return model.encode((embedded / "heldout.txt").read_text("utf-8")[:4000])[: model.bundle.manifest.context]
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 @pytest.mark.parametrize(("options", "tokens"), [({"kv_update": "slot"}, 58), ({"reserve": 1.5}, 8)])
 def test_beams_that_share_memory_find_what_separate_ones_find(

@@ -69,6 +69,7 @@ def test_a_call_has_a_limit_and_its_result_or_error_arrives():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_piece_that_does_not_end(tmp_path, monkeypatch):
     monkeypatch.setenv("EDGEKV_TIMEOUT_S", "2")
     monkeypatch.setattr(distribute, "_PATIENCE_S", 0.0)
@@ -79,6 +80,7 @@ def test_a_piece_that_does_not_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_piece_that_kills_its_workers(tmp_path):
     with pytest.raises(ServiceError, match=r"piece test-[0-9a-f]+: got 4 workers that died of it.*need 0.00 GB"):
         carry(tmp_path, Die())
@@ -86,6 +88,7 @@ def test_a_piece_that_kills_its_workers(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_local_workers_that_do_not_start(tmp_path, monkeypatch):
     monkeypatch.setattr(local_cluster, "_START_S", 0.05)
     with pytest.raises(ServiceError, match=r"1 local workers: got .*finished pieces are not done again"):
@@ -104,6 +107,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_next_start_removes_what_a_killed_command_left(tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -120,6 +124,7 @@ def test_the_next_start_removes_what_a_killed_command_left(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_scheduler_that_stops_answering(tmp_path, monkeypatch):
     monkeypatch.setattr(distribute, "_ANSWER_S", 5.0)
     monkeypatch.setattr(distribute, "_CANCEL_S", 1.0)
@@ -139,6 +144,7 @@ def test_a_scheduler_that_stops_answering(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_answers_while_it_fetches_the_checkpoint(tmp_path):
     store = PieceStore(str(tmp_path))
     requirements = Waiting(versions(), None, None, store, "probe", 1)
@@ -153,6 +159,7 @@ def test_a_worker_answers_while_it_fetches_the_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_only_workers_without_enough_ram_are_left(tmp_path, monkeypatch):
     monkeypatch.setattr(distribute, "_PATIENCE_S", 3.0)
     with machines(tmp_path) as made:
@@ -168,6 +175,7 @@ def test_only_workers_without_enough_ram_are_left(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_pieces_of_one_worker_never_take_more_ram_than_it_has(tmp_path):
     works = [Hold(30_000_000, number) for number in range(4)]
     with machines(tmp_path) as made:

@@ -67,6 +67,7 @@ def test_every_chip_of_the_catalogue_is_targeted_for_real(small_compiled, soc):
     assert (record.soc, record.arch, len(record.binaries)) == (soc, find(soc).arch, 1)
 
 
+@pytest.mark.thorough
 def test_an_export_that_compiles_writes_the_bytes_of_an_export_that_is_compiled_later(tmp_path):
     """In another folder too, and each time."""
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))

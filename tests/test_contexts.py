@@ -80,6 +80,7 @@ def test_the_contexts_are_climbed_without_a_difference(bundles: dict[str, Path],
     assert np.abs(logits["one"] - logits["three"]).max() <= 64
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_the_contexts_are_climbed_bit_by_bit_on_the_htp(compiled: dict[str, Path]) -> None:
     logits = climbed(compiled, "htp", "pointer-shift")
@@ -106,6 +107,7 @@ def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], strate
     grown(bundles["three"], "cpu", strategy)
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_a_cache_that_grows_gives_the_same_bits_on_the_htp(compiled: dict[str, Path]) -> None:
     grown(compiled["three"], "htp", "pointer-shift")
@@ -167,6 +169,7 @@ def test_a_kept_sequence_goes_on_across_contexts(bundles: dict[str, Path]) -> No
     assert kept == [[t.id for t in model.generate(turn, 4)] for turn in turns]
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_one_binary_holds_all_graphs(compiled: dict[str, Path]) -> None:
     found = open_compiled(open_bundle(compiled["three"]), "SM8650", qnn.compiler())

@@ -76,6 +76,7 @@ def test_serving_prefixes_and_sessions_are_no_part_of_exporting():
     assert used.isdisjoint({("edgekv", name) for name in ("cli", "serve", "prefix", "draft", "paged", "model.py")})
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 @pytest.mark.slow
 def test_all_functions_that_exporting_calls_are_in_files_of_the_key(tmp_path: Path):

@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from filelock import FileLock
 
 from edgekv.cli import run
@@ -35,6 +36,8 @@ DEMO = (
 """What pages begin with. It runs once for all workers."""
 EXTRA = re.compile(r'pip install "?edgekv(?:\[([\w,]+)\])?"?')
 ALL = [block for page in PAGES for block in blocks(page)]
+LONG = ("guides/lora.md", "guides/quality.md", "guides/speculation.md", "reference/runtimes/")
+"""Beginnings of pages whose commands take many seconds; other tests run the same code on smaller models."""
 
 
 class Scratch:
@@ -112,8 +115,13 @@ def scratch(tmp_path_factory: pytest.TempPathFactory, embedded: Path) -> Scratch
     return Scratch((mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "docs", embedded)
 
 
+def with_commands() -> list[ParameterSet]:
+    marks = {page: [pytest.mark.thorough] if name_of(page).startswith(LONG) else [] for page in PAGES}
+    return [pytest.param(page, marks=marks[page], id=name_of(page)) for page in PAGES]
+
+
 @pytest.mark.htp
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", with_commands())
 def test_commands_print_what_the_page_shows(scratch: Scratch, page: Path) -> None:
     differences = []
     for block in blocks(page):

@@ -60,6 +60,7 @@ def test_what_is_installed_is_tried_and_the_rest_named(
             assert finding["status"] == "works" and version in finding["detail"], finding
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_devices_are_listed_if_the_client_is_configured_and_the_token_never(
     service: AiHub, capsys: pytest.CaptureFixture[str]

@@ -96,7 +96,9 @@ def compared(model: edgekv.Model, seeds: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.htp
-@pytest.mark.parametrize(("strategy", "layout"), [("slot", "columns"), ("pointer-shift", "rows")])
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [("slot", "columns"), pytest.param("pointer-shift", "rows", marks=pytest.mark.thorough)]
+)
 def test_branches_change_nothing_on_the_htp(bundles: dict[str, Path], strategy: str, layout: str) -> None:
     """What each strategy does with the rows of a branch is in test_kv_accept."""
     with edgekv.load(bundles[layout], "htp", kv_update=strategy) as model:
@@ -109,6 +111,7 @@ def test_the_cpu_checks_the_likeliest_branch_alone(bundles: dict[str, Path], str
         assert compared(model, 2) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.htp
 def test_each_layer_sees_its_own_window(tmp_path: Path) -> None:
@@ -118,6 +121,7 @@ def test_each_layer_sees_its_own_window(tmp_path: Path) -> None:
         assert len(model.cache.groups) > 1 and compared(model, 1) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.htp
 def test_lookup_and_a_corpus_branch(bundles: dict[str, Path], tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_a_check_without_its_compiler_is_refused_before_the_work(tmp_path, monke
     assert stages == [] and [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, embedded):
     target = tmp_path / "bundle"

@@ -34,6 +34,7 @@ from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import Reference
 from exporters.quantize.table import rounded_rows
 from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX
+from tests.calls import calls
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.test_states import CONTEXT, ids, random_calls, same
@@ -171,23 +172,15 @@ def test_every_form_of_graphs_loses_what_int8_weights_lose(checkpoint: Path, opt
 
 
 def test_rewinds_prefixes_and_drafts_change_no_bit(wide: Path) -> None:
-    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
-    options = {"cpu_mode": "emulate", "kv_update": "pointer-shift"}
-    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    with edgekv.load(wide, **options) as plain, edgekv.load(wide, prefix_cache=config, **options) as model:
-        assert random_calls(plain, model, 40, params) > 300
-
-
-@pytest.mark.slow
-def test_500_calls_change_no_bit(wide: Path) -> None:
     """In steps of whole windows: their sums are in one order on every processor."""
     config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     options: dict[str, Any] = {"cpu_mode": "emulate", "reproducible": True, "kv_update": "pointer-shift"}
     with edgekv.load(wide, **options) as plain, edgekv.load(wide, prefix_cache=config, **options) as model:
-        assert random_calls(plain, model, 500, params) > 10_000
+        assert random_calls(plain, model, calls(20), params) > 100
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.htp
 def test_rewinds_prefixes_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
@@ -195,7 +188,7 @@ def test_rewinds_prefixes_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> N
     config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     with edgekv.load(bundle, "htp") as plain, edgekv.load(bundle, "htp", prefix_cache=config) as model:
-        assert random_calls(plain, model, 20, params) > 150
+        assert random_calls(plain, model, 6, params) > 20
 
 
 @pytest.mark.htp

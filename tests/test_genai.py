@@ -58,6 +58,7 @@ def test_it_generates_the_tokens_that_our_loop_does(
     assert run_folder(open_genai_folder(folders[engine]), PROMPT, tokens) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("engine", "tokens"), [("cpu", 1000), ("htp", 4)])
 def test_its_graphs_begin_with_the_sink(
     engine: str, tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

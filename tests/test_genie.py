@@ -122,7 +122,7 @@ def test_a_saved_conversation_goes_on(genie: GenieDialog, folder: GenieFolder, t
         assert list(other.token_query([400, 401], max_new_tokens=4)) == second
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.thorough)])
 def test_a_model_with_states_gives_the_tokens_of_edgekv(tmp_path: Path, bits: int) -> None:
     """Prompts of one pass and of several, padded or not, and further turns."""
     checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"], gain=1.0)
@@ -227,6 +227,7 @@ def test_a_misnamed_cache_tensor_is_found_where_genie_finds_nothing(
         wanted.compare(name, read_specs(tmp_path / "debug")[name])
 
 
+@pytest.mark.thorough
 def test_the_table_may_stay_outside_of_the_graphs(
     columns: Bundle, folder: GenieFolder, tmp_path: Path, ours: Ours
 ) -> None:
@@ -244,6 +245,7 @@ def test_the_table_may_stay_outside_of_the_graphs(
         assert list(dialog.token_query(ours.prompt, max_new_tokens=8)) == ours.ids[:8]
 
 
+@pytest.mark.thorough
 def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
     """And a 16-bit cache gives edgekv's tokens, which `write_genie` checks."""
     bundle = _export(write_checkpoint(tmp_path / "checkpoint", OLDER), ar=(1, 8), kv_dtype="s16")
@@ -262,6 +264,7 @@ def test_rotary_tables_of_llama3_are_genies_bit_by_bit(tmp_path: Path) -> None:
         assert np.array_equal(np.fromfile(dump, np.uint16), ours.ravel())
 
 
+@pytest.mark.thorough
 def test_genie_runs_the_parts_of_a_split_model_as_edgekv_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three parts, the last a head by itself, and embeddings from a table; `write_genie` compares the tokens."""
     monkeypatch.setattr(write, "_CHECKED_TOKENS", 24)
@@ -272,12 +275,14 @@ def test_genie_runs_the_parts_of_a_split_model_as_edgekv_does(tmp_path: Path, mo
     assert len(written.shared) == 3 and written.files["embedding.raw"].bytes == 2 * 320 * bundle.manifest.model.hidden
 
 
+@pytest.mark.thorough
 def test_a_split_may_keep_the_embedding_and_the_head_in_its_ends(tmp_path: Path) -> None:
     split = {"splits": 2, "embedding": "graph", "head": "last"}
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1, 8), context=32, **split)
     assert write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False)).checked
 
 
+@pytest.mark.thorough
 def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     prompt = list(range(20))
@@ -318,11 +323,13 @@ def test_a_context_in_which_genie_misplaces_keys_is_refused(tmp_path: Path, cont
         write_genie(bundle, tmp_path / "genie", GenieOptions())
 
 
+@pytest.mark.thorough
 def test_the_least_context_that_genie_runs(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), context=96)
     assert write_genie(bundle, tmp_path / "genie", GenieOptions()).checked
 
 
+@pytest.mark.thorough
 def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1, 8), context=32, splits=2)
     with pytest.raises(
@@ -336,6 +343,7 @@ def test_a_phone_needs_no_binaries_of_single_graphs(tmp_path: Path) -> None:
     assert written.shared == []
 
 
+@pytest.mark.thorough
 def test_the_check_compares_tokens_behind_one_that_ends_a_text(tmp_path: Path) -> None:
     """Here every token does; Genie reports none of them."""
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1,))
@@ -344,6 +352,7 @@ def test_the_check_compares_tokens_behind_one_that_ends_a_text(tmp_path: Path) -
     assert write_genie(ending, tmp_path / "genie", GenieOptions(bos=False)).checked
 
 
+@pytest.mark.thorough
 def test_one_graph_needs_no_shared_binary(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), ar=(1,))
     options = GenieOptions(context=100, max_new_tokens=5, sampling=SamplingParams(0.8, top_k=7, seed=3), bos=False)
@@ -390,6 +399,7 @@ def test_what_does_not_fit_is_refused_before_work_starts(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_keys_in_rows_become_columns_and_genie_chooses_the_same_tokens(wide_on_htp: Path, tmp_path: Path) -> None:
     """edgekv's loop runs the bundle's own graphs, whose keys stay in rows."""
     rows = open_bundle(wide_on_htp)
@@ -401,6 +411,7 @@ def test_keys_in_rows_become_columns_and_genie_chooses_the_same_tokens(wide_on_h
         assert list(dialog.token_query(list(generation.prompt[1:]), max_new_tokens=8)) == ours
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"kv_dtype": "s16"}, {"splits": 2, "embedding": "graph", "head": "last"}])
 def test_a_cache_of_16_bits_and_the_parts_of_a_split_model_may_have_keys_in_rows(
     tmp_path: Path, options: dict[str, object]
@@ -420,6 +431,7 @@ def sinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SINK_TEXT = "<|0|>"
 
 
+@pytest.mark.thorough
 def test_genie_begins_with_the_sink(sinking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`write_genie` compares the tokens with edgekv's loop, which begins with it too."""
     bundle = _export(sinking, ar=(1, 16), calibration_tokens=512)
@@ -455,6 +467,7 @@ def test_genie_begins_with_the_sink(sinking: Path, tmp_path: Path, capsys: pytes
     assert "--prompt: got no text; expected some, after the first token" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_genie_saves_the_sink_as_it_was_written(sinking: Path, tmp_path: Path) -> None:
     """Two tokens in a cache of 16 bits, of the parts of a split model that reads embeddings from a table."""
     wanted = SinkWanted("tokens", (256, 40))

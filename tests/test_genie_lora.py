@@ -24,7 +24,7 @@ from tests.adapters import write_adapter
 from tests.checkpoints import NEWER, write_sinking
 from tests.exports import export_options, exported
 
-pytestmark = pytest.mark.htp
+pytestmark = [pytest.mark.htp, pytest.mark.thorough]
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NAMES = ("first", "second")

@@ -18,7 +18,7 @@ from exporters.targets.geniex.loader import read_as_geniex
 from tests.checkpoints import NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported, kept
 
-pytestmark = pytest.mark.htp
+pytestmark = [pytest.mark.htp, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ SHORT = ["--device", "SM8650", "--context", "64", "--ar", "1,16", "--calibration
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind", "on_htp"),
     [

@@ -41,6 +41,7 @@ def test_the_graphs_share_their_weights(compiled):
     assert record.files["graphs.tflite"].bytes < 1.3 * before
 
 
+@pytest.mark.thorough
 def test_weights_of_4_bits_stay_packed_beside_a_cache_of_16(compiled, tmp_path, embedded):
     options = export_options("w4a16", context=128, ar=(1,), kv_dtype="s16", graph_format="tflite")
     shutil.copytree(exported(embedded, options), tmp_path / "bundle")

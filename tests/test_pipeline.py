@@ -119,11 +119,11 @@ export_bundle(Checkpoint.open(sys.argv[1]), Path(sys.argv[2]) / "bundle", option
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_export_that_is_killed_at_any_moment_goes_on_where_it_was(work):
     whole = work.export("whole")
-    moments = [("hash weights", 0), ("read", 5), ("survey", 4), ("quantize", 0), ("quantize", 1), ("quantize", 3)]
-    moments += [("quantize head", 1), ("write", 2), ("hash files", 1), ("seal", 0)]
+    moments = [("read", 5), ("survey", 4), ("quantize", 1), ("quantize head", 1), ("write", 2), ("seal", 0)]
     for stage, step in moments:
         command = [sys.executable, "-c", KILLED, str(work.checkpoint.folder), str(work.folder), stage, str(step)]
         assert subprocess.run(command, check=False, timeout=120).returncode == -signal.SIGKILL, (stage, step)
@@ -251,13 +251,14 @@ for number in range(2):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_exports_of_one_checkpoint_at_once_share_a_store(work):
     whole = work.export("whole")
     command = [sys.executable, "-c", AT_ONCE, str(work.checkpoint.folder)]
-    targets = [work.folder / f"at-once-{number}" for number in range(3)]
+    targets = [work.folder / f"at-once-{number}" for number in range(2)]
     running = [subprocess.Popen([*command, str(each)], stderr=subprocess.PIPE, text=True) for each in targets]
-    assert [child.communicate(timeout=180)[1] for child in running] == ["", "", ""]
+    assert [child.communicate(timeout=180)[1] for child in running] == ["", ""]
     for each in targets:
         assert open_bundle(each.with_name(f"{each.name}-1")).manifest == whole
 
@@ -320,6 +321,7 @@ def test_binaries_that_are_finished_are_not_compiled_again(work, compilations):
     assert peaks.keys() == {binary.file for binary in resumed.binaries} and work.pieces == []
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_an_export_that_stopped_while_it_compiled_takes_the_binaries_that_are_finished(work, compilations, monkeypatch):
     checked, floating_nodes = [], pieces.floating_nodes

@@ -36,6 +36,7 @@ from edgekv.prefix import (
     StoreConfig,
     TokenRangeRetentionConfig,
 )
+from tests.calls import calls
 from tests.prefix_cases import (
     GEOMETRY,
     STEP,
@@ -218,8 +219,9 @@ class AgainstOracle(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_a_store_agrees_with_one_that_copies_everything() -> None:
     AgainstOracle.operations = 0
-    run_state_machine_as_test(AgainstOracle, settings=settings(max_examples=220, stateful_step_count=60))
-    assert AgainstOracle.operations >= 10_000
+    examples = calls(60)
+    run_state_machine_as_test(AgainstOracle, settings=settings(max_examples=examples, stateful_step_count=60))
+    assert AgainstOracle.operations >= 40 * examples
 
 
 # ---------------------------------------------------------------------- restarts, damage, two processes, two groups
@@ -348,7 +350,7 @@ def states_of(tokens: Tokens, salt: str | None) -> np.ndarray[tuple[int, ...], n
 
 @pytest.mark.slow
 def test_nothing_wrong_is_read_after_restarts_and_damage() -> None:
-    run_state_machine_as_test(Restarted, settings=settings(max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(Restarted, settings=settings(max_examples=calls(25), stateful_step_count=40))
 
 
 # ---------------------------------------------------------------------- kills

@@ -51,6 +51,7 @@ def test_a_phase_that_fails_is_not_told_to_be_finished() -> None:
     assert told == [("seal", 0, 1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 @pytest.mark.slow
 def test_compiling_tells_of_its_phases_on_standard_error_and_names_the_next_command(

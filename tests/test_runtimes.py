@@ -23,7 +23,7 @@ from tests.checkpoints import NEWER, write_checkpoint
 from tests.endless import ending_elsewhere
 from tests.exports import export_options, exported
 
-pytestmark = pytest.mark.htp
+pytestmark = [pytest.mark.htp, pytest.mark.thorough]
 
 DEVICE = find("SM8650")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}

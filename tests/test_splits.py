@@ -70,6 +70,7 @@ def test_parts_give_the_bits_of_the_whole(bundles: dict[str, Path], strategy: st
             assert np.array_equal(found, each) and each.std() > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_parts_give_the_bits_of_the_whole_on_the_htp(bundles: dict[str, Path]) -> None:
     """If embeddings are looked up at the same place: the HTP's own products are a step off now and then."""
@@ -127,6 +128,7 @@ def test_every_part_computes_in_integers(two: Bundle) -> None:
     assert floating_nodes([two.part_path(part) for part in parts], DEVICE) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_one_binary_for_each_part_that_all_graphs_share(bundles: dict[str, Path], tmp_path: Path) -> None:
     peaks: dict[str, int] = {}
@@ -144,6 +146,7 @@ def test_one_binary_for_each_part_that_all_graphs_share(bundles: dict[str, Path]
         compile_bundle(two, DEVICE, per_graph_binaries=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path], tmp_path: Path) -> None:
     options = export_options(context=24, ar=(1,), splits=1, head="own")

@@ -28,6 +28,7 @@ from exporters.export import export_bundle
 from exporters.quantize.reference import Reference
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.targets.aihub.sample import take_sample
+from tests.calls import calls
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.drafts import Oracle, with_drafts
 from tests.exports import export_options, exported
@@ -207,11 +208,11 @@ def test_rows_of_several_texts_in_one_window_are_refused(bundle: Path) -> None:
         model.generate("text", 4, num_beams=2)
 
 
-def random_calls(plain: edgekv.Model, model: edgekv.Model, calls: int, params: SamplingParams) -> int:
+def random_calls(plain: edgekv.Model, model: edgekv.Model, count: int, params: SamplingParams) -> int:
     """Texts that continue, repeat and cut each other, with drafts or without; returns the tokens not run again."""
     random = np.random.default_rng(0)
     vocab, texts, saved = 250, [random.integers(3, 250, 40).tolist()], 0
-    for call in range(calls):
+    for call in range(count):
         text = list(texts[random.integers(len(texts))])
         text = text[: int(random.integers(1, len(text) + 1))]
         text += random.integers(3, vocab, random.integers(0, 30)).tolist()
@@ -232,23 +233,13 @@ def random_calls(plain: edgekv.Model, model: edgekv.Model, calls: int, params: S
     return saved
 
 
-@pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
-def test_prefixes_rewinds_and_drafts_change_no_bit(bundle: Path, strategy: str) -> None:
-    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 22)
+@pytest.mark.parametrize(("name", "strategy"), [("lfm2", "slot"), ("lfm2", "pointer-shift"), ("lfm3", "pointer-shift")])
+def test_prefixes_rewinds_and_drafts_change_no_bit(tmp_path: Path, name: str, strategy: str) -> None:
+    config, bundle = StoreConfig(tokens_per_block=16, max_bytes=1 << 22), hybrid(tmp_path, name)
     options = {"cpu_mode": "emulate", "kv_update": strategy}
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     with edgekv.load(bundle, **options) as plain, edgekv.load(bundle, prefix_cache=config, **options) as model:
-        assert random_calls(plain, model, 60, params) > 500
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "calls"), [("lfm2", 1000), ("lfm3", 300)])
-def test_a_thousand_calls_change_no_bit(tmp_path: Path, name: str, calls: int) -> None:
-    config, bundle = StoreConfig(tokens_per_block=16, max_bytes=1 << 22), hybrid(tmp_path, name)
-    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-    options = {"cpu_mode": "emulate", "kv_update": "pointer-shift"}
-    with edgekv.load(bundle, **options) as plain, edgekv.load(bundle, prefix_cache=config, **options) as model:
-        assert random_calls(plain, model, calls, params) > 20 * calls
+        assert random_calls(plain, model, calls(20), params) > 100
 
 
 @pytest.mark.slow
@@ -259,7 +250,7 @@ def test_prefixes_rewinds_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> N
         SamplingParams(max_new_tokens=8, ignore_eos=True),
     )
     with edgekv.load(bundle, "htp") as plain, edgekv.load(bundle, "htp", prefix_cache=config) as model:
-        assert random_calls(plain, model, 20, params) > 200
+        assert random_calls(plain, model, 8, params) > 60
 
 
 def test_a_stored_state_that_does_not_fit_is_rejected_and_computed_again(bundle: Path) -> None:

@@ -127,6 +127,7 @@ def test_a_scheduler_that_does_not_answer(checkpoint, tmp_path):
         swept(tmp_path, checkpoint, wanted()[:1], scheduler="tcp://127.0.0.1:9", workers=None)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.htp
 def test_one_export_and_one_compilation_on_a_cluster(checkpoint, tmp_path, capsys, monkeypatch):
@@ -273,6 +274,7 @@ def test_errors_travel_whole():
     assert type(copy) is UsageError and str(copy) == str(error) and copy.field == "--kv"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_piece_that_fails_stops_the_sweep_with_its_error(checkpoint, tmp_path):
     broken = shutil.copytree(checkpoint, tmp_path / "broken")

@@ -15,7 +15,7 @@ from tests.folders import contents
 from tests.machines import WAIT_S, Machines, machines
 from tests.test_sweep import swept, wanted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")

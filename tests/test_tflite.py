@@ -73,6 +73,7 @@ def test_the_most_likely_tokens_are_those_of_the_onnx_graphs(exported, bundle, e
     assert np.mean(agreed) >= 0.98
 
 
+@pytest.mark.thorough
 def test_weights_of_4_bits_are_packed_and_run_on_litert_alone(exported, embedded):
     recipe = find_recipe("w4a16")
     packed = export(embedded, recipe=recipe)

@@ -51,6 +51,7 @@ def accepted(bundle: Path, engine: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_a_binary_shares_their_weights_and_runs_them(checkpoint: Path) -> None:
     bundle = verifying(checkpoint, compiled=True)
@@ -73,12 +74,14 @@ def test_parts_verify_drafts(checkpoint: Path, split: dict[str, object]) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_parts_verify_drafts_on_the_htp(checkpoint: Path) -> None:
     assert accepted(verifying(checkpoint, splits=2), "htp") > 5
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_tflite_file_has_them_and_its_engine_decodes_plainly(checkpoint: Path) -> None:
     bundle = verifying(checkpoint, kv_dtype="s8", graph_format="tflite")
     manifest = open_bundle(bundle).manifest
@@ -91,6 +94,7 @@ def test_a_tflite_file_has_them_and_its_engine_decodes_plainly(checkpoint: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_genie_runs_them_as_graphs_of_their_ar(checkpoint: Path, tmp_path: Path) -> None:
     """`write_genie` runs Genie and compares its tokens."""
@@ -100,6 +104,7 @@ def test_genie_runs_them_as_graphs_of_their_ar(checkpoint: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_onnxruntime_genai_does_without_and_says_so(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -113,6 +118,7 @@ def test_onnxruntime_genai_does_without_and_says_so(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_ai_hub_runs_each_by_its_name(
     checkpoint: Path, tmp_path: Path, service: object, capsys: pytest.CaptureFixture[str]
