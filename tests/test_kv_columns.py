@@ -81,8 +81,10 @@ def test_a_graph_that_sees_less_than_is_held_loses_nothing(strategy):
     assert sorted(feed(cache, 1, [41])) == list(range(22, 41))
 
 
-@pytest.mark.parametrize("move", [Move(0, 0, 1, dst="scratch"), Move(0, 100, 90), Move(0, 0, 2, src="scratch")])
-def test_a_move_beyond_the_end_is_refused_before_a_byte_is_copied(move):
+@pytest.mark.parametrize(
+    "move", [Move(0, 0, 1, dst="scratch"), Move(0, 100, 90), Move(0, 0, 2, src="scratch"), Move(0, -1, 1)]
+)
+def test_a_move_of_columns_that_are_not_there_is_refused_before_a_byte_is_copied(move):
     arena = ColumnArena(ColumnLayout.of(GEOMETRY, PointerShift(GEOMETRY, 2, max_ar=1), [1]))
     before = arena.read(0, range(129)).copy()
     with pytest.raises(ValueError, match="move: got"):

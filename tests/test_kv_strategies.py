@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv.kv import POLICIES, Geometry, Mirror, Move, PointerShift, Policy, ShiftConcat, Slot, Strategy, Window
+from edgekv.kv import (
+    POLICIES,
+    STRATEGIES,
+    Geometry,
+    Mirror,
+    Move,
+    PointerShift,
+    Policy,
+    RowGroup,
+    ShiftConcat,
+    Slot,
+    Strategy,
+    Window,
+    make_strategy,
+)
 
 Cells = dict[str, list[int | None]]
 
@@ -47,8 +62,9 @@ def cells_of(strategy: Strategy) -> Cells:
 def execute(cells: Cells, moves: Sequence[Move]) -> None:
     for move in moves:
         source, target = cells[move.src], cells[move.dst]
-        assert move.src_row + move.rows <= len(source)
-        assert move.dst_row + move.rows <= len(target)
+        assert move.rows >= 1
+        assert 0 <= move.src_row <= len(source) - move.rows
+        assert 0 <= move.dst_row <= len(target) - move.rows
         target[move.dst_row : move.dst_row + move.rows] = source[move.src_row : move.src_row + move.rows]
 
 
@@ -59,7 +75,7 @@ def step(strategy: Strategy, policy: Policy, context: int, ar: int, tokens: int)
     window = strategy.window(ar, context - ar)
     past = cells["arena"][window.past_row : window.past_row + context - ar]
     assert len(past) == context - ar
-    assert window.stop <= context - ar
+    assert window.past_row >= 0 and window.new_row >= 0 and 0 <= window.first <= window.stop <= context - ar
     valid = [-1 if age is None else age for age in past[window.first : window.stop]]
     in_order = not isinstance(strategy, Slot)
     assert (valid if in_order else sorted(valid)) == list(range(max(0, length - (context - ar)), length))
@@ -145,14 +161,25 @@ def test_every_transition_of_every_reachable_state(
             assert explore(make(geometry, max_ar), policy, context, ars) > 1
 
 
-@given(st.integers(1, 600), st.integers(1, 100), st.data())
-def test_a_narrowed_window_has_the_same_valid_rows(columns: int, block: int, data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, columns))
-    stop = data.draw(st.integers(first, columns))
-    window = Window(1, columns, 7, 0, False, first, stop, leaving=tuple(range(first, stop))[:3])
-    narrow = window.narrowed(block)
-    assert narrow.columns == columns or (narrow.columns % block == 0 and narrow.columns < columns)
-    assert narrow.past_row + narrow.first == window.past_row + window.first
-    assert narrow.past_row + narrow.stop == window.past_row + window.stop
-    assert narrow.past_row + narrow.columns <= window.past_row + window.columns
-    assert [narrow.past_row + each for each in narrow.leaving] == [window.past_row + each for each in window.leaving]
+@given(st.sampled_from(STRATEGIES), st.integers(0, 40), st.sampled_from([1, 4]), st.integers(1, 20))
+@pytest.mark.parametrize("window", [12, 30])
+def test_a_step_that_reads_only_rows_in_use_reads_the_same_tokens(
+    window: int, name: str, tokens: int, ar: int, block: int
+) -> None:
+    """In a context of 30, also of layers that see 12 tokens."""
+    geometry = Geometry(layers=1, kv_heads=1, head_dim=1, context=window)
+    group = RowGroup(geometry, partial(make_strategy, name, max_ar=4), (1, 4), window - 1, 30)
+    for _ in range(tokens):
+        group.window(1, 30)
+        group.commit(1)
+    whole, part = group.window(ar, 30), group.window(ar, 30, block)
+    assert part.columns == whole.columns or (part.columns % block == 0 and part.columns < whole.columns)
+    assert part.columns == min(whole.columns, -(-group.length // block) * block)
+    rows = group.strategy.rows
+
+    def read(window: Window) -> list[list[int]]:
+        columns = range(window.first, window.stop), window.leaving
+        return [[(window.past_row + column) % rows for column in each] for each in columns]
+
+    assert read(part) == read(whole)
+    assert (part.new_row % rows, part.in_place) == (whole.new_row % rows, whole.in_place)

@@ -112,7 +112,7 @@ class Graphs:
             return 0
         least = cache.geometry.context
         if self.row_bits == "in-place" and not self._verifies_anywhere:
-            if not self._load(next(iter(next(iter(verify.values())).values()))).reads_used_rows:
+            if not self._load(next(iter(next(iter(verify.values())).values()))).row_block:
                 return 0
             least = min(group.geometry.context for group in cache.groups if not group.geometry.is_state)
         most = max((ar for ar in verify if ar <= least - cache.length), default=0)

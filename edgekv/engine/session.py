@@ -145,7 +145,7 @@ class Session:
             done += len(step)
             try:
                 began = perf_counter_ns()
-                windows = cache.window(len(step) if graph.takes_fewer else graph.ar, graph.context)
+                windows = cache.window(len(step) if graph.takes_fewer else graph.ar, graph.context, graph.row_block)
                 opened = perf_counter_ns()
                 graph.run(step, windows, cache.position, logits=take is not None or (logits and done == len(tokens)))
                 ran = perf_counter_ns()
@@ -372,7 +372,7 @@ class DraftPass:
         self._drafts = drafts
         self._node = -1
         rows = (*known, *drafts.tokens)
-        windows, position = graph.window(len(rows)), cache.position
+        windows, position = graph.window(len(rows), reads_all=not drafts.is_chain), cache.position
         if drafts.is_chain:
             graph.run(rows, windows, position)
         else:

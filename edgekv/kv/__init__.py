@@ -14,8 +14,7 @@ from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
-from edgekv.kv.row_group import RowGroup
-from edgekv.kv.rows import Layout, RowArena
+from edgekv.kv.rows import Layout, RowArena, RowGroup
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.state_group import TAIL_TOKENS, StateGroup, state_rows, state_strip

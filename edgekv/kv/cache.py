@@ -8,7 +8,6 @@ from fractions import Fraction
 
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.cache_group import CacheGroup
-from edgekv.kv.compatibility import check_state, copy_state
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup
 from edgekv.kv.eviction import Eviction
 from edgekv.kv.footprint import Footprint
@@ -16,10 +15,9 @@ from edgekv.kv.growth import Growth
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, PolicyName, check_layers, find_policy
 from edgekv.kv.policies.rotation import KvEncoding
-from edgekv.kv.positions import Positions
 from edgekv.kv.rows import RowArena
 from edgekv.kv.sink import Sink
-from edgekv.kv.state import CacheState
+from edgekv.kv.state import CacheState, StateError
 from edgekv.kv.state_group import StateGroup
 from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies.strategy import Window
@@ -112,7 +110,7 @@ class KVCache:
         self._has_checkpoints = any(isinstance(group, CheckpointGroup) for group in self.groups)
         self._open_ar: int | None = None
         self._positions = Positions()
-        self._eviction = Eviction(chosen, self._memory, self._positions, self.encodings)
+        self._eviction = Eviction(chosen, self._memory, self.encodings)
         self._steps = 0
         self._tokens_committed = 0
         self.is_prefix = True
@@ -177,7 +175,18 @@ class KVCache:
     @property
     def stats(self) -> CacheStats:
         """Counters."""
-        return CacheStats.of(self._memory, self._eviction, self._steps, self._tokens_committed)
+        memory, rotation = self._memory, self._eviction.rotation
+        return CacheStats(
+            bytes_copied=sum([arena.bytes_copied for arena in memory.arenas]),
+            copies=sum([arena.copies for arena in memory.arenas]),
+            steps=self._steps,
+            tokens=self._tokens_committed,
+            bytes_held=memory.bytes_held,
+            peak_bytes=memory.peak_bytes,
+            reallocations=sum([group.reallocations for group in memory.groups]),
+            evicted=self._eviction.evicted,
+            requantization=None if rotation is None else rotation.cost,
+        )
 
     def held_rows(self) -> list[int]:
         """The rows of the tokens held, oldest first, in the layers that attend to the whole context."""
@@ -201,7 +210,7 @@ class KVCache:
         """How many more tokens can be run; None if the policy makes room."""
         return None if self._evicts else self.geometry.context - self.length
 
-    def window(self, ar: int, context: int | None = None) -> tuple[Window, ...]:
+    def window(self, ar: int, context: int | None = None, block: int = 0) -> tuple[Window, ...]:
         """Open a step of the AR-`ar` graph: evict, grow and copy as needed; return its windows, one per group.
 
         An open step that was not committed is dropped.
@@ -209,6 +218,7 @@ class KVCache:
         Args:
             ar: tokens per inference.
             context: S of the graph; None for the largest. It must have room for the tokens held and AR new ones.
+            block: past rows are read up to the last one in use, in a multiple of this number; 0 to read all.
 
         Raises:
             ContextFullError: the policy is `fail` and there is no room.
@@ -216,14 +226,14 @@ class KVCache:
         """
         self._check_clean("window")
         if not self.room(ar):
-            raise self._eviction.refusal(self.geometry.context, self.ar, ar)
+            raise self._eviction.refusal(self.geometry.context, self.length, self.ar, ar)
         most, context = self.geometry.context, context or self.geometry.context
         if context != most and not self.length + ar <= context <= most:
             raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")
         positions = self._positions
         self.dirty = True
         if positions.length > most - ar:
-            self._eviction.make_room()
+            self._make_room()
         if positions.length < positions.seen or positions.length > most - ar:
             self.is_prefix = False  # the graph does not see all previous tokens
         if self._memory.grows:
@@ -232,7 +242,7 @@ class KVCache:
         self._open_ar = ar
         windows = []
         for group in self.groups:
-            windows.append(group.window(ar, context))
+            windows.append(group.window(ar, context, block))
         self.dirty = False
         return tuple(windows)
 
@@ -360,7 +370,16 @@ class KVCache:
     def state(self) -> CacheState:
         """A copy of the rows and positions of the tokens held, without the open step; ValueError if it is dirty."""
         self._check_clean("state")
-        return copy_state(self.geometry, self.groups, self.encodings, self._positions)
+        positions = self._positions
+        return CacheState(
+            sizes=self._sizes,
+            encodings=self._named_encodings,
+            positions=tuple(positions.listed()),
+            position=positions.next,
+            rewindable=positions.rewindable,
+            tokens_seen=positions.seen,
+            rows={name: rows for group in self.groups for name, rows in group.snapshot().items()},
+        )
 
     def restore(self, state: CacheState) -> None:
         """Replace the content by a saved state. Statistics continue.
@@ -368,7 +387,7 @@ class KVCache:
         Raises:
             StateError: the state has another geometry or encoding, or more tokens than the policy allows.
         """
-        check_state(state, self.geometry, self.groups, self.encodings)
+        self._check_state(state)
         self.dirty = True
         self._close()
         self._memory.grow(len(state.positions), one_by_one=True)
@@ -403,6 +422,45 @@ class KVCache:
         for group in self._states:
             group.restore(states)
 
+    @property
+    def _sizes(self) -> dict[str, object]:
+        """What a state and a cache must agree on: all sizes but the key layout."""
+        layers = {
+            str(number): [each.kv_heads, each.head_dim, each.context, *(each.kinds if each.is_state else ())]
+            for each in (group.geometry for group in self.groups)
+            for number in each.numbers or range(each.layers)
+        }
+        return {"context": self.geometry.context, "kv_dtype": self.geometry.kv_dtype, "layers": layers}
+
+    @property
+    def _named_encodings(self) -> dict[str, tuple[float, int]]:
+        """Scale and zero point by the name of the graph input; empty if they are unknown."""
+        names = [tensor.past for group in self.groups for tensor in group.geometry.names()]
+        pairs = [(each.scale, each.zero_point) for each in self.encodings]
+        return dict(zip(names, pairs, strict=True)) if pairs else {}
+
+    def _check_state(self, state: CacheState) -> None:
+        for field, found, expected in (
+            ("geometry", state.sizes, self._sizes),
+            ("encodings", state.encodings, self._named_encodings),
+        ):
+            if found != expected:
+                raise StateError(f"state: {field}", got=found, expected=expected, fix="Use a cache of the same model.")
+        for group in self.groups:
+            if group.geometry.is_state:
+                group.check(state.rows, state.tokens_seen)
+            else:
+                is_wide = group.geometry.context == self.geometry.context
+                group.check(state.rows, len(state.positions) if is_wide else None)
+
+    def _make_room(self) -> None:
+        """Evict the tokens that the policy selects; if it keeps positions below S, renumber and rotate the others."""
+        ages = self._eviction.make_room(self.length)
+        if ages:
+            self._positions.drop(ages)
+            if self._eviction.rotation is not None:
+                self._eviction.rotate(self._positions.renumber())
+
     def _check_clean(self, what: str) -> None:
         if self.dirty:
             raise ValueError(f"{what}: got a dirty cache, whose last change was interrupted; expected reset() before")
@@ -434,3 +492,69 @@ def landing(group: CacheGroup, window: Window) -> Rows:
     place = arena.array if window.in_place else arena.scratch
     first = window.new_row % place.shape[1]
     return place[:, first : first + window.ar]
+
+
+class Positions:
+    """The positions of the tokens held, at which their keys were rotated.
+
+    They ascend and the newest are consecutive, so only those before a gap are listed.
+
+    Attributes:
+        length: tokens held.
+        next: position of the next token.
+        seen: tokens of the text so far.
+        rewindable: number of newest tokens that can be dropped without crossing an evicted one.
+    """
+
+    __slots__ = ("_older", "length", "next", "rewindable", "seen")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self, tokens: int = 0) -> None:
+        """Hold the first tokens of a text, at their own positions."""
+        self.restore(range(tokens), tokens, tokens)
+        self.seen = tokens
+
+    def restore(self, positions: Sequence[int], next_position: int, rewindable: int) -> None:
+        """Restore earlier values of `listed`, `next` and `rewindable`."""
+        length = len(positions)
+        start = length
+        while start and positions[start - 1] == next_position - (length - start) - 1:
+            start -= 1
+        self.next = next_position
+        self.rewindable = rewindable
+        self.length = length
+        self._older = list(positions[:start])
+
+    def listed(self) -> list[int]:
+        """Position of each token held, oldest first."""
+        return [*self._older, *range(self.next - (self.length - len(self._older)), self.next)]
+
+    def commit(self, tokens: int, evicted: int) -> None:
+        """Append tokens and evict the oldest."""
+        self.next += tokens
+        self.seen += tokens
+        self.length += tokens - evicted
+        self.rewindable = min(self.rewindable + tokens, self.length)
+        if self._older:
+            del self._older[:evicted]
+
+    def rewind(self, tokens: int) -> None:
+        """Drop the newest tokens, at most `rewindable`."""
+        self.next -= tokens
+        self.seen -= tokens
+        self.length -= tokens
+        self.rewindable -= tokens
+
+    def drop(self, ages: Sequence[int]) -> None:
+        """Drop the tokens of these ages, ascending and at least one; the others keep their positions."""
+        gone = set(ages)
+        kept = [position for age, position in enumerate(self.listed()) if age not in gone]
+        self.restore(kept, self.next, min(self.rewindable, self.length - 1 - ages[-1]))
+
+    def renumber(self) -> list[int]:
+        """Renumber the tokens held from position 0; return the shift of each token."""
+        moved = [age - position for age, position in enumerate(self.listed())]
+        self.restore(range(self.length), self.length, self.rewindable)
+        return moved

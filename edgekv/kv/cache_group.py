@@ -44,8 +44,14 @@ class CacheGroup(Protocol):
     def nbytes(self) -> int:
         """Bytes of the rows in use."""
 
-    def window(self, ar: int, context: int) -> Window:
-        """Prepare a step of the AR-`ar` graph for a context of S; return what it reads and writes."""
+    def window(self, ar: int, context: int, block: int = 0) -> Window:
+        """Prepare a step of the AR-`ar` graph for a context of S; return what it reads and writes.
+
+        Args:
+            ar: tokens per inference.
+            context: S of the graph.
+            block: past rows are read up to the last one in use, in a multiple of this number; 0 to read all.
+        """
 
     def compact(self, first: int, rows: Sequence[int]) -> None:
         """Copy these new rows of the open step, ascending, to its new rows `first`, `first` + 1, ..."""

@@ -174,12 +174,12 @@ class ColumnArena:
         """Copy columns in all tensors; every token held, before and after, is within the window.
 
         Raises:
-            ValueError: a move to the scratch, or a row beyond the end; nothing is copied then.
+            ValueError: a move to the scratch, or a row that is not there; nothing is copied then.
         """
         source_rows = self._scratch.shape[2] if move.src == "scratch" else self.layout.rows
         target_rows = 0 if move.dst == "scratch" else self.layout.rows
-        if move.src_row + move.rows > source_rows or move.dst_row + move.rows > target_rows:
-            raise ValueError(f"move: got {move}; expected rows below {source_rows} and {target_rows}")
+        if not (0 <= move.src_row <= source_rows - move.rows and 0 <= move.dst_row <= target_rows - move.rows):
+            raise ValueError(f"move: got {move}; expected rows of 0 to {source_rows - 1} and 0 to {target_rows - 1}")
         to, start = slice(move.dst_row, move.dst_row + move.rows), slice(move.src_row, move.src_row + move.rows)
         if move.src == "scratch":
             self._strips[:, :, to] = self._scratch[:, :, start]

@@ -103,7 +103,7 @@ class TailGroup:
     def nbytes(self) -> int:
         return self.length * self.geometry.tensors * self.geometry.row_bytes
 
-    def window(self, ar: int, context: int) -> Window:
+    def window(self, ar: int, context: int, block: int = 0) -> Window:
         self._open = _tail_window(ar)
         return self._open
 
@@ -224,7 +224,7 @@ class CheckpointGroup:
         matrices = 1 + self._has_older
         return matrices * self.geometry.tensors * (self.geometry.context - 1) * self.geometry.row_bytes
 
-    def window(self, ar: int, context: int) -> Window:
+    def window(self, ar: int, context: int, block: int = 0) -> Window:
         return _checkpoint_window(ar, self.geometry.context - 1)
 
     def compact(self, first: int, rows: Sequence[int]) -> None:

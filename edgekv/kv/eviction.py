@@ -9,8 +9,7 @@ from edgekv.kv.footprint import Footprint
 from edgekv.kv.policies.keydiff import mean_similarity
 from edgekv.kv.policies.policy import Policy
 from edgekv.kv.policies.rotation import KvEncoding, Rotation
-from edgekv.kv.positions import Positions
-from edgekv.kv.row_group import HeldKeys, held_keys
+from edgekv.kv.rows import HeldKeys, held_keys
 
 
 class Eviction:
@@ -26,7 +25,6 @@ class Eviction:
         self,
         policy: Policy,
         memory: Footprint,
-        positions: Positions,
         encodings: Sequence[KvEncoding],
     ) -> None:
         """Start without evictions.
@@ -34,31 +32,36 @@ class Eviction:
         Args:
             policy: the policy.
             memory: of the cache.
-            positions: of the tokens held; changed with them.
             encodings: of each tensor, in the order of the groups' names; empty if unknown.
         """
         self.policy = policy
         self.evicted = 0
         self._memory = memory
-        self._positions = positions
         self._encodings = encodings
         self.rotation = Rotation(policy.inverse_frequencies) if policy.inverse_frequencies else None
 
-    def make_room(self) -> None:
-        """Evict the tokens that the policy selects before a step that has no room."""
-        ages = self.policy.leaving(self._positions.length, self._similarity)
-        if not ages:
-            return
-        for group in self._memory.wide:
-            group.drop(ages)
-        self._positions.drop(ages)
-        self.evicted += len(ages)
-        if self.rotation is not None:
-            self._renumber(self.rotation)
+    def make_room(self, length: int) -> Sequence[int]:
+        """Drop the tokens that the policy selects of those held, before a step without room; return their ages."""
+        ages = self.policy.leaving(length, self._similarity)
+        if ages:
+            for group in self._memory.wide:
+                group.drop(ages)
+            self.evicted += len(ages)
+        return ages
 
-    def refusal(self, context: int, available: Sequence[int], ar: int) -> ContextFullError:
-        """The error for an AR-`ar` step that has no room; `available` are the AR of all graphs."""
-        length = self._positions.length
+    def rotate(self, moved: Sequence[int]) -> None:
+        """Rotate the key of each token held by as many positions, oldest first."""
+        ages = [age for age, by in enumerate(moved) if by]
+        if self.rotation is None or not ages:
+            return
+        angles = self.rotation.angles([moved[age] for age in ages])
+        for key in self._keys():
+            rows = [key.rows[age] for age in ages]
+            turned = self.rotation.turn(key.arena.read(key.tensor, rows), key.zero_point, key.scale, angles)
+            key.arena.write(key.tensor, rows, turned)
+
+    def refusal(self, context: int, length: int, available: Sequence[int], ar: int) -> ContextFullError:
+        """The error for an AR-`ar` step without room beside `length` tokens; `available` are the AR of all graphs."""
         smaller = [each for each in available if length <= context - each]
         retry = f"Run a graph of at most {smaller[-1]} tokens per inference, choose" if smaller else "Choose"
         return ContextFullError(
@@ -67,18 +70,6 @@ class Eviction:
             expected=f"at most {context - ar} before a step of AR-{ar}",
             fix=f"{retry} the policy sliding-window, or export with a larger --context.",
         )
-
-    def _renumber(self, rotation: Rotation) -> None:
-        """Renumber the tokens held from position 0, and rotate their keys by the difference."""
-        moved = self._positions.renumber()
-        ages = [age for age, by in enumerate(moved) if by]
-        if not ages:
-            return
-        angles = rotation.angles([moved[age] for age in ages])
-        for key in self._keys():
-            rows = [key.rows[age] for age in ages]
-            turned = rotation.turn(key.arena.read(key.tensor, rows), key.zero_point, key.scale, angles)
-            key.arena.write(key.tensor, rows, turned)
 
     def _keys(self) -> Iterator[HeldKeys]:
         """The current keys of the layers that attend to the whole context."""

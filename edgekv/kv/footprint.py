@@ -13,7 +13,7 @@ from edgekv.kv.growth import Growth, single_layers
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, SlidingWindow
 from edgekv.kv.policies.rotation import KvEncoding
-from edgekv.kv.row_group import RowGroup
+from edgekv.kv.rows import RowGroup
 from edgekv.kv.state_group import StateGroup, state_rows
 from edgekv.kv.strategies import default_strategy, make_strategy
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE

@@ -124,7 +124,7 @@ class StateGroup:
     def nbytes(self) -> int:
         return min(self.length, self._past_rows) * self.geometry.tensors * self.geometry.row_bytes
 
-    def window(self, ar: int, context: int) -> Window:
+    def window(self, ar: int, context: int, block: int = 0) -> Window:
         self._execute(self.strategy.prepare(ar, self._past_rows))
         window = self.strategy.window(ar, self._past_rows)
         if window.first:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from edgekv.kv.policies.rotation import Requantization
-
-if TYPE_CHECKING:
-    from edgekv.kv.eviction import Eviction
-    from edgekv.kv.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +34,3 @@ class CacheStats:
     reallocations: int = 0
     evicted: int = 0
     requantization: Requantization | None = None
-
-    @classmethod
-    def of(cls, memory: Footprint, eviction: Eviction, steps: int, tokens: int) -> CacheStats:
-        """Those of a cache."""
-        rotation = eviction.rotation
-        return cls(
-            bytes_copied=sum([arena.bytes_copied for arena in memory.arenas]),
-            copies=sum([arena.copies for arena in memory.arenas]),
-            steps=steps,
-            tokens=tokens,
-            bytes_held=memory.bytes_held,
-            peak_bytes=memory.peak_bytes,
-            reallocations=sum([group.reallocations for group in memory.groups]),
-            evicted=eviction.evicted,
-            requantization=None if rotation is None else rotation.cost,
-        )

@@ -18,8 +18,7 @@ from edgekv.runtime.bound_part import BoundPart
 from edgekv.runtime.inputs import RowView, StepInputs
 from edgekv.runtime.rope import RopeTable
 
-_ROW_BLOCK = 64  # a step reads the used rows, rounded up to a multiple: other sizes cost time when they are bound
-# Where drafts are verified, it reads exactly these: then a token is in the same column of all graphs.
+_ROW_BLOCK = 64  # other sizes cost time when they are bound
 
 
 @dataclass(slots=True)
@@ -54,7 +53,8 @@ class StaticGraph:
         context: S.
         steps: steps run.
         clock: sums over steps, which other graphs may share; whoever moves the cache adds that time.
-        reads_used_rows: whether steps read the cache's rows in use instead of all.
+        row_block: steps read the cache's rows in use, in a multiple of this number; 0 if they read all. It is 1 where
+            drafts are verified: then a token is in the same column of all graphs.
         takes_fewer: whether a step has as many rows as tokens, instead of AR.
     """
 
@@ -109,8 +109,8 @@ class StaticGraph:
             for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)
         ]
         self._logits = exits[interfaces[-1].exit.name][0]
-        self.reads_used_rows = all(part.reads_used_rows for part in self._parts)
-        self._row_block = _ROW_BLOCK if manifest.graph("verify") is None else 1
+        reads_used_rows = all(part.reads_used_rows for part in self._parts)
+        self.row_block = 0 if not reads_used_rows else _ROW_BLOCK if manifest.graph("verify") is None else 1
         self._before_next_run: Callable[[], None] | None = None
         self.use(cache)
         self.adapt(adapter)
@@ -141,13 +141,18 @@ class StaticGraph:
             part.adapt(memory)
         self._adapter = memory  # keeps the memory alive
 
-    def window(self, tokens: int) -> tuple[Window, ...]:
+    def window(self, tokens: int, *, reads_all: bool = False) -> tuple[Window, ...]:
         """Open a step of so many tokens in the cache; see `KVCache.window`.
+
+        Args:
+            tokens: 1 to AR.
+            reads_all: whether the step reads all rows; one with views does.
 
         Raises:
             ContextFullError: the cache has no room for a step of this graph.
         """
-        return self._cache.window(tokens if self.takes_fewer else self.ar, self.record.context)
+        rows = tokens if self.takes_fewer else self.ar
+        return self._cache.window(rows, self.record.context, 0 if reads_all else self.row_block)
 
     def before_next_run(self, call: Callable[[], None]) -> None:
         """Call something once before the next step overwrites the logits of the last one."""
@@ -184,8 +189,6 @@ class StaticGraph:
         if views is not None:
             self._inputs.write_views(tokens, views, windows)
         else:
-            if self.reads_used_rows:
-                windows = [window.narrowed(self._row_block) for window in windows]
             self._inputs.write(tokens, position, windows)
         parts = self._parts if logits else [part for part in self._parts if part.is_needed]
         for part in parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Place = Literal["arena", "scratch"]
@@ -27,10 +27,6 @@ class Move:
     src: Place = "arena"
     dst: Place = "arena"
 
-    def __post_init__(self) -> None:
-        if self.src_row < 0 or self.dst_row < 0 or self.rows < 1:
-            raise ValueError(f"move: got {self}; expected rows from 0 on, and at least one of them")
-
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -40,7 +36,8 @@ class Window:
 
     Attributes:
         ar: tokens per inference of the graph.
-        columns: P, the past rows that the graph reads: S-AR, or W-1 of layers whose window W is smaller.
+        columns: P, the past rows that the graph reads: S-AR, or W-1 of layers whose window W is smaller; fewer if it
+            reads only those in use.
         past_row: first of these rows, as a row of the arena's tensor.
         new_row: row of the first of the AR new rows, in the arena's tensor if `in_place`, else in the scratch tensor.
         in_place: whether the new rows are written to their final place, so that appending copies nothing.
@@ -59,34 +56,9 @@ class Window:
     stop: int
     leaving: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.ar < 1 or self.past_row < 0 or self.new_row < 0 or not 0 <= self.first <= self.stop <= self.columns:
-            raise ValueError(f"window: got {self}; expected ar >= 1, rows >= 0 and 0 <= first <= stop <= columns")
-
     def unseen(self, depth: int) -> list[int]:
         """Valid columns that a new token does not see if `depth` others are before it in the step."""
         return list(self.leaving[: max(0, depth + 1 - (self.ar - len(self.leaving)))])
-
-    def narrowed(self, block: int) -> Window:
-        """The window of a graph that reads fewer past rows: those of the valid columns, in a multiple of `block`.
-
-        None of an empty cache: a masked row would move the columns of new tokens, and so the order of sums over them.
-        """
-        used = self.stop if self.first == 0 else self.columns - self.first
-        if used == self.columns:
-            return self
-        columns = min(self.columns, -(-used // block) * block)
-        if columns == self.columns:
-            return self
-        skipped = 0 if self.first == 0 else self.columns - columns
-        return replace(
-            self,
-            columns=columns,
-            past_row=self.past_row + skipped,
-            first=self.first - skipped,
-            stop=self.stop - skipped,
-            leaving=tuple(column - skipped for column in self.leaving),
-        )
 
 
 class Strategy(Protocol):
