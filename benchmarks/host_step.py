@@ -32,7 +32,7 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.kv import KVCache
 from edgekv.runtime import CpuEngine, StaticGraph
 from edgekv.runtime.binding import MemoryBinding
-from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.graph import rope_tables
 from edgekv.spec import Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle

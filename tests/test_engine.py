@@ -20,7 +20,7 @@ from edgekv.kv import KVCache
 from edgekv.load_options import EngineOptions
 from edgekv.runtime import CpuEngine, binding, make_engine
 from edgekv.runtime.binding import MemoryBinding, _Place, _public
-from edgekv.runtime.rope import RopeTable
+from edgekv.runtime.graph import RopeTable
 from quant import Encoding
 
 UNIT = Encoding("u16", 2 / 65535, 32768)

@@ -16,7 +16,7 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.errors import EngineError
 from edgekv.runtime import CpuEngine, HtpEngine
-from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.graph import rope_tables
 from exporters.graphs.parts import save_part
 from exporters.htp.check import floating_nodes
 from exporters.targets.genai.helpers import dequantizer, position_processor

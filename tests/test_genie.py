@@ -20,7 +20,7 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
-from edgekv.runtime.rope import RopeTable
+from edgekv.runtime.graph import RopeTable
 from edgekv.spec import Rope
 from edgekv.text import SamplingParams, Token
 from exporters.quantize.sink_wanted import SinkWanted

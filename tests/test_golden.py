@@ -10,7 +10,7 @@ from edgekv.bundle import open_bundle
 from edgekv.engine import Graphs, Session
 from edgekv.kv import KVCache
 from edgekv.runtime import CpuEngine
-from edgekv.runtime.rope import RopeTable
+from edgekv.runtime.graph import RopeTable
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 

@@ -33,7 +33,7 @@ import numpy
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.runtime import HtpEngine
-from edgekv.runtime.binding import aligned_zeros
+from edgekv.kv.memory import aligned_zeros
 from edgekv.engine import CacheSetup
 from edgekv.load_options import CacheOptions
 

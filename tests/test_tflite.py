@@ -14,8 +14,8 @@ import edgekv
 from edgekv.bundle import open_bundle, record_files, write_manifest
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.kv import STRATEGIES
+from edgekv.kv.memory import aligned_zeros
 from edgekv.runtime import LitertEngine, TfliteEngine, foreign_graph
-from edgekv.runtime.binding import aligned_zeros
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle

@@ -16,8 +16,8 @@ from edgekv.bundle import Bundle, LoraAdapter, Manifest, lora_tensor, open_lora
 from edgekv.engine.sink import read_sink
 from edgekv.errors import UsageError
 from edgekv.kv import Sink
+from edgekv.kv.memory import aligned_zeros
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.binding import aligned_zeros
 from edgekv.spec import LOGITS, LoraSlots, LoraTarget, lora_a, lora_b, lora_group
 
 _KEPT = 16  # adapters whose memory is kept

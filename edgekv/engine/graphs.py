@@ -12,7 +12,7 @@ from edgekv.kv import KVCache
 from edgekv.runtime import Engine, RowBits, StaticGraph, StepTimes
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import wide_prefill_of
-from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.graph import rope_tables
 
 
 def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bool]) -> int:

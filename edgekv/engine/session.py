@@ -17,7 +17,7 @@ from edgekv.engine.graphs import Graphs
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.runtime import StaticGraph
-from edgekv.runtime.inputs import tree_views
+from edgekv.runtime.graph import tree_views
 
 
 @dataclass(slots=True)

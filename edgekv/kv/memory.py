@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgekv.errors import EngineError, UsageError
 
@@ -93,6 +95,14 @@ class MirrorMemory:
         self.held_bytes = rings * ring_bytes
         release = weakref.finalize(self.buffer, _libc().munmap, self.address, size_bytes)
         release.atexit = False  # arrays may outlive it there
+
+
+def aligned_zeros(shape: Sequence[int], dtype: str) -> NDArray[Any]:
+    """An array of zeros, aligned to 64 bytes, which every runtime accepts."""
+    memory = HeapMemory(math.prod(shape) * np.dtype(dtype).itemsize + ALIGNMENT_BYTES)
+    aligned: NDArray[Any] = np.ndarray(tuple(shape), dtype, memory.buffer, memory.offset)
+    aligned.fill(0)
+    return aligned
 
 
 def aligned(size_bytes: int) -> int:

@@ -2,13 +2,12 @@
 
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.htp_options import HtpOptions
+from edgekv.runtime.binding import RowBits
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
-from edgekv.runtime.graph import StaticGraph, StepTimes
+from edgekv.runtime.graph import RowView, StaticGraph, StepTimes, tree_views
 from edgekv.runtime.htp import HtpEngine
-from edgekv.runtime.inputs import RowView, tree_views
 from edgekv.runtime.litert import LitertEngine
-from edgekv.runtime.row_bits import RowBits
 from edgekv.runtime.tflite import TfliteEngine
 
 __all__ = [

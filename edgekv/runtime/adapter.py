@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.runtime.binding import Binding, aligned_zeros
+from edgekv.kv.memory import aligned_zeros
 from edgekv.spec import FLOAT, STACK, Port
 from quant import Encoding
 
@@ -62,29 +62,3 @@ class AdapterMemory:
 
 NO_ADAPTER = AdapterMemory({}, {})
 """Zeros."""
-
-
-class AdapterPorts:
-    """The inputs for adapters of a part."""
-
-    __slots__ = ("_binding", "_shapes")
-
-    def __init__(self, binding: Binding, ports: Sequence[Port]) -> None:
-        """Find the ports; nothing is bound yet.
-
-        Args:
-            binding: of the part.
-            ports: the inputs for adapters, as the loaded graph reads them.
-        """
-        alike: dict[tuple[tuple[int, ...], str], list[Port]] = {}
-        for port in ports:
-            alike.setdefault((port.shape, port.dtype), []).append(port)
-        self._shapes = [([port.name for port in group], group) for group in alike.values()]
-        self._binding = binding
-
-    def bind(self, memory: AdapterMemory) -> None:
-        """Read from this memory from the next step on."""
-        for names, ports in self._shapes:
-            dtype = np.dtype(np.float32 if ports[0].dtype == FLOAT else ports[0].dtype)
-            addresses = [memory.address(port) for port in ports]
-            self._binding.inputs(names, dtype, ports[0].shape, addresses)

@@ -15,9 +15,8 @@ from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
 from edgekv.graphs.source import PartSource, wide_prefill
-from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.binding import Binding, MemoryBinding, RowBits
 from edgekv.runtime.mapped import MappedWeights
-from edgekv.runtime.row_bits import RowBits
 from edgekv.steps import step
 from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
 

@@ -10,8 +10,7 @@ from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.load_options import EngineOptions
-from edgekv.runtime.binding import Binding
-from edgekv.runtime.row_bits import RowBits
+from edgekv.runtime.binding import Binding, RowBits
 
 GROUP = "edgekv.engines"
 

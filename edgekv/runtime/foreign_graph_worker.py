@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 
 from edgekv.errors import EngineError
-from edgekv.runtime.binding import Binding, aligned_zeros
+from edgekv.kv.memory import aligned_zeros
+from edgekv.runtime.binding import Binding
 from edgekv.runtime.foreign_graph import Refusal, Trial
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.tflite import TfliteEngine

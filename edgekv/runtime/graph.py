@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import EmbeddingTable, GraphRecord, Manifest
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache, Window
+from edgekv.kv.memory import aligned_zeros
 from edgekv.runtime.adapter import NO_ADAPTER, AdapterMemory
-from edgekv.runtime.binding import Binding, aligned_zeros
-from edgekv.runtime.bound_part import BoundPart
-from edgekv.runtime.inputs import RowView, StepInputs
-from edgekv.runtime.rope import RopeTable
+from edgekv.runtime.binding import Binding, BoundPart
+from edgekv.spec import CONV_ROWS, LAYER_INPUTS_PORT, LOGITS_INDEX, MASK, STEP_KINDS, rope_inputs
+from quant import DTYPES, Encoding
 
 _ROW_BLOCK = 64  # other sizes cost time when they are bound
+
+Table = NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -40,6 +43,37 @@ class StepTimes:
 
     def __sub__(self, earlier: StepTimes) -> StepTimes:
         return StepTimes(self.steps - earlier.steps, self.run_ns - earlier.run_ns, self.host_ns - earlier.host_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """What a new token of a step is and sees, where tokens do not simply follow each other.
+
+    Attributes:
+        position: absolute position.
+        columns: past columns that it attends to; None for all that a token at its position sees.
+        rows: new rows that it attends to, with its own.
+        states: of the layers that have some, `[N, K-1, H]`, if it follows another sequence than the cache's.
+    """
+
+    position: int
+    columns: Sequence[int] | None
+    rows: Sequence[int]
+    states: NDArray[Any] | None = None
+
+
+def tree_views(parents: Sequence[int], position: int) -> list[RowView]:
+    """The views of tokens that branch; each sees what is before it.
+
+    Args:
+        parents: row of the token before each, lower than its own; -1 for the last one in the cache.
+        position: absolute position of a token behind the cache.
+    """
+    views: list[RowView] = []
+    for row, parent in enumerate(parents):
+        before = () if parent < 0 else views[parent].rows
+        views.append(RowView(position + len(before), None, (*before, row)))
+    return views
 
 
 class StaticGraph:
@@ -209,3 +243,272 @@ class StaticGraph:
         clock.host_ns += entered - started
         clock.steps += 1
         self.steps += 1
+
+
+class StepInputs:
+    """Token ids or embeddings, masks, cosines and sines, and `logits_index` of an AR step.
+
+    Attributes:
+        arrays: by name. Of a mask, a step uses the first elements: a row for each token, as wide as the step's window.
+        groups: the group of the cache that each mask belongs to.
+        filled: tokens of the last step.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        record: GraphRecord,
+        ropes: Mapping[str, RopeTable],
+        embeddings: EmbeddingTable | None = None,
+        layer_inputs: EmbeddingTable | None = None,
+        *,
+        takes_fewer: bool = False,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            manifest: of the bundle.
+            record: the graph.
+            ropes: see `rope_tables`.
+            embeddings: the table, if the graph reads `inputs_embeds` instead of ids.
+            layer_inputs: see `Bundle.layer_inputs`.
+            takes_fewer: whether the graph has no row without a token.
+        """
+        self._takes_fewer = takes_fewer
+        decoder = manifest.interface
+        inputs = [port for part in decoder.parts(record) for port in part.inputs if port.kind in STEP_KINDS]
+        self.arrays: dict[str, NDArray[Any]] = {port.name: aligned_zeros(port.shape, port.dtype) for port in inputs}
+        self.filled = 0
+        self._table = embeddings
+        pad = manifest.tokens.pad or 0
+        self._pad = np.asarray(pad) if embeddings is None else embeddings.rows([pad])[0]
+        entry = self.arrays[inputs[0].name]
+        self._entry = entry[0] if embeddings is None else entry[0, 0]
+        self._gathered = [] if layer_inputs is None else [(layer_inputs, self.arrays[LAYER_INPUTS_PORT][0, 0])]
+        self._pad_token = pad
+        self._rotary = [
+            (table, *(self.arrays[name][0, 0] for name in names))
+            for suffix, table in ropes.items()
+            if (names := rope_inputs(suffix))[0] in self.arrays
+        ]
+        self._index = self.arrays.get(LOGITS_INDEX)
+        others = [self.arrays[port.name][0, 0] for port in inputs if port.kind == "others"]
+        self._taps = ConvolutionRows(self.arrays[CONV_ROWS], others, record.ar) if CONV_ROWS in self.arrays else None
+        first_group: dict[str, int] = {}  # groups with the same window share a mask
+        for group, geometry in enumerate(decoder.cache.groups()):
+            if geometry.is_state:
+                continue
+            first_group.setdefault(decoder.mask_of(geometry), group)
+        self.groups: Mapping[str, int] = {name: group for name, group in first_group.items() if name in self.arrays}
+        self._masks = [
+            (group, AttentionMask(self.arrays[name][0, 0], manifest.encodings[MASK]))
+            for name, group in self.groups.items()
+        ]
+
+    def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window]) -> None:
+        """Write a step; see `StaticGraph.run`."""
+        n, before = len(tokens), self._invalidate()
+        for table, cos, sin in self._rotary:
+            cos[:n], sin[:n] = table.rows(position, n)
+        for group, mask in self._masks:
+            mask.write(n, windows[group])
+        if self._taps is not None:
+            self._taps.write()
+        self._write_entry(tokens, before)
+
+    def write_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:
+        """Write a step whose tokens do not follow each other; see `StaticGraph.run_views`."""
+        before = self._invalidate()
+        for table, cos, sin in self._rotary:
+            for row, view in enumerate(views):
+                cos[row], sin[row] = table.rows(view.position, 1)
+        for group, mask in self._masks:
+            mask.write_views(views, windows[group])
+        if self._taps is not None:
+            self._taps.write_views(views)
+        self._write_entry(tokens, before)
+
+    def _invalidate(self) -> int:
+        """Have a step that does not end leave nothing that the next one takes for written; return `filled`."""
+        before, self.filled = self.filled, 0
+        return before
+
+    def _write_entry(self, tokens: Sequence[int], before: int) -> None:
+        """Write ids or embeddings, and what rows without a token read if there were others in the step before."""
+        n = len(tokens)
+        self._entry[:n] = tokens if self._table is None else self._table.rows(tokens)
+        for gathered, rows in self._gathered:
+            rows[:n] = gathered.rows(tokens)
+        if n == before:
+            self.filled = n
+            return
+        if not self._takes_fewer:
+            # Rows without a token: their results are not used.
+            self._entry[n:] = self._pad
+            for gathered, rows in self._gathered:
+                rows[n:] = gathered.rows([self._pad_token])
+            for table, cos, sin in self._rotary:
+                cos[n:], sin[n:] = table.rows(0, 1)
+        if self._index is not None:
+            self._index[0] = n - 1
+        self.filled = n
+
+
+class ConvolutionRows:
+    """Which row each tap of a convolution reads for each new token, `[K-1, AR]`: tap j the one K-1-j tokens before it.
+
+    Rows are those of the cache's state, then the new ones, then the states of other sequences, K-1 for each new token.
+    The last tap reads the token's own row in any case.
+    """
+
+    def __init__(self, rows: NDArray[Any], others: Sequence[NDArray[Any]], ar: int) -> None:
+        """Use this memory.
+
+        Args:
+            rows: contiguous; the new tokens follow each other.
+            others: the states of other sequences, `[(K-1) * AR, H]` of each layer.
+            ar: tokens per inference.
+        """
+        self._rows = rows.reshape(-1, ar)
+        self._others = others
+        self._past = len(self._rows)
+        self._are_linear = False
+        self.write()
+
+    def write(self) -> None:
+        """Write the rows of a step whose tokens follow each other."""
+        if not self._are_linear:
+            self._rows[:] = np.arange(self._rows.shape[1]) + np.arange(self._past)[:, None]
+            self._are_linear = True
+
+    def write_views(self, views: Sequence[RowView]) -> None:
+        """Write the rows of a step whose tokens see what `views` say."""
+        self._are_linear = False
+        past, ar = self._rows.shape
+        for token, view in enumerate(views):
+            start = 0
+            if view.states is not None:
+                place = past * token
+                for memory, state in zip(self._others, view.states, strict=True):
+                    memory[place : place + past] = state
+                start = past + ar + place
+            path = [*range(start, start + past), *(past + row for row in view.rows)]
+            self._rows[:, token] = path[-1 - past : -1]
+
+
+class AttentionMask:
+    """A graph's mask, `[AR, P + AR]`: a row for each new token, columns for the past rows and then the new tokens.
+
+    An element is 0.0 where the row attends to the column, and the encoding's minimum where it does not. Rows without a
+    token attend to the new rows up to their own. A row that attended to nothing would average over all columns, also
+    those of rows that hold no token: then other rows, rounded over the range of all, would depend on what was there.
+    """
+
+    def __init__(self, rows: NDArray[Any], encoding: Encoding) -> None:
+        """Use `rows`, which are contiguous, as the mask's memory."""
+        self._memory = rows.reshape(-1)
+        self._rows = rows
+        self._most = self._ar = len(rows)
+        self._past = rows.shape[1] - self._ar
+        self._open, self._closed = encoding.zero_point, encoding.limits[0]
+        self._causal = np.where(np.tri(self._ar, dtype=bool), self._open, self._closed).astype(rows.dtype)
+        self._filled = 0
+
+    def write(self, tokens: int, window: Window) -> None:
+        """Write the mask of a step of `tokens` tokens.
+
+        Args:
+            tokens: 1 to AR.
+            window: of the layers.
+        """
+        rows = self._of(window)
+        rows[:tokens, : self._past] = self._closed
+        rows[:tokens, window.first : window.stop] = self._open
+        for row in range(self._ar - len(window.leaving), tokens):
+            rows[row, window.unseen(row)] = self._closed
+        if tokens != self._filled:
+            rows[tokens:, : self._past] = self._closed
+            rows[:, self._past :] = self._causal[: self._ar, : self._ar]
+            self._filled = tokens
+
+    def write_views(self, views: Sequence[RowView], window: Window) -> None:
+        """Write the mask of a step whose rows see what `views` say."""
+        rows = self._of(window)
+        before, self._filled = self._filled, 0  # the next step writes all rows
+        rows[: len(views)] = self._closed
+        for row, view in enumerate(views):
+            if view.columns is None:
+                rows[row, window.first : window.stop] = self._open
+                rows[row, window.unseen(len(view.rows) - 1)] = self._closed
+            else:
+                rows[row, view.columns] = self._open
+            rows[row, [self._past + each for each in view.rows]] = self._open
+        if len(views) != before:
+            rows[len(views) :, : self._past] = self._closed
+            rows[len(views) :, self._past :] = self._causal[len(views) : self._ar, : self._ar]
+
+    def _of(self, window: Window) -> NDArray[Any]:
+        """The rows of a window, and its width."""
+        if (window.columns, window.ar) != (self._past, self._ar):
+            assert window.ar <= self._most, "a window of this graph"
+            width = window.columns + window.ar
+            self._filled = 0
+            self._rows = self._memory[: window.ar * width].reshape(window.ar, width)
+            self._past, self._ar = window.columns, window.ar
+        return self._rows
+
+
+class RopeTable:
+    """Rows of cosines and sines, `[positions, R/2]`, in the encodings of the graph's inputs.
+
+    An element is trunc(attention_factor * cos(position * frequency) / scale + zero_point) in float64, with the scale
+    rounded to float32 as in the graph. It truncates as Genie does, so that both produce the same bits. Positions
+    can exceed those of training: attention depends only on differences of positions, which stay below S.
+    """
+
+    def __init__(
+        self,
+        inverse_frequencies: Sequence[float] | NDArray[np.float64],
+        cos: Encoding,
+        sin: Encoding,
+        *,
+        positions: int = 1,
+        attention_factor: float = 1.0,
+    ) -> None:
+        self._frequencies = np.asarray(inverse_frequencies, np.float64)
+        self._encodings = (cos, sin)
+        self._factor = attention_factor
+        self._cos, self._sin = self._compute(0, positions)
+
+    def rows(self, position: int, count: int) -> tuple[Table, Table]:
+        """Cosines and sines `[count, R/2]` from `position` on; the table grows as needed."""
+        if (end := position + count) > len(self._cos):
+            more = self._compute(len(self._cos), max(end, 2 * len(self._cos)))
+            self._cos, self._sin = (np.concatenate(pair) for pair in zip((self._cos, self._sin), more, strict=True))
+        return self._cos[position:end], self._sin[position:end]
+
+    def _compute(self, start: int, stop: int) -> tuple[Table, Table]:
+        angles = np.arange(start, stop, dtype=np.float64)[:, None] * self._frequencies
+        cos, sin = self._encodings
+        return _truncate(self._factor * np.cos(angles), cos), _truncate(self._factor * np.sin(angles), sin)
+
+
+def rope_tables(manifest: Manifest) -> dict[str, RopeTable]:
+    """A table for every rotary embedding of a bundle, by the suffix of its inputs' names, for one context."""
+    tables = {}
+    for suffix, rotation in manifest.rotations.items():
+        cos, sin = (manifest.encodings[name] for name in rope_inputs(suffix))
+        tables[suffix] = RopeTable(
+            rotation.inverse_frequencies,
+            cos,
+            sin,
+            positions=manifest.context,
+            attention_factor=rotation.attention_factor,
+        )
+    return tables
+
+
+def _truncate(real: NDArray[np.float64], encoding: Encoding) -> Table:
+    steps = np.trunc(real / np.float64(np.float32(encoding.scale)) + encoding.zero_point)
+    table: Table = np.clip(steps, *encoding.limits).astype(DTYPES[encoding.dtype])
+    return table

@@ -15,8 +15,7 @@ from edgekv.errors import UsageError
 from edgekv.htp_options import HtpOptions
 from edgekv.library_fault import FOR_GRAPHS, check_libraries
 from edgekv.qnn import compiler, create_session
-from edgekv.runtime.binding import Binding, MemoryBinding
-from edgekv.runtime.row_bits import RowBits
+from edgekv.runtime.binding import Binding, MemoryBinding, RowBits
 from edgekv.runtime.shared_memory import SharedAllocator
 from edgekv.steps import step
 from edgekv.this_chip import find_chip

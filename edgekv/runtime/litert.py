@@ -20,8 +20,8 @@ from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
+from edgekv.runtime.binding import RowBits
 from edgekv.runtime.foreign_graph import TriedFiles
-from edgekv.runtime.row_bits import RowBits
 from edgekv.spec import GraphInterface, Port
 from edgekv.vendor_libraries import Platform
 

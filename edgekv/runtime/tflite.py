@@ -22,8 +22,8 @@ from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
+from edgekv.runtime.binding import RowBits
 from edgekv.runtime.foreign_graph import TriedFiles
-from edgekv.runtime.row_bits import RowBits
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
 

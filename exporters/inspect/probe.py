@@ -17,7 +17,7 @@ from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import KvTensor
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
-from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.graph import rope_tables
 from edgekv.spec import EMBEDDINGS, IDS, LAYER_INPUTS_PORT, GraphRecord, PartRecord, rope_inputs
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps

@@ -16,8 +16,7 @@ from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KvTensor, Window
 from edgekv.runtime import CpuEngine
-from edgekv.runtime.inputs import StepInputs
-from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.graph import StepInputs, rope_tables
 from edgekv.spec.text import begins_with
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Piece

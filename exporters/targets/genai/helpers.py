@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgekv.bundle import Manifest
-from edgekv.runtime.rope import rope_tables
+from edgekv.runtime.graph import rope_tables
 from edgekv.spec import LOGITS, MASK, rope_inputs
 from exporters.graphs.models import NodeWriter, declare, make_port
 from exporters.graphs.qdq import IR_VERSION, OPSET
