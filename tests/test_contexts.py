@@ -14,7 +14,7 @@ from devices import find
 from edgekv import qnn
 from edgekv.bundle import open_bundle, open_compiled
 from edgekv.cli import run
-from edgekv.engine.graphs import choose_context
+from edgekv.engine.session import choose_context
 from edgekv.errors import UsageError
 from exporters.export import ExportOptions
 from exporters.quantize.recipe import find_recipe

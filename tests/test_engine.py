@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from edgekv.bundle import GraphRecord, Manifest, open_bundle
 from edgekv.engine import Graphs, Session
-from edgekv.engine.graphs import choose_ar
+from edgekv.engine.session import choose_ar
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import KVCache
 from edgekv.load_options import EngineOptions

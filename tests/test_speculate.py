@@ -377,7 +377,7 @@ def test_verify_graphs_keep_their_memory_longer_than_others(verifying: Path, mon
     """Drafts may be rare, and a pass that has to read its weights again costs a fifth more."""
     released: list[str] = []
     monkeypatch.setattr(StaticGraph, "release", lambda graph: released.append(graph.record.role))
-    monkeypatch.setattr("edgekv.engine.graphs._IDLE_VERIFY_STEPS", 40)
+    monkeypatch.setattr("edgekv.engine.session._IDLE_VERIFY_STEPS", 40)
     with edgekv.load(verifying) as model:
         ids(model, "lookup", LONG.overlaid(max_new_tokens=10))
         released.clear()

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.graphs import Graphs
-from edgekv.engine.session import Session
+from edgekv.engine.session import Graphs, Session
 from edgekv.errors import refuse
 from edgekv.kv import BatchColumns, KVCache, RowArena, landing
 from edgekv.runtime import RowView

@@ -13,9 +13,8 @@ from edgekv.bundle import Manifest
 from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.engine.cache_mode import Always
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.graphs import Graphs
 from edgekv.engine.request import Request
-from edgekv.engine.session import CacheUse
+from edgekv.engine.session import CacheUse, Graphs
 from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache

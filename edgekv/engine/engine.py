@@ -18,12 +18,11 @@ from edgekv.engine.batch import Batch, make_batch
 from edgekv.engine.beams import BeamResult, BeamRun, check_beams
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel
-from edgekv.engine.graphs import Graphs
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.request import POOLED, Request
 from edgekv.engine.runner import Runner
 from edgekv.engine.sequence import Sequence
-from edgekv.engine.session import Session
+from edgekv.engine.session import Graphs, Session
 from edgekv.engine.speculation import DraftTarget
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.draft import DraftTree
-from edgekv.engine.graphs import Graphs
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.sequence import Sequence
-from edgekv.engine.session import Session
+from edgekv.engine.session import Graphs, Session
 from edgekv.engine.speculation import SpeculationRun
 from edgekv.runtime import StepTimes
 
