@@ -12,8 +12,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.engine import Engine, GenerationStats, Request, Scores, Sequence
-from edgekv.engine.engine import Event
+from edgekv.engine import Engine, Event, GenerationStats, Request, Scores, Sequence
 from edgekv.errors import UsageError
 from edgekv.text import StopReason, Token, ToolCall
 
@@ -86,19 +85,19 @@ class Driver:
         Raises:
             UsageError: the model was closed.
             ValueError: a later call has its cache.
-            EdgeKVError: see `Engine.advance`.
+            EdgeKVError: see `Sequence.advance`.
         """
         with self:
             if not self.claims(sequence):
                 return None
             try:
-                return self.engine.advance(sequence)
+                return sequence.advance()
             finally:
                 if sequence.has_ended:
                     self.forget(sequence)
 
     def prefill(self, sequence: Sequence, most: int) -> bool:
-        """See `Engine.prefill`; False also for a call that has ended, or has a token.
+        """See `Sequence.prefill`; False also for a call that has ended, or has a token.
 
         Raises:
             EdgeKVError: as `advance`.
@@ -108,7 +107,7 @@ class Driver:
             if not self.claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:
                 return False
             try:
-                return self.engine.prefill(sequence, most)
+                return sequence.prefill(most)
             finally:
                 if sequence.has_ended:
                     self.forget(sequence)
@@ -219,7 +218,7 @@ class Generation(Iterator[Token]):
             if not driver.claims(sequence):
                 raise StopIteration
             try:
-                token = driver.engine.advance(sequence)
+                token = sequence.advance()
             finally:
                 if sequence.has_ended:
                     driver.forget(sequence)

@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-from edgekv.engine import Engine, Event, Sequence
+from edgekv.engine import Event, Sequence
 from edgekv.errors import EngineError
 from edgekv.serve.request_log import RequestRecord, write_line
 from tests.serving import NAME, Server, served
@@ -106,17 +106,17 @@ def test_a_client_that_leaves_is_logged(server: Server, log: list[str]):
 
 
 def test_an_error_in_a_stream_is_logged(server: Server, log: list[str]):
-    real, steps = Engine.advance, 0
+    real, steps = Sequence.advance, 0
 
-    def fail(engine: Engine, sequence: Sequence, most: int | None = None) -> Event | None:
+    def fail(sequence: Sequence, most: int | None = None) -> Event | None:
         nonlocal steps
         steps += 1
         if steps > 3:
             raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
-        return real(engine, sequence, most)
+        return real(sequence, most)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "advance", fail)
+        patch.setattr(Sequence, "advance", fail)
         stream = server.client(KEY).completions.create(model=NAME, prompt="Fails", stream=True)
         with pytest.raises(openai.APIError, match="log says why"):
             list(stream)

@@ -90,14 +90,14 @@ def test_a_failing_step_ends_its_request_alone(
 ) -> None:
     engine = model.engine
     broken, whole = engine.add(request(0)), engine.add(request(1))
-    real = Engine.advance
+    real = Sequence.advance
 
-    def advance(engine: Engine, sequence: Sequence, most: int | None = None) -> Any:
+    def advance(sequence: Sequence, most: int | None = None) -> Any:
         if sequence is broken and len(sequence.output.tokens) == 2:  # type: ignore[union-attr]
             raise EngineError("engine", got="a fault", expected="a step", fix="Try again.")
-        return real(engine, sequence, most)
+        return real(sequence, most)
 
-    monkeypatch.setattr(Engine, "advance", advance)
+    monkeypatch.setattr(Sequence, "advance", advance)
     events = [each for _ in range(8) for each in engine.step()]
     assert [type(event) for sequence, event in events if sequence is broken] == [Token, Token, EngineError]
     assert [event.id for sequence, event in events if sequence is whole] == alone[PROMPTS[1]]  # type: ignore[union-attr]
@@ -116,7 +116,7 @@ def test_a_request_that_cannot_begin_is_told_and_holds_nothing(model: edgekv.Mod
 def test_a_later_request_displaces_the_one_that_has_its_cache(model: edgekv.Model) -> None:
     engine = model.engine
     first = engine.start(request(0, cache=3))
-    assert engine.advance(first) and engine.holder(3) is first
+    assert first.advance() and engine.holder(3) is first
     second = engine.start(request(0, cache=3))
     assert first.is_displaced and first.has_ended and engine.holder(3) is second
     engine.abort(first)

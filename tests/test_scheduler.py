@@ -18,7 +18,7 @@ import openai
 import pytest
 from msgspec import structs
 
-from edgekv.engine import ByteBudget, Engine
+from edgekv.engine import ByteBudget, Sequence
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, pump
 from edgekv.serve.exchange import WAITING
@@ -78,14 +78,14 @@ class Gate:
 
 @contextmanager
 def _gate() -> Iterator[Gate]:
-    gate, real = Gate(), Engine.advance
+    gate, real = Gate(), Sequence.advance
 
-    def step(engine: Engine, sequence: Any, most: int | None = None) -> Any:
+    def step(sequence: Any, most: int | None = None) -> Any:
         gate.wait(sequence)
-        return real(engine, sequence, most)
+        return real(sequence, most)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "advance", step)
+        patch.setattr(Sequence, "advance", step)
         try:
             yield gate
         finally:
@@ -244,9 +244,9 @@ def test_a_request_that_waits_can_leave(server: Server):
 
 def test_a_request_has_a_time_limit(talking: Path):
     with served(talking, Limits(request_s=0.05)) as server:
-        real = Engine.advance
+        real = Sequence.advance
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Engine, "advance", lambda *given: (time.sleep(0.03), real(*given))[1])
+            patch.setattr(Sequence, "advance", lambda *given: (time.sleep(0.03), real(*given))[1])
             with pytest.raises(openai.InternalServerError, match="without an end") as ended:
                 _ask(server, "Endless", **LONG)
         assert ended.value.status_code == 504
@@ -310,7 +310,7 @@ def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseExcept
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "advance", fail)
+        patch.setattr(Sequence, "advance", fail)
         for n in (1, 3):
             with pytest.raises(openai.InternalServerError, match="This is a bug"):
                 _ask(server, "Fails", n=n)
@@ -323,7 +323,7 @@ def test_a_client_is_not_told_of_the_servers_files(server: Server, capfd: pytest
         raise EngineError("engine", got="a fault in /home/user/model", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "advance", fail)
+        patch.setattr(Sequence, "advance", fail)
         with pytest.raises(openai.InternalServerError, match="log says why") as told:
             _ask(server, "Fails")
     assert "/home/user" not in str(told.value) and "/home/user/model" in capfd.readouterr().err
@@ -396,7 +396,7 @@ def test_a_stream_that_is_refused_has_a_status_and_one_that_fails_an_event(serve
         raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "advance", fail)
+        patch.setattr(Sequence, "advance", fail)
         with pytest.raises(openai.APIError, match="log says why") as told:
             list(_ask(server, "Fails", stream=True))
         assert not isinstance(told.value, openai.APIStatusError)
@@ -493,7 +493,7 @@ def step(*_):
     print("in a step", flush=True)
     threading.Event().wait()
 
-edgekv.engine.Engine.advance = step
+edgekv.engine.Sequence.advance = step
 server.ENGINE_S = float(sys.argv.pop(1))
 main()
 """

@@ -18,10 +18,10 @@ from edgekv.engine.cache_mode import (
 )
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel
-from edgekv.engine.engine import Engine, Event, Scores
+from edgekv.engine.engine import Engine
 from edgekv.engine.pool import PoolStats, SessionPool
 from edgekv.engine.request import POOLED, Request
-from edgekv.engine.sequence import Sequence
+from edgekv.engine.sequence import Event, Scores, Sequence
 from edgekv.engine.session import CacheUse, Graphs, Session
 from edgekv.engine.sink import read_sink
 from edgekv.engine.speculation import (

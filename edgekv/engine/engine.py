@@ -6,28 +6,23 @@ import traceback
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from time import perf_counter_ns
-
-import numpy as np
-from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.engine.adapters import Adapters, BoundAdapter, LoraChoice
 from edgekv.engine.batch import Batch, make_batch
-from edgekv.engine.beams import BeamResult, BeamRun, check_beams
+from edgekv.engine.beams import BeamRun, check_beams
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.request import POOLED, Request
-from edgekv.engine.runner import Runner
-from edgekv.engine.sequence import Sequence
+from edgekv.engine.sequence import Event, Resources, Scores, Sequence
 from edgekv.engine.session import Graphs, Session
 from edgekv.engine.speculation import DraftTarget
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend
 from edgekv.runtime import StepTimes
-from edgekv.text.output import AnswerReaders, Output, Token
+from edgekv.text.output import AnswerReaders, Output
 from edgekv.text.params import BeamParams
 from edgekv.text.sampler import Sampler
 from edgekv.text.texts import Texts
@@ -35,26 +30,11 @@ from edgekv.text.texts import Texts
 MOST_SEQUENCES = 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """The logits after the next tokens of a prompt, first those of the sink.
-
-    Attributes:
-        rows: `[rows, V]` in float32.
-    """
-
-    rows: NDArray[np.float32]
-
-
-Event = Token | Scores | BeamResult | BaseException
-"""What a step brings a sequence; an exception ends it."""
-
-
 class Engine:
     """Runs requests on a bundle. Single-threaded: whoever drives it has the lock, if there is one.
 
-    `add` queues a request and `step` advances all, or `start` begins one and `advance` brings its next event. A
-    sequence holds its cache until it ends; a later request for the same cache that is started displaces it.
+    `add` queues a request and `step` advances all, or `start` begins one and `Sequence.advance` brings its next event.
+    A sequence holds its cache until it ends; a later request for the same cache that is started displaces it.
 
     Attributes:
         bundle: the bundle.
@@ -109,12 +89,10 @@ class Engine:
         self.running: list[Sequence] = []
         self.used_batch: Batch | None = None
         self.shares_passes = False
-        self._runner = Runner(self.pool, graphs)
-        self._setup = caches.described(backend)
         self._store = open_store(bundle, self.name, graphs.cache, caches.mode, prefix_cache, self.window)
         self._adapters = Adapters(bundle)
-        self._encoding = bundle.manifest.encodings["logits"]
-        self._holders: dict[int | None, Sequence] = {}
+        logits = bundle.manifest.encodings["logits"]
+        self._resources = Resources(self.pool, graphs, self.texts, logits, caches.described(backend), self.abort)
         self._alone_tokens = graphs.cache.ar[-1]
         self._beside_tokens = max(graph.ar for graph in bundle.manifest.graphs)
 
@@ -128,7 +106,7 @@ class Engine:
         if self._store is not None:
             self._store.close()
         self.used_batch = None
-        del self.graphs, self.pool, self.draft_model, self.target, self._runner, self._store
+        del self.graphs, self.pool, self.draft_model, self.target, self._resources, self._store
 
     @property
     def is_reproducible(self) -> bool:
@@ -195,34 +173,32 @@ class Engine:
             self.running.remove(sequence)
         try:
             if sequence.has_begun:
-                self._runner.finish(sequence)
+                sequence.finish()
         finally:
-            for cache in [each for each, holder in self._holders.items() if holder is sequence]:
-                del self._holders[cache]
             if sequence.request.cache == POOLED and sequence.cache is not None:
                 self.pool.give_back(sequence.cache)
 
     def holder(self, cache: int | None) -> Sequence | None:
         """The sequence that runs in a cache; None if it is free."""
-        return self._holders.get(cache)
+        return next((each for each in self.running if each.uses(cache)), None)
 
     def _made(self, request: Request) -> Sequence:
         manifest, params = self.bundle.manifest, request.params
         adapter = self.open_lora(request.lora)
         key = None if adapter is None else adapter.key
         if params is None:
-            return Sequence(request, self._setup, adapter)
+            return Sequence(request, self._resources, adapter)
         prefixes = open_prefixes(self._store, request.salt, request.retention, key)
         if isinstance(params, BeamParams):
             check_beams(manifest, self.caches, request)
-            sequence = Sequence(request, self._setup, adapter, prefixes)
+            sequence = Sequence(request, self._resources, adapter, prefixes)
             sequence.beams = BeamRun(request, params, self.graphs, manifest)
             return sequence
         constraint, calls = self.texts.bind(params.grammar, request.tools)
         thoughts = None
         if request.reads_thoughts:
             thoughts = self.texts.thoughts(request.tokens, params.grammar, request.tools)
-        sampler = Sampler.of(params, self._encoding, manifest.model.vocab, request.processors)
+        sampler = Sampler.of(params, self._resources.encoding, manifest.model.vocab, request.processors)
         speculation = self.target.begin(request.speculation)
         output = Output(
             request.tokens,
@@ -234,23 +210,20 @@ class Engine:
             AnswerReaders(calls, thoughts),
             returns_logits=request.returns_logits,
         )
-        return Sequence(request, self._setup, adapter, prefixes, output, speculation)
+        return Sequence(request, self._resources, adapter, prefixes, output, speculation)
 
     def _displace(self, cache: int | None) -> None:
-        if (holder := self._holders.get(cache)) is not None:
+        if (holder := self.holder(cache)) is not None:
             holder.is_displaced = True
             self.abort(holder)
 
     def _begin(self, sequence: Sequence) -> None:
         """Give a sequence its cache, which nobody holds."""
         try:
-            self._runner.begin(sequence)
+            sequence.begin()
         except BaseException:
             self.abort(sequence)
             raise
-        self._holders[sequence.cache] = sequence
-        if sequence.request.scores:
-            self._holders[None] = sequence
         self.running.append(sequence)
 
     # ------------------------------------------------------------------ steps
@@ -279,7 +252,7 @@ class Engine:
         events: list[tuple[Sequence, Event]] = []
         while not sequence.has_ended:
             try:
-                event = self.advance(sequence, most)
+                event = sequence.advance(most)
             except BaseException as error:
                 events.append((sequence, self._failed(sequence, error)))
                 break
@@ -296,70 +269,6 @@ class Engine:
             traceback.print_exc()
         return error
 
-    def advance(self, sequence: Sequence, most: int | None = None) -> Event | None:
-        """The next event of a sequence that has begun; it ends with its last one, and if this fails.
-
-        Args:
-            sequence: has not ended.
-            most: tokens of its prompt that are run at once; None for all.
-
-        Returns:
-            None after a piece of the prompt.
-
-        Raises:
-            EdgeKVError: see `Model.generate`.
-        """
-        started = perf_counter_ns()
-        try:
-            if sequence.unscored is not None:
-                return self._scored(sequence)
-            if most is not None and not sequence.is_prefilled and self.prefill(sequence, most):
-                return None
-            if sequence.output is None:
-                return self._searched(sequence, started)
-            output, logits, logits_ns = sequence.output, None, 0
-            if output.needs_logits:
-                if (logits := sequence.ready_logits) is not None:
-                    sequence.ready_logits = None
-                elif sequence.speculation is None or not output.tokens:
-                    logits = self._runner.run(sequence)
-                else:
-                    logits = self._runner.run_with_drafts(sequence, sequence.speculation)
-                logits_ns = perf_counter_ns() - started
-            choosing = perf_counter_ns()
-            token_id = output.choose(logits)
-            if sequence.speculation is not None and len(output.tokens) > 1:
-                sequence.speculation.chose(perf_counter_ns() - choosing)
-            sequence.tokens.append(token_id)
-            token = output.say(token_id, logits, is_full=sequence.is_full)
-            sequence.count_token(logits_ns, perf_counter_ns() - started)
-        except BaseException:
-            self.abort(sequence)
-            raise
-        if output.stop_reason is not None:
-            self.abort(sequence)
-        return token
-
-    def prefill(self, sequence: Sequence, most: int) -> bool:
-        """Run the next `most` tokens of a prompt if more are left beyond those that its cache holds.
-
-        `advance` runs the rest. If `most` is the largest AR, the steps are those of running the whole prompt at once.
-
-        Returns:
-            Whether more than `most` tokens are left.
-
-        Raises:
-            EdgeKVError: as `advance`.
-        """
-        started = perf_counter_ns()
-        try:
-            self._runner.prefill(sequence, most)
-        except BaseException:
-            self.abort(sequence)
-            raise
-        sequence.count_prefill(perf_counter_ns() - started)
-        return not sequence.is_prefilled
-
     def run_together(self, sequences: Iterable[Sequence]) -> None:
         """Run the next pass of several sequences as one, as far as they can; `advance` of each then needs none.
 
@@ -373,9 +282,7 @@ class Engine:
         batch = self.batch
         ready: dict[BoundAdapter | None, list[tuple[Sequence, Session]]] = {}
         for each in sequences:
-            if each.has_ended or each.output is None or not each.output.tokens or not each.needs_pass:
-                continue
-            if self._runner.can_share(each) and (session := self._runner.held_session(each)) is not None:
+            if (session := each.shareable) is not None:
                 ready.setdefault(each.adapter, []).append((each, session))
         for alike in ready.values():
             for at in range(0, len(alike), batch.most):
@@ -389,35 +296,7 @@ class Engine:
         count = sum(row is not None for row in rows)
         for (sequence, session), row in zip(some, rows, strict=True):
             if row is not None:
-                sequence.ready_logits = row
-                share = StepTimes(1, spent.run_ns // count, spent.host_ns // count)
-                self._runner.took_part(sequence, session, share)
-                sequence.count_pass(ns)
-
-    def _scored(self, sequence: Sequence) -> Scores:
-        rows = self._encoding.dequantize(self._runner.score(sequence))
-        if sequence.unscored is None:
-            if sequence.output is None:
-                self.abort(sequence)
-            elif sequence.cache is not None:
-                del self._holders[None]
-        return Scores(rows)
-
-    def _searched(self, sequence: Sequence, started: int) -> BeamResult | None:
-        """Run the next position of a beam search; its result at the end."""
-        beams, cache = sequence.beams, self.pool.own.cache
-        assert beams is not None, "it samples, searches or scores"
-        if not beams.has_prompt:
-            logits = self._runner.run(sequence)
-            beams.begin(logits, perf_counter_ns() - started)
-        else:
-            self.graphs.use(cache, sequence.adapter)
-            beams.step(cache)
-        if not beams.search.done:
-            return None
-        prefix = None if sequence.prefixes is None else sequence.prefixes.stats
-        self.abort(sequence)
-        return beams.result(cache, sequence.use, sequence.times, self._setup, prefix, self.texts.tokenizer)
+                sequence.take_part(session, row, StepTimes(1, spent.run_ns // count, spent.host_ns // count), ns)
 
     # ------------------------------------------------------------------ waiting
 
@@ -443,7 +322,7 @@ class Engine:
         """Whether it waits for another one: for its cache, or for the rows of a prompt that both have."""
         request = sequence.request
         own = request.scores or request.cache != POOLED
-        if own and (None if request.scores else sequence.cache) in self._holders:
+        if own and self.holder(None if request.scores else sequence.cache) is not None:
             return True
         if self._store is None or not self._store.writes or request.params is None:
             return False
