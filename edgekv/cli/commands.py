@@ -1,8 +1,7 @@
 """The commands: edgekv's own, and those that installed packages add.
 
 An entry point of the group `edgekv.command_tables` names a sequence of `Entry`. The module that has it is imported at
-every start, so it holds nothing else. One of the group `edgekv.commands` names a single command, which is listed
-without a help text.
+every start, so it holds nothing else.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import click
 
 from edgekv.errors import EdgeKVError
 
-GROUP = "edgekv.commands"
-TABLES = "edgekv.command_tables"
+GROUP = "edgekv.command_tables"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +105,12 @@ def find_commands() -> dict[str, Entry]:
 
 
 def _installed() -> Iterator[Entry]:
-    for point in metadata.entry_points(group=TABLES):
+    for point in metadata.entry_points(group=GROUP):
         try:
             yield from point.load()
         except Exception as error:  # importing a foreign module may raise anything
             reason = f"{type(error).__name__}: {error}"
             click.echo(f"edgekv: warning: commands of {point.name} ({point.value}) are left out: {reason}", err=True)
-    for point in metadata.entry_points(group=GROUP):
-        package = point.dist.name if point.dist is not None else "edgekv"
-        yield Entry(point.name, point.value.partition(" ")[0], "", "".join(point.extras), package)
 
 
 def _warn(name: str, target: str, reason: str) -> None:
