@@ -198,3 +198,11 @@ def test_a_prompt_loads_the_graphs_that_it_runs(tmp_path: Path) -> None:
         [*model.generate(PROMPT[:count], 2)]
         loaded.append([graph.ar for graph in model.engine.graphs.loaded])
     assert loaded == [[1], [1, 8], [1, 8, 24]]
+
+
+def test_scoring_loads_the_graphs_that_it_runs(tmp_path: Path) -> None:
+    bundle = exported(write_checkpoint(tmp_path), export_options(context=48, ar=(1, 8, 24)))
+    for tokens, roles in ((24, ["score"]), (25, ["score", "decode"])):
+        with edgekv.load(bundle) as model:
+            model.score([*range(5, 5 + tokens)])
+            assert [graph.record.role for graph in model.engine.graphs.loaded] == roles

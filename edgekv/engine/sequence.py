@@ -209,9 +209,10 @@ class Sequence:
         if self.request.params is not None:
             self._pool.claim(self.cache, self.prompt_tokens)
             self._graphs.prepare("decode", *(() if self.speculation is None else ("verify",)))
-            self._graphs.prepare_prefill(self.prompt_tokens)
+            self._graphs.prepare_prompt("prefill", self.prompt_tokens)
         if self.request.scores:
-            self._graphs.prepare("score", "decode")
+            sink = own.cache.sink
+            self._graphs.prepare_prompt("score", self.prompt_tokens - (0 if sink is None else len(sink.tokens)))
         held = own.cache.stats
         self.own_use.bytes_held, self.own_use.bytes_peak = held.bytes_held, held.peak_bytes
         self.has_begun = True

@@ -165,14 +165,14 @@ class Graphs:
             for contexts in self._ladders.get(role, {}).values():
                 self._load(next(iter(contexts.values())))
 
-    def prepare_prefill(self, tokens: int) -> None:
-        """Load the graphs that a prompt of this length runs, for the smallest context.
+    def prepare_prompt(self, role: Role, tokens: int) -> None:
+        """Load the graphs that a prompt of this length runs, for the smallest context; single tokens run `decode`.
 
         Raises:
             EngineError: the engine refused a graph.
             BundleError: a graph's inputs or outputs do not match the manifest.
         """
-        ladder = self._steps["prefill"]
+        ladder = self._steps[role]
         while tokens > 0:
             step = min(tokens, self.cache.step_tokens)
             ar = choose_ar(step, ladder, lambda ar: True)
