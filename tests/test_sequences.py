@@ -181,6 +181,22 @@ def test_memory_that_others_take_is_made_up_for() -> None:
     assert manager.ids == [1]  # the one in use stays, however great the pressure
 
 
+def test_free_memory_is_read_only_where_a_cache_is_made_or_could_be_freed() -> None:
+    reads = 0
+
+    def free() -> int:
+        nonlocal reads
+        reads += 1
+        return 100 * BYTES
+
+    manager = _manager(FreeMemoryBudget(Fraction(1, 2), free), evicts=True)
+    counts = []
+    for sequence in (1, 1, 1, 2, 1):
+        manager.get_or_create(sequence)
+        counts.append(reads)
+    assert counts == [1, 1, 1, 2, 3]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["get", "create", "drop"]), st.integers(0, 5)), max_size=40))
 @settings(max_examples=60)
 def test_a_manager_does_what_an_ordered_list_does(calls: list[tuple[str, int]]) -> None:

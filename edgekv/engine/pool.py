@@ -71,8 +71,8 @@ class SessionPool:
     """Sessions by a 64-bit id, kept until they are dropped or evicted. Callers choose the ids, or `best` does.
 
     The session looked up last is in use; all others may be evicted: first those of calls that have ended, the least
-    recently used first. Memory pressure is checked at every lookup. Other threads may only call `drop` and `clear` of
-    a model's pool.
+    recently used first. Memory pressure is checked at every lookup that could free another. Other threads may only
+    call `drop` and `clear` of a model's pool.
 
     Attributes:
         own: the session of calls without an id, and of all steps that recompute a sequence.
@@ -253,7 +253,7 @@ class SessionPool:
         if held is None:
             self._make_room(self._bytes_per_session, None)
             held = self._held[sequence] = self._make_session()
-        elif self.mode.evicts:
+        elif self.mode.evicts and len(self._held) > 1:  # with one, nothing could be freed
             self._make_room(0, sequence)
         return held
 
