@@ -21,8 +21,6 @@ from quant import DTYPES, Encoding
 
 _ROW_BLOCK = 64  # other sizes cost time when they are bound
 
-Table = NDArray[Any]
-
 
 @dataclass(slots=True)
 class StepTimes:
@@ -456,6 +454,9 @@ class AttentionMask:
             self._rows = self._memory[: window.ar * width].reshape(window.ar, width)
             self._past, self._ar = window.columns, window.ar
         return self._rows
+
+
+Table = NDArray[Any]
 
 
 class RopeTable:
