@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from edgekv.errors import BundleError, UsageError
 from edgekv.spec.text import encode, open_tokenizer
-from edgekv.text import Detokenizer, StopSequences, stream
+from edgekv.text import Detokenizer, StopSequences, output
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=40)
@@ -149,13 +149,13 @@ def test_invalid_bytes_are_held_back_for_three_bytes_only(tokenizer: Tokenizer, 
 def test_a_long_run_of_invalid_bytes_is_decoded_a_few_tokens_at_a_time(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    detokenizer, decoded, plain = Detokenizer(tokenizer), list[int](), stream.decode
+    detokenizer, decoded, plain = Detokenizer(tokenizer), list[int](), output.decode
 
     def counted(tokenizer: Tokenizer, tokens: list[int]) -> str:
         decoded.append(len(tokens))
         return plain(tokenizer, tokens)
 
-    monkeypatch.setattr(stream, "decode", counted)
+    monkeypatch.setattr(output, "decode", counted)
     for _ in range(300):
         detokenizer.push(_byte_token(tokenizer, 0x80))
     assert max(decoded) < 32

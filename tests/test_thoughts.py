@@ -15,7 +15,7 @@ from edgekv.cli.dialog import Dialog
 from edgekv.conversation import Conversation
 from edgekv.spec.chat import ChatTemplates
 from edgekv.text import Grammar, SamplingParams, Tools
-from edgekv.text.sampler import TokenChoice
+from edgekv.text.sampler import Sampler
 from edgekv.text.thoughts import ThoughtFormat, ThoughtReader, thought_format
 from edgekv.text.tools.format import GEMMA4
 from edgekv.text.tools.grammar import tools_grammar
@@ -93,7 +93,7 @@ def says(model: edgekv.Model, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
 
     def say(text: str) -> int:
         tokens = model.tokenizer.encode(text, add_special_tokens=False).ids
-        monkeypatch.setattr(TokenChoice, "next", lambda _, logits, prompt, generated: tokens[len(generated)])
+        monkeypatch.setattr(Sampler, "__call__", lambda _, logits, prompt, generated: tokens[len(generated)])
         return len(tokens)
 
     return say

@@ -21,9 +21,8 @@ from edgekv.kv import KVCache
 from edgekv.kv.beam_cache import BeamCache
 from edgekv.prefix import StoreStats
 from edgekv.runtime import RowView, StepTimes
-from edgekv.text.output import StopReason
+from edgekv.text.output import Detokenizer, StopReason
 from edgekv.text.params import BeamParams
-from edgekv.text.stream import Detokenizer
 from quant import Encoding
 
 if TYPE_CHECKING:

@@ -177,7 +177,7 @@ class Sequence:
         return GenerationStats(
             prompt_tokens=self.prompt_tokens,
             generated_tokens=len(output.tokens),
-            forced_tokens=output.choice.forced_tokens,
+            forced_tokens=output.forced_tokens,
             stop_reason=output.stop_reason,
             times=GenerationTimes(
                 prefill_ms=self._prefill_ns / 1e6,

@@ -20,7 +20,7 @@ from edgekv.serve.pump import answer
 from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
 from edgekv.serve.service import Service
 from edgekv.serve.usage import Usage
-from edgekv.spec.text import decode
+from edgekv.text.output import decode
 
 DEFAULT_TOKENS = 16
 

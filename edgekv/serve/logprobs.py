@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec.text import decode
+from edgekv.text.output import decode
 from edgekv.text.sampler import most_likely
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Text and tokens: the only place that opens `tokenizer.json` and calls the tokenizer."""
+"""Tokens of texts: the only place that opens `tokenizer.json` and encodes with it."""
 
 from __future__ import annotations
 
@@ -95,31 +95,18 @@ def encode(
     return tokens
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of tokens, by default without special ones.
-
-    Raises:
-        UsageError: the tokenizer fails.
-    """
-    try:  # twice a token: no context manager
-        text: str = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-    except BaseException as panic:
-        _refuse_panic(panic, TOKENIZER, UsageError)
-        raise
-    return text
-
-
 @contextmanager
 def _no_panic(field: str, error: type[EdgeKVError]) -> Iterator[None]:
     """Convert a panic of the Rust library to an EdgeKVError: it derives directly from BaseException."""
     try:
         yield
     except BaseException as panic:
-        _refuse_panic(panic, field, error)
+        refuse_panic(panic, field, error)
         raise
 
 
-def _refuse_panic(panic: BaseException, field: str, error: type[EdgeKVError]) -> None:
+def refuse_panic(panic: BaseException, field: str, error: type[EdgeKVError]) -> None:
+    """Raise an EdgeKVError for a panic of the Rust library; nothing happens for another exception."""
     if type(panic).__name__ == "PanicException":
         found = f"a panic in the tokenizers library: {panic}"
         raise error(field, got=found, expected="a tokenizer that works", fix=_FIX) from None

@@ -9,11 +9,11 @@ from edgekv.lazy import lazy
 if TYPE_CHECKING:
     from edgekv.text.constraint import Constraint, GrammarCompiler
     from edgekv.text.grammar import Grammar
-    from edgekv.text.output import Output, StopReason, Token
+    from edgekv.text.output import Detokenizer, Output, StopReason, Token
     from edgekv.text.params import BeamParams, EarlyStopping, SamplingParams
     from edgekv.text.processors import LogitsProcessor
     from edgekv.text.sampler import Sampler
-    from edgekv.text.stream import Detokenizer, StopSequences
+    from edgekv.text.stops import StopSequences
     from edgekv.text.texts import Prompt, Texts
     from edgekv.text.tools import Tool, ToolCall, Tools
 
@@ -43,11 +43,11 @@ __getattr__ = lazy(
     {
         "constraint": "Constraint GrammarCompiler",
         "grammar": "Grammar",
-        "output": "Output StopReason Token",
+        "output": "Detokenizer Output StopReason Token",
         "params": "BeamParams EarlyStopping SamplingParams",
         "processors": "LogitsProcessor",
         "sampler": "Sampler",
-        "stream": "Detokenizer StopSequences",
+        "stops": "StopSequences",
         "texts": "Prompt Texts",
         "tools": "Tool ToolCall Tools",
     },

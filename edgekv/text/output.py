@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.errors import UsageError
+from edgekv.spec.text import TOKENIZER, refuse_panic
 from edgekv.text.constraint import Constraint
 from edgekv.text.params import SamplingParams
-from edgekv.text.sampler import Sampler, TokenChoice
-from edgekv.text.stream import Detokenizer, StopSequences
+from edgekv.text.sampler import Sampler
+from edgekv.text.stops import StopSequences
 from edgekv.text.thoughts import ThoughtReader
 from edgekv.text.tools import ToolCall, ToolCallReader
 
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 StopReason = Literal["eos", "length", "stop", "context", "grammar"]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_OPEN_BYTES = 3
+"""Bytes of an incomplete UTF-8 character, at most."""
+_MAX_PENDING_TOKENS = 8
+_CONTEXT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,73 +67,6 @@ class AnswerReaders:
 NO_READERS = AnswerReaders()
 
 
-class TextStream:
-    """Turns tokens into text, without thoughts and the calls of tools, up to a stop text."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], readers: AnswerReaders
-    ) -> None:
-        """Continue the text of a prompt.
-
-        Args:
-            tokenizer: turns tokens into text.
-            prompt: token ids.
-            stop: texts that end it.
-            readers: find what is no text.
-
-        Raises:
-            UsageError: the tokenizer fails.
-        """
-        self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = StopSequences(stop)
-        self._calls = readers.calls
-        self._thoughts = readers.thoughts
-        self._has_skipped = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the text returned is that of all tokens: none is withheld, cut off, or part of a call or thoughts."""
-        hides = self._calls is not None or (self._thoughts is not None and self._thoughts.hides)
-        return not (self._has_skipped or hides or self._stops.withholds or self._detokenizer.withholds)
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether a stop text was found."""
-        return self._stops.found
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of tools so far."""
-        return () if self._calls is None else tuple(self._calls.calls)
-
-    def push(self, token: int, *, is_text: bool) -> tuple[str, str | None]:
-        """The text and the thoughts that can be shown after a token; one that ends a text is none itself."""
-        self._has_skipped |= not is_text
-        return self._divided(token, self._detokenizer.push(token) if is_text else "")
-
-    def flush(self, *, cut: bool) -> tuple[str, str | None]:
-        """What was withheld, at the end; without the last character if it is incomplete because the text is `cut`."""
-        text, thoughts = self._divided(-1, self._detokenizer.flush(cut=cut))
-        if self._thoughts is not None:
-            more, rest = self._thoughts.flush()
-            thoughts = (thoughts or "") + more if more else thoughts
-            text += self._called(-1, rest)
-        if self._calls is not None:
-            text += self._stops.push(self._calls.flush())
-        return text + self._stops.flush(), thoughts
-
-    def _divided(self, token: int, piece: str) -> tuple[str, str | None]:
-        if self._thoughts is None:
-            return self._called(token, piece), None
-        was_within = self._thoughts.is_within
-        thoughts, text = self._thoughts.push(token, piece)
-        return self._called(token, text), thoughts if thoughts or was_within or self._thoughts.is_within else None
-
-    def _called(self, token: int, text: str) -> str:
-        """Text up to a stop text, without calls."""
-        return self._stops.push(text if self._calls is None else self._calls.push(token, text))
-
-
 class Output:
     """Chooses the tokens of an output, turns them into text, and knows when it ends.
 
@@ -132,9 +74,9 @@ class Output:
         tokens: generated so far.
         stop_reason: why the last one was the last; None before.
         sampler: chooses tokens by logits.
-        choice: chooses tokens that may be forced.
         stream: their text.
-        constraint: of the text; None for free text.
+        constraint: of the text; None for free text. The tokens that it forces are not sampled.
+        forced_tokens: how many it has forced.
     """
 
     def __init__(
@@ -168,17 +110,18 @@ class Output:
         self.tokens: list[int] = []
         self.stop_reason: StopReason | None = None
         self.sampler = sampler
-        self.choice = TokenChoice(sampler, self.constraint)
+        self.forced_tokens = 0
         self.stream = TextStream(tokenizer, prompt, params.stop, readers)
         self._prompt = prompt
         self._most_tokens = params.max_new_tokens
         self._eos = frozenset() if params.ignore_eos else frozenset(eos)
         self._returns_logits = returns_logits
+        self._forced: deque[int] = deque()  # tokens of the text that are known already
 
     @property
     def needs_logits(self) -> bool:
         """Whether the next token needs logits: the first one, one that is not forced, and all if they are returned."""
-        return self.choice.needs_logits or not self.tokens or self._returns_logits
+        return not self._forced or not self.tokens or self._returns_logits
 
     def choose(self, logits: NDArray[Any] | None) -> int:
         """The next token.
@@ -189,7 +132,22 @@ class Output:
         Raises:
             UsageError: a logits processor left nothing to choose from.
         """
-        token = self.choice.next(logits, self._prompt, self.tokens)
+        constraint = self.constraint
+        if constraint is None:
+            assert logits is not None
+            token = self.sampler(logits, self._prompt, self.tokens)
+        else:
+            if not self._forced and not self.tokens:
+                self._forced.extend(constraint.forced())
+            if self._forced:
+                token = self._forced.popleft()
+                self.forced_tokens += 1
+            else:
+                assert logits is not None
+                token = self.sampler(logits, self._prompt, self.tokens, constraint.allowed())
+            constraint.push(token)
+            if not self._forced:
+                self._forced.extend(constraint.forced())
         self.tokens.append(token)
         return token
 
@@ -209,7 +167,7 @@ class Output:
             self.stop_reason = "eos"
         elif stream.has_stopped:
             self.stop_reason = "stop"
-        elif self.choice.is_complete:
+        elif self.constraint is not None and self.constraint.is_complete:
             self.stop_reason = "grammar"
         elif len(self.tokens) == self._most_tokens:
             self.stop_reason = "length"
@@ -220,3 +178,168 @@ class Output:
             text, thoughts = text + rest, thoughts if more is None else (thoughts or "") + more
         real = self.sampler.real(logits) if self._returns_logits and logits is not None else None
         return Token(token, text, real, stream.tool_calls[known:], thoughts)
+
+
+class TextStream:
+    """Turns tokens into text, without thoughts and the calls of tools, up to a stop text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str], readers: AnswerReaders
+    ) -> None:
+        """Continue the text of a prompt.
+
+        Args:
+            tokenizer: turns tokens into text.
+            prompt: token ids.
+            stop: texts that end it.
+            readers: find what is no text.
+
+        Raises:
+            UsageError: the tokenizer fails.
+        """
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopSequences(stop) if stop else None
+        self._calls = readers.calls
+        self._thoughts = readers.thoughts
+        self._has_skipped = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text returned is that of all tokens: none is withheld, cut off, or part of a call or thoughts."""
+        hides = self._calls is not None or (self._thoughts is not None and self._thoughts.hides)
+        stops = self._stops is not None and self._stops.withholds
+        return not (self._has_skipped or hides or stops or self._detokenizer.withholds)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop text was found."""
+        return self._stops is not None and self._stops.found
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools so far."""
+        return () if self._calls is None else tuple(self._calls.calls)
+
+    def push(self, token: int, *, is_text: bool) -> tuple[str, str | None]:
+        """The text and the thoughts that can be shown after a token; one that ends a text is none itself."""
+        self._has_skipped |= not is_text
+        return self._divided(token, self._detokenizer.push(token) if is_text else "")
+
+    def flush(self, *, cut: bool) -> tuple[str, str | None]:
+        """What was withheld, at the end; without the last character if it is incomplete because the text is `cut`."""
+        text, thoughts = self._divided(-1, self._detokenizer.flush(cut=cut))
+        if self._thoughts is not None:
+            more, rest = self._thoughts.flush()
+            thoughts = (thoughts or "") + more if more else thoughts
+            text += self._called(-1, rest)
+        if self._calls is not None:
+            text += self._shown(self._calls.flush())
+        return text + ("" if self._stops is None else self._stops.flush()), thoughts
+
+    def _divided(self, token: int, piece: str) -> tuple[str, str | None]:
+        if self._thoughts is None:
+            return self._called(token, piece), None
+        was_within = self._thoughts.is_within
+        thoughts, text = self._thoughts.push(token, piece)
+        return self._called(token, text), thoughts if thoughts or was_within or self._thoughts.is_within else None
+
+    def _called(self, token: int, text: str) -> str:
+        """Text up to a stop text, without calls."""
+        return self._shown(text if self._calls is None else self._calls.push(token, text))
+
+    def _shown(self, text: str) -> str:
+        """Text up to a stop text."""
+        return text if self._stops is None else self._stops.push(text)
+
+
+class Detokenizer:
+    """Turns a stream of tokens into pieces of text that never end within a UTF-8 character.
+
+    A piece is the text that the new token adds. At most three bytes that may still become a character are withheld. The
+    tokens before the new ones are decoded with them, because some tokenizers drop the space before the first word of a
+    text.
+
+    Attributes:
+        withholds: whether the text returned lacks some of the tokens' text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        """Continue the text of a prompt.
+
+        Raises:
+            UsageError: the tokenizer fails.
+        """
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt[-_CONTEXT_TOKENS:])
+        self._start = 0  # decoding begins with this token
+        self._whole = self._last_whole()  # the text of the tokens before this one was returned
+        self.withholds = False
+        self._given = 0  # characters of the tokens from `_whole` on that were returned
+
+    def push(self, token: int) -> str:
+        """The text that can be printed after this token."""
+        self._tokens.append(token)
+        text = self._added_after(self._start, self._whole)
+        held = len(text) - len(text.rstrip(_REPLACEMENT))
+        self.withholds = held > 0 or not text
+        if not self.withholds:
+            return self._take(text)
+        ready = text[self._given : max(self._given, len(text) - min(held, _OPEN_BYTES))]
+        self._given += len(ready)
+        if len(self._tokens) - self._whole > _MAX_PENDING_TOKENS:
+            self._advance(text)
+        return ready
+
+    def flush(self, *, cut: bool = False) -> str:
+        """The remaining text at the end; an incomplete character becomes U+FFFD, or nothing if the text is `cut`."""
+        text = self._added_after(self._start, self._whole)
+        piece = self._take(text)
+        self.withholds = False
+        if not cut:
+            return piece
+        incomplete = min(len(text) - len(text.rstrip(_REPLACEMENT)), _OPEN_BYTES, len(piece))
+        self.withholds = incomplete > 0
+        return piece[: len(piece) - incomplete]
+
+    def _take(self, text: str) -> str:
+        piece = text[self._given :]
+        self._start, self._whole, self._given = self._whole, len(self._tokens), 0
+        return piece
+
+    def _added_after(self, start: int, cut: int) -> str:
+        """The text that the tokens from `cut` on add to the tokens from `start` on."""
+        tokens, tokenizer = self._tokens, self._tokenizer
+        before, text = decode(tokenizer, tokens[start:cut]), decode(tokenizer, tokens[start:])
+        # Byte tokens of a SentencePiece vocabulary turn a whole run into U+FFFD when one of them is wrong.
+        return text[len(before) :] if text.startswith(before) else decode(tokenizer, tokens[cut:])
+
+    def _advance(self, text: str) -> None:
+        """Stop decoding tokens whose text is final: a long run of invalid bytes has no complete character."""
+        for cut in range(len(self._tokens) - _OPEN_BYTES - 1, self._whole, -1):
+            rest = self._added_after(self._whole, cut)
+            settled = len(text) - len(rest)
+            if settled <= self._given and text.endswith(rest):
+                self._start, self._whole, self._given = self._whole, cut, self._given - settled
+                return
+
+    def _last_whole(self) -> int:
+        """Tokens of the prompt up to its last complete character; an incomplete one belongs to the first piece."""
+        end = len(self._tokens)
+        for length in range(end, max(end - _OPEN_BYTES - 1, -1), -1):
+            if not decode(self._tokenizer, self._tokens[:length]).endswith(_REPLACEMENT):
+                return length
+        return end
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of tokens, by default without special ones.
+
+    Raises:
+        UsageError: the tokenizer fails.
+    """
+    try:  # twice a token: no context manager
+        text: str = tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+    except BaseException as panic:
+        refuse_panic(panic, TOKENIZER, UsageError)
+        raise
+    return text

@@ -11,9 +11,10 @@ from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import PolicyName
 from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
-from edgekv.spec.text import begins_with, decode, encode
+from edgekv.spec.text import begins_with, encode
 from edgekv.text.constraint import Constraint, GrammarCompiler
 from edgekv.text.grammar import Grammar
+from edgekv.text.output import decode
 from edgekv.text.thoughts import ThoughtFormat, ThoughtReader, thought_format
 from edgekv.text.tools import ToolCallReader, Tools, find_format, render_with_tools, special_tokens, tools_grammar
 

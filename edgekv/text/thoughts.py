@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgekv.spec.chat import DEFAULT, ChatTemplates
-from edgekv.text.stream import overlap
+from edgekv.text.stops import overlap
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from edgekv.text.stream import StopSequences
+from edgekv.text.stops import StopSequences
 from edgekv.text.tools.format import CallFormat
 from edgekv.text.tools.gemma import IncompleteError, read_arguments
 from edgekv.text.tools.tool import ToolCall
