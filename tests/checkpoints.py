@@ -94,6 +94,8 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": 320,
     "final_logit_softcapping": 3.0,
 }
+EVERY_OPERATION = ("llama-biased", "phi4-mini", "gemma2", "gemma3", "smollm3", "granite", "olmo2", "gemma4")
+"""Architectures with attention that have every operation between them."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama-2": {"num_key_value_heads": None, "head_dim": None, "tie_word_embeddings": False},
     "llama-biased": {**NEWER, "attention_bias": True, "mlp_bias": True},

@@ -71,8 +71,8 @@ def test_a_step_is_one_of_the_generation_loop(small: Path, tmp_path: Path) -> No
     "other",
     [
         {"key_layout": "columns"},
-        {"max_attention_window": (12, 64), "context": (32, 64)},
-        {"recipe": find_recipe("w4a16-lpbq32")},
+        pytest.param({"max_attention_window": (12, 64), "context": (32, 64)}, marks=pytest.mark.thorough),
+        pytest.param({"recipe": find_recipe("w4a16-lpbq32")}, marks=pytest.mark.thorough),
     ],
     ids=["columns", "windows", "blocks"],
 )

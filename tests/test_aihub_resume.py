@@ -116,6 +116,7 @@ def test_an_upload_that_failed_is_neither_packed_nor_run_again(
     assert not store_in().pieces and len([*(small / "hub" / "samples").iterdir()]) == 2
 
 
+@pytest.mark.thorough
 def test_outputs_are_compared_with_the_step_that_was_submitted(
     service: AiHub, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

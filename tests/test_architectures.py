@@ -21,8 +21,9 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, LONGROPE, YARN, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, LONGROPE, YARN, write_checkpoint
 from tests.exports import export_options, exported
+from tests.thorough import variants
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "architectures.npz")
 CASES = sorted(name.removesuffix("_tokens") for name in GOLDEN if name.endswith("_tokens"))
@@ -130,7 +131,6 @@ def test_size_reads_what_export_reads(tmp_path, name):
     assert any(group.context < 64 for group in groups if not group.is_state) is any(spec.windows_in(64))
 
 
-EVERY_OPERATION = ["llama-biased", "phi4-mini", "gemma2", "gemma3", "smollm3", "granite", "olmo2", "gemma4"]
 OTHERS = [
     "gemma4-newer",
     "qwen2-sliding",
@@ -157,7 +157,7 @@ def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY_OPERATION + OTHERS)
+@pytest.mark.parametrize("name", variants([*EVERY_OPERATION, *OTHERS], EVERY_OPERATION))
 def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     """In layers with windows of 24 in a context of 64, on the CPU; int8 matrices of noise alone give about 32 dB."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)

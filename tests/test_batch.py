@@ -155,6 +155,7 @@ def test_what_cannot_share_a_pass_is_refused_by_name(verifying: Path, tmp_path: 
         model.advance_together([])
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_serve_advances_clients_together_and_says_so(verifying: Path) -> None:
     with edgekv.load(verifying, "htp") as model:

@@ -183,6 +183,7 @@ def test_outliers_of_a_trained_model_cost_less_than_3_db(tmp_path: Path, times: 
     assert as_they_are < usual - (6 if times == 8 else 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 @pytest.mark.slow
 def test_the_htp_computes_split_channels_in_integers(tmp_path: Path) -> None:

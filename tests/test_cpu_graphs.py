@@ -15,9 +15,10 @@ from edgekv.graphs.build import emulated
 from edgekv.graphs.kept import emulated_bytes
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import MemoryBinding
-from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, write_checkpoint
 from tests.cpu_graphs import any_step, outputs, source_of
 from tests.exports import export_options, exported, exported_architecture
+from tests.thorough import variants
 
 
 def assert_same_bits(bundle: Bundle) -> None:
@@ -37,7 +38,7 @@ def test_the_built_graph_has_the_bits_of_the_exported_one(bundle: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", variants(ARCHITECTURES, {*EVERY_OPERATION, "gemma4-newer", "lfm3", "qwen3_5"}))
 def test_every_architecture_has_the_bits_of_the_exported_graph(architecture: str) -> None:
     """AR-1 and AR-8, and the graph that scores."""
     assert_same_bits(open_bundle(exported_architecture(architecture)))

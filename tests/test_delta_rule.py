@@ -32,10 +32,10 @@ from exporters.inspect.probe import Probe
 from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import NumpyOps, Reference, Weights
 from quant import Encoding
-from tests.calls import calls
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.drafts import Oracle, with_drafts
 from tests.exports import export_options, exported
+from tests.thorough import calls
 
 CONTEXT = 256
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon. " * 4

@@ -240,6 +240,7 @@ def _targets(folder: Path) -> list[tuple[str, int, int]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_the_htp_compiler_targets_what_the_catalogue_says(tmp_path):
     # A child process, so that this one stays free to load the compiler in its own way.

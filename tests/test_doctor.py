@@ -107,6 +107,7 @@ def test_a_probe_that_crashes_hangs_or_raises_is_a_finding_like_others(
     assert detail in finding.detail
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_a_core_that_lacks_a_package_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

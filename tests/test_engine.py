@@ -191,6 +191,7 @@ class Another:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_installed_package_adds_an_engine(small: Path, tmp_path: Path) -> None:
     info = tmp_path / "another-1.0.dist-info"

@@ -197,6 +197,7 @@ def test_every_graph_of_the_embedded_model_is_integers_only(embedded_on_htp):
     assert open_bundle(embedded_on_htp).manifest.htp_check == "integers-only"
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_a_16_bit_cache_is_integers_only_too(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "checkpoint", OLDER)

@@ -38,6 +38,7 @@ def cache(tmp_path, monkeypatch):
     exports.platform_folder.cache_clear()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_processes_that_ask_at_once_share_what_the_first_makes(tmp_path):
     command = [sys.executable, "-c", MAKE, str(tmp_path / "cache"), str(tmp_path / "calls")]

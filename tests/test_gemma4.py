@@ -34,10 +34,10 @@ from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import Reference
 from exporters.quantize.table import rounded_rows
 from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX
-from tests.calls import calls
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.test_states import CONTEXT, ids, random_calls, same
+from tests.thorough import calls
 
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 PROMPT = [*range(40, 100)]

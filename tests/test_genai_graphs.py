@@ -91,6 +91,7 @@ def test_stacking_heads_keeps_the_graphs_in_integers(small: Bundle, tmp_path: Pa
     assert floating_nodes([write_stacked(small, role, tmp_path) for role in ("decode", "prefill")], DEVICE) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_proof_finds_a_head_that_is_scaled_twice(small: Bundle, tmp_path: Path) -> None:
     path = write_stacked(small, "decode", tmp_path)

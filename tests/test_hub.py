@@ -73,6 +73,7 @@ def export(name: str, folder: Path, environment: dict[str, str]) -> subprocess.C
     return subprocess.run([*command, *options], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_hub_id_is_downloaded_and_exported(hub, tmp_path):
     done = export("org/model", tmp_path / "bundle", hub)

@@ -167,6 +167,7 @@ def test_a_quantized_matrix_with_an_adapter_is_quantized_anew(base: Path, tmp_pa
     assert (record.kept, record.quantized_anew) == (10, {"merged with an adapter": 4})
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_bundle_knows_its_adapters(base: Path, tmp_path: Path, capsys) -> None:
     write_adapter(tmp_path / "lora", base)

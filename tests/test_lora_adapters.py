@@ -25,6 +25,7 @@ from exporters.quantize.sink_wanted import SinkWanted
 from tests.adapters import write_adapter
 from tests.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported
+from tests.thorough import variants
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OTHER_MODULES = {
@@ -137,7 +138,7 @@ def test_the_sink_is_computed_with_the_adapter(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- swapping
 
 
-@pytest.mark.parametrize("engine", ["cpu", "htp"])
+@pytest.mark.parametrize("engine", variants(["cpu", "htp"], ["cpu"]))
 def test_a_swap_changes_nothing_but_the_adapter(adapted: Path, engine: str) -> None:
     alone = {}
     for name in ("one", "two", None):

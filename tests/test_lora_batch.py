@@ -33,6 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bundle"
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_requests_with_one_adapter_share_passes(bundle: Path) -> None:
     prompts = [[256, *range(30 + 7 * number, 36 + 7 * number)] for number in range(len(REQUESTS))]

@@ -18,6 +18,7 @@ from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.kv import Fail, KeyDiff, Sinks, SlidingWindow
 from edgekv.kv.policies.text import parse_policy
+from tests.thorough import variants
 
 PROMPT = "import os\n\ndef read_file(path):\n"
 CONTEXT = 128
@@ -61,7 +62,7 @@ def _load(bundle: Path, policy: str, **options: Any) -> edgekv.Model:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_update", ["pointer-shift", "slot"])
+@pytest.mark.parametrize("kv_update", variants(["pointer-shift", "slot"], ["pointer-shift"]))
 def test_sinks_go_on_to_three_contexts(bundle: Path, kv_update: str) -> None:
     model = _load(bundle, SINKS, kv_update=kv_update)
     generation = model.generate(PROMPT, 3 * CONTEXT, temperature=1.0, seed=7)
@@ -84,7 +85,7 @@ def test_sinks_go_on_to_three_contexts(bundle: Path, kv_update: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_update", ["pointer-shift", "slot"])
+@pytest.mark.parametrize("kv_update", variants(["pointer-shift", "slot"], ["pointer-shift"]))
 def test_keydiff_goes_on_to_three_contexts(bundle: Path, kv_update: str) -> None:
     model = _load(bundle, KEYDIFF, kv_update=kv_update)
     generation = model.generate(PROMPT, 3 * CONTEXT, temperature=1.0, seed=7)
@@ -100,7 +101,7 @@ def test_keydiff_goes_on_to_three_contexts(bundle: Path, kv_update: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_update", ["pointer-shift", "slot"])
+@pytest.mark.parametrize("kv_update", variants(["pointer-shift", "slot"], ["pointer-shift"]))
 def test_a_token_stands_where_the_cache_says_when_others_leave(bundle: Path, embedded: Path, kv_update: str) -> None:
     """Keys of the first layer depend on token and position alone: those held are those of a cache filled anew."""
     model = _load(bundle, SINKS, kv_update=kv_update)
@@ -198,7 +199,7 @@ def _command(bundle: Path, policy: str, *options: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [SINKS, KEYDIFF])
+@pytest.mark.parametrize("policy", variants([SINKS, KEYDIFF], [KEYDIFF]))
 def test_the_command_line_shows_what_left(bundle: Path, policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(_command(bundle, policy, "--max-new-tokens", "150", "--json")) == 0
     stats = json.loads(capsys.readouterr().out)["stats"]

@@ -36,7 +36,6 @@ from edgekv.prefix import (
     StoreConfig,
     TokenRangeRetentionConfig,
 )
-from tests.calls import calls
 from tests.prefix_cases import (
     GEOMETRY,
     STEP,
@@ -51,6 +50,7 @@ from tests.prefix_cases import (
     source,
     split,
 )
+from tests.thorough import calls
 
 Name = tuple[str | None, Tokens]
 

@@ -472,6 +472,7 @@ def test_a_strange_part_never_gives_a_traceback(
         Checkpoint.open(str(folder)).check_values()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.htp
 def test_the_least_integers_mean_the_same_on_the_htp(folder: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def test_the_cached_reference_is_the_reference(tmp_path, checkpoint):
     assert len(list((tmp_path / "kept").iterdir())) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_export_that_is_there_is_measured_as_it_is(tmp_path, checkpoint, monkeypatch, capsys):
     text = tmp_path / "text.txt"

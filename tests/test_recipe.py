@@ -16,6 +16,7 @@ from exporters.quantize.recipe import describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import export_options, exported, small_options
+from tests.thorough import variants
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 
@@ -54,7 +55,7 @@ def test_a_residual_behind_norms_is_not_rotated(checkpoint):
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("name", ["w4a16", "w4a16-lpbq32"])
+@pytest.mark.parametrize("name", variants(["w4a16", "w4a16-lpbq32"], ["w4a16-lpbq32"]))
 def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, name):
     bundle = exported(checkpoint.folder, export_options(name, context=64, ar=(1, 16), check_on_htp=True))
     manifest = open_bundle(bundle).manifest

@@ -78,8 +78,8 @@ def test_the_modes_compute_what_emulate_computes(small: Path, kept: Path) -> Non
 @pytest.mark.parametrize(
     ("architecture", "recipe", "layout"),
     [
-        ("qwen2", "w8a16", "rows"),  # biases
-        ("phi4-mini", "w4a16", "columns"),  # heads that turn in part
+        pytest.param("qwen2", "w8a16", "rows", marks=pytest.mark.thorough),  # biases
+        pytest.param("phi4-mini", "w4a16", "columns", marks=pytest.mark.thorough),  # heads that turn in part
         ("gemma3", "w4a16-lpbq32", "rows"),  # norms of heads, windows, two rotary embeddings
         ("olmo2", "w4a16", "columns"),  # norms of all heads, norms behind attention
     ],
@@ -225,6 +225,7 @@ def test_scales_of_blocks_fit_into_8_bits_exactly_or_are_refused() -> None:
     assert wide(weight) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_eval_tells_a_modes_agreement_with_emulate(bundle: Path, embedded: Path, capsys: Any) -> None:
     asked = ["eval", str(bundle), "--text", str(embedded / "heldout.txt"), "--tokens", "508", "--json"]

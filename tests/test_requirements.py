@@ -22,6 +22,7 @@ from edgekv.cli.model import interactive
 from edgekv.errors import EngineError
 from edgekv.load_options import EngineOptions
 from edgekv.vendor_libraries import Platform
+from tests.thorough import variants
 
 ROOT = Path(__file__).parent.parent
 OURS = {"edgekv", "exporters", "quant", "devices"}
@@ -72,7 +73,7 @@ BROUGHT = {"flatbuffers", "google", "markupsafe", "packaging", "onnxruntime_qnn"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["cpu", "htp"])
+@pytest.mark.parametrize("engine", variants(["cpu", "htp"], ["cpu"]))
 def test_the_base_loads_and_generates(bundle: Path, tmp_path: Path, engine: str) -> None:
     arguments = [json.dumps(sorted(OURS | BASE | BROUGHT)), str(bundle), engine, str(tmp_path / "prefixes")]
     environment = {"EDGEKV_CACHE_DIR": str(tmp_path / "cache"), "PATH": "", "PYTHONPATH": str(ROOT)}

@@ -25,6 +25,7 @@ from edgekv.text import Token
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 from tests.manifests import change_manifest
+from tests.thorough import variants
 from tests.ties import ROW_STEPS, assert_same_or_tied
 
 STEP = 16
@@ -239,7 +240,7 @@ def test_beams_start_from_a_prefix_too(bundle: Path, model: edgekv.Model, text: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sliding-window", "sinks(4, 60)", "keydiff(64)"])
+@pytest.mark.parametrize("policy", variants(["sliding-window", "sinks(4, 60)", "keydiff(64)"], ["sinks(4, 60)"]))
 def test_what_is_no_prefix_any_more_is_not_stored(bundle: Path, text: list[int], policy: str) -> None:
     """All blocks that a long generation leaves hold what plain prefill computes, and reuse changes nothing."""
     model = _load(bundle, policy=policy, prefix_cache=CONFIG)

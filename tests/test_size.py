@@ -371,6 +371,7 @@ def test_an_impossible_option_is_refused(option, changes):
     assert len(str(refused.value)) < 300
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_largest_sizes_are_answered_at_once():
     largest = Overrides(layers=1 << 14, kv_heads=16, head_dim=1 << 14, context=1 << 20, kv_bits=16)

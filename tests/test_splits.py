@@ -79,6 +79,7 @@ def test_parts_give_the_bits_of_the_whole_on_the_htp(bundles: dict[str, Path]) -
             assert np.array_equal(found, wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_part_reads_the_masks_and_rotary_embeddings_of_its_own_layers(tmp_path: Path) -> None:
     """Gemma's local and global layers have one each."""

@@ -263,6 +263,7 @@ def test_a_cache_that_grows_is_lent_anew(embedded, engine):
     assert grown.cache.groups[0].reallocations > 0
 
 
+@pytest.mark.thorough
 def test_a_forged_file_is_refused_and_never_crashes_the_caller(small, tmp_path):
     """Words of the file replaced, and hashed anew: the loader trusts them, and often takes the process down."""
     raw = (small / "graphs.tflite").read_bytes()

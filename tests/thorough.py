@@ -1,0 +1,22 @@
+"""What `make test` leaves to longer runs: most variants of a test, and most of its random calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+VARIABLE = "EDGEKV_TEST_CALLS"
+
+
+def calls(usual: int) -> int:
+    """How many random calls a test makes: so many, or those of EDGEKV_TEST_CALLS, which `make test-long` sets."""
+    return max(usual, int(os.environ.get(VARIABLE) or 0))
+
+
+def variants(values: Iterable[Any], usual: Container[Any]) -> list[ParameterSet]:
+    """Values of a parameter. Those that are not usual are for `make test-all` alone."""
+    return [pytest.param(value, marks=() if value in usual else pytest.mark.thorough) for value in values]
