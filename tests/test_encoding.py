@@ -15,6 +15,8 @@ def test_asymmetric_covers_its_range_and_holds_zero_exactly(a, b, dtype):
     encoding = Encoding.asymmetric(low, high, dtype)
     step = encoding.scale
     assert encoding.reach[0] <= low + step and encoding.reach[1] >= high - step
+    info = np.iinfo(DTYPES[dtype])
+    assert step == pytest.approx((max(high, 0) - min(low, 0)) / (int(info.max) - info.min), rel=1e-6, abs=2e-38)
     assert encoding.dequantize(encoding.quantize(np.zeros(1)))[0] == 0.0
 
 
@@ -52,6 +54,10 @@ def test_the_middle_of_u8_is_128():
 def test_an_encoding_that_cannot_be_is_refused_by_field(dtype, scale, zero_point, field):
     with pytest.raises(ValueError, match=field):
         Encoding(dtype, scale, zero_point)
+
+
+def test_the_largest_step_is_that_of_float32():
+    assert Encoding("u8", float(np.finfo(np.float32).max), 0).scale > 3e38
 
 
 def test_a_head_is_a_slice_of_the_quantized_matrix():

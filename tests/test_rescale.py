@@ -34,9 +34,9 @@ def test_a_block_of_zeros_may_have_any_step() -> None:
 def test_other_integers_are_rounded_to_the_nearest_on_the_new_grid(seed: int) -> None:
     random = np.random.default_rng(seed)
     integers = random.integers(-8, 8, (128, 4)).astype(np.int8)
-    steps = random.uniform(0.5, 5.0, (2, 4)).astype(np.float32)
+    steps = random.uniform(0.5, 5.0, (4, 4)).astype(np.float32)
     weight = rescale(integers, steps, "lpbq32")
-    exact, new = integers * np.repeat(steps, 64, axis=0), weight.grid.steps(128)
+    exact, new = integers * np.repeat(steps, 32, axis=0), weight.grid.steps(128)
     least, most = weight.grid.limits
     np.testing.assert_array_equal(weight.integers, np.clip(np.rint(exact / new), least, most))
     assert np.mean(weight.integers != integers) < 0.2

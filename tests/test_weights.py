@@ -12,6 +12,7 @@ from edgekv.runtime import find_engines
 from exporters.quantize.recipe import find_recipe
 from quant import WEIGHT_TYPES, Grid, LayerInputs, WeightDtype, pack_int4, quantize, unpack_int4
 from quant.cholesky import cholesky, corner_inverses, solve
+from quant.grids import choose_grid
 
 RANDOM = np.random.default_rng(0)
 WEIGHT = RANDOM.standard_normal((256, 24)).astype(np.float32)
@@ -108,6 +109,7 @@ def test_packed_integers_return_low_half_first(values):
     halves = [half for byte in packed.tolist() for half in (byte & 15, byte >> 4)]
     assert [half - 16 * (half > 7) for half in halves[: len(values)]] == values
     assert len(packed) == -(-len(values) // 2)
+    assert not len(values) % 2 or packed[-1] >> 4 == 0
     assert unpack_int4(packed)[: len(values)].tolist() == values
 
 
@@ -141,6 +143,38 @@ def test_the_table_gives_the_bytes_that_are_stored(dtype):
     integers = pack_int4(weight.integers) if weight.grid.type.is_packed else weight.integers
     blocks = 0 if weight.grid.block_scales is None else weight.grid.block_scales.nbytes
     assert WEIGHT_TYPES[dtype].matrix_bytes(*WEIGHT.shape) == integers.nbytes + weight.scales.nbytes + blocks
+    packed = integers.nbytes if weight.grid.type.is_packed else 0
+    assert WEIGHT_TYPES[dtype].packed_bytes(*WEIGHT.shape) == packed
+
+
+def test_8_bits_are_symmetric_and_4_bits_use_every_level():
+    assert {(each.bits, each.limits) for each in WEIGHT_TYPES.values()} == {(8, (-127, 127)), (4, (-8, 7))}
+
+
+def test_inputs_are_ordered_from_the_most_important_one():
+    inputs = LayerInputs(INPUTS, INPUTS)
+    assert (np.diff(inputs.importance[inputs.order]) <= 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["lpbq32", "lpbq64"])
+def test_block_scales_are_nearly_the_best_of_all_15(dtype):
+    """For the scale of their channel, of blocks that differ by far: few of them lose more than a tenth."""
+    block = WEIGHT_TYPES[dtype].block
+    random = np.random.default_rng(7)
+    spread = np.repeat(np.exp(random.normal(0, 1, (256 // block, 24))), block, axis=0)
+    weight = (random.standard_normal((256, 24)) * spread).astype(np.float32)
+    importance = random.uniform(0.1, 2, 256).astype(np.float32)
+
+    def errors(grid: Grid) -> np.ndarray:
+        steps = grid.steps(256)
+        lost = weight - np.clip(np.rint(weight / steps), *grid.limits) * steps
+        return (importance[:, None] * np.square(lost)).reshape(-1, block, 24).sum(axis=1)
+
+    grid = choose_grid(weight, dtype, importance)
+    every = [errors(Grid(dtype, grid.scales, np.full_like(grid.block_scales, level))) for level in range(1, 16)]
+    found, best = errors(grid), np.min(every, axis=0)
+    assert found.sum() <= 1.02 * best.sum() and np.mean(found > 1.1 * best) < 0.1
+    assert found.sum() < 0.9 * errors(choose_grid(weight, dtype)).sum()
 
 
 def test_integers_do_not_depend_on_the_threads_of_blas() -> None:
