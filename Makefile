@@ -56,7 +56,7 @@ test-long: .venv/test
 	$(BIN)/python -m tests.test_prefix_model
 
 test-fast: .venv/test
-	$(MAKE) run-tests SELECT="not htp and not slow and not numpy2"
+	$(MAKE) run-tests SELECT="not htp and not slow and not thorough and not numpy2"
 
 # In the environment that BIN names, which is set up.
 run-tests:

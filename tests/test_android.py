@@ -247,8 +247,8 @@ def test_an_answer_comes_with_its_speed(
             "echo 'Failed to create device: 14001'; exit 1",
             "no HTP with these libraries: Failed to create device: 14001",
         ),
-        ("exit 3", "got exit code 3: no output; expected an answer"),
-        ("echo '[BEGIN]: half of'", "got exit code 0"),
+        pytest.param("exit 3", "got exit code 3: no output; expected an answer", marks=pytest.mark.thorough),
+        pytest.param("echo '[BEGIN]: half of'", "got exit code 0", marks=pytest.mark.thorough),
         ("kill -SEGV $$", "expected an answer"),
     ],
 )

@@ -114,6 +114,7 @@ def test_a_gguf_file_computes_what_its_checkpoint_does(tmp_path: Path):
     assert np.abs(ours - theirs).max() < 1e-3 * np.abs(ours).max()
 
 
+@pytest.mark.thorough
 def test_an_openvino_folder(bundle: Path, tmp_path: Path):
     folder = write_bigrams(tmp_path / "bigrams")
     found = measured(bundle, folder, ComparePlan(tokens=100, window=64, prompt=16, new=4, turns=1))
@@ -139,6 +140,7 @@ def test_openvino_computes_the_last_logits_alone_when_timed(tmp_path: Path):
     assert np.array_equal(last[0, -1], whole[-1])
 
 
+@pytest.mark.thorough
 def test_an_onnxruntime_genai_folder(bundle: Path, tmp_path: Path):
     from benchmarks.genai_graph import spec_of, write_genai_folder
 

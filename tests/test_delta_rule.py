@@ -225,8 +225,10 @@ def test_graphs_read_checkpoint_and_tail_and_write_rows(bundle: Path) -> None:
         assert "recurrent_state_0_out" not in ports
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5-multimodal"])
-@pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("qwen3_5", "emulate"), ("qwen3_5", "exact16"), ("qwen3_5", "fast"), ("qwen3_5-multimodal", "emulate")],
+)
 def test_the_graphs_compute_what_the_reference_computes(tmp_path: Path, name: str, mode: str) -> None:
     """Beyond two checkpoints, in steps of 64 tokens and of one; int8 matrices of noise and four layers cost this."""
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "again", ARCHITECTURES[name], gain=1.0)))

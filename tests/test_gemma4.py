@@ -37,7 +37,7 @@ from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.test_states import CONTEXT, ids, random_calls, same
-from tests.thorough import calls
+from tests.thorough import calls, variants
 
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 PROMPT = [*range(40, 100)]
@@ -149,7 +149,7 @@ def test_texts_in_pieces_have_the_bits_of_the_whole(wide: Path) -> None:
                 assert np.array_equal(found, logits) and same(session.cache.state, state), (seed, cuts)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", variants(STRATEGIES, ["pointer-shift"]))
 def test_strategies_and_divisions_change_no_bit(bundle: Path, checkpoint: Path, strategy: str) -> None:
     """Divided within the layers that share a cache, too: a part reads rows that another one has just written."""
     with edgekv.load(bundle, cpu_mode="emulate") as model:

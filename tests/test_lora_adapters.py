@@ -88,7 +88,13 @@ def adapted(slots: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactor
 # ---------------------------------------------------------------------- what an adapter computes
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen3", "qwen2", "phi3", "gemma2", "olmo2", "granite", "lfm2"])
+@pytest.mark.parametrize(
+    "name",
+    variants(
+        ["smollm2", "qwen3", "qwen2", "phi3", "gemma2", "olmo2", "granite", "lfm2"],
+        ["smollm2", "phi3", "gemma2", "lfm2"],
+    ),
+)
 def test_an_adapter_gives_what_merging_it_gives(name: str, tmp_path: Path) -> None:
     base = write_checkpoint(tmp_path / "base", ARCHITECTURES[name])
     write_adapter(tmp_path / "lora", base, OTHER_MODULES.get(name, EVERY), lora_alpha=WEAK)

@@ -135,6 +135,7 @@ def test_answers_that_take_turns_keep_the_draft_s_caches(verifying: Path, other:
         assert len(draft.sequences) == 1, "beside its own session"
 
 
+@pytest.mark.thorough
 def test_a_draft_model_has_few_sessions(verifying: Path, other: Path):
     with edgekv.load(verifying) as model, edgekv.load(other) as draft:
         for first in range(60, 70):
