@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from devices import find
@@ -24,6 +24,7 @@ from exporters.targets.genai.proof import prove_integers
 from exporters.targets.genai.write import stacked_graph
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
+from tests.thorough import at_most
 
 DEVICE = find("SM8650")
 CONTEXT, AR = 64, 16
@@ -110,7 +111,7 @@ def test_the_proof_finds_a_head_that_is_scaled_twice(small: Bundle, tmp_path: Pa
         prove_integers(small, stacked, None)
 
 
-@settings(max_examples=50)
+@at_most(50)
 @given(st.data(), st.sampled_from([1, AR]))
 def test_the_position_processor_writes_what_our_own_loop_does(small: Bundle, data: st.DataObject, ar: int) -> None:
     manifest = small.manifest

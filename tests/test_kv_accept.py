@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.kv import STRATEGIES, KVCache
 from tests.kv_graph import Graph, geometry_of, held
+from tests.thorough import at_most
 
 CONTEXT = 40
 AR = (1, 4, 8)
@@ -29,7 +30,7 @@ def run_pass(cache: KVCache, ar: int, kept: int | list[int], first: int) -> list
 @pytest.mark.parametrize("policy", ["fail", "sliding-window"])
 @pytest.mark.parametrize("key_layout", ["rows", "columns"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=30)
+@at_most(30)
 @given(steps=STEPS)
 def test_a_cache_holds_what_a_list_holds(strategy: str, key_layout: str, policy: str, steps: list[tuple[int, ...]]):
     if (strategy, key_layout) == ("mirror", "columns"):
@@ -78,7 +79,7 @@ PATHS = st.lists(st.tuples(st.sampled_from(AR), st.sets(st.integers(0, 7))), max
 @pytest.mark.parametrize("policy", ["fail", "sliding-window"])
 @pytest.mark.parametrize("key_layout", ["rows", "columns"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=30)
+@at_most(30)
 @given(paths=PATHS)
 def test_a_path_of_a_tree_is_what_a_list_holds(
     strategy: str, key_layout: str, policy: str, paths: list[tuple[int, set[int]]]

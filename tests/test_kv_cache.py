@@ -6,12 +6,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import DEFAULT_STRATEGY, STRATEGIES, Geometry, KVCache, PointerShift, make_strategy
 from tests.kv_graph import Graph, feed, geometry_of, held, image
+from tests.thorough import at_most
 
 
 @st.composite
@@ -44,7 +45,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[int], list[tuple[str, int, int
         ("columns shift-concat", 2),
     ],
 )
-@settings(max_examples=40)
+@at_most(40)
 @given(schedule=schedules(), kv_dtype=st.sampled_from(["u8", "s16"]))
 @example(
     schedule=(8, [1, 3], [("step", 3, 3)] * 4 + [("rewind", 5, 0), ("step", 1, 1), ("step", 3, 2), ("step", 3, 3)]),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.kv import STRATEGIES, KVCache
 from tests.kv_graph import ROW_BYTES, feed, geometry_of, held
+from tests.thorough import at_most
 
 CONTEXTS = (8, 16, 32)
 TENSORS = 4
@@ -23,7 +24,7 @@ def context_of(cache: KVCache, ar: int) -> int:
 
 @pytest.mark.parametrize("key_layout", ["rows", "columns"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=60)
+@at_most(60)
 @given(
     policy=st.sampled_from(["fail", "sliding-window"]),
     events=st.lists(

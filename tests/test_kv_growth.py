@@ -6,13 +6,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KVCache, LayeredGeometry, parse_growth
 from edgekv.kv.policies.text import parse_policy
 from tests.kv_graph import GARBAGE, geometry_of, held, row_of, rows_of, tokens
+from tests.thorough import at_most
 
 LAYERS = 32
 CONTEXTS = (8, 16, 32)
@@ -67,7 +68,7 @@ EVENTS = st.lists(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
-@settings(max_examples=40)
+@at_most(40)
 @given(growth=st.sampled_from(GROWTHS), policy=st.sampled_from(["fail", "sliding-window", "keydiff(9)"]), events=EVENTS)
 def test_every_step_sees_what_it_would_in_a_cache_made_for_all_tokens(strategy, growth, policy, events):
     chosen = parse_policy(policy, ())

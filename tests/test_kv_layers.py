@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, Geometry, KeyDiff, KVCache, LayeredGeometry, Sinks
 from tests.kv_graph import row_of, rows_of, tokens
+from tests.thorough import at_most
 
 
 def test_lists_are_repeated_and_layers_that_are_alike_stand_together():
@@ -26,7 +27,7 @@ def test_layers_that_are_all_alike_are_a_plain_geometry():
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@at_most(60)
 @given(
     strategy=st.sampled_from(STRATEGIES),
     kv_heads=st.lists(st.integers(1, 2), min_size=1, max_size=3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
@@ -12,6 +12,7 @@ from edgekv.kv import Geometry, KeyDiff, KVCache, Sinks
 from quant import Encoding
 from tests.kv_graph import rows_of
 from tests.test_kv_state import MADE
+from tests.thorough import at_most
 
 D, CONTEXT = 16, 40
 FREQUENCIES = tuple(10000.0 ** (-i / (D // 2)) for i in range(D // 2))
@@ -55,7 +56,7 @@ class Model:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@at_most(60)
 @given(
     made=st.sampled_from(MADE),
     sinks=st.integers(1, 6),
@@ -120,7 +121,7 @@ def plain_keydiff(keys: list[np.ndarray], budget: int, recent: int) -> list[int]
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@at_most(40)
 @given(
     made=st.sampled_from(MADE),
     budget=st.integers(4, 36),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.errors import EdgeKVError
@@ -17,6 +17,7 @@ from edgekv.kv import KVCache, LayeredGeometry, StateError, read_state, state, w
 from edgekv.tensor_file import decode_tensors, encode_tensors
 from quant import Encoding
 from tests.kv_graph import feed, geometry_of, held, image
+from tests.thorough import at_most
 
 MADE = [
     ("pointer-shift", "rows"),
@@ -36,7 +37,7 @@ def make(made=MADE[0], *, policy="fail", context=12, kv_dtype="u8", **options):
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@at_most(100)
 @given(
     made=st.tuples(st.sampled_from(MADE), st.sampled_from(MADE)),
     tokens=st.integers(0, 30),

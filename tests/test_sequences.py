@@ -4,7 +4,7 @@ import weakref
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.engine import (
@@ -25,6 +25,7 @@ from edgekv.engine import (
 from edgekv.engine.session import common_tokens
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import Geometry, KVCache
+from tests.thorough import at_most
 
 GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=4, context=16)
 
@@ -198,7 +199,7 @@ def test_free_memory_is_read_only_where_a_cache_is_made_or_could_be_freed() -> N
 
 
 @given(st.lists(st.tuples(st.sampled_from(["get", "create", "drop"]), st.integers(0, 5)), max_size=40))
-@settings(max_examples=60)
+@at_most(60)
 def test_a_manager_does_what_an_ordered_list_does(calls: list[tuple[str, int]]) -> None:
     manager = _manager(ByteBudget(3 * BYTES), evicts=True)
     held: list[int] = []

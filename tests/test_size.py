@@ -6,7 +6,7 @@ from fractions import Fraction
 import msgspec
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from devices import find
@@ -35,6 +35,7 @@ from edgekv.plan.cache import CHOICES, count_addresses, estimate
 from edgekv.spec import ConvolutionStates, DecoderSpec, Geometry, LayeredGeometry, Rope
 from quant import Encoding
 from tests.manifests import int8_recipe, places_in_one_file
+from tests.thorough import at_most
 
 NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
 LLAMA_1B = {
@@ -140,7 +141,7 @@ def test_what_is_held_is_what_a_cache_allocates(geometry, max_ar, choice):
 
 @pytest.mark.slow
 @given(geometries | layered | hybrid, larger_ar, choices)
-@settings(max_examples=50)
+@at_most(50)
 def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     ar = tuple(sorted({1, max_ar}))
     each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)
@@ -161,7 +162,7 @@ def test_what_is_copied_is_what_a_cache_copies(geometry, max_ar, choice):
     choices,
     st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=80),
 )
-@settings(max_examples=50)
+@at_most(50)
 def test_no_step_copies_more_than_the_worst(geometry, max_ar, choice, steps):
     ar = tuple(sorted({1, max_ar}))
     each, cache = cost_of(choice, geometry, ar), cache_of(choice, geometry, ar)
@@ -208,7 +209,7 @@ def test_graph_ports_and_bindings():
 
 
 @given(geometries, larger_ar, choices, st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=200))
-@settings(max_examples=60)
+@at_most(60)
 def test_no_generation_meets_an_address_that_was_not_counted(geometry, max_ar, choice, steps):
     ar = tuple(sorted({1, max_ar}))
     cache = cache_of(choice, geometry, ar)

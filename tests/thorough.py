@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
+from hypothesis import settings
 
 VARIABLE = "EDGEKV_TEST_CALLS"
 
@@ -20,3 +21,8 @@ def calls(usual: int) -> int:
 def variants(values: Iterable[Any], usual: Container[Any]) -> list[ParameterSet]:
     """Values of a parameter. Those that are not usual are for `make test-all` alone."""
     return [pytest.param(value, marks=() if value in usual else pytest.mark.thorough) for value in values]
+
+
+def at_most(examples: int) -> settings:
+    """Settings of a law whose examples are slow: so many, or fewer in `make test`; see conftest.py."""
+    return settings(max_examples=min(examples, settings().max_examples))
