@@ -85,6 +85,7 @@ def test_the_htp_agrees_with_the_cpu(embedded_on_htp, embedded, held_out):
     assert np.concatenate(differences, axis=1).mean() < 0.1
 
 
+@pytest.mark.thorough
 def test_eval_runs_on_the_htp(embedded_on_htp, held_out, capsys):
     assert run(["eval", str(embedded_on_htp), "--engine", "htp", "--text", held_out, "--tokens", "126", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -36,7 +36,13 @@ DEMO = (
 """What pages begin with. It runs once for all workers."""
 EXTRA = re.compile(r'pip install "?edgekv(?:\[([\w,]+)\])?"?')
 ALL = [block for page in PAGES for block in blocks(page)]
-LONG = ("guides/lora.md", "guides/quality.md", "guides/speculation.md", "reference/runtimes/")
+LONG = (
+    "guides/lora.md",
+    "guides/quality.md",
+    "guides/speculation.md",
+    "guides/troubleshooting.md",
+    "reference/runtimes/",
+)
 """Beginnings of pages whose commands take many seconds; other tests run the same code on smaller models."""
 
 

@@ -48,7 +48,7 @@ PROMPT = [256, *((37 * i * i + 5 * i) % 256 for i in range(39))]
 """40 tokens: with AR-32 a window that is padded and one that is full."""
 
 
-@pytest.mark.parametrize(("engine", "tokens"), [("cpu", 64), ("htp", 16)])
+@pytest.mark.parametrize(("engine", "tokens"), [pytest.param("cpu", 64, marks=pytest.mark.thorough), ("htp", 16)])
 def test_it_generates_the_tokens_that_our_loop_does(
     engine: str, tokens: int, wide_on_htp: Path, folders: dict[str, Path]
 ) -> None:

@@ -103,6 +103,7 @@ def test_both_run_the_same_binary(columns: Bundle, folder: GenieFolder) -> None:
     assert (folder.path / decode.file).read_bytes() == binary.replace(given, decode.name.encode())
 
 
+@pytest.mark.thorough
 def test_the_same_bundle_gives_the_same_folder(columns: Bundle, folder: GenieFolder, tmp_path: Path) -> None:
     assert write_genie(columns, tmp_path / "again" / "genie", GenieOptions(check=False)) == folder.manifest
 

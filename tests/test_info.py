@@ -74,6 +74,7 @@ def test_a_chat_template_is_named(talking: Path, capsys: pytest.CaptureFixture[s
     assert _lines(talking, capsys)["chat template"] == "default"
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 @pytest.mark.slow
 def test_only_binaries_of_this_export_count_as_compiled(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

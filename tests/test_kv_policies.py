@@ -120,6 +120,7 @@ def plain_keydiff(keys: list[np.ndarray], budget: int, recent: int) -> list[int]
     return [age for age in range(len(scores)) if age not in most_alike]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @at_most(40)
 @given(

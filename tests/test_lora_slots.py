@@ -42,6 +42,7 @@ def test_slots_without_an_adapter_change_no_bit_on_the_htp(slots: Path, small_on
     assert np.array_equal(*scores)
 
 
+@pytest.mark.thorough
 @pytest.mark.htp
 def test_slots_compute_in_integers(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")

@@ -61,7 +61,9 @@ def _logits(folder: Path, engine: str, strategy: str) -> tuple[np.ndarray, np.nd
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "names"), [("slot", [*SPLITS][1:]), ("pointer-shift", ["two"])], ids=["slot", "pointer-shift"]
+    ("strategy", "names"),
+    [pytest.param("slot", [*SPLITS][1:], marks=pytest.mark.thorough), ("pointer-shift", ["two"])],
+    ids=["slot", "pointer-shift"],
 )
 def test_parts_give_the_bits_of_the_whole(bundles: dict[str, Path], strategy: str, names: list[str]) -> None:
     wanted = _logits(bundles["whole"], "cpu", strategy)

@@ -42,6 +42,7 @@ def test_the_gap_is_that_of_the_first_engine_s_logits(talking, other):
     assert found.steps * one.bundle.manifest.encodings["logits"].scale == pytest.approx(found.nats)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.htp
 def test_it_prints_every_question_and_the_float_nodes(talking, monkeypatch, capsys):

@@ -39,6 +39,7 @@ def _clear_prompts(model: edgekv.Model) -> dict[tuple[int, ...], list[int]]:
     return {prompt: answer for _, prompt, answer in sorted(found, reverse=True)[:12]}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_threads_that_share_a_model_get_the_tokens_of_one_and_store_no_wrong_block(small_export: Path) -> None:
     expected = _clear_prompts(edgekv.load(small_export, threads=1, verify=False))

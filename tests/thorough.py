@@ -19,8 +19,13 @@ def calls(usual: int) -> int:
 
 
 def variants(values: Iterable[Any], usual: Container[Any]) -> list[ParameterSet]:
-    """Values of a parameter. Those that are not usual are for `make test-all` alone."""
-    return [pytest.param(value, marks=() if value in usual else pytest.mark.thorough) for value in values]
+    """Values of a parameter, or tuples of several. Those that are not usual are for `make test-all` alone."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if value in usual else pytest.mark.thorough
+        )
+        for value in values
+    ]
 
 
 def at_most(examples: int) -> settings:
