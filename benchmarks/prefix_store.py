@@ -115,7 +115,7 @@ def restore(tokens: int, rounds: int = 15) -> Table:
         copy[...] = plain
         return plain.nbytes
 
-    blocks = [plain[:, at : at + STEP].copy() for at in range(0, tokens // STEP * STEP, STEP)]
+    blocks = store.match(sequence).rows[0]
 
     def copy_blocks() -> int:
         for number, block in enumerate(blocks):

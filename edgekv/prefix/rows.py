@@ -48,10 +48,9 @@ class BlockGroup:
         """
         shape = self.shape(tokens)
         size_bytes = math.prod(shape) * dtype.itemsize
-        if size_bytes < _ALIGNED_PAGES * mmap.PAGESIZE:
-            return np.empty(shape, dtype)
-        memory = np.empty(size_bytes + mmap.PAGESIZE, np.uint8)
-        start = -memory.ctypes.data % mmap.PAGESIZE
+        page = mmap.PAGESIZE if size_bytes >= _ALIGNED_PAGES * mmap.PAGESIZE else 1
+        memory = np.empty(size_bytes + page, np.uint8)
+        start = -memory.ctypes.data % page
         return memory[start : start + size_bytes].view(dtype).reshape(shape)
 
     def first_needed(self, tokens: int) -> int:
