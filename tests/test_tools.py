@@ -92,6 +92,41 @@ GEMMA4 = """{%- macro written(x) -%}
 {%- if add_generation_prompt and messages[-1].role != "tool" %}<|turn>model
 {% endif %}"""
 """Turns, thinking and tools in the form of https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4"""
+QWEN3_5 = """{%- set instructed = messages[0].content if messages[0].role == "system" else "" %}
+{%- if tools or instructed %}<|im_start|>system
+{% if tools %}<tools>
+{%- for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+Answer in the form <tool_call>
+<function=name>
+<parameter=name>
+value
+</parameter>
+</function>
+</tool_call>{% endif %}{{ instructed }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "user" %}<|im_start|>user
+{{ message.content }}<|im_end|>
+{% elif message.role == "assistant" %}<|im_start|>assistant
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+<function={{ call.function.name }}>
+{% for name, value in call.function.arguments | items %}<parameter={{ name }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% elif message.role == "tool" %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% if enable_thinking is defined and not enable_thinking %}{{ "\\n</think>\\n\\n" }}{% endif %}{% endif %}"""
+"""Turns, thinking and tools as Qwen3.5 and Qwen3-Coder write them: a parameter of a call is a line, not JSON."""
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<start_function_call>"),
     *("<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -237,6 +272,34 @@ def test_a_template_of_gemma_4_has_thinking_calls_and_results_in_its_notation() 
     plain = render_with_tools(templates, asked, None)
     assert plain == "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nRain?<turn|>\n<|turn>model\n"
     assert find_format(templates) == _format("gemma4")
+
+
+def test_a_template_of_qwen3_5_has_thinking_and_its_calls_are_asked_for_as_json() -> None:
+    """No grammar binds its notation of calls; it still writes those of a conversation without tools."""
+    templates = ChatTemplates(templates={"default": QWEN3_5}, tokens={})
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    tools = Tools.read([{"type": "function", "function": function}])
+    called = {"name": "weather", "arguments": '{"city": "Ulm", "days": [1, 2]}'}
+    messages = template_messages(
+        [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": called}]},
+            {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "no"},
+        ],
+        has_developer=False,
+    )
+    answer = "<|im_start|>assistant\n<think>\n"
+    assert render_with_tools(templates, messages, None) == (
+        "<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n<function=weather>\n"
+        "<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"
+        f"<|im_end|>\n<|im_start|>user\n<tool_response>\nno\n</tool_response><|im_end|>\n{answer}"
+    )
+    plain = render_with_tools(templates, messages[:1], None, enable_thinking=False)
+    assert plain == f"<|im_start|>user\nRain?<|im_end|>\n{answer}\n</think>\n\n"
+    assert find_format(templates) == GENERIC
+    asked = render_with_tools(templates, messages, tools, enable_thinking=True)
+    assert '{"tool_call": {"name": "weather", "arguments": {"city": "Ulm", "days": [1, 2]}}}<|im_end|>' in asked
+    assert "<function=" not in asked and asked.endswith(answer)
 
 
 def test_schemas_that_refer_to_themselves_stay_right() -> None:
