@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from edgekv.cli import run
 from exporters.htp.binary import read_target
 from exporters.pipeline.store import store_in
 from tests.aihub_server import TOKEN, AiHub
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.exports import export_options, exported
 from tests.thorough import variants
 
 pytestmark = pytest.mark.htp
@@ -94,6 +97,16 @@ def test_inference_of_a_real_step_is_compared_with_the_cpu_engine(
     assert [comparison["graph"] for comparison in device["comparisons"]] == [PREFILL, DECODE]
     for comparison in device["comparisons"]:
         assert comparison["top1_equal"] and all(output["sqnr_db"] is None for output in comparison["outputs"])
+
+
+def test_rows_of_states_are_compared_too(service: AiHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"], gain=1.0)
+    hybrid = shutil.copytree(exported(checkpoint, export_options(context=64, ar=(1, 8))), tmp_path / "bundle")
+    (device,) = answer(capsys, "infer", str(hybrid), "--devices", "SM8650", *POLL)["devices"]
+    for comparison in device["comparisons"]:
+        outputs = {output["name"]: output["sqnr_db"] for output in comparison["outputs"]}
+        assert {"conv_state_0_out", "conv_state_3_out", "past_key_2_h0_out"} < outputs.keys()
+        assert comparison["top1_equal"] and set(outputs.values()) == {None}
 
 
 @pytest.mark.parametrize("numbered", variants([False, True], [True]))

@@ -31,6 +31,7 @@ EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 OTHER_MODULES = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "lfm2": ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"),
+    "lfm3": ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "in_proj", "w1", "w2", "w3"),
 }
 BOS = 256
 TOKENS = [BOS, *range(40, 60)]
@@ -91,7 +92,7 @@ def adapted(slots: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     "name",
     variants(
-        ["smollm2", "qwen3", "qwen2", "phi3", "gemma2", "olmo2", "granite", "lfm2"],
+        ["smollm2", "qwen3", "qwen2", "phi3", "gemma2", "olmo2", "granite", "lfm2", "lfm3"],
         ["smollm2", "phi3", "gemma2", "lfm2"],
     ),
 )

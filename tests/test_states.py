@@ -246,11 +246,13 @@ def test_prefixes_rewinds_and_drafts_change_no_bit(tmp_path: Path, name: str, st
 
 @pytest.mark.slow
 @pytest.mark.htp
-def test_prefixes_rewinds_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
+@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
+def test_prefixes_rewinds_and_drafts_change_no_bit_on_the_htp(tmp_path: Path, name: str) -> None:
     config, params = (
         StoreConfig(tokens_per_block=16, max_bytes=1 << 22),
         SamplingParams(max_new_tokens=8, ignore_eos=True),
     )
+    bundle = hybrid(tmp_path, name)
     with edgekv.load(bundle, "htp") as plain, edgekv.load(bundle, "htp", prefix_cache=config) as model:
         assert random_calls(plain, model, 8, params) > 60
 
