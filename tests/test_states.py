@@ -14,18 +14,22 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import edgekv
+from devices import find
 from edgekv import SamplingParams
 from edgekv.bake import bake_prefix
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree, Speculation
+from edgekv.engine.saved import load_sequence, save_sequence
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from edgekv.prefix import PrefixStore, StoreConfig, baked_prefixes
 from edgekv.prefix.block import SNAPSHOT
 from edgekv.prefix.prefixes import prefix_fingerprint
+from edgekv.spec import CHECKPOINT_TOKENS
 from edgekv.tensor_file import decode_tensors, encode_tensors
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
+from exporters.htp.check import floating_nodes
 from exporters.quantize.reference import Reference
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.targets.aihub.sample import take_sample
@@ -36,6 +40,7 @@ from tests.thorough import calls, variants
 
 CONTEXT = 160
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
+KINDS = ("lfm2", "lfm3", "qwen3_5")
 LONG = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
@@ -163,6 +168,54 @@ def test_rejected_drafts_leave_no_trace(bundle: Path, mode: str, strategy: str) 
                 assert ids(generation) == plain
             assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
             assert same(model.cache.state, wanted)
+
+
+@pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
+def test_the_modes_of_the_cpu_compute_wide_kernels_and_gates(tmp_path: Path, mode: str) -> None:
+    bundle, tokens = hybrid(tmp_path, "lfm3"), [256, *range(40, 120)]
+    (wanted,) = Reference(Checkpoint.open(str(tmp_path / "checkpoint")), CONTEXT).logits([np.array(tokens)])
+    with edgekv.load(bundle, cpu_mode=mode) as model:
+        assert np.square(wanted).sum() > 10**2 * np.square(model.score(tokens) - wanted).sum()
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
+def test_every_graph_is_integers_alone_on_the_htp(tmp_path: Path, name: str) -> None:
+    bundle = hybrid(tmp_path, name)
+    files = [bundle / f"{graph}.onnx" for graph in ("ar1_cl160", "ar16_cl160", "ar8_cl160_verify")]
+    assert not floating_nodes(files, find("SM8650"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_two_parts_give_the_bits_of_one(tmp_path: Path, name: str) -> None:
+    whole, divided = (hybrid(tmp_path / str(count), name, splits=count) for count in (1, 2))
+    text = [*range(40, 130)]
+    with edgekv.load(whole, cpu_mode="emulate") as one, edgekv.load(divided, cpu_mode="emulate") as two:
+        assert len(two.bundle.manifest.graphs[0].parts) == 3  # with the head
+        assert np.array_equal(one.session.feed(text), two.session.feed(text))
+        assert same(two.session.cache.state, one.session.cache.state)
+        assert ids(two.generate(text, LONG)) == ids(one.generate(text, LONG))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_saved_sequence_goes_on_as_one_that_was_not(tmp_path: Path, name: str) -> None:
+    """In another process, as far as the cache is concerned; beyond a checkpoint of a gated delta rule."""
+    bundle, file, text = hybrid(tmp_path, name), tmp_path / "saved", [*range(40, 115)]
+    with edgekv.load(bundle, cpu_mode="emulate") as model:
+        ids(model.generate(text, 8, sequence=1))
+        held = save_sequence(model.engine, 1, file)
+        session = model.sequences.get(1)
+        assert session is not None and held > len(text)
+        with edgekv.load(bundle, cpu_mode="emulate") as later:
+            assert load_sequence(later.engine, 2, file) == held
+            restored = later.sequences.get(2)
+            assert restored is not None and same(restored.cache.state, session.cache.state)
+            longer = [*session.tokens, 5, 6, 7]
+            resumed = later.generate(longer, LONG, sequence=2)
+            assert ids(resumed) == ids(model.generate(longer, LONG, sequence=1))
+            assert resumed.stats.cache.reused_tokens > CHECKPOINT_TOKENS - 1
 
 
 def branching(text: list[int], tokens: list[int], seed: int, vocab: int) -> DraftTree:
