@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgekv import qnn
 from edgekv.errors import EngineError, UsageError
+from edgekv.spec import CHECKPOINT_TOKENS
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import Adapter
 from exporters.graphs.tflite.limits import check_tflite
@@ -90,10 +91,17 @@ def _check_delta_rule(options: ExportOptions) -> None:
         )
     if not options.device.supports_kv("s16"):
         raise UsageError(
-            "--target",
+            "--device",
             got=f"{options.device.soc} (V{options.device.arch})",
             expected="V73 or later: products of a gated delta rule read 16-bit integers",
             fix="Use a later device, such as SM8550.",
+        )
+    if max(options.ar) > CHECKPOINT_TOKENS:
+        raise UsageError(
+            "--ar",
+            got=max(options.ar),
+            expected=f"at most {CHECKPOINT_TOKENS} with gated delta rules, whose steps end at multiples of it",
+            fix=f"Use --ar 1,{CHECKPOINT_TOKENS}.",
         )
     if options.lora is not None:
         raise UsageError(

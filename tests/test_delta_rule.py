@@ -18,7 +18,7 @@ from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.cli import run as run_command
 from edgekv.draft import Speculation
-from edgekv.errors import BundleError, UsageError
+from edgekv.errors import UsageError
 from edgekv.graphs.delta_rule import DeltaInputs
 from edgekv.kv import CacheState, KVCache, LayeredGeometry, Rows, StateError
 from edgekv.load_options import EngineOptions
@@ -27,7 +27,11 @@ from edgekv.prefix import StoreConfig
 from edgekv.runtime import make_engine
 from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.folded import transformed_as
 from exporters.htp.check import floating_nodes
+from exporters.inspect import trace_reference
+from exporters.inspect.divergence import sqnr_db
+from exporters.inspect.evaluate import open_source
 from exporters.inspect.probe import Probe
 from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import NumpyOps, Reference, Weights
@@ -298,6 +302,7 @@ def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
     ("options", "words"),
     [
         ({"device": "SM8450"}, "V73 or later"),
+        ({"ar": (1, 128)}, "--ar: got 128; expected at most 64"),
         ({"lora": LoraOptions(rank=4)}, "--lora-slots: got slots, for a checkpoint with gated delta rules"),
         ({"graph_format": "tflite", "kv_dtype": "s8"}, "--format: got tflite, for a checkpoint with gated delta rules"),
     ],
@@ -315,10 +320,30 @@ def test_several_sequences_in_one_pass_are_refused(bundle: Path) -> None:
         model.advance_together([])
 
 
-def test_reports_by_layer_are_refused(bundle: Path) -> None:
+def test_results_of_layers_are_those_of_the_model_and_near_the_reference(bundle: Path) -> None:
+    """Beyond two checkpoints: of the reference's steps and the graph's, of other lengths."""
     opened = open_bundle(bundle)
-    with pytest.raises(BundleError, match=r"gated delta rules.*without --layers"):
-        Probe(opened, make_engine(opened, EngineOptions()))
+    checkpoint = open_source(opened.manifest, None)
+    tokens = checkpoint.encode(TEXT)[:150]
+    found = Probe(opened, make_engine(opened, EngineOptions())).run(tokens)
+    with edgekv.load(bundle, cpu_mode="emulate") as model:
+        assert np.array_equal(found["logits"], model.score(tokens))
+    wanted = trace_reference(transformed_as(opened, checkpoint), tokens, CONTEXT)
+    assert set(wanted) == set(found)
+    states = [name for name in wanted if "state" in name]
+    assert len(states) == 3 * (3 + 4) and all(wanted[name].shape[0] == 150 for name in wanted)
+    assert min(sqnr_db(wanted[name], found[name]) for name in states) > 15
+
+
+def test_a_report_by_layer_names_the_states_of_each(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text(TEXT)
+    capsys.readouterr()
+    assert run_command(["eval", str(bundle), "--text", str(text), "--tokens", "150", "--layers", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert ["state" in each["levels"] for each in report["layers"]] == [False, True, True, False, True, False]
 
 
 @pytest.fixture

@@ -45,6 +45,9 @@ def rows_after(rows: int) -> NDArray[np.float32]:
     return found
 
 
+BY_STEP = r"\.delta\.(sums|decayed|pairs|weighted|scores|weights|known_tail|known_all|missing|system|correction)"
+"""Pattern of the names of results that depend on how a text is divided into steps."""
+
 SHARES = Encoding("u16", 1 / 65535, 0)
 """From 0 to 1, both exact."""
 

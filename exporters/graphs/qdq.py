@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgekv.graphs.delta_rule import (
+    BY_STEP,
     SHARES,
     UNIT_EPS,
     DeltaOps,
@@ -59,9 +60,9 @@ _ROWS, _WIDTH = 2, -1  # axes of [1, 1, rows, width]
 _UNSIGNED_ZERO = 32768
 _BYTES = Encoding("s8", 1.0, 0)
 _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
-# Names of integers of results without a row for each token, of parts of other results, and of signs.
+# Names of integers of results without a row for each token, or that depend on steps; of parts of others; of signs.
 _NOT_TRACED = re.compile(
-    r"\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
+    rf"{BY_STEP}|\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
 )
 _TRANSPOSED = [0, 1, 3, 2]
 

@@ -16,7 +16,7 @@ _CLEARER_DB = 12.0  # a hypothesis must explain the difference better by this mu
 _LEVELS = 256
 
 _ROTARY_PRODUCTS = (".x_cos", ".y_sin", ".y_cos", ".x_sin")
-_LAYER = re.compile(r"^(?:layers\.|past_(?:key|value)_)(\d+)")
+_LAYER = re.compile(r"^(?:layers\.|past_(?:key|value)_|[a-z_]+_state_)(\d+)")
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,8 +25,12 @@ from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
-_LAYER = re.compile(r"^(?:model\.)?(?:layers\.|past_(?:key|value)_|conv_state_)(\d+)")
-_STARTS: dict[Kind, str] = {"key": "past_key_", "value": "past_value_", "state": "conv_state_"}
+_LAYER = re.compile(r"^(?:model\.)?(?:layers\.|past_(?:key|value)_|[a-z_]+_state_)(\d+)")
+_KINDS: dict[Kind, re.Pattern[str]] = {
+    "key": re.compile("past_key_"),
+    "value": re.compile("past_value_"),
+    "state": re.compile(r"[a-z_]+_state_\d"),
+}
 _OUTLIER_SHARE = 0.25  # share of a matrix's error
 _OUTLIER_RATIO = 8.0  # times the median channel's peak
 
@@ -251,8 +255,8 @@ def _result_loss(name: str, meter: ResultMeter) -> TensorLoss:
 
 
 def _kind_of(name: str) -> Kind:
-    for kind, start in _STARTS.items():
-        if name.startswith(start):
+    for kind, start in _KINDS.items():
+        if start.match(name):
             return kind
     return "activation"
 

@@ -14,11 +14,21 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.engine.sink import read_sink
-from edgekv.errors import BundleError, UsageError
-from edgekv.kv import KvTensor
+from edgekv.errors import UsageError
+from edgekv.kv import KvTensor, fold
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.graph import rope_tables
-from edgekv.spec import EMBEDDINGS, IDS, LAYER_INPUTS_PORT, GraphRecord, PartRecord, rope_inputs
+from edgekv.spec import (
+    CHECKPOINT_TOKENS,
+    DELTA_KINDS,
+    EMBEDDINGS,
+    IDS,
+    LAYER_INPUTS_PORT,
+    GraphRecord,
+    Kind,
+    PartRecord,
+    rope_inputs,
+)
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.inspect.trace import Trace, merged
@@ -108,16 +118,9 @@ class Probe:
         """Split the graph into its layers.
 
         Raises:
-            BundleError: the bundle's graphs cannot be probed: they are TFLite graphs, or have gated delta rules.
+            BundleError: the bundle has TFLite graphs.
         """
         ONNX.check(bundle)
-        if bundle.manifest.model.delta_rule is not None:
-            raise BundleError(
-                f"bundle {bundle.path}: layers",
-                got="gated delta rules",
-                expected="layers whose results are compared one by one; those of a delta rule depend on checkpoints",
-                fix="Measure the whole model: edgekv eval without --layers, --html and --suggest-recipe.",
-            )
         assert isinstance(engine, CpuEngine | HtpEngine), "no other engine runs ONNX graphs"
         manifest = bundle.manifest
         record = manifest.graph("score")
@@ -133,6 +136,7 @@ class Probe:
         self._table = bundle.embeddings() if manifest.host_embeds else None
         self._ropes = rope_tables(manifest)
         self._sink = read_sink(bundle)
+        self._rule = manifest.model.delta_rule
 
     @property
     def first(self) -> int:
@@ -208,32 +212,34 @@ class Probe:
             tokens: ids of the window.
             held: rows of layers that later ones share, `[first + T, width]`.
         """
-        manifest, ar = self._bundle.manifest, self._record.ar
+        manifest = self._bundle.manifest
         borrowed = [*manifest.interface.tensors(manifest.interface.borrowed(piece.part))]
         past = {tensor: self._first_rows(tensor) for tensor in piece.tensors}
         rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
-        # The first step ends at a multiple of AR, so that the last one has all of its past within the context.
-        for stop in range(ar - self.first % ar, len(state) + ar, ar):
-            start = max(stop - ar, 0)
-            if not len(chunk := state[start:stop]):
-                break
-            begin = self.first + start
+        start = 0
+        for stop in self._stops(len(state)):
+            chunk, begin = state[start:stop], self.first + start
             gathered = None if self._layer_inputs is None else self._layer_inputs.rows(tokens[start:stop])
+            start = stop
             shared = {tensor: (held[tensor][:begin], held[tensor][begin:]) for tensor in borrowed}
             outputs = self._step(session, piece, chunk, begin, past, gathered, shared)
             for name in rows:
                 rows[name].append(_tokens_first(outputs[name])[: len(chunk)])
             for tensor in past:
-                new = outputs[tensor.new][0, 0]
-                new = new.T if self._is_turned(tensor) else new
-                past[tensor] = np.concatenate((past[tensor], new[: len(chunk)]))
+                if tensor.is_written:
+                    new = outputs[tensor.new][0, 0]
+                    new = new.T if self._is_turned(tensor) else new
+                    past[tensor] = np.concatenate((past[tensor], new[: len(chunk)]))
+            if (self.first + stop) % CHECKPOINT_TOKENS == 0:
+                self._make_checkpoints(past)
         held |= {tensor: rows for tensor, rows in past.items() if tensor.layer in manifest.model.shared_layers}
         results = {name: np.concatenate(parts) for name, parts in rows.items()}
         found = {name.removesuffix("_q"): (piece.results[name], values) for name, values in results.items()}
         if piece.is_first and self._table is not None:
             found[_EMBEDDING] = manifest.encodings[EMBEDDINGS], self._table.rows(state)
         for tensor, values in past.items():
-            found[tensor.past] = manifest.encodings[tensor.past], values[self.first :]
+            if tensor.is_written:
+                found[tensor.past] = manifest.encodings[tensor.past], values[self.first :]
         return _Dequantized(found), [*results.values()][-1]
 
     def _step(
@@ -270,6 +276,10 @@ class Probe:
             target = feeds[tensor.past][0, 0]
             target[:] = manifest.encodings[tensor.past].zero_point
             target = target.T if self._is_turned(tensor) else target
+            if tensor.kind in DELTA_KINDS:
+                rows = held if tensor.kind == "recurrent" else held[position // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS :]
+                target[: len(rows)] = rows
+                continue
             newest = held[max(0, len(held) - len(target)) :]
             target[len(target) - len(newest) :] = newest
         for tensor, (_, new) in shared.items():
@@ -278,13 +288,45 @@ class Probe:
         names = [output.name for output in session.get_outputs()]
         return dict(zip(names, session.run(names, feeds), strict=True))
 
+    def _stops(self, tokens: int) -> list[int]:
+        """Where steps of so many tokens after the first ones end.
+
+        The first one ends at a multiple of AR, so that the last one has all of its past within the context. No step
+        crosses a checkpoint.
+        """
+        ar, first, stop = self._record.ar, self.first, self.first + tokens
+        ends = {*range(first - first % ar + ar, stop, ar), stop}
+        if self._rule is not None:
+            ends |= {*range(CHECKPOINT_TOKENS, stop, CHECKPOINT_TOKENS)}
+        return [end - first for end in sorted(ends)]
+
+    def _make_checkpoints(self, past: dict[KvTensor, Integers]) -> None:
+        """Have S of a gated delta rule after all tokens, as the cache computes it: see `CheckpointGroup`."""
+        rule, encodings = self._rule, self._bundle.manifest.encodings
+        for tensor in [each for each in past if each.kind == "recurrent"]:
+            assert rule is not None, "the layer has one"
+
+            def floats(kind: Kind, head: int = 0, layer: int = tensor.layer) -> Floats:
+                held = KvTensor(layer, kind, head)
+                return encodings[held.past].dequantize(past[held][-CHECKPOINT_TOKENS:])
+
+            state, heads = encodings[tensor.past].dequantize(past[tensor]), range(rule.value_heads)
+            found = fold(
+                state.reshape(rule.key_dim, rule.value_heads, -1).swapaxes(0, 1),
+                floats("delta_key").reshape(CHECKPOINT_TOKENS, rule.key_heads, -1),
+                floats("delta_value").reshape(CHECKPOINT_TOKENS, rule.value_heads, -1),
+                np.concatenate([floats("decay", head) for head in heads], axis=-1),
+            )
+            past[tensor] = encodings[tensor.past].quantize(found.swapaxes(0, 1).reshape(state.shape))
+
     def _first_rows(self, tensor: KvTensor) -> Integers:
-        """What the first step finds in the cache, `[first, width]`."""
+        """What the first step finds in the cache, `[first, width]`; all of S."""
         if self._sink is not None:
             return self._sink.rows[tensor.past]
         encoding = self._bundle.manifest.encodings[tensor.past]
-        width = self._inputs[tensor.past].shape[-2 if self._is_turned(tensor) else -1]
-        return np.empty((0, width), DTYPES[encoding.dtype])
+        shape = self._inputs[tensor.past].shape
+        rows = 0 if tensor.is_written else shape[-2]
+        return np.zeros((rows, shape[-2 if self._is_turned(tensor) else -1]), DTYPES[encoding.dtype])
 
     def _is_turned(self, tensor: KvTensor) -> bool:
         return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,20 @@ from numpy.typing import NDArray
 from edgekv.bundle import atomic_file
 from edgekv.errors import UsageError
 from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.delta_rule import BY_STEP
 from edgekv.spec.decoder import DecoderSpec
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 
 Trace = Mapping[str, Floats]
 """Results in the order of computation, each `[T, width]`.
 
-Names are those of `edgekv.graphs.decoder`; a second result of the same name gets the suffix `.2`. Keys and values have
-the names of their cache tensors. Left out are attention scores, whose width is the context, squares of stored roots,
-which have rows of the past too, and signs, which differ where a value is almost 0.
+Names are those of `edgekv.graphs.decoder`; a second result of the same name gets the suffix `.2`. Keys, values and
+rows of states have the names of their cache tensors. Left out are attention scores, whose width is the context, squares
+of stored roots, which have rows of the past too, and signs, which differ where a value is almost 0; of a gated delta
+rule, what depends on how the text is divided into steps.
 """
 
-_LEFT_OUT = re.compile(r"\.(scores|stored)\.|\.sign$")
+_LEFT_OUT = re.compile(rf"\.(scores|stored)\.|\.sign$|{BY_STEP}|^recurrent_state_")
 
 
 def trace_reference(tensors: Tensors, tokens: Sequence[int], context: int | None = None, *, first: int = 0) -> Trace:
@@ -51,19 +53,16 @@ def trace_stages(
 ) -> Iterator[Trace]:
     """One layer at a time, then the head: the values of every window of token ids `[T]`, from position `first` on."""
     spec, weights = tensors.spec, Weights(tensors)
-    seen: dict[str, Floats] = {}
-    uses: Counter[str] = Counter()
+    seen: list[tuple[str, Floats]] = []
 
     def observe(name: str, values: Floats) -> None:
-        uses[name] += 1
         if not _LEFT_OUT.search(name):
-            seen[name if uses[name] == 1 else f"{name}.{uses[name]}"] = values[first:]
+            seen.append((name, values))
 
-    def stage() -> Trace:
-        """The results since the last call."""
-        trace = dict(seen)
+    def stage(tokens: int) -> dict[str, Floats]:
+        """The results of so many tokens since the last call."""
+        trace = {name: values[first:] for name, values in _numbered(seen, tokens)}
         seen.clear()
-        uses.clear()
         return trace
 
     ops = {n: make_ops(spec, weights, n, context or n, observe) for n in {len(window) for window in windows}}
@@ -74,11 +73,34 @@ def trace_stages(
             of.begin(number, windows[number])
             hidden = of.embed(state, "embedding") if layer == 0 else state
             states[number] = decoder_layer(of, spec, layer, hidden)
-            yield stage()
+            yield stage(len(state))
         weights.drop()
     for state in states:
-        seen["logits"] = logits(ops[len(state)], spec, state)[first:]
-        yield stage()
+        found = logits(ops[len(state)], spec, state)[first:]
+        yield stage(len(state)) | {"logits": found}
+
+
+def _numbered(seen: Sequence[tuple[str, Floats]], tokens: int) -> Iterator[tuple[str, Floats]]:
+    """The results of `tokens` tokens, with the numbers of their uses; parts of one that was computed in steps, joined.
+
+    Every step computes the same results in the same order.
+    """
+    parts: defaultdict[str, list[Floats]] = defaultdict(list)
+    for name, values in seen:
+        if len(values) < tokens:
+            parts[name].append(values)
+    given: Counter[str] = Counter()
+    first: Counter[str] = Counter()
+    for name, values in seen:
+        if len(values) < tokens:
+            found, use = parts[name], first[name]
+            uses = sum(len(each) for each in found) // tokens
+            first[name] += 1
+            if use >= uses:
+                continue  # a part of one that was given
+            values = np.concatenate(found[use::uses])
+        given[name] += 1
+        yield name if given[name] == 1 else f"{name}.{given[name]}", values
 
 
 def merged(stages: Iterable[Trace]) -> Trace:
