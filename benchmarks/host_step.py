@@ -1,12 +1,16 @@
 """Host time of a decode step outside the runtime, for each update strategy.
 
     python -m benchmarks.host_step [--tensors 256 512] [--steps 200]
+    python -m benchmarks.host_step --states [--steps 200]
 
 Runs a real exported decoder of random weights with that many cache tensors (each a past input and a new output),
 and a graph with the same inputs and outputs that only slices them: the decoder leaves the processor's caches cold,
 the slices leave them warm.
 `naive` is what a plain loop does: run on numpy arrays, concatenate past and new, drop the oldest row. Each cache starts
 empty, and a pointer-shift slides only after 512 steps or more: `benchmarks.kv_update` counts slides too.
+
+With `--states`, eight layers of small models behind their decoders: attention alone, and gated delta rules or short
+convolutions in six of them.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, ValueInfoProto, helper, numpy_helper
 from rich.console import Console
 
+import edgekv
 from benchmarks.large_checkpoint import write_large_checkpoint
 from benchmarks.turns import by_turns, turns_table
 from devices import find
@@ -116,6 +122,51 @@ def naive(bundle: Bundle, session: ort.InferenceSession) -> Callable[[], float]:
     return step
 
 
+LAYERS = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 4096}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention": ("qwen3-0.6b", HEADS),
+    "convolutions": (
+        "lfm2-350m",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "block_ff_dim": 256, "full_attn_idxs": [2, 5]},
+    ),
+    "delta rules": (
+        "qwen3.5-0.8b",
+        {
+            **HEADS,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+}
+
+
+def measure_states(folder: Path, steps: int) -> dict[str, list[float]]:
+    """Microseconds of every decode step, by what most layers have; a text begins anew before its context ends."""
+    options = ExportOptions(
+        device=find("SM8650"), recipe=find_recipe("w8a16"), context=256, ar=(1, 32), check_on_htp=False
+    )
+    turns = {}
+    for name, (shape, changes) in KINDS.items():
+        checkpoint = Checkpoint.open(str(write_large_checkpoint(folder / name, shape, LAYERS | changes)))
+        export_bundle(checkpoint, folder / f"{name}.bundle", options)
+        turns[name] = partial(_decode, edgekv.load(folder / f"{name}.bundle", threads=1))
+    return {name: [*chain.from_iterable(found)] for name, found in by_turns(turns, steps // TURN).items()}
+
+
+def _decode(model: edgekv.Model) -> list[float]:
+    session, clock, found = model.session, model.engine.graphs.clock, list[float]()
+    if session.cache.tokens_seen > 128:
+        session.reset()
+    for _ in range(TURN):
+        before = clock.host_ns
+        session.feed([1])
+        found.append((clock.host_ns - before) / 1e3)
+    return found
+
+
 def measure(bundle: Bundle, session: ort.InferenceSession, steps: int) -> dict[str, list[float]]:
     """Microseconds of every step, by strategy."""
     loops = {"naive": naive(bundle, session)}
@@ -134,7 +185,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, nargs="+", default=[256, 512], help="cache tensors, multiples of 16")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--states", action="store_true", help="compare layers with states and without")
     args = parser.parse_args()
+    if args.states:
+        with tempfile.TemporaryDirectory() as scratch:
+            title = "host time of a decode step of eight layers, microseconds"
+            Console(width=100).print(turns_table(title, measure_states(Path(scratch), args.steps), "attention"))
+        return
     for tensors in args.tensors:
         with tempfile.TemporaryDirectory() as scratch:
             bundle = open_bundle(export(Path(scratch), tensors))

@@ -242,10 +242,12 @@ class StackedOps(DeltaOps[View]):
         return self._each("Mul", [a, b], name)
 
     def scale(self, x: View, factor: float, name: str) -> View:
-        # In the encoding that the exported graph stores it in.
-        encoding = Encoding.asymmetric(0.0, factor, "u16")
-        stored = encoding.dequantize(encoding.quantize(np.array(factor)))
-        return self._each("Mul", [x], name, [self._nodes.number(float(stored))])
+        return self._each("Mul", [x], name, [self._number(factor)])
+
+    def _number(self, value: float) -> str:
+        """A constant above 0, in the encoding that the exported graph stores it in."""
+        encoding = Encoding.asymmetric(0.0, value, "u16")
+        return self._nodes.number(float(encoding.dequantize(encoding.quantize(np.array(value)))))
 
     def sigmoid(self, x: View, name: str) -> View:
         return self._each("Sigmoid", [x], name)
@@ -411,8 +413,15 @@ class StackedOps(DeltaOps[View]):
         gamma = self._nodes.constant(values, f"unit_{width}_{factor!r}")
         return self._each("RMSNormalization", [x], name, [gamma], axis=-1, epsilon=UNIT_EPS / width)
 
-    def softplus(self, x: View, name: str) -> View:
-        return self._each("Softplus", [x], name)
+    def relu(self, x: View, name: str) -> View:
+        return self._each("Relu", [x], name)
+
+    def exp(self, x: View, name: str) -> View:
+        return self._each("Exp", [x], name)
+
+    def complement(self, x: View, of: float, name: str) -> View:
+        tensor = self._nodes.add("Sub", [self._number(of), x.tensor], name)
+        return self._rounded(tensor, name, x.heads)
 
     def times(self, x: View, weight: str, at: int, name: str) -> View:
         def factors() -> str:

@@ -15,7 +15,7 @@ from quant import Encoding, Range
 
 ResultKind = Literal[
     "embedding", "linear", "norm", "sum", "product", "gelu", "sigmoid", "tanh", "softmax",
-    "scores", "masked", "attended", "cache", "state", "tail", "softplus", "decay_sum", "gathered",
+    "scores", "masked", "attended", "cache", "state", "tail", "relu", "share", "decay_sum", "gathered",
 ]  # fmt: skip
 
 HEADROOM = 1.5
@@ -112,11 +112,16 @@ def _holds_tail(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
     return Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, "s16")
 
 
-def _from_zero(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """From 0 to the greatest value, with headroom: of heads that decay slowly, small values matter."""
-    if types.is_symmetric:
-        return Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, types.activations)
-    return Encoding.asymmetric(0.0, PRODUCT_HEADROOM * seen.high, types.activations)
+def _above_zero(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """From 0 to the greatest value, with headroom, and to 1 if no value was above 0."""
+    high = max(1.0, HEADROOM * seen.high)
+    return Encoding.symmetric(high, types.activations) if types.is_symmetric else Encoding.asymmetric(0.0, high, "u16")
+
+
+def _shares(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
+    """From 0 to the greatest value, with headroom, and at most 1: of heads that decay slowly, small values matter."""
+    high = min(1.0, PRODUCT_HEADROOM * seen.high)
+    return Encoding.symmetric(high, types.activations) if types.is_symmetric else Encoding.asymmetric(0.0, high, "u16")
 
 
 def _decays(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
@@ -150,7 +155,8 @@ RULES: dict[ResultKind, Rule] = {
     "cache": _clips,
     "state": _holds_states,
     "tail": _holds_tail,
-    "softplus": _from_zero,
+    "relu": _above_zero,
+    "share": _shares,
     "decay_sum": _decays,
     "gathered": _COVERS,
 }

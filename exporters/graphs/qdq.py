@@ -51,7 +51,7 @@ from edgekv.spec import (
 )
 from exporters.graphs.nodes import QdqNodes, Tensor
 from exporters.quantize.weights import StoredWeights
-from quant import DTYPES, WEIGHT_TYPES, Encoding
+from quant import DTYPES, WEIGHT_TYPES, Dtype, Encoding
 
 OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
 IR_VERSION = 11
@@ -64,6 +64,8 @@ _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
 _NOT_TRACED = re.compile(
     rf"{BY_STEP}|\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
 )
+_WHOLE = Encoding.symmetric(1.0, "s8")
+"""Of a matrix of 0 and 1: with 1 as the integer 1, the HTP's sums are off by hundreds of steps, with 127 by two."""
 _TRANSPOSED = [0, 1, 3, 2]
 
 
@@ -277,9 +279,13 @@ class QdqOps(DeltaOps[Tensor]):
         return self._nodes.emit("Mul", [a.name, b.name], name)
 
     def scale(self, x: Tensor, factor: float, name: str) -> Tensor:
-        encoding = Encoding.asymmetric(0.0, factor, x.encoding.dtype)
-        integer = self._nodes.constant(f"factor_{factor!r}", encoding.quantize(np.array(factor)))
-        return self._nodes.emit("Mul", [x.name, self._nodes.dequantize_once(integer, encoding)], name)
+        return self._nodes.emit("Mul", [x.name, self._number(factor, x.encoding.dtype)], name)
+
+    def _number(self, value: float, dtype: Dtype) -> str:
+        """A constant above 0."""
+        encoding = Encoding.asymmetric(0.0, value, dtype)
+        integer = self._nodes.constant(f"factor_{value!r}", encoding.quantize(np.array(value)))
+        return self._nodes.dequantize_once(integer, encoding)
 
     def sigmoid(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sigmoid", [x.name], name)
@@ -436,8 +442,14 @@ class QdqOps(DeltaOps[Tensor]):
         gamma = self._nodes.dequantize_once(integers, encoding)
         return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=UNIT_EPS / width)
 
-    def softplus(self, x: Tensor, name: str) -> Tensor:
-        return self._nodes.emit("Softplus", [x.name], name)
+    def relu(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Relu", [x.name], name)
+
+    def exp(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Exp", [x.name], name)
+
+    def complement(self, x: Tensor, of: float, name: str) -> Tensor:
+        return self._nodes.emit("Sub", [self._number(of, x.encoding.dtype), x.name], name)
 
     def times(self, x: Tensor, weight: str, at: int, name: str) -> Tensor:
         return self._nodes.emit("Mul", [x.name, self._weight(*self._weights.tensor(weight, head=at))], name)
@@ -476,8 +488,8 @@ class QdqOps(DeltaOps[Tensor]):
             each = nodes.emit(
                 "Mul", [each.name, self._matrix_of_ones("seen", count)], rows.name + ".seen", each.encoding
             )
-        after = nodes.constant(f"after_{count}", rows_after(count).astype(np.uint8))
-        return nodes.emit("MatMul", [each.name, nodes.dequantize_once(after, Encoding("u8", 1.0, 0))], name)
+        after = nodes.constant(f"after_{count}", _WHOLE.quantize(rows_after(count)))
+        return nodes.emit("MatMul", [each.name, nodes.dequantize_once(after, _WHOLE)], name)
 
     def decays(self, sums: Tensor, name: str) -> tuple[Tensor, Tensor]:
         count = CHECKPOINT_TOKENS + self._ar

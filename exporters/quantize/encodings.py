@@ -183,8 +183,14 @@ class ResultRecorder(DeltaOps[str]):
     def unit(self, x: str, width: int, name: str, *, gain: float = 1.0) -> str:
         return self._record("norm", name)
 
-    def softplus(self, x: str, name: str) -> str:
-        return self._record("softplus", name)
+    def relu(self, x: str, name: str) -> str:
+        return self._record("relu", name)
+
+    def exp(self, x: str, name: str) -> str:
+        return self._record("share", name)
+
+    def complement(self, x: str, of: float, name: str) -> str:
+        return self._record("sum", name)
 
     def times(self, x: str, weight: str, at: int, name: str) -> str:
         return self._record("product", name)

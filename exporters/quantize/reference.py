@@ -283,8 +283,14 @@ class NumpyOps(DeltaOps[Floats]):
         length = np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(UNIT_EPS))
         return self._seen(name, x / length * np.float32(gain))
 
-    def softplus(self, x: Floats, name: str) -> Floats:
-        return self._seen(name, np.logaddexp(x, np.float32(0)))
+    def relu(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.maximum(x, np.float32(0)))
+
+    def exp(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.exp(x))
+
+    def complement(self, x: Floats, of: float, name: str) -> Floats:
+        return self._seen(name, np.float32(of) - x)
 
     def times(self, x: Floats, weight: str, at: int, name: str) -> Floats:
         return self._seen(name, x * self._weights[weight][at])
