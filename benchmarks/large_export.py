@@ -1,7 +1,7 @@
 """Time and RAM from a large checkpoint to context binaries.
 
     python -m benchmarks.large_export SHAPE [--recipe w4a16-lpbq64] [--context 1024,4096] [--ar 1,128]
-        [--key-layout columns] [--device SM8650] [--max-ram 4GB] [--no-quality-check] [--folder DIR]
+        [--key-layout columns] [--device SM8650] [--folder DIR] [OPTIONS OF edgekv export]
 
 SHAPE is one of benchmarks.large_checkpoint: a checkpoint of random weights is written first, and not timed. Then
 `edgekv export --compile` runs as a user runs it. RAM is the most that any process held, read from the
@@ -104,22 +104,19 @@ def main() -> None:
     parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
     parser.add_argument("--device", default="SM8650", help="catalogue name of the chip")
     parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
-    parser.add_argument("--max-ram", default="4GB", help="as edgekv export takes it")
-    parser.add_argument("--no-quality-check", action="store_true", help="do not measure what the bundle lost")
     parser.add_argument("--apart", action="store_true", help="check and compile by themselves")
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         checkpoint = write_large_checkpoint(folder / args.shape, args.shape)
         bundle = folder / f"{args.shape}-{args.recipe}"
         given = ["--device", args.device, "--force"]
         what = ["--recipe", args.recipe, "--context", args.context, "--ar", args.ar, "--key-layout", args.key_layout]
-        export = ["export", str(checkpoint), "-o", str(bundle), *given, *what, "--max-ram", args.max_ram, "--compile"]
-        steps = {"export, check and compile at once": export}
-        if args.no_quality_check:
-            export.insert(-1, "--no-quality-check")
+        export = ["export", str(checkpoint), "-o", str(bundle), *given, *what, "--max-ram", "4GB"]
+        export += more
+        steps = {"export, check and compile at once": [*export, "--compile"]}
         if args.apart:
-            steps = {"export and check": export[:-1], "compile": ["compile", str(bundle), *given]}
+            steps = {"export and check": export, "compile": ["compile", str(bundle), *given]}
         table = Table(title=f"{args.shape}, {args.recipe}, contexts {args.context}, AR {args.ar}, {args.device}")
         for column in ("step", "seconds", "CPU seconds", "edgekv's RAM", "largest compiler's RAM"):
             table.add_column(column, justify="left" if column == "step" else "right")
