@@ -104,8 +104,10 @@ class Tally:
             self._kl.append((np.exp(exact) * (exact - other)).sum(-1))
         self._agreed += int((actual[:count].argmax(-1) == expected[:count].argmax(-1)).sum())
         self._is_first.append(np.arange(len(expected)) + window.first + window.position == 0)
-        self._signal.append(np.square(expected, dtype=np.float64).sum(-1))
-        self._noise.append(np.square(actual - expected, dtype=np.float64).sum(-1))
+        for first in range(0, len(expected), _ROWS):
+            rows = slice(first, first + _ROWS)
+            self._signal.append(np.square(expected[rows], dtype=np.float64).sum(-1))
+            self._noise.append(np.square(actual[rows] - expected[rows], dtype=np.float64).sum(-1))
 
     def evaluation(self, engine: str, text: str, pages: Pages | None = None) -> Evaluation:
         """The metrics over all windows, with word perplexity if they are those of `pages`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from edgekv.engine.sink import read_sink
 from edgekv.errors import UsageError
 from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
+from edgekv.scratch import scratch_folder
 from edgekv.spec import LOGITS, DecoderSpec
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import heads_of, transformed
@@ -55,7 +56,7 @@ MEASURED_TOKENS: dict[TextName, int] = {"prose": 512, "chat": 256}
 """Predicted tokens of each text."""
 
 _PROCESS_BYTES = 250_000_000
-_COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS = 3, 4
+_COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS = 2, 3
 _PROSE, _CHAT = "held_out.txt", "held_out_chat.json"
 
 
@@ -139,14 +140,19 @@ class ReferencePiece(Piece):
     def make(self, folder: Path, inputs: Inputs) -> object:
         windows = [window.inputs for each in self.measured for window in each.windows(inputs)]
         reference = Reference(inputs.exact(self.measured[0].exact), self.measured[0].context)
-        for number, logits in enumerate(reference.logits(windows)):
-            np.save(folder / f"{number}.npy", logits)
+        store_logits(reference.logits(windows), folder)
         return None
+
+
+def store_logits(logits: Iterable[Floats], folder: Path) -> None:
+    """Write the logits of windows, a file for each."""
+    for number, each in enumerate(logits):
+        np.save(folder / f"{number}.npy", each)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLogits:
-    """Logits that `ReferencePiece` has written."""
+    """Logits that `store_logits` has written."""
 
     folder: Path
 
@@ -200,21 +206,25 @@ class QualityPiece(Piece):
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
         run = _TracedRun(bundle, inputs.threads, *self._by_layer(bundle, inputs))
         tallies: dict[TextName, Tally] = {}
-        exact = self._exact(windows, bundle, inputs)
-        for (name, window), expected, found in zip(named, exact, run.logits(windows), strict=True):
-            tallies.setdefault(name, Tally()).add(window, expected, found)
+        with scratch_folder("quality") as scratch:
+            # One head in memory at a time: all logits of the reference come first.
+            exact = self._exact(windows, bundle, inputs, scratch).logits(windows)
+            for (name, window), expected, found in zip(named, exact, run.logits(windows), strict=True):
+                tallies.setdefault(name, Tally()).add(window, expected, found)
         self._told(inputs, bundle, 2 * bundle.manifest.model.layers)
         records = (_record(name, tally.evaluation("", "")) for name, tally in tallies.items())
         return Quality(records=tuple(records), layers=tuple(run.losses))
 
-    def _exact(self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs) -> Iterator[Floats]:
+    def _exact(
+        self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs, scratch: Path
+    ) -> StoredLogits:
         if self.reference is not None:
-            return StoredLogits(inputs.store.path(self.reference)).logits(windows)
-        if not windows:
-            return iter(())
-        measured = self.texts[0][1]
-        reference = Reference(inputs.exact(measured.exact), measured.context)
-        return reference.logits(windows, progress=partial(self._told, inputs, bundle))
+            return StoredLogits(inputs.store.path(self.reference))
+        if windows:
+            measured = self.texts[0][1]
+            reference = Reference(inputs.exact(measured.exact), measured.context)
+            store_logits(reference.logits(windows, progress=partial(self._told, inputs, bundle)), scratch)
+        return StoredLogits(scratch)
 
     def _by_layer(self, bundle: Bundle, inputs: Inputs) -> tuple[Tensors | None, list[Window]]:
         if self.by_layer is None:
@@ -242,7 +252,7 @@ def held_out_texts(checkpoint: Checkpoint) -> dict[TextName, str]:
 
 
 def quality_bytes(spec: DecoderSpec, context: int) -> int:
-    """RAM that a `QualityPiece` takes: the head in float, and logits of a window from both models."""
+    """RAM that a `QualityPiece` takes: the head while it is loaded, and logits of a window from both models."""
     window = min(context, MEASURED_TOKENS["prose"] + 1)
     largest = max(spec.sizes.layer_parameters, spec.sizes.table_parameters)
     return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest + _COPIES_OF_LOGITS * 4 * window * spec.vocab
