@@ -90,6 +90,11 @@ def test_the_reference_equals_transformers(tmp_path, case):
         ("llama-2", {"layer_types": ["conv", "full_attention"]}, ["layer_types", "conv", "sliding_attention"]),
         ("lfm3", {"use_sandwich_norm": False}, ["use_sandwich_norm", "False"]),
         ("llama-2", {"model_type": "mamba"}, ["'mamba'", "gemma3, gemma3_text, gemma4, gemma4_text, granite, lfm2"]),
+        (
+            "gemma4",
+            {"model_type": "gemma4_assistant"},
+            ["'gemma4_assistant'", "hidden state of another model"],
+        ),
         ("gemma4", {"num_kv_shared_layers": 5}, ["num_kv_shared_layers", "fewer than num_hidden_layers = 5"]),
         ("gemma4", {"num_kv_shared_layers": 4}, ["num_kv_shared_layers", "full_attention", "point forward"]),
         ("gemma4", {"num_kv_shared_layers": -1}, ["num_kv_shared_layers", "-1"]),

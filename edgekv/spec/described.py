@@ -16,7 +16,10 @@ LARGEST_HEADS = 1 << 18
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CONVOLUTION, _DELTA_RULE = "conv", "linear_attention"
-_LACKING = dict.fromkeys(("gemma3n", "gemma3n_text"), "Laurel, AltUp and activation sparsity")
+_LACKING = {
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "Laurel, AltUp and activation sparsity"),
+    "gemma4_assistant": "layers that read the cache and the last hidden state of another model",
+}
 """What architectures have that cannot be exported."""
 
 

@@ -25,7 +25,8 @@ class Capabilities:
         sink: first tokens whose keys and values no graph computes.
         states: layers with a state in place of keys and values, such as short convolutions.
         delta_rules: layers with a gated delta rule, whose checkpoints the host computes.
-        layered: layers that differ in size, share a cache, or have inputs that the host gathers, as Gemma 4's.
+        layered: layers that differ in size or share a cache, as Gemma 4's.
+        layer_inputs: layers with inputs that the host gathers, as Gemma 4's.
         decode_alone: bundles without a prefill graph.
     """
 
@@ -39,6 +40,7 @@ class Capabilities:
     states: bool = False
     delta_rules: bool = False
     layered: bool = False
+    layer_inputs: bool = False
     decode_alone: bool = True
 
     def check(self, bundle: Bundle) -> None:
@@ -89,10 +91,12 @@ class Capabilities:
             wanted = f"states that {self.reader} moves by itself"
             yield "layers", "layers with gated delta rules", wanted, "Run it with edgekv generate."
         model = manifest.model
-        if not self.layered and (model.layer_inputs or model.layer_sizes or model.cache_owners):
+        if not self.layered and (len({*model.layer_sizes}) > 1 or model.cache_owners):
             wanted = f"layers of one size with a cache each, all that {self.reader} feeds"
-            found = "two sizes of heads, shared caches or inputs of layers"
-            yield "layers", found, wanted, "Run it with edgekv generate."
+            yield "layers", "two sizes of layers or shared caches", wanted, "Run it with edgekv generate."
+        if not self.layer_inputs and model.layer_inputs:
+            wanted = f"token ids or embeddings alone, all that {self.reader} feeds"
+            yield "layers", "inputs that the host gathers for each layer", wanted, "Run it with edgekv generate."
         if not self.sink and manifest.sink is not None:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
@@ -101,8 +105,25 @@ class Capabilities:
             yield "graphs", found, f"a prefill graph as well, which {self.reader} needs", "Export it with --ar 1,32."
 
 
-ONNX = Capabilities("edgekv's own reports", windows=True, slots=True, states=True, delta_rules=True, layered=True)
-GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True)
-GENIEX = replace(GENIE, reader="GenieX", parts="layers", slots=False, sink=False, states=False, decode_alone=False)
+ONNX = Capabilities(
+    "edgekv's own reports",
+    windows=True,
+    slots=True,
+    states=True,
+    delta_rules=True,
+    layered=True,
+    layer_inputs=True,
+)
+GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True, layer_inputs=True)
+GENIEX = replace(
+    GENIE,
+    reader="GenieX",
+    parts="layers",
+    slots=False,
+    sink=False,
+    states=False,
+    layer_inputs=False,
+    decode_alone=False,
+)
 GENAI = Capabilities("onnxruntime-genai", parts="one", cache_types=("u8",), decode_alone=False)
 AI_HUB = Capabilities("AI Hub", parts="one", windows=True, states=True)

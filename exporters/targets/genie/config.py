@@ -11,12 +11,12 @@ from msgspec import UNSET, UnsetType
 
 from devices import Device
 from edgekv.bundle import Manifest
-from edgekv.spec import Rope
+from edgekv.spec import LAYER_INPUTS_PORT, Rope
 from edgekv.text import SamplingParams
 from quant import Encoding
 
 CONFIG, SHARED_CONFIG, EXTENSIONS = "genie_config.json", "genie_config_shared.json", "htp_backend_ext_config.json"
-TABLE = "embedding.raw"
+TABLE, LAYER_TABLE = "embedding.raw", "per_layer_inputs.raw"
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -142,10 +142,16 @@ class TableEncoding(_Part, frozen=True, kw_only=True):
 class EmbeddingTable(_Part, frozen=True, kw_only=True):
     version: int = 1
     type: Literal["lut"] = "lut"
-    lut_path: str = TABLE
+    lut_path: str
     size: int
     datatype: Literal["ufixed16"] = "ufixed16"
     quant_param: TableEncoding
+
+    @classmethod
+    def of(cls, path: str, width: int, encoding: Encoding) -> EmbeddingTable:
+        """A table of rows of 16-bit integers."""
+        quant_param = TableEncoding(scale=encoding.scale, offset=-encoding.zero_point)
+        return cls(lut_path=path, size=width, quant_param=quant_param)
 
 
 class Debug(_Part, frozen=True, kw_only=True):
@@ -163,6 +169,7 @@ class Dialog(_Part, frozen=True, kw_only=True):
     tokenizer: TokenizerFile
     engine: Engine
     embedding: EmbeddingTable | UnsetType = UNSET
+    perlayer_embedding: EmbeddingTable | UnsetType = UNSET
     debug: Debug | UnsetType = UNSET
 
 
@@ -224,10 +231,14 @@ def genie_config(
         table: encoding of the embedding table, if Genie looks up embeddings.
         adapters: the folders of their files, by name.
     """
+    model = manifest.model
     embedding: EmbeddingTable | UnsetType = UNSET
     if table is not None:
-        quant_param = TableEncoding(scale=table.scale, offset=-table.zero_point)
-        embedding = EmbeddingTable(size=manifest.model.hidden, quant_param=quant_param)
+        embedding = EmbeddingTable.of(TABLE, model.hidden, table)
+    of_layers: EmbeddingTable | UnsetType = UNSET
+    if model.layer_inputs:
+        width, encoding = model.layers * model.layer_inputs, manifest.encodings[LAYER_INPUTS_PORT]
+        of_layers = EmbeddingTable.of(LAYER_TABLE, width, encoding)
     listed = [LoraFiles(name=name, path=path) for name, path in adapters.items()]
     lora = Lora(adapters=listed) if listed else UNSET
     dialog = Dialog(
@@ -250,6 +261,7 @@ def genie_config(
             ),
         ),
         embedding=embedding,
+        perlayer_embedding=of_layers,
     )
     return GenieConfig(dialog=dialog)
 

@@ -30,6 +30,7 @@ from exporters.targets.genie.adapters import reads_adapters, write_adapters
 from exporters.targets.genie.config import (
     CONFIG,
     EXTENSIONS,
+    LAYER_TABLE,
     SHARED_CONFIG,
     TABLE,
     GenieConfig,
@@ -76,10 +77,14 @@ def write_genie(
         atomic_directory(target, force=force, marker=GENIE_MANIFEST) as folder,
         scratch_folder("genie") as scratch,
     ):
-        looks_up, encoding = options.embedding_table or manifest.host_embeds, None
+        # Genie gathers inputs of layers only beside embeddings.
+        of_layers, encoding = bundle.layer_inputs(), None
+        looks_up = options.embedding_table or manifest.host_embeds or of_layers is not None
         if looks_up:
             _write_table(bundle.embeddings(), folder / TABLE)
             encoding = manifest.encodings["embedding"]
+        if of_layers is not None:
+            _write_table(of_layers, folder / LAYER_TABLE)
         parts = [
             _build_part(bundle, plan, part, scratch, looks_up=looks_up, stacked=options.stacked)
             for part in range(1, plan.parts + 1)
@@ -162,7 +167,7 @@ def write_genie(
 
 
 def _write_table(table: EmbeddingTable, path: Path) -> None:
-    """Write the embeddings as Genie reads them: 16 bits an element, in one encoding."""
+    """Write rows as Genie reads them: 16 bits an element, in one encoding."""
     with path.open("wb") as file:
         for first in range(0, len(table.scales), _ROWS_AT_ONCE):
             file.write(table.rows(slice(first, first + _ROWS_AT_ONCE)).data)
