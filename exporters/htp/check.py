@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from devices import Device
-from edgekv.bundle import HtpCheck
 from edgekv.child import run_in_child
 from edgekv.errors import EngineError
 from edgekv.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from edgekv.bundle import HtpCheck  # each child process would import it
 
 _FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
 
