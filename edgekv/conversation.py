@@ -18,7 +18,8 @@ from edgekv.full_context import FittedPrompt, fit_prompt, split_turns
 from edgekv.json_file import read_json, readable_json
 from edgekv.load_options import OnFull, check_on_full
 from edgekv.model import Model
-from edgekv.spec.chat import Message, check_messages
+from edgekv.pictures import Picture
+from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
 from edgekv.text import SamplingParams, Token
 
 _SEQUENCE = 0
@@ -77,6 +78,7 @@ class Conversation:
         self._speculate = speculate
         self._lora = lora
         self._known = _KnownText()
+        self._pictures: list[Picture] = []
         self._unfinished: Answer | None = None
         _ = model.chat_templates, model.open_lora(lora)  # refused now, not at the first turn
         self.system = system
@@ -123,10 +125,14 @@ class Conversation:
         self.messages = self.messages[: -len(taken)]
         return taken
 
-    def say(self, content: str) -> Answer:
+    def say(self, content: str, pictures: Sequence[Picture] = ()) -> Answer:
         """Add the user's turn. The answer is generated as it is read; an interrupted answer keeps its text so far.
 
         A turn whose answer is interrupted or fails before its first token is taken back.
+
+        Args:
+            content: the text.
+            pictures: in front of it, as `Model.open_picture` opens them.
 
         Raises:
             UsageError: the template refuses the conversation.
@@ -134,7 +140,12 @@ class Conversation:
                 is; it is not added.
         """
         self._finish()
-        return self._answer([*self.messages, {"role": "user", "content": content}])
+        said: str | list[dict[str, Any]] = content
+        if pictures:
+            numbers = range(len(self._pictures), len(self._pictures) + len(pictures))
+            self._pictures += pictures
+            said = [*({"type": IMAGE_PART, "picture": number} for number in numbers), {"type": "text", "text": content}]
+        return self._answer([*self.messages, {"role": "user", "content": said}])
 
     def regenerate(self) -> Answer:
         """Answer the last message of the user again. An answer that fails before its first token leaves the old one.
@@ -154,8 +165,11 @@ class Conversation:
         """Write the messages to a JSON file, atomically.
 
         Raises:
-            UsageError: the file cannot be written.
+            UsageError: the file cannot be written, or a turn has pictures.
         """
+        if pictures_in(self.messages):
+            fix = "Start a new conversation without them."
+            raise UsageError("conversation", got="turns with pictures", expected="text, which a file holds", fix=fix)
         try:
             with atomic_file(path) as partial:
                 partial.write_bytes(readable_json(_Saved(messages=[dict(each) for each in self.messages])))
@@ -181,6 +195,8 @@ class Conversation:
             except UsageError as error:
                 field = f"{path}: {error.field}"
                 raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
+        if pictures_in(saved.messages):
+            raise UsageError(f"{path}: messages", got="a picture", expected="text", fix=fix)
         self._finish()
         self.messages = [*saved.messages]
         self._known = _KnownText()
@@ -199,10 +215,11 @@ class Conversation:
 
     def _answer(self, messages: list[Message]) -> Answer:
         """Generate what follows messages, which become those of the conversation."""
+        opened, render = self._model.pictures, self._model.chat_templates.render
         prompt = fit_prompt(
             self._model,
             messages,
-            self._model.chat_templates.render,
+            lambda kept: opened.expanded(render(kept), self._pictures_of(kept)),
             on_full=self.on_full,
             wanted_tokens=self.params.max_new_tokens,
             tokenize=lambda text: self._known.tokens_of(text, self._model),
@@ -214,10 +231,14 @@ class Conversation:
             speculate=self._speculate,
             lora=self._lora,
             thoughts=True,
+            pictures=self._pictures_of(prompt.messages),
         )
         before, self.messages = self.messages, messages
         self._unfinished = Answer(self, before, prompt, generation)
         return self._unfinished
+
+    def _pictures_of(self, messages: Sequence[Message]) -> list[Picture]:
+        return [self._pictures[number] for number in pictures_in(messages)]
 
     def _answered(self, message: Message, prompt: FittedPrompt, text: str, generated: Sequence[int]) -> None:
         """Add an answer. The cache holds its first tokens, which say the beginning `text` of its content."""

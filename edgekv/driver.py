@@ -19,6 +19,8 @@ from edgekv.text import StopReason, Token, ToolCall
 if TYPE_CHECKING:
     from typing import Self
 
+    from edgekv.pictures import Picture
+
 _POLL_S = 0.5
 """A thread that died without closing its generation notifies nobody."""
 
@@ -255,6 +257,11 @@ class Generation(Iterator[Token]):
     def prompt(self) -> tuple[int, ...]:
         """Token ids of the prompt."""
         return self.sequence.request.tokens
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures of the prompt."""
+        return self.sequence.request.pictures
 
     @property
     def stop_reason(self) -> StopReason | None:

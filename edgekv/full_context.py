@@ -27,12 +27,14 @@ class FittedPrompt:
         tokens: its ids, as `Model.read` gives them.
         dropped_turns: the oldest turns of the conversation, which it does not have.
         dropped_messages: the messages of these turns.
+        messages: what it has.
     """
 
     text: str
     tokens: list[int]
     dropped_turns: int = 0
     dropped_messages: int = 0
+    messages: tuple[Message, ...] = ()
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
@@ -85,7 +87,7 @@ def fit_prompt(
         kept = [*system, *(each for turn in turns[first:] for each in turn)]
         text = render(kept)
         tokens = model.read((tokenize or model.encode_chat)(text), "messages")
-        return FittedPrompt(text, tokens, first, len(messages) - len(kept))
+        return FittedPrompt(text, tokens, first, len(messages) - len(kept), tuple(kept))
 
     @cache
     def fitting(first: int) -> FittedPrompt | None:

@@ -14,7 +14,9 @@ from edgekv.bundle import Bundle
 from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
 from edgekv.driver import Driver, Generation, Scoring
 from edgekv.engine import Batch, BeamResult, BoundAdapter, CacheSetup, DraftModel, Engine, Request, Session, SessionPool
+from edgekv.engine.pictures import Pictures, PictureSource
 from edgekv.kv import KVCache
+from edgekv.pictures import Picture
 from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
 from edgekv.runtime import Engine as Backend
 from edgekv.spec.chat import ChatTemplates, Message
@@ -50,6 +52,7 @@ class Model:
         self._driver = Driver()
         self.engine = self._driver.engine = Engine(bundle, backend, caches, prefix_cache, self._driver)
         self._texts = self.engine.texts
+        self._pictures = self.engine.pictures
 
     def __repr__(self) -> str:
         state = ", closed" if self._driver.is_closed else ""
@@ -121,6 +124,11 @@ class Model:
         """What drafts for another model; see `Speculation`."""
         return self.engine.draft_model
 
+    @property
+    def pictures(self) -> Pictures:
+        """Opens pictures, and puts them into prompts."""
+        return self.engine.pictures
+
     # ------------------------------------------------------------------ texts
 
     @property
@@ -157,6 +165,15 @@ class Model:
             UsageError: the file is no text, too large, or cannot be read.
         """
         return open_corpus(Path(path), self.tokenizer, self.bundle.manifest.model.vocab, field)
+
+    def open_picture(self, source: PictureSource, field: str = "picture") -> Picture:
+        """A picture for `generate`, resized and cut into tiles. It is encoded when a cache needs its rows.
+
+        Raises:
+            UsageError: the bundle reads text alone, or the file is no picture, damaged, animated or too large.
+            EngineError: Pillow is not installed.
+        """
+        return self._pictures.open(source, field)
 
     def open_lora(self, lora: str | None) -> BoundAdapter | None:
         """The adapters that a call names, ready to be bound; None for the base model.
@@ -202,6 +219,7 @@ class Model:
         return_logits: bool = False,
         speculate: Speculation | SpeculationMode | None = None,
         lora: str | None = None,
+        pictures: abc.Sequence[Picture | PictureSource] = (),
         **keywords: Any,
     ) -> Generation | BeamResult:
         """Continue a prompt, from an empty cache or, with `sequence`, from that sequence's cache.
@@ -225,6 +243,8 @@ class Model:
             return_logits: give each `Token` the logits of its step.
             speculate: how to draft tokens that one pass checks, as a mode or a `Speculation`; the text is the same.
             lora: adapters of the bundle, `NAME` or `NAME=SCALE`, several with commas between; None for the base model.
+            pictures: files, their content, or what `open_picture` gives. They stand where the prompt or the messages
+                have the model's token for a picture, in this order, or in front if they have none.
             keywords: fields of `SamplingParams` that replace `params` or `defaults`; or, with `num_beams`, fields of
                 `BeamParams`.
 
@@ -236,14 +256,22 @@ class Model:
             MemoryBudgetError: the cache of a new sequence does not fit the mode's budget; nothing was run.
             UsageError: a closed model, an option out of range, an empty prompt, an id that is not in the vocabulary,
                 a grammar or tools that are wrong or too complex, a salt or retention without a prefix cache, or
-                drafters that do not fit the bundle.
+                drafters that do not fit the bundle; a picture that cannot be read, or pictures for a bundle of text.
             EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
         self._driver.check_open()
         chosen, bundle_defaults = choose_params(params, keywords, self.defaults)
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
+        field = "prompt" if messages is None else "messages"
+        opened = tuple(
+            each if isinstance(each, Picture) else self.open_picture(each, f"pictures[{number}]")
+            for number, each in enumerate(pictures)
+        )
+        text = self._texts.text_or_messages(
+            prompt, messages, declared, lambda text: self._pictures.expanded(text, opened, field)
+        )
         request = Request(
-            tuple(self._texts.read(self._texts.text_or_messages(prompt, messages, declared))),
+            self._pictures.put(self._texts.read(text), opened, field),
             chosen,
             cache=sequence,
             salt=cache_salt,
@@ -254,6 +282,7 @@ class Model:
             lora=lora,
             reads_thoughts=messages is not None if thoughts is None else thoughts,
             returns_logits=return_logits,
+            pictures=opened,
             bundle_defaults=bundle_defaults,
         )
         if isinstance(chosen, SamplingParams):

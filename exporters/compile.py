@@ -11,6 +11,7 @@ from devices import Device
 from edgekv import qnn
 from edgekv.bundle import (
     COMPILED,
+    ENCODER,
     MANIFEST,
     Bundle,
     CompiledManifest,
@@ -81,7 +82,10 @@ def compile_bundle(
         names = [plan_tflite(plan, given, parts[0], device, compiler)]
     else:
         alone, compiler = bundle.manifest.is_whole if per_graph_binaries is None else per_graph_binaries, qnn.compiler()
-        names = plan_binaries(plan, given, binary_sets(parts, per_graph_binaries=alone), device, compiler, options)
+        vision = bundle.manifest.vision
+        encoder = [] if vision is None else [{ENCODER: bundle.path / vision.file}]
+        sets = [*binary_sets(parts, per_graph_binaries=alone), *encoder]
+        names = plan_binaries(plan, given, sets, device, compiler, options)
     if run.cluster is not None:
         from exporters.pipeline.dask.run import run_on  # its packages are optional
 

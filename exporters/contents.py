@@ -109,6 +109,8 @@ def write_contents(
     ranges: Mapping[str, Range],
     folder: Path,
     progress: Progress = silent,
+    *,
+    embedded: Range | None = None,
 ) -> Contents:
     """Write everything but the manifest into a folder.
 
@@ -121,6 +123,7 @@ def write_contents(
         ranges: of all results.
         folder: the target.
         progress: called for each layer, and for what follows the last one.
+        embedded: see `write_graphs`.
     """
     steps = tensors.spec.layers + 1
 
@@ -148,7 +151,7 @@ def write_contents(
 
         write_tflite(tensors, matrices, decoder, encodings, graphs, folder, done)
     else:
-        encodings, places = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done)
+        encodings, places = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done, embedded=embedded)
     if surveyed.sink is not None:
         surveyed.sink.write(folder, encodings)
     if form.lora is not None:

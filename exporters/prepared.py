@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
+from edgekv.errors import UsageError
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
 from edgekv.spec import DecoderInterface, Geometry, LayeredGeometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
@@ -21,6 +22,7 @@ from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import CalibrationText, as_chats, calibration_windows, read_calibration
+from exporters.quantize.pictures import with_pictures
 from exporters.quantize.sink import sink_candidates
 from exporters.records import recipe_record
 
@@ -99,6 +101,8 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
     if options.learn_tokens:
         options = replace(options, recipe=options.recipe.learned())
+    if checkpoint.vision is not None:
+        options = _for_pictures(options)
     vocabulary: Vocabulary = "apart"
     if options.graph_format == "onnx" and options.recipe.shares_vocabulary(checkpoint.spec):
         rotation = applied_rotation(checkpoint.spec, options.recipe.rotation)
@@ -112,6 +116,11 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     first, bos = sink_candidates(checkpoint, options.sink), checkpoint.special.bos
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
     windows = _Windows.of(checkpoint, calibration.text, min(CALIBRATION_WINDOW, options.contexts[-1], tokens), tokens)
+
+    def beginning(first: Sequence[int]) -> NDArray[np.int64]:
+        ids, vision = windows.beginning(first), checkpoint.vision
+        return ids if vision is None else with_pictures(ids, checkpoint.spec.vocab, vision.spec.rows)
+
     return Prepared(
         checkpoint=checkpoint,
         options=options,
@@ -120,8 +129,8 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
         graphs=plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.draft_rows),
         calibration=calibration,
         first=first,
-        survey_tokens=windows.beginning(first),
-        plain_tokens=windows.beginning(() if bos is None else (bos,)),
+        survey_tokens=beginning(first),
+        plain_tokens=beginning(() if bos is None else (bos,)),
     )
 
 
@@ -164,6 +173,25 @@ class _Windows:
             chats = calibration_windows(self.chat, self.length, share, first)
             found += [chats] if chats.shape[1] == found[0].shape[1] else []
         return np.concatenate(found)
+
+
+def _for_pictures(options: ExportOptions) -> ExportOptions:
+    """With embeddings on the host, which puts the rows of pictures among them.
+
+    Raises:
+        UsageError: the options say otherwise.
+    """
+    found, fix = "", "Leave it out."
+    if options.graph_format != "onnx":
+        found, fix = f"--format {options.graph_format}", "Leave it out: vision encoders are ONNX graphs."
+    elif options.embedding == "graph":
+        found = "--embedding graph"
+    elif options.lora is not None:
+        found = "slots for adapters"
+    if found:
+        wanted = "embeddings on the host, in ONNX graphs without slots"
+        raise UsageError("a checkpoint with a vision encoder", got=found, expected=wanted, fix=fix)
+    return replace(options, embedding="host")
 
 
 def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry | LayeredGeometry:

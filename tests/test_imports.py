@@ -37,7 +37,7 @@ FLOORS = (
     ("edgekv.kv", "edgekv.bundle"),
     ("edgekv.graphs", "edgekv.load_options"),
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
-    ("edgekv.text",),
+    ("edgekv.text", "edgekv.pictures"),
     ("edgekv.engine",),
     ("edgekv.driver",),
     ("edgekv.model", "edgekv.plan", "edgekv.doctor"),

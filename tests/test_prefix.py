@@ -128,7 +128,7 @@ def test_the_lowest_priority_goes_first_and_the_least_recently_used_within_it() 
     left = []
     for fresh in (5, 6, 7):
         insert(store, (fresh, fresh), 90)
-        left.append(sorted({int.from_bytes(block.link.tokens[:4]) for block in store._memory} & {1, 2, 3, 4}))
+        left.append(sorted({int.from_bytes(block.link.tokens[:8]) for block in store._memory} & {1, 2, 3, 4}))
     assert left == [[1, 3, 4], [1, 3], [1]]
 
 
@@ -445,8 +445,8 @@ def test_what_cannot_be_is_refused_by_field(name: str) -> None:
 
 MISUSED: dict[str, tuple[Callable[[PrefixStore], object], str]] = {
     "a prompt behind the end": (lambda s: s.insert((1,), source((1,)), prompt_tokens=2), "prompt_tokens: got 2"),
-    "a negative token": (lambda s: s.match((-1,)), "tokens: got one out of range; expected 0 to 4294967295"),
-    "a token beyond 32 bits": (lambda s: s.match((1 << 32,)), "tokens: got one out of range"),
+    "a negative token": (lambda s: s.match((-1,)), "tokens: got one out of range; expected 0 to 18446744073709551615"),
+    "a token beyond 64 bits": (lambda s: s.match((1 << 64,)), "tokens: got one out of range"),
 }
 
 

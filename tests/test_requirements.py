@@ -36,6 +36,8 @@ WITHOUT_ONNX = ("__init__", "cpu_mode", "decoder", "kept", "onnx_session", "proc
 EXTRAS_OF = {
     **dict.fromkeys((f"edgekv.graphs.{name}" for name in WITHOUT_ONNX), ()),
     "edgekv.graphs": ("cpu",),
+    "edgekv.pictures.decode": ("pictures",),
+    "edgekv.pictures.tiles": ("pictures",),
     "edgekv.serve": ("serve",),
     "edgekv": (),
     "quant": (),
@@ -205,8 +207,9 @@ def _extra(name: str) -> set[str]:
 
 
 def _package(requirement: str) -> str:
-    """The name that is imported: llama-cpp-python is llama_cpp."""
-    return re.split(r"[^\w.-]", requirement)[0].replace("-", "_").lower().removesuffix("_python")
+    """The name that is imported: llama-cpp-python is llama_cpp, and pillow is PIL."""
+    name = re.split(r"[^\w.-]", requirement)[0].replace("-", "_").lower().removesuffix("_python")
+    return {"pillow": "PIL"}.get(name, name)
 
 
 def _dedented(text: str | None) -> str | None:

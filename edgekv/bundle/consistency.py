@@ -10,6 +10,8 @@ import numpy as np
 from edgekv.bundle.files import is_plain_path
 from edgekv.bundle.manifest import Manifest
 from edgekv.bundle.records import SinkRecord
+from edgekv.bundle.vision import VisionRecord
+from edgekv.bundle.weights import WeightPlaces
 from edgekv.spec import (
     EMBEDDING,
     EMBEDDING_COLUMNS,
@@ -17,6 +19,8 @@ from edgekv.spec import (
     FINAL_NORM,
     LAYER_INPUTS,
     LAYER_INPUTS_PORT,
+    PIXELS_PORT,
+    ROWS_PORT,
     Rope,
     part_name,
     table_key,
@@ -55,6 +59,8 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
         fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
     _check_encodings(manifest, fail)
     _check_weights(manifest, fail)
+    if (vision := manifest.vision) is not None:
+        _check_vision(vision, manifest, fail)
     if (sink := manifest.sink) is not None:
         _check_sink(sink, manifest, fail)
     with np.errstate(all="ignore"):
@@ -82,6 +88,31 @@ def _check_sink(sink: SinkRecord, manifest: Manifest, fail: Fail) -> None:
         fail("sink: tokens", len(sink.tokens), f"1 to {narrowest - 1}, below the narrowest attention window")
     if wrong := [token for token in sink.tokens if not 0 <= token < manifest.model.vocab]:
         fail("sink: tokens", wrong[0], f"0 to {manifest.model.vocab - 1}, the model's vocabulary")
+
+
+def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
+    """Check that the encoder's weights have its sizes, and that its rows fit the decoder, whose host embeds."""
+    spec, places = vision.encoder, vision.weights
+    if vision.file not in manifest.files:
+        fail("vision: file", repr(vision.file), "a file that `files` lists")
+    if spec.output != manifest.model.hidden:
+        fail("vision: encoder: output", spec.output, f"{manifest.model.hidden}, the model's width")
+    if not manifest.host_embeds:
+        fail("graphs", "embeddings looked up in graphs", "the host for all, which puts rows of pictures there")
+    if vision.pictures.token_id >= manifest.model.vocab:
+        fail("vision: pictures: token_id", vision.pictures.token_id, f"below {manifest.model.vocab}, the vocabulary")
+    for name in (PIXELS_PORT, ROWS_PORT):
+        if (encoding := vision.encodings.get(name)) is None or encoding.dtype != "u16":
+            fail(f"vision: encodings: {name}", "none" if encoding is None else encoding.dtype, "one of u16")
+    if len(places.matrices) < 6 * spec.layers:
+        fail("vision: weights", len(places.matrices), f"those of {spec.layers} layers")
+    matrices = {name: (each.columns, each.rows) for name, each in places.matrices.items()}
+    tensors = {name: each.shape for name, each in places.tensors.items()}
+    for found, wanted in ((matrices, spec.matrices), (tensors, spec.tensors)):
+        for name in found.keys() | wanted.keys():
+            if found.get(name) != wanted.get(name):
+                fail(f"vision: weights: {name}", found.get(name, "none"), wanted.get(name, "none of this name"))
+    _check_extents(places, manifest, fail)
 
 
 def _check_encodings(manifest: Manifest, fail: Fail) -> None:
@@ -187,7 +218,7 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
     known |= {LAYER_INPUTS} if spec.layer_inputs else set()
     if unknown := [name for name in (*places.matrices, *places.tensors) if name not in known]:
         fail("weights", unknown[0], "weights of the decoder")
-    _check_extents(manifest, fail)
+    _check_extents(places, manifest, fail)
 
 
 def _check_layer_inputs(manifest: Manifest, fail: Fail) -> None:
@@ -201,10 +232,10 @@ def _check_layer_inputs(manifest: Manifest, fail: Fail) -> None:
         fail(f"encodings: {LAYER_INPUTS_PORT}", "none" if encoding is None else encoding.dtype, "one of u16")
 
 
-def _check_extents(manifest: Manifest, fail: Fail) -> None:
+def _check_extents(places: WeightPlaces, manifest: Manifest, fail: Fail) -> None:
     """Check that nothing is stored outside of its file or over something else."""
     ends = dict[str, tuple[int, str]]()
-    for name, file, extent in sorted(manifest.weights.extents(), key=lambda each: (each[1], each[2])):
+    for name, file, extent in sorted(places.extents(), key=lambda each: (each[1], each[2])):
         if (record := manifest.files.get(file)) is None:
             fail(f"weights: {name}: file", repr(file), "a file that `files` lists")
         if (end := extent.offset + extent.bytes) > record.bytes:

@@ -16,6 +16,7 @@ from edgekv.bundle.records import (
     TokenRecord,
     Tokens,
 )
+from edgekv.bundle.vision import VisionRecord
 from edgekv.bundle.weights import WeightPlaces
 from edgekv.spec import (
     EMBEDDINGS,
@@ -61,6 +62,7 @@ class Manifest(Record, frozen=True):
         sink: the first tokens of every sequence, which no graph computes; null if the graphs compute all.
         lora: the inputs for adapters; null if the graphs have none.
         quality: what the export lost, on each text; empty if it was not measured.
+        vision: the encoder of pictures; null if the bundle reads text alone.
     """
 
     format: int
@@ -84,6 +86,7 @@ class Manifest(Record, frozen=True):
     sink: SinkRecord | None = None
     lora: LoraSlots | None = None
     quality: tuple[QualityRecord, ...] = ()
+    vision: VisionRecord | None = None
 
     @property
     def rotations(self) -> dict[str, Rotation]:
@@ -117,6 +120,12 @@ class Manifest(Record, frozen=True):
     def parts(self) -> list[PartRecord]:
         """The parts of all graphs, each once."""
         return [*{part.name: part for graph in self.graphs for part in graph.parts}.values()]
+
+    @property
+    def graph_files(self) -> list[str]:
+        """The files of all graphs, each once, with that of the vision encoder."""
+        encoder = [] if self.vision is None else [self.vision.file]
+        return [*dict.fromkeys(part.file for part in self.parts), *encoder]
 
     @property
     def is_whole(self) -> bool:

@@ -17,6 +17,7 @@ from edgekv.bundle import (
     HtpCheck,
     Manifest,
     QualityRecord,
+    VisionRecord,
     all_compiled,
     lora_names,
     open_lora,
@@ -92,6 +93,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
         sizes: of the decoder, by their names in `DecoderSpec`.
         windows: how many layers attend to how many tokens, if any attends to less than the context.
         states: the layers with a state in place of keys and values, in words.
+        pictures: the vision encoder, in words; null if the bundle reads text alone.
         recipe: its name.
         matrices: number of matrices by integer type and rounding method, such as `int8 (gptq)`.
         calibration: name of the calibration text.
@@ -128,6 +130,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     sizes: dict[str, int]
     windows: dict[int, int]
     states: list[str]
+    pictures: str | None
     recipe: str
     matrices: dict[str, int]
     calibration: str
@@ -178,6 +181,7 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
         sizes={name: getattr(spec, name) for name in sizes},
         windows=dict(Counter(window or manifest.context for window in manifest.windows)),
         states=list(_states(manifest.model)),
+        pictures=None if manifest.vision is None else _pictures(manifest.vision),
         recipe=manifest.recipe.name,
         matrices=dict(matrices),
         calibration=manifest.source.calibration,
@@ -248,6 +252,15 @@ def _bytes_by_part(folder: Path, manifest: Manifest) -> dict[str, int]:
     for name, size in sizes.items():
         parts[next((part for pattern, part in _PARTS if re.fullmatch(pattern, name)), "other")] += size
     return dict(parts.most_common())
+
+
+def _pictures(vision: VisionRecord) -> str:
+    spec, parameters = vision.encoder, sum(rows * columns for rows, columns in vision.encoder.matrices.values())
+    return (
+        f"tiles of {spec.image} x {spec.image} pixels become {spec.rows} tokens; {spec.layers} layers of width "
+        f"{spec.hidden}, {parameters / 1e6:.1f} M parameters, w8a16, calibrated on {vision.calibration_tiles} "
+        f"{vision.calibration} pictures"
+    )
 
 
 def _states(model: DecoderSpec) -> Iterator[str]:

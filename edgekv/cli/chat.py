@@ -12,6 +12,7 @@ from edgekv.cli.dialog import Dialog
 from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.model import CONVERSATION_CACHE, BundleArgument, LoraOption, interactive, joined
 from edgekv.cli.output import Output, print_json
+from edgekv.cli.pictures import ImageOption, opened_pictures
 from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions, OnFullOption
@@ -46,6 +47,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, Option("System prompt.", shown="the model's own")] = None,
     lora: LoraOption = (),
+    image: ImageOption = (),
     on_full: OnFullOption = "drop-oldest",
     history: Annotated[
         bool, Option("Keep what is typed at a terminal for later chats.", "--history/--no-history")
@@ -67,7 +69,8 @@ def chat(
         assert isinstance(params, SamplingParams)
         talk: dict[str, Any] = {"on_full": on_full, "speculate": speculate, "lora": joined(lora)}
         conversation = Conversation(model, system=system, params=params, **talk)
-        dialog = Dialog(conversation, keeps_history=history, is_quiet=output.is_quiet)
+        pictures = opened_pictures(image, model, output)
+        dialog = Dialog(conversation, pictures, keeps_history=history, is_quiet=output.is_quiet)
         if message is None:
             dialog.run()
         elif output.as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from edgekv.errors import ContextFullError, UsageError
 if TYPE_CHECKING:
     from edgekv.conversation import Answer, Conversation
     from edgekv.engine import GenerationStats
+    from edgekv.pictures import Picture
     from edgekv.text import StopReason
 
 HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."
@@ -36,15 +37,24 @@ _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(co
 class Dialog:
     """Reads messages and commands, and prints answers. It continues after every error."""
 
-    def __init__(self, conversation: Conversation, *, keeps_history: bool = True, is_quiet: bool = False) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        pictures: Sequence[Picture] = (),
+        *,
+        keeps_history: bool = True,
+        is_quiet: bool = False,
+    ) -> None:
         """Prepare to read standard input.
 
         Args:
             conversation: a new one.
+            pictures: in front of the first message.
             keeps_history: whether what is typed at a terminal is kept for later chats.
             is_quiet: whether answers come without their figures.
         """
         self._conversation = conversation
+        self._pictures = pictures
         self._keeps_history, self._is_quiet = keeps_history, is_quiet
         self._answers = self._tokens = self._dropped_turns = 0
         self._last: GenerationStats | None = None
@@ -70,8 +80,9 @@ class Dialog:
         Raises:
             EdgeKVError: see `Conversation.say`.
         """
+        pictures, self._pictures = self._pictures, ()
         with self._full_context():
-            return self._conversation.say(message)
+            return self._conversation.say(message, pictures)
 
     def say(self, message: str) -> None:
         """Answer a message on standard output.

@@ -11,6 +11,7 @@ from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.model import BundleArgument, LoraOption, interactive, joined
 from edgekv.cli.output import Output
+from edgekv.cli.pictures import ImageOption, encoder_line, opened_pictures
 from edgekv.cli.prefix_cache import SaltOption, salt_of, store_config
 from edgekv.cli.prompt import PromptOptions
 from edgekv.draft.speculation import Speculation
@@ -38,6 +39,7 @@ def generate(
     drafts: Annotated[Speculation | None, OptionGroup("Drafts")] = None,
     cache_salt: SaltOption = None,
     lora: LoraOption = (),
+    image: ImageOption = (),
     session: Annotated[
         Path | None,
         Option(
@@ -66,6 +68,7 @@ def generate(
             load_sequence(model.engine, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
         shared: dict[str, Any] = {"cache_salt": salt_of(cache_salt, model), "retention": policy, "lora": joined(lora)}
+        shared["pictures"] = opened_pictures(image, model, output)
         result: Any = model.generate(text, speculate=speculate, **shared, **keywords)
         if beams:
             print_sequences(result, output)
@@ -73,6 +76,8 @@ def generate(
         record = model.bundle.manifest.generation
         try:
             print_stream(result, output, [] if record is None else record.ignored)
+            if image:
+                output.note(encoder_line(result.pictures))
         finally:  # after Ctrl-C too
             if session is not None:
                 save_sequence(model.engine, SEQUENCE, session)

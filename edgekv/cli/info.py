@@ -46,6 +46,8 @@ def _lines(found: BundleInfo) -> Iterator[tuple[str, str]]:
         yield "windows", ", ".join(f"{layers} layers {window:,} tokens" for window, layers in found.windows.items())
     if found.states:
         yield "states", ", ".join(found.states)
+    if found.pictures is not None:
+        yield "pictures", found.pictures
     yield "recipe", f"{found.recipe}: {', '.join(f'{count} matrices {kind}' for kind, count in found.matrices.items())}"
     yield "calibration", f"{found.calibration_tokens:,} tokens of {found.calibration} text"
     yield "KV cache", f"{found.kv_dtype}, keys in {found.key_layout}"

@@ -14,6 +14,7 @@ from edgekv.engine.batch import Batch, make_batch
 from edgekv.engine.beams import BeamRun, check_beams
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.pictures import Pictures, check_pictured
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.request import POOLED, Request
 from edgekv.engine.sequence import Event, Resources, Scores, Sequence
@@ -42,6 +43,7 @@ class Engine:
         texts: its tokenizer, templates and grammars.
         caches: options of its caches.
         graphs: its graphs.
+        pictures: opens them.
         pool: the caches of sequences, and the engine's own.
         target: for drafts.
         draft_model: for models that it drafts for.
@@ -77,6 +79,7 @@ class Engine:
         self.texts = Texts(bundle, caches.policy.name)
         self.caches = caches
         self.graphs = graphs = Graphs(bundle, backend, caches.make())
+        self.pictures = Pictures(bundle, graphs.pictures)
         self.window = graphs.most("prefill") if caches.reproducible and graphs.row_bits != "equal" else 0
         own = Session(graphs.cache, graphs, self.window)
         self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, lock)
@@ -188,6 +191,8 @@ class Engine:
         key = None if adapter is None else adapter.key
         if params is None:
             return Sequence(request, self._resources, adapter)
+        if request.pictures:
+            check_pictured(request)
         prefixes = open_prefixes(self._store, request.salt, request.retention, key)
         if isinstance(params, BeamParams):
             check_beams(manifest, self.caches, request)
@@ -201,7 +206,7 @@ class Engine:
         sampler = Sampler.of(params, self._resources.encoding, manifest.model.vocab, request.processors)
         speculation = self.target.begin(request.speculation)
         output = Output(
-            request.tokens,
+            self._as_text(request),
             params,
             sampler,
             self.texts.tokenizer,
@@ -211,6 +216,14 @@ class Engine:
             returns_logits=request.returns_logits,
         )
         return Sequence(request, self._resources, adapter, prefixes, output, speculation)
+
+    def _as_text(self, request: Request) -> tuple[int, ...]:
+        """The tokens of a prompt in the vocabulary: rows of pictures as the token that stands for them."""
+        vision = self.bundle.manifest.vision
+        if vision is None or not request.pictures:
+            return request.tokens
+        vocab, stands = self.bundle.manifest.model.vocab, vision.pictures.token_id
+        return tuple(token if token < vocab else stands for token in request.tokens)
 
     def _displace(self, cache: int | None) -> None:
         if (holder := self.holder(cache)) is not None:

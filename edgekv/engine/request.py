@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from edgekv.draft import Speculation
+from edgekv.pictures import Picture
 from edgekv.prefix import RetentionPolicy
 from edgekv.text.params import BeamParams, SamplingParams
 from edgekv.text.processors import LogitsProcessor
@@ -35,6 +36,7 @@ class Request:
         reads_thoughts: whether the model's thoughts are apart from the text, if its chat template has marks for them.
         returns_logits: whether tokens carry the logits of their steps.
         scores: whether the logits after each token of the prompt are wanted, before any token.
+        pictures: whose rows are among the tokens, so that they are there when they are run.
         bundle_defaults: names of the parameters that the bundle set, for the statistics.
     """
 
@@ -50,6 +52,7 @@ class Request:
     reads_thoughts: bool = False
     returns_logits: bool = False
     scores: bool = False
+    pictures: tuple[Picture, ...] = ()
     bundle_defaults: tuple[str, ...] = ()
 
     def for_answer(self, number: int) -> Request:

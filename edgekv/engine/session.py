@@ -15,10 +15,11 @@ from edgekv.draft import DraftTree, as_tree
 from edgekv.engine.adapters import BoundAdapter
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Requantization, Rows
+from edgekv.pictures import PictureEncoder, PictureRows
 from edgekv.runtime import Engine, RowBits, StaticGraph, StepTimes, tree_views
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import wide_prefill_of
-from edgekv.runtime.graph import rope_tables
+from edgekv.runtime.graph import Embeddings, rope_tables
 
 
 def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bool]) -> int:
@@ -55,6 +56,7 @@ class Graphs:
         cache: the KV cache that all graphs currently share.
         row_bits: whether graphs of every AR give the same bits.
         clock: of the steps of all graphs.
+        pictures: the rows of pictures; None if the bundle reads text alone.
     """
 
     def __init__(self, bundle: Bundle, engine: Engine, cache: KVCache) -> None:
@@ -82,7 +84,10 @@ class Graphs:
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
         self._ropes = rope_tables(bundle.manifest)
-        self._embeddings = bundle.embeddings() if bundle.manifest.host_embeds else None
+        self._embeddings: Embeddings | None = bundle.embeddings() if bundle.manifest.host_embeds else None
+        self.pictures: PictureRows | None = None
+        if bundle.manifest.vision is not None:
+            self._embeddings = self.pictures = PictureRows(bundle.embeddings(), PictureEncoder(bundle, engine))
         self._layer_inputs = bundle.layer_inputs()
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 

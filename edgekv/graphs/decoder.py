@@ -41,24 +41,42 @@ _TARGETS: dict[str, LoraTarget] = {
 }
 
 
-class Ops(Protocol[V]):
-    """The operations of a decoder. Activations are `[1, 1, AR, width]`; concatenations and slices are along width."""
+class BlockOps(Protocol[V]):
+    """What decoders and encoders have in common. Activations are `[1, 1, rows, width]`; joins are along width."""
 
     def linear(
         self, x: V, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
     ) -> V:
         """`(x @ weight.T + bias) * gain`; with `head`, only the output channels of that head (head_dim wide)."""
 
+    def normalize(self, x: V, width: int, name: str) -> V:
+        """`x / rms(x)` over the width."""
+
+    def add(self, a: V, b: V, name: str) -> V: ...
+
+    def gelu(self, x: V, name: str) -> V:
+        """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, what PyTorch calls GELU with approximate=tanh."""
+
+    def join(self, parts: list[V], name: str) -> V:
+        """Concatenated; the parts and the result have the encoding of `name`."""
+
+    def scores(self, query: V, keys: V, name: str) -> V:
+        """`query @ keys.T`, `[1, 1, AR, S]`."""
+
+    def softmax(self, x: V, name: str) -> V: ...
+
+    def attend(self, weights: V, values: V, name: str) -> V:
+        """`weights @ values`, `[1, 1, AR, D]`."""
+
+
+class Ops(BlockOps[V], Protocol[V]):
+    """The operations of a decoder. Activations are `[1, 1, AR, width]`; slices are along width."""
+
     def adapt(self, y: V, x: V, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> V:
         """`y`, the result of a projection of x, plus what the bound adapter adds to it, if graphs have slots."""
 
     def rms_norm(self, x: V, weight: str, name: str, *, gain: float = 1.0) -> V:
         """`x / rms(x) * weight * gain`, over the width."""
-
-    def normalize(self, x: V, width: int, name: str) -> V:
-        """`x / rms(x)` over the width."""
-
-    def add(self, a: V, b: V, name: str) -> V: ...
 
     def subtract(self, a: V, b: V, name: str) -> V: ...
 
@@ -78,17 +96,11 @@ class Ops(Protocol[V]):
 
     def sign(self, x: V, name: str) -> V: ...
 
-    def gelu(self, x: V, name: str) -> V:
-        """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, what PyTorch calls GELU with approximate=tanh."""
-
     def split(self, x: V, widths: Sequence[int]) -> list[V]:
         """Adjacent slices over the whole width, in the encoding of `x`."""
 
     def slice(self, x: V, first: int, width: int) -> V:
         """A slice of the width, in the encoding of `x`."""
-
-    def join(self, parts: list[V], name: str) -> V:
-        """Concatenated; the parts and the result have the encoding of `name`."""
 
     def rotation(self, layer: int) -> tuple[V, V]:
         """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each."""
@@ -112,16 +124,8 @@ class Ops(Protocol[V]):
             name: of the result.
         """
 
-    def scores(self, query: V, keys: V, name: str) -> V:
-        """`query @ keys.T`, `[1, 1, AR, S]`."""
-
     def masked(self, scores: V, layer: int, name: str) -> V:
         """The scores plus the layer's attention mask: causal, and within `spec.window(layer)` tokens."""
-
-    def softmax(self, x: V, name: str) -> V: ...
-
-    def attend(self, weights: V, values: V, name: str) -> V:
-        """`weights @ values`, `[1, 1, AR, D]`."""
 
     def delta_rule(self, spec: DecoderSpec, layer: int, x: V) -> V:
         """All heads' outputs of a gated delta rule, `[1, 1, AR, values]`; see `edgekv.graphs.delta_rule`."""

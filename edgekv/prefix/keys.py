@@ -13,14 +13,17 @@ import numpy as np
 
 SECRET_BYTES = 32
 KEY_BYTES = 16
-TOKEN_BYTES = 4
-MAX_TOKEN = 2**32 - 1
+TOKEN_BYTES = 8
+MAX_TOKEN = 2**64 - 1
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:
-    """Tokens as big-endian 32-bit integers: bytes sort as the tokens do. ValueError if one is out of range."""
+    """Tokens as big-endian 64-bit integers, as wide as the hashes that name rows of pictures: bytes sort as tokens do.
+
+    ValueError if one is out of range.
+    """
     try:
-        held = array("I", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
+        held = array("Q", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
     except OverflowError:
         raise ValueError(f"tokens: got one out of range; expected 0 to {MAX_TOKEN}") from None
     if sys.byteorder == "little":

@@ -18,7 +18,7 @@ from edgekv.private_file import read_private, write_private
 
 INDEX = "blocks.sqlite"
 LOCKED = "database is locked"  # SQLite's words
-_FORMAT = 2
+_FORMAT = 3
 _BUSY_S = 30
 _MAX_NAMES = 500  # parameters of one query; SQLite allows 999 at least
 _SCHEMA = """

@@ -10,7 +10,7 @@ from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.load_options import EngineOptions
-from edgekv.runtime.binding import Binding, RowBits
+from edgekv.runtime.binding import Binding, MemoryBinding, RowBits
 
 GROUP = "edgekv.engines"
 
@@ -55,6 +55,20 @@ def wide_prefill_of(engine: Engine, manifest: Manifest) -> list[GraphRecord]:
     """Prefill graphs of an engine that builds its own, which take any number of tokens up to AR; see `CpuEngine`."""
     own = getattr(engine, "wide_prefill", None)
     return [] if own is None else own(manifest)
+
+
+def open_graph(engine: Engine, file: Path) -> Binding:
+    """A graph that is no part of the decoder, as it is in its file.
+
+    Raises:
+        EngineError: the engine has none but the decoder's, or refused the graph.
+    """
+    session = getattr(engine, "session", None)
+    if session is None:
+        fix = "Use --engine cpu or htp."
+        at = f"{file.name} on {engine.name}"
+        raise EngineError(at, got="an engine for text alone", expected="one with picture encoders", fix=fix)
+    return MemoryBinding(session(file))
 
 
 class EngineType(Protocol):

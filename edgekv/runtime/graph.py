@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,13 @@ class StepTimes:
 
     def __sub__(self, earlier: StepTimes) -> StepTimes:
         return StepTimes(self.steps - earlier.steps, self.run_ns - earlier.run_ns, self.host_ns - earlier.host_ns)
+
+
+class Embeddings(Protocol):
+    """What the host looks embeddings up in: the bundle's table, or one with rows of pictures too."""
+
+    def rows(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """The embeddings of tokens as graphs read them, `[T, hidden]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class StaticGraph:
         record: GraphRecord,
         cache: KVCache,
         ropes: Mapping[str, RopeTable],
-        embeddings: EmbeddingTable | None = None,
+        embeddings: Embeddings | None = None,
         layer_inputs: EmbeddingTable | None = None,
         adapter: AdapterMemory = NO_ADAPTER,
         clock: StepTimes | None = None,
@@ -110,7 +117,7 @@ class StaticGraph:
             record: the graph's entry in the manifest.
             cache: see `use`.
             ropes: see `rope_tables`.
-            embeddings: see `Bundle.embeddings`.
+            embeddings: of tokens, if the host looks them up.
             layer_inputs: see `Bundle.layer_inputs`.
             adapter: see `adapt`; graphs without slots need none.
             clock: counts its steps; None for one of its own.
@@ -257,7 +264,7 @@ class StepInputs:
         manifest: Manifest,
         record: GraphRecord,
         ropes: Mapping[str, RopeTable],
-        embeddings: EmbeddingTable | None = None,
+        embeddings: Embeddings | None = None,
         layer_inputs: EmbeddingTable | None = None,
         *,
         takes_fewer: bool = False,

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import onnxruntime as ort
 
 from devices import Device, find
-from edgekv.bundle import Bundle, GraphFormat, open_compiled
+from edgekv.bundle import ENCODER, Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
 from edgekv.htp_options import HtpOptions
 from edgekv.library_fault import FOR_GRAPHS, check_libraries
@@ -174,4 +174,8 @@ def _wrappers(bundle: Bundle, device: Device, *, is_shared: bool = False) -> Map
     if compiled is None:
         return {}
     found = {bundle.part_path(part): compiled.wrapper(part.name, is_shared=is_shared) for part in bundle.manifest.parts}
-    return {part: wrapper for part, wrapper in found.items() if wrapper is not None}
+    wrappers = {part: wrapper for part, wrapper in found.items() if wrapper is not None}
+    vision = bundle.manifest.vision
+    if wrappers and vision is not None and (encoder := compiled.wrapper(ENCODER)) is not None:
+        wrappers[bundle.path / vision.file] = encoder
+    return wrappers

@@ -8,22 +8,40 @@ from typing import Any
 import msgspec
 
 from edgekv.serve.errors import refused
-from edgekv.spec.chat import Message
+from edgekv.serve.pictures import URL_PART, MessagePictures
+from edgekv.spec.chat import IMAGE_PART, Message
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> list[Message]:
-    """Messages with content as text and arguments of tool calls as objects.
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], pictures: MessagePictures, *, has_developer: bool
+) -> list[Message]:
+    """Messages with content as text, or parts if there are pictures, and arguments of tool calls as objects.
 
     Args:
         messages: as the API has them.
+        pictures: opens those of the messages.
         has_developer: whether the template knows the role developer; otherwise it becomes system.
 
     Raises:
-        ApiError: content that is no text.
+        ApiError: content that is neither text nor a picture.
+        UsageError: a picture that cannot be read, or one for a bundle that reads text alone.
     """
-    return [_message(message, f"messages[{at}]", has_developer) for at, message in enumerate(messages)]
+    return [_message(message, f"messages[{at}]", pictures, has_developer) for at, message in enumerate(messages)]
+
+
+def _content(content: object, field: str, pictures: MessagePictures) -> object:
+    """A content with its pictures by number; without any, as `text_of` gives it."""
+    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == URL_PART for p in content):
+        return text_of(content, field)
+    found = list[dict[str, Any]]()
+    for at, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == URL_PART:
+            found.append({"type": IMAGE_PART, "picture": pictures.number(part, f"{field}[{at}]")})
+        else:
+            found.append({"type": "text", "text": text_of([part], f"{field}[{at}]")})
+    return found
 
 
 def text_of(content: object, field: str) -> object:
@@ -43,15 +61,15 @@ def text_of(content: object, field: str) -> object:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get("text") if isinstance(part, dict) and kind in _TEXT_PARTS else None
         if not isinstance(text, str):
-            fix = "This model reads text only."
+            fix = "Give text; a model that reads pictures takes them as image_url in /v1/chat/completions."
             raise refused(f"{field}[{at}]", got=repr(kind)[:40], expected="a text part", fix=fix)
         texts.append(text)
     return "".join(texts)
 
 
-def _message(message: Mapping[str, Any], field: str, has_developer: bool) -> Message:
+def _message(message: Mapping[str, Any], field: str, pictures: MessagePictures, has_developer: bool) -> Message:
     found = {name: value for name, value in message.items() if value is not None}
-    found["content"] = text_of(message.get("content"), f"{field}.content")
+    found["content"] = _content(message.get("content"), f"{field}.content", pictures)
     if found.get("role") == "developer" and not has_developer:
         found["role"] = "system"
     calls = found.get("tool_calls")

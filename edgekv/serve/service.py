@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from edgekv.bundle import lora_names, open_lora
@@ -15,6 +15,7 @@ from edgekv.errors import UsageError
 from edgekv.full_context import fit_prompt
 from edgekv.load_options import OnFull
 from edgekv.model import Model
+from edgekv.pictures import Picture
 from edgekv.serve.channel import Channel
 from edgekv.serve.engine_thread import EngineThread, Wanted
 from edgekv.serve.errors import ApiError, refused
@@ -24,9 +25,10 @@ from edgekv.serve.logprobs import TokenNames
 from edgekv.serve.messages import template_messages
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import ServeOptions
+from edgekv.serve.pictures import MessagePictures
 from edgekv.serve.response_store import ResponseStore
 from edgekv.serve.sampling import SamplingFields
-from edgekv.spec.chat import check_messages
+from edgekv.spec.chat import Message, check_messages, pictures_in
 from edgekv.text import SamplingParams, Tools
 from edgekv.text.processors import check_bias
 from edgekv.text.tools import render_with_tools
@@ -36,6 +38,14 @@ R = TypeVar("R", bound=SamplingFields)
 LONG_CHARACTERS = 4_096
 """Longer texts and requests are read in another thread, so that other requests need not wait."""
 _TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
+
+
+@dataclass(frozen=True, slots=True)
+class PicturedPrompt:
+    """The tokens of a prompt, and the pictures whose rows are among them."""
+
+    tokens: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
 
 
 class Service:
@@ -135,8 +145,8 @@ class Service:
         *,
         wanted_tokens: int | None = None,
         on_full: OnFull | None = None,
-    ) -> list[int]:
-        """The tokens of a conversation, rendered by the bundle's chat template.
+    ) -> PicturedPrompt:
+        """The tokens of a conversation and its pictures, rendered by the bundle's chat template.
 
         Args:
             exchange: the request; its answer has a header that counts the messages that were dropped.
@@ -147,25 +157,33 @@ class Service:
             on_full: whether the oldest turns are dropped; None for the server's option.
 
         Raises:
-            ApiError: content that is no text, or a variable that the messages set.
+            ApiError: content that is neither text nor a picture, or a variable that the messages set.
             ContextFullError: the conversation is longer than the context, and no turn may be dropped.
             UsageError: the bundle has no template, or it refuses the messages.
         """
         templates = self.model.chat_templates
         has_developer = any("developer" in source for source in templates.templates.values())
-        wanted = template_messages(messages, has_developer=has_developer)
+        opened = MessagePictures(self.model.pictures)
+        wanted = await self.apart(exchange, lambda: template_messages(messages, opened, has_developer=has_developer))
         given = dict(variables or {})
         if taken := given.keys() & _TAKEN:
             fix = "Leave it out."
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
         check_messages(wanted)
 
+        def pictures(kept: Sequence[Message]) -> list[Picture]:
+            return [opened.found[number] for number in pictures_in(kept)]
+
+        def render(kept: Sequence[Message]) -> str:
+            text = render_with_tools(templates, kept, form.tools, **given)
+            return self.model.pictures.expanded(text, pictures(kept))
+
         try:
             fitted = await asyncio.to_thread(  # a template may take up to its time limit
                 fit_prompt,
                 self.model,
                 wanted,
-                lambda kept: render_with_tools(templates, kept, form.tools, **given),
+                render,
                 on_full=on_full or self.on_full,
                 wanted_tokens=wanted_tokens,
             )
@@ -175,12 +193,13 @@ class Service:
             raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
         if fitted.dropped_messages:
             exchange.headers.append((DROPPED_HEADER, str(fitted.dropped_messages).encode()))
-        return fitted.tokens
+        shown = tuple(pictures(fitted.messages))
+        return PicturedPrompt(self.model.pictures.put(fitted.tokens, shown), shown)
 
     async def turn(
         self,
         exchange: Exchange,
-        tokens: Sequence[int],
+        prompt: PicturedPrompt,
         fields: SamplingFields,
         form: AnswerForm,
         wanted_tokens: int | None,
@@ -191,7 +210,7 @@ class Service:
 
         Args:
             exchange: the request.
-            tokens: of the conversation, as `rendered` gives them.
+            prompt: the conversation, as `rendered` gives it.
             fields: how to sample.
             form: what the answer has to be.
             wanted_tokens: the most tokens to generate; None for as many as the context has room for.
@@ -201,14 +220,14 @@ class Service:
         Raises:
             UsageError: a value out of range, or a grammar that is wrong or too complex.
         """
-        prompt = tuple(tokens)
-        most = self.context - len(prompt) + 1 if wanted_tokens is None else wanted_tokens
+        most = self.context - len(prompt.tokens) + 1 if wanted_tokens is None else wanted_tokens
         params = fields.params(self.model.defaults, most)
         if form.grammar is not None or form.tools is not None:
             # What is compiled is kept; a grammar that takes seconds holds up nobody here.
             await asyncio.to_thread(self.model.engine.texts.bind, form.grammar, form.tools)
             params = replace(params, grammar=form.grammar)
-        return self.wanted(exchange, prompt, params, top_logprobs, tools=form.tools, lora=lora)
+        shown = prompt.pictures
+        return self.wanted(exchange, prompt.tokens, params, top_logprobs, tools=form.tools, lora=lora, pictures=shown)
 
     def wanted(
         self,
@@ -220,6 +239,7 @@ class Service:
         *,
         tools: Tools | None = None,
         lora: str | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Wanted:
         """What a request asks of the engine.
 
@@ -231,6 +251,7 @@ class Service:
             scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
             tools: functions that the answer may call.
             lora: adapters, as `Model.generate` takes them.
+            pictures: whose rows are in the prompt.
 
         Raises:
             UsageError: a bias of a token outside of the vocabulary: the headers of a stream do not wait for the engine.
@@ -247,6 +268,7 @@ class Service:
             lora=lora,
             returns_logits=top_logprobs is not None,
             scores=scored_tokens > 0,
+            pictures=pictures,
         )
         return Wanted(request, top_logprobs or 0, scored_tokens)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from edgekv.spec.config import CONFIG, Config, read_config, read_json
     from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes, SplitChannel, Vocabulary
     from edgekv.spec.described import CacheSpec, describe, describe_cache
+    from edgekv.spec.encoders import ENCODERS
     from edgekv.spec.families import ARCHITECTURES
     from edgekv.spec.folders import FolderKind, identify
     from edgekv.spec.geometry import (
@@ -99,8 +100,35 @@ if TYPE_CHECKING:
         text_tensor,
         views,
     )
+    from edgekv.spec.vision import (
+        MERGED_MEANS,
+        PATCHES,
+        PIXELS_PORT,
+        POSITIONS,
+        PROJECTOR,
+        PROJECTOR_BIAS,
+        PROJECTOR_OUT,
+        PROJECTOR_OUT_BIAS,
+        ROWS_PORT,
+        EncoderSpec,
+        PictureSpec,
+        mean_of,
+    )
 
 __all__ = [
+    "MERGED_MEANS",
+    "PATCHES",
+    "PIXELS_PORT",
+    "POSITIONS",
+    "PROJECTOR",
+    "PROJECTOR_BIAS",
+    "PROJECTOR_OUT",
+    "PROJECTOR_OUT_BIAS",
+    "ROWS_PORT",
+    "ENCODERS",
+    "EncoderSpec",
+    "PictureSpec",
+    "mean_of",
     "ARCHITECTURES",
     "CONFIG",
     "CONV_ROWS",
@@ -217,6 +245,7 @@ __getattr__ = lazy(
         "config": "CONFIG Config read_config read_json",
         "decoder": "Convolution DecoderSpec LayerSizes SplitChannel Vocabulary",
         "described": "CacheSpec describe describe_cache",
+        "encoders": "ENCODERS",
         "families": "ARCHITECTURES",
         "folders": "FolderKind identify",
         "geometry": "CHECKPOINT_TOKENS DELTA_KINDS KINDS STATE_KINDS Geometry KeyLayout Kind KvDtype KvTensor",
@@ -236,5 +265,7 @@ __getattr__ = lazy(
         "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION View attention_norm "
         "by_inputs by_outputs convolution_kernel delta_kernel delta_rates feed_forward_norm head_width "
         "layer_of layer_scalar matrices part_name table_key text_tensor views",
+        "vision": "MERGED_MEANS PATCHES PIXELS_PORT POSITIONS PROJECTOR PROJECTOR_BIAS PROJECTOR_OUT "
+        "PROJECTOR_OUT_BIAS ROWS_PORT EncoderSpec PictureSpec mean_of",
     },
 )

@@ -42,10 +42,12 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         templates: Jinja source by name; `default` and, for some models, `tool_use` or others.
         tokens: special tokens that templates use as variables, such as `bos_token`.
+        reads_parts: whether a content is a list of parts, as templates of models that read pictures want it.
     """
 
     templates: dict[str, str]
     tokens: dict[str, str] = {}
+    reads_parts: bool = False
 
     def check(self, field: str, error: type[EdgeKVError] = CheckpointError) -> None:
         """Reject templates that Jinja cannot compile.
@@ -103,6 +105,8 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 expected=" or ".join(self.templates) or "a chat template in the checkpoint",
                 fix="Give a prompt instead of messages, or export a checkpoint with a chat template.",
             )
+        if self.reads_parts:
+            messages = [_in_parts(message) for message in messages]
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
             return render_apart(self.templates[chosen], {**self.tokens, **given, **variables})
@@ -121,6 +125,23 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"{LARGEST_PROMPT_CHARACTERS:,} characters",
                 fix="The template of this model is not usable.",
             ) from None
+
+
+IMAGE_PART = "image"
+"""The `type` of a part of a content that stands for a picture; its `picture` is the picture's number."""
+
+
+def pictures_in(messages: Sequence[Message]) -> list[int]:
+    """The numbers of the pictures in messages, in order."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part.get("picture", 0) for part in parts if isinstance(part, dict) and part.get("type") == IMAGE_PART]
+
+
+def _in_parts(message: Message) -> Message:
+    """A message whose content is a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -66,6 +66,17 @@ class Config:
             raise self.refusal(name, f"at most {largest}", got=_short(value))
         return value
 
+    def edge(self, name: str, default: int) -> int:
+        """The edge of a square: one size, or two that are equal.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self._fields.get(name)
+        if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+            return Config({name: value[0]}, self._path).size(name)
+        return self.size(name, default)
+
     def optional_size(self, name: str, default: int | None = None) -> int | None:
         """A whole number above 0, or None.
 

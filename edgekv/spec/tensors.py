@@ -349,11 +349,18 @@ def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     return {v.name: (v.shape[0], v.shape[1]) for v in views(spec) if v.is_multiplied}
 
 
-_PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
+_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.", ""),
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+)
 _OTHERS = (
     "visual.",
     "mtp.",
     "vision_tower.",
+    "vision_model.",
+    "connector.",
     "multi_modal_projector.",
     "audio_tower.",
     "embed_vision.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING
@@ -76,9 +76,19 @@ class Texts:
         return found
 
     def text_or_messages(
-        self, prompt: Prompt | None, messages: Sequence[Message] | None, tools: Tools | None = None
+        self,
+        prompt: Prompt | None,
+        messages: Sequence[Message] | None,
+        tools: Tools | None = None,
+        written: Callable[[str], str] = str,
     ) -> Prompt:
         """The prompt, or the tokens of messages.
+
+        Args:
+            prompt: text or ids.
+            messages: instead.
+            tools: that messages may call.
+            written: changes a text before it is tokenized.
 
         Raises:
             UsageError: both or neither are given, or the chat template refuses the messages.
@@ -88,9 +98,9 @@ class Texts:
             raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
         if messages is not None:
             check_messages(messages)
-            return self.encode_chat(render_with_tools(self.chat_templates, messages, tools))
+            return self.encode_chat(written(render_with_tools(self.chat_templates, messages, tools)))
         assert prompt is not None
-        return prompt
+        return written(prompt) if isinstance(prompt, str) else prompt
 
     def encode_chat(self, text: str) -> list[int]:
         """The tokens of a rendered chat template, which contains its special tokens.

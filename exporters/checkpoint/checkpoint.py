@@ -64,6 +64,7 @@ from exporters.checkpoint.quantized import (
 )
 from exporters.checkpoint.special import SpecialTokens, check_vocabulary, open_checkpoint_tokenizer, special_tokens
 from exporters.checkpoint.stored import Stored, check_floats, same_numbers, stored_tensors
+from exporters.checkpoint.vision import VisionEncoder
 from quant import QuantizedWeight
 
 _HASHED_BYTES = 1 << 22
@@ -88,6 +89,8 @@ class Checkpoint:
     _files: tuple[Path, ...] = field(repr=False)
     quantization: Quantization | None = None
     adapters: tuple[Adapter, ...] = ()
+    vision: VisionEncoder | None = field(default=None, repr=False)
+    _pictured: Floats | None = field(default=None, repr=False)
     _transforms: tuple[Transform, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -112,7 +115,9 @@ class Checkpoint:
         parts = stored_tensors(folder)
         tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
         check_floats(tensors)
+        vision = None
         if spec.multimodal:
+            vision = None if quantization else VisionEncoder.open(config, folder, parts)
             named = ((text_tensor(key), stored) for key, stored in tensors.items())
             tensors = {key: stored for key, stored in named if key is not None}
             if HEAD in tensors and EMBEDDING in tensors and not same_numbers(tensors[HEAD], tensors[EMBEDDING]):
@@ -122,12 +127,15 @@ class Checkpoint:
         if quantization:
             tensors = without_zero_biases(tensors, wanted)
         check_tensors(tensors, wanted.values(), spec)
-        files = tuple(sorted({each.file for each in (parts if quantization else tensors).values()}))
+        read = {each.file for each in (parts if quantization else tensors).values()}
+        files = tuple(sorted(read | (set() if vision is None else vision.files)))
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
         defaults, chat = generation_record(generation), read_checkpoint_templates(folder)
+        if vision is not None and chat is not None:
+            chat = msgspec.structs.replace(chat, reads_parts=True)
         opened = cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted, files)
-        return replace(opened, quantization=quantization, adapters=merged)
+        return replace(opened, quantization=quantization, adapters=merged, vision=vision)
 
     @classmethod
     def _open_gguf(cls, path: Path, adapters: Sequence[AdapterChoice]) -> Checkpoint:
@@ -175,6 +183,10 @@ class Checkpoint:
             spec = msgspec.structs.replace(spec, delta_rule=rule)
         return replace(self, spec=spec)
 
+    def with_pictures(self, rows: Floats) -> Checkpoint:
+        """The same model whose table of embeddings goes on with rows of pictures `[rows, hidden]`, for calibration."""
+        return replace(self, _pictured=rows)
+
     def split(self, channels: Sequence[SplitChannel]) -> Checkpoint:
         """The same model with some channels of the residual split; see `exporters.checkpoint.channels`."""
         if not channels:
@@ -216,6 +228,11 @@ class Checkpoint:
         """A tensor before the transforms."""
         view = self._views[key]
         count = view.shape[0]
+        if key == EMBEDDING and self._pictured is not None and not isinstance(rows, slice):
+            beyond = rows >= count
+            found = replace(self, _pictured=None)._stored(key, np.where(beyond, 0, rows))
+            found[beyond] = self._pictured[rows[beyond] - count]
+            return found
         if view.alternates:
             chosen = np.arange(count)[rows]
             rows = view.first + chosen + chosen // view.alternates * view.alternates
@@ -299,6 +316,8 @@ class Checkpoint:
             if max(largest, read) > LARGEST_WEIGHT:
                 found = f"elements of up to {max(largest, read):.3g}"
                 raise _broken(key, found, f"at most {LARGEST_WEIGHT:.0e} in magnitude")
+        if self.vision is not None:
+            self.vision.check_values()
         progress(len(keys), len(keys))
 
     def weights_sha256(self, progress: Callable[[int, int], None] = lambda done, of: None) -> str:

@@ -53,7 +53,7 @@ class ResidualRotation:
             gain = self._head_gain() if (view.name, self._vocabulary) == (FINAL_NORM, "turned") else np.float32(1)
             return Fold(out_map=lambda norm: np.full_like(norm, gain))
         if view.writes_residual:
-            return Fold(out_map=self._writing)
+            return Fold(out_map=self.writing)
         if view.norm is not None:
             return Fold(in_map=partial(self._reading, view.norm))
         return Fold(in_map=self._rotate) if view.key == EMBEDDING else None
@@ -65,10 +65,10 @@ class ResidualRotation:
     def _turn(self) -> Floats:
         """`[hidden, hidden]`, symmetric: M over the head's gain, less the identity."""
         weights = self._read(FINAL_NORM, EVERY)
-        scaled: Floats = self._writing(self._rotate(np.diag(weights / self._head_gain())))
+        scaled: Floats = self.writing(self._rotate(np.diag(weights / self._head_gain())))
         return scaled - np.eye(len(weights), dtype=np.float32)
 
-    def _writing(self, matrix: Floats) -> Floats:
+    def writing(self, matrix: Floats) -> Floats:
         """A matrix `[hidden, ...]` whose results are rotated."""
         return by_outputs(self._rotate(by_inputs(matrix)))
 

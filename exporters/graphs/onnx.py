@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnx
 
 from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.graphs.decoder import decoder_layer
-from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role
+from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role, head_width
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
@@ -17,7 +18,7 @@ from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
 from exporters.quantize.table import LayerTable, Table
 from exporters.quantize.weights import WeightStore
-from quant import Encoding
+from quant import Encoding, Range
 
 TFLITE_FILE = "graphs.tflite"
 
@@ -91,6 +92,8 @@ def write_graphs(
     graphs: Sequence[GraphRecord],
     folder: Path,
     progress: Callable[[int], None] | None = None,
+    *,
+    embedded: Range | None = None,
 ) -> tuple[dict[str, Encoding], WeightPlaces]:
     """Write every part of every graph, and the weights they share, into `folder`.
 
@@ -104,20 +107,24 @@ def write_graphs(
         graphs: the graphs to write.
         folder: the target.
         progress: called with the number of layers done.
+        embedded: what other rows than the table's reach that the host puts in their place; None if there are none.
 
     Returns:
         The encodings, with those of the hidden states between parts and of the embeddings that the host looks up; and
         the places of all weights.
     """
     spec = tensors.spec
-    store = WeightStore(tensors, matrices, folder)
+    store = WeightStore(tensors.tensor, partial(head_width, spec), matrices, folder)
     encodings = dict(encodings)
     table = Table.of(tensors)
     store.put_table(table)
     store.flush(VOCABULARY_SHARD if spec.shares_vocabulary else EMBEDDING_SHARD)
     if spec.layer_inputs:
         encodings[LAYER_INPUTS_PORT] = Encoding.asymmetric(*store.put_layer_table(LayerTable(tensors)), "u16")
-    encodings["embedding"] = Encoding.asymmetric(*table.reach, "u16")
+    low, high = table.reach
+    if embedded is not None:
+        low, high = min(low, embedded.low), max(high, embedded.high)
+    encodings["embedding"] = Encoding.asymmetric(low, high, "u16")
     if table.columns is not None:
         encodings["embedding.columns"] = table.scaled_encoding
     if any(part.entry == EMBEDDINGS for graph in graphs for part in graph.parts):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import helper
 
 from edgekv.graphs.delta_rule import (
     BY_STEP,
@@ -22,7 +22,6 @@ from edgekv.graphs.delta_rule import (
     between_blocks,
     gives_rows_by_step,
     rows_after,
-    signed_operand,
     unit_encoding,
 )
 from edgekv.kv import Sink
@@ -49,14 +48,15 @@ from edgekv.spec import (
     lora_group,
     lora_reach,
 )
-from exporters.graphs.nodes import QdqNodes, Tensor
+from exporters.graphs.blocks import TRANSPOSED, WIDTH, QdqBlocks
+from exporters.graphs.nodes import Tensor
 from exporters.quantize.weights import StoredWeights
-from quant import DTYPES, WEIGHT_TYPES, Dtype, Encoding
+from quant import DTYPES, Dtype, Encoding
 
 OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
 IR_VERSION = 11
 
-_ROWS, _WIDTH = 2, -1  # axes of [1, 1, rows, width]
+_ROWS = 2  # axis of [1, 1, rows, width]
 _UNSIGNED_ZERO = 32768
 _BYTES = Encoding("s8", 1.0, 0)
 _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
@@ -66,7 +66,6 @@ _NOT_TRACED = re.compile(
 )
 _WHOLE = Encoding.symmetric(1.0, "s8")
 """Of a matrix of 0 and 1: with 1 as the integer 1, the HTP's sums are off by hundreds of steps, with 127 by two."""
-_TRANSPOSED = [0, 1, 3, 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +147,8 @@ def stacked_new(kind: str, layer: int | str) -> str:
     return f"past_{kind}_{layer}_out"
 
 
-class QdqOps(DeltaOps[Tensor]):
-    """A part of a graph for AR new tokens in a context of S, under construction.
-
-    Every operation reads dequantized tensors, and its result is quantized immediately in its encoding. The HTP compiler
-    turns this pattern into integer operations.
-    """
+class QdqOps(QdqBlocks, DeltaOps[Tensor]):
+    """A part of a graph for AR new tokens in a context of S, under construction."""
 
     def __init__(
         self,
@@ -176,22 +171,16 @@ class QdqOps(DeltaOps[Tensor]):
             weights: of the decoder.
             form: what the runtime wants otherwise.
         """
+        super().__init__(encodings, weights, spec.hidden, spec.eps)
         self._part = part
         self._form = form
         self._decoder = decoder
         self._ports = decoder.graph(graph, part)
         self._spec = spec
-        self._encodings = encodings
-        self._weights = weights
         self._pasts: dict[KvTensor, Tensor] = {}
         self._news: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
-        self._nodes = QdqNodes(encodings)
-        self._stored: dict[str, None] = {}
-        self._transposed: dict[str, Tensor] = {}
-        self._columns: set[str] = set()  # keys of the cache that are stored so
         self._adapted: dict[str, Tensor] = {}
         self._gathered: dict[str, Tensor] = {}
-        self._signed: dict[str, Tensor] = {}
         self._ar = graph.ar
         self._by_row = gives_rows_by_step(graph)
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
@@ -210,28 +199,6 @@ class QdqOps(DeltaOps[Tensor]):
     def entry(self) -> Tensor:
         """The hidden state before the part's first layer, `[1, 1, AR, hidden]`, or the rows that a head reads."""
         return self._entry
-
-    def linear(
-        self,
-        x: Tensor,
-        weight: str,
-        name: str,
-        *,
-        bias: str | None = None,
-        head: int | None = None,
-        gain: float = 1.0,
-    ) -> Tensor:
-        matrix, is_turned = self._matrix(weight, head, gain)
-        if is_turned:
-            rows = self._reshape(x, x.name + ".rows", (-1, self._spec.hidden))
-            return self._nodes.emit("Gemm", [rows.name, matrix], name, transB=1)
-        product = "MatMul", [x.name, matrix]
-        if bias is None:
-            return self._nodes.emit(*product, name)
-        # A separate Add works with any weight type. An int32 bias needs a Gemm, which the HTP refuses for LPBQ; its
-        # mean error is 0.25 steps of the result, that of the Add 0.37.
-        added = self._weight(*self._weights.tensor(bias, head=head), gain)
-        return self._nodes.emit("Add", [self._nodes.emit(*product, name + ".unbiased").name, added], name)
 
     def adapt(
         self, y: Tensor, x: Tensor, layer: int, target: LoraTarget, name: str, *, head: int | None = None
@@ -256,21 +223,12 @@ class QdqOps(DeltaOps[Tensor]):
         gamma = self._weight(*self._weights.tensor(weight), gain)
         return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
 
-    def normalize(self, x: Tensor, width: int, name: str) -> Tensor:
-        one = Encoding.asymmetric(0.0, 1.0, "u16")
-        integers = self._nodes.constant(f"ones_{width}", one.quantize(np.ones(width)))
-        gamma = self._nodes.dequantize_once(integers, one)
-        return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._spec.eps)
-
     def scale_by(self, x: Tensor, weight: str, name: str) -> Tensor:
         return self._nodes.emit("Mul", [x.name, self._weight(*self._weights.tensor(weight))], name)
 
     def layer_input(self, layer: int) -> Tensor:
         width = self._spec.layer_inputs
         return self.slice(self._shared[LAYER_INPUTS_PORT], layer * width, width)
-
-    def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
-        return self._nodes.emit("Add", [a.name, b.name], name)
 
     def subtract(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sub", [a.name, b.name], name)
@@ -299,25 +257,17 @@ class QdqOps(DeltaOps[Tensor]):
     def sign(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sign", [x.name], name)
 
-    def gelu(self, x: Tensor, name: str) -> Tensor:
-        # One node on the HTP, with a mean error of 8 steps of 65536; six nodes with a sigmoid have 0.5. Neither matters
-        # next to int8 weights: the logits of HTP and CPU agree to 47 dB with this one.
-        return self._nodes.emit("Gelu", [x.name], name, approximate="tanh")
-
     def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
         names = [self._nodes.unique(f"{x.name}.part") for _ in widths]
         floats = [name + "_f" for name in names]
         sizes = self._nodes.constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
-        self._nodes.node("Split", [x.name, sizes], floats, axis=_WIDTH)
+        self._nodes.node("Split", [x.name, sizes], floats, axis=WIDTH)
         return [self._nodes.requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
 
     def slice(self, x: Tensor, first: int, width: int) -> Tensor:
-        bounds = (first, first + width, _WIDTH)
+        bounds = (first, first + width, WIDTH)
         begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds)
         return self._nodes.emit("Slice", [x.name, begin, end, axis], x.name + ".part", x.encoding)
-
-    def join(self, parts: list[Tensor], name: str) -> Tensor:
-        return self._nodes.emit("Concat", [part.name for part in parts], name, axis=_WIDTH)
 
     def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
         rotary = self._decoder.rotary_of(layer)
@@ -329,7 +279,7 @@ class QdqOps(DeltaOps[Tensor]):
         encoding = self._encodings[tensor.past]
         is_columns = tensor.kind == "key" and self._keys_are_columns
         if is_columns:
-            new = self._nodes.emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=_TRANSPOSED)
+            new = self._nodes.emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=TRANSPOSED)
         rows_axis = 3 if is_columns else 2
         parts = self._past(tensor, rows_axis)
         is_whole = tensor.is_state and self._form.whole_states
@@ -403,27 +353,8 @@ class QdqOps(DeltaOps[Tensor]):
         self._nodes.node("Mul", [state.name, factor], [f"{name}_f"])
         self._nodes.quantize(f"{name}_f", f"{name}_out", UNREAD)
 
-    def scores(self, query: Tensor, keys: Tensor, name: str) -> Tensor:
-        if keys.name in self._columns:
-            return self._nodes.emit("MatMul", [query.name, keys.name], name)
-        if keys.name not in self._transposed:  # the query heads of a key head share it
-            transposed = self._nodes.emit("Transpose", [keys.name], keys.name + ".t", keys.encoding, perm=_TRANSPOSED)
-            self._transposed[keys.name] = transposed
-        return self._nodes.emit("MatMul", [query.name, self._transposed[keys.name].name], name)
-
     def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
         return self._nodes.emit("Add", [scores.name, self._shared[self._decoder.mask(layer)].name], name)
-
-    def softmax(self, x: Tensor, name: str) -> Tensor:
-        return self._nodes.emit("Softmax", [x.name], name, axis=-1)
-
-    def attend(self, weights: Tensor, values: Tensor, name: str) -> Tensor:
-        if values.encoding.dtype == "u16":  # the HTP reads signed integers, or 8 bits, as the second operand
-            if values.name not in self._signed:
-                signed = signed_operand(values.encoding)
-                self._signed[values.name] = self._nodes.requantize(values.name, values.name + ".signed", signed)
-            values = self._signed[values.name]
-        return self._nodes.emit("MatMul", [weights.name, values.name], name)
 
     # ------------------------------------------------------------------ a gated delta rule
 
@@ -475,10 +406,10 @@ class QdqOps(DeltaOps[Tensor]):
         return self._nodes.emit("Concat", [row.name for row in rows], name, axis=_ROWS)
 
     def columns(self, x: Tensor, stop: int) -> Tensor:
-        return self._slice(x, 0, CHECKPOINT_TOKENS + stop, _WIDTH)
+        return self._slice(x, 0, CHECKPOINT_TOKENS + stop, WIDTH)
 
     def new_columns(self, x: Tensor) -> Tensor:
-        return self._slice(x, CHECKPOINT_TOKENS, CHECKPOINT_TOKENS + self._ar, _WIDTH)
+        return self._slice(x, CHECKPOINT_TOKENS, CHECKPOINT_TOKENS + self._ar, WIDTH)
 
     def decay_sums(self, rows: Tensor, name: str) -> Tensor:
         nodes, count = self._nodes, CHECKPOINT_TOKENS + self._ar
@@ -494,7 +425,7 @@ class QdqOps(DeltaOps[Tensor]):
     def decays(self, sums: Tensor, name: str) -> tuple[Tensor, Tensor]:
         count = CHECKPOINT_TOKENS + self._ar
         found = self._nodes.emit("Exp", [sums.name], name)
-        rows, start = self._slice(found, 0, count, _WIDTH), self._slice(found, count, count + 1, _WIDTH)
+        rows, start = self._slice(found, 0, count, WIDTH), self._slice(found, count, count + 1, WIDTH)
         if self._ar > 1:
             seen = self._matrix_of_ones("seen", count)
             rows = self._nodes.emit("Mul", [rows.name, seen], name + ".seen", rows.encoding)
@@ -585,10 +516,6 @@ class QdqOps(DeltaOps[Tensor]):
         ratio = self._nodes.dequantize(one, x.name + "_one", Encoding("u8", encoding.scale / x.encoding.scale, 0))
         return self._nodes.emit("Mul", [x.name, ratio.name], x.name + "_own", encoding)
 
-    def _reshape(self, x: Tensor, name: str, shape: Sequence[int]) -> Tensor:
-        sizes = self._nodes.constant("shape_" + "_".join(map(str, shape)), np.array(shape, np.int64))
-        return self._nodes.emit("Reshape", [x.name, sizes], name, x.encoding)
-
     # ------------------------------------------------------------------ entry and exit of a part
 
     def _embed(self) -> Tensor:
@@ -643,11 +570,7 @@ class QdqOps(DeltaOps[Tensor]):
         stored = [self._weights.initializer(each) for each in self._stored]
         constants = [*self._nodes.constants, *stored]
         inputs, outputs = ([_value_info(port) for port in ports] for ports in self._formed())
-        graph = helper.make_graph(self._nodes.nodes, self._part.name, inputs, outputs, constants)
-        model: onnx.ModelProto = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="edgekv"
-        )
-        return model
+        return make_model(self._part.name, self._nodes.nodes, inputs, outputs, constants)
 
     def _formed(self) -> tuple[Sequence[Port], Sequence[Port]]:
         """The inputs and outputs in the form that the runtime wants."""
@@ -697,37 +620,22 @@ class QdqOps(DeltaOps[Tensor]):
             self._nodes.quantize(port.name + ".unsigned", name, encoding)
         return self._nodes.dequantize(name, port.name + "_dq", encoding)
 
-    def _weight(self, stored: str, encoding: Encoding, gain: float = 1.0) -> str:
-        """A stored tensor with one encoding, times a constant, dequantized once."""
-        self._stored[stored] = None
-        return self._nodes.dequantize_once(stored, encoding.times(gain))
 
-    def _matrix(self, key: str, head: int | None, gain: float) -> tuple[str, bool]:
-        """A stored matrix, dequantized with a scale for each column, or for each block of a column.
-
-        It is `[in, out]`, or `[out, in]` if that is how it is stored; the second value says so.
-
-        Block scales are themselves dequantized: integers times the column's scale. The HTP multiplies no other form of
-        block quantization as integers. Zero points are explicit for 4 bits: without them the HTP silently reads other
-        integers.
-        """
-        found = self._weights.matrix(key, head=head, gain=gain)
-        integers, scales, block_scales, dtype, columns, blocks, by_outputs = found
-        self._stored[integers] = self._stored[scales] = None
-        target, kind = integers + "_dq", WEIGHT_TYPES[dtype]
-        if block_scales is None:
-            zeros = [self._nodes.zeros(TensorProto.INT4, [columns])] if kind.is_packed else []
-            self._nodes.node("DequantizeLinear", [integers, scales, *zeros], [target], axis=0 if by_outputs else 1)
-            return target, by_outputs
-        self._stored[block_scales] = None
-        steps = block_scales + "_dq"
-        zeros = [
-            self._nodes.zeros(TensorProto.UINT8, [columns]),
-            self._nodes.zeros(TensorProto.INT4, [blocks, columns]),
-        ]
-        self._nodes.node("DequantizeLinear", [block_scales, scales, zeros[0]], [steps], axis=1)
-        self._nodes.node("DequantizeLinear", [integers, steps, zeros[1]], [target], axis=0, block_size=kind.block)
-        return target, False
+def make_model(
+    name: str,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    constants: Sequence[onnx.TensorProto],
+) -> onnx.ModelProto:
+    """A model of the version that the HTP compiler reads."""
+    model: onnx.ModelProto = helper.make_model(
+        helper.make_graph(nodes, name, inputs, outputs, constants),
+        opset_imports=[helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+        producer_name="edgekv",
+    )
+    return model
 
 
 def _result(name: str, encoding: Encoding) -> Port:

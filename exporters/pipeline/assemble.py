@@ -53,7 +53,7 @@ def assemble(
     quality = () if exported.quality is None else store.answer(exported.quality, Quality).records
     verdict, nodes = "not-run", list[str]()
     if floating:
-        files = dict.fromkeys(part.file for graph in manifest.graphs for part in graph.parts)
+        files = manifest.graph_files
         if unchecked := [file for file in files if file not in floating]:
             raise UsageError(
                 f"pieces of {target.name}",

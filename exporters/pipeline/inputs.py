@@ -20,6 +20,7 @@ from exporters.checkpoint.aligned import align
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.lora import Adapter, AdapterChoice
+from exporters.checkpoint.vision import VisionEncoder
 from exporters.contents import Surveyed
 from exporters.lora.sink import adapted_rows
 from exporters.pipeline.hashed import hashed
@@ -39,6 +40,7 @@ BUNDLE = "bundle"
 LAYER = "layer"
 TEXT = "text.txt"
 TOKENS = "tokens.npy"
+PICTURE_ROWS = "rows.npy"
 _MOST_KEPT = 4  # decoders of a process
 
 
@@ -51,12 +53,24 @@ class Exact:
         config: see `Identity`.
         spec: the decoder, with all that options changed in it.
         context: of the rotary embedding.
+        pictures: name of the encoder whose float rows of drawn pictures follow the table of embeddings; None for none.
     """
 
     weights: str
     config: str
     spec: DecoderSpec
     context: int
+    pictures: str | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the pieces that it follows from."""
+        return () if self.pictures is None else (self.pictures,)
+
+    @property
+    def of_text(self) -> Exact:
+        """Without pictures."""
+        return replace(self, pictures=None)
 
     @property
     def alone(self) -> Exact:
@@ -154,7 +168,7 @@ class Folded:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the pieces that it follows from."""
-        return (self.sink.survey, *self.tokens, *self.learned)
+        return (self.sink.survey, *self.tokens, *self.learned, *self.exact.needs)
 
 
 class Inputs:
@@ -201,6 +215,17 @@ class Inputs:
         """
         return self._decoder(exact, weights=exact.weights, config=exact.config)
 
+    def encoder(self, exact: Exact) -> VisionEncoder:
+        """The vision encoder of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, is another one here, or has none.
+        """
+        found = self._decoder(exact, weights=exact.weights, config=exact.config).vision
+        if found is None:
+            raise CheckpointError("vision encoder", got="none", expected="one", fix="Give all workers the same files.")
+        return found
+
     def checkpoint(self, exact: Exact, identity: Identity) -> Checkpoint:
         """All of the checkpoint.
 
@@ -211,7 +236,7 @@ class Inputs:
 
     def take(self, exact: Exact, checkpoint: Checkpoint, decoder: Checkpoint) -> None:
         """Take the decoder of a checkpoint that is open here already."""
-        self._exact[hashed(exact)] = checkpoint, decoder
+        self._exact[hashed(exact.of_text)] = checkpoint, decoder
 
     def check_values(self, exact: Exact) -> None:
         """See `Checkpoint.check_values`."""
@@ -345,8 +370,17 @@ class Inputs:
         if known is None or known[0] is not checkpoint:
             if len(self._exact) > _MOST_KEPT:
                 self._exact.clear()
-            known = self._exact[key] = checkpoint, exact.of(checkpoint)
+            if exact.pictures is None:
+                decoder = exact.of(checkpoint)
+            else:
+                decoder = self._decoder(exact.of_text, **wanted).with_pictures(self._picture_rows(exact.pictures))
+            known = self._exact[key] = checkpoint, decoder
         return known[1]
+
+    def _picture_rows(self, name: str) -> NDArray[np.float32]:
+        """The float rows `[rows, hidden]` that an encoder has found for drawn pictures."""
+        found: NDArray[np.float32] = np.load(self.store.path(name) / PICTURE_ROWS, allow_pickle=False)
+        return found
 
     def _decided(self, folded: Folded) -> Surveyed:
         found, exact = self.survey(folded.sink.survey, folded.exact), folded.exact

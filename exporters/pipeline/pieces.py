@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from devices import Device, find
@@ -24,11 +25,13 @@ from edgekv.bundle import (
 from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
 from edgekv.spec import DecoderSpec, table_key, views
+from edgekv.system import link_or_copy
 from exporters.contents import BundleForm, make_manifest, write_contents
 from exporters.htp.binary import check_chip
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs
 from exporters.htp.compile_tflite import compile_tflite
+from exporters.pipeline.encoder import Encoded
 from exporters.pipeline.inputs import BUNDLE, LAYER, TOKENS, Exact, Folded, Inputs, ProvenAdapter, SinkChoice
 from exporters.pipeline.layer_file import LayerFile, LayerMatrices
 from exporters.pipeline.piece import Piece
@@ -39,6 +42,7 @@ from exporters.quantize.as_stored import stored_record
 from exporters.quantize.generated import generated_windows, text_tokens
 from exporters.quantize.recipe import Recipe, WeightRule
 from exporters.quantize.survey import survey
+from quant import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class SurveyPiece(Piece):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return () if self.tokens is None else (self.tokens,)
+        return (*self.exact.needs, *(() if self.tokens is None else (self.tokens,)))
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         inputs.check_values(self.exact)
@@ -187,6 +191,7 @@ class WritePiece(Piece):
         form: the graphs.
         adapters: that the slots are calibrated on.
         layers: names of the quantized layers and of the head.
+        encoder: name of the vision encoder; None if there is none.
     """
 
     kind: ClassVar[str] = "write"
@@ -199,10 +204,11 @@ class WritePiece(Piece):
     form: BundleForm
     adapters: tuple[ProvenAdapter, ...]
     layers: tuple[str, ...]
+    encoder: str | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (*self.folded.needs, *self.layers)
+        return (*self.folded.needs, *self.layers, *([] if self.encoder is None else [self.encoder]))
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         checkpoint, surveyed = inputs.checkpoint(self.folded.exact, self.identity), inputs.surveyed(self.folded)
@@ -216,7 +222,15 @@ class WritePiece(Piece):
         bundle, tensors = folder / BUNDLE, inputs.folded(self.folded)
         bundle.mkdir()
         told, matrices = inputs.progress, LayerMatrices(layers)
-        contents = write_contents(checkpoint, self.form, surveyed, tensors, matrices, ranges, bundle, told)
+        vision = embedded = None
+        if self.encoder is not None:
+            vision = inputs.store.answer(self.encoder, Encoded)
+            for name in (vision.file, *vision.weights.files):
+                link_or_copy(inputs.store.path(self.encoder) / name, bundle / name)
+            embedded = Range(vision.low, vision.high)
+        contents = write_contents(
+            checkpoint, self.form, surveyed, tensors, matrices, ranges, bundle, told, embedded=embedded
+        )
         del ranges
         learned = sum(inputs.tokens(name).size for name in self.folded.learned)
         source = SourceRecord(
@@ -229,7 +243,10 @@ class WritePiece(Piece):
             generated_tokens=learned,
         )
         files = record_files(bundle, partial(inputs.progress, "hash files"))
-        write_manifest(bundle, make_manifest(checkpoint, self.form, surveyed, contents, source, files))
+        manifest = make_manifest(checkpoint, self.form, surveyed, contents, source, files)
+        if vision is not None:
+            manifest = msgspec.structs.replace(manifest, vision=vision.record)
+        write_manifest(bundle, manifest)
         return None
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from devices import Device
 from edgekv import qnn
-from edgekv.bundle import MANIFEST, Bundle
+from edgekv.bundle import ENCODER, ENCODER_FILE, MANIFEST, Bundle
 from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
 from edgekv.runtime import HtpOptions
 from edgekv.spec import DecoderSpec
@@ -23,6 +23,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
 from exporters.pipeline.division import MIXED, JoinPiece, MatrixPiece, RunPiece
+from exporters.pipeline.encoder import EncoderPiece, encoder_bytes
 from exporters.pipeline.inputs import BUNDLE, TEXT, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
 from exporters.pipeline.parallel import compiler_bytes
 from exporters.pipeline.piece import Piece, Plan
@@ -51,6 +52,7 @@ from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import ADDED_GROUPS, groups, names, needs_quantized_pass
+from exporters.quantize.pictures import CALIBRATION_TILES
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
@@ -120,14 +122,15 @@ class Planner:
         checkpoint, options, recipe = prepared.checkpoint, prepared.options, prepared.recipe
         exact = self.exact(prepared)
         windows, first = prepared.survey_windows, prepared.surveyed_first
-        survey = SurveyPiece(exact.alone, None if windows is None else self._tokens(windows), len(first))
+        pictured = replace(exact, pictures=self._encoder(prepared, exact))
+        survey = SurveyPiece(pictured.alone, None if windows is None else self._tokens(windows), len(first))
         ram_bytes = quantizing_bytes(prepared)
         wanted = options.sink if checkpoint.spec.delta_rule is None else SinkWanted("none")
         sink = SinkChoice(self.plan.put(survey, ram_bytes), wanted, first)
         has_heads = recipe.heads != "none"
         adapters = options.lora.calibrate if options.lora is not None and has_heads else ()
         return Folded(
-            exact=exact,
+            exact=pictured,
             sink=sink,
             transforms=msgspec.structs.replace(recipe, name="", weights=[], outlier_channels="keep"),
             kv_dtype=options.kv_dtype if has_heads else None,
@@ -212,6 +215,14 @@ class Planner:
         whole = self.plan.put(JoinPiece(layer, tuple(runs), tuple(matrices)), ram_bytes)
         return whole if layer.follows else runs[-1], runs[MIXED]
 
+    def _encoder(self, prepared: Prepared, exact: Exact) -> str | None:
+        """The vision encoder; None if the checkpoint has none."""
+        vision = prepared.checkpoint.vision
+        if vision is None:
+            return None
+        piece = EncoderPiece(exact.alone, vision.spec, vision.pictures, prepared.recipe.rotation, CALIBRATION_TILES)
+        return self.plan.put(piece, encoder_bytes(vision.spec, CALIBRATION_TILES))
+
     def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
         checkpoint, form = prepared.checkpoint, prepared.form
         adapters = () if form.lora is None else form.lora.calibrate
@@ -224,12 +235,13 @@ class Planner:
             form=form,
             adapters=tuple(ProvenAdapter.of(choice) for choice in adapters),
             layers=layers,
+            encoder=folded.exact.pictures,
         )
         return self.plan.put(piece, writing_bytes(checkpoint.spec.sizes))
 
     def measured(self, prepared: Prepared, folded: Folded, text: Text) -> Measured:
         """Windows of a text on which a bundle is measured."""
-        exact, special = folded.exact.alone, prepared.checkpoint.special
+        exact, special = folded.exact.of_text.alone, prepared.checkpoint.special
         piece = EncodePiece(exact, self._identity.tokenizer, give_text(self.plan, text.content))
         return Measured(
             exact=exact,
@@ -265,10 +277,14 @@ class Planner:
             return {}, ()
         soc, compiler = options.device.soc, qnn.compiler()
         checked = dict.fromkeys(part.file for graph in prepared.graphs for part in graph.parts)
+        if prepared.checkpoint.vision is not None:
+            checked[ENCODER_FILE] = None
         binaries = list[str]()
         if options.compile:
             whole = all(graph.is_whole for graph in prepared.graphs)
-            for models in binary_sets(device_parts(prepared.graphs, Path()), per_graph_binaries=whole):
+            encoder = [] if prepared.checkpoint.vision is None else [{ENCODER: Path(ENCODER_FILE)}]
+            sets = binary_sets(device_parts(prepared.graphs, Path()), per_graph_binaries=whole)
+            for models in [*sets, *encoder]:
                 files = tuple((name, path.name) for name, path in models.items())
                 for _, file in files:
                     checked.pop(file, None)

@@ -61,15 +61,22 @@ def choose_encodings(
         types: integer types of activations and cache.
     """
     depth = mask_depth(ranges[result.source] for result in results.values() if result.kind == "masked")
-
-    def seen(result: Result) -> Range:
-        return Range() if result.kind in UNOBSERVED else ranges[result.source]
-
-    encodings = {name: RULES[result.kind](seen(result), types, depth) for name, result in results.items()}
+    encodings = result_encodings(results, ranges, types, depth)
     encodings[MASK] = mask_encoding(depth, types)
     for suffix, factor in zip(ROPE_SUFFIXES, attention_factors, strict=False):
         encodings |= dict.fromkeys(rope_inputs(suffix), rotary_encoding(factor, types))
     return encodings
+
+
+def result_encodings(
+    results: Mapping[str, Result], ranges: Mapping[str, Range], types: EncodingTypes, depth: float = 0.0
+) -> dict[str, Encoding]:
+    """An encoding for each result, from the observed values, the types and the depth of the mask."""
+
+    def seen(result: Result) -> Range:
+        return Range() if result.kind in UNOBSERVED else ranges[result.source]
+
+    return {name: RULES[result.kind](seen(result), types, depth) for name, result in results.items()}
 
 
 class ResultRecorder(DeltaOps[str]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,7 +93,78 @@ class Weights:
         self._read.clear()
 
 
-class NumpyOps(DeltaOps[Floats]):
+class NumpyBlocks:
+    """What decoders and encoders have in common, on `[..., T, width]`; `BlockOps`."""
+
+    def __init__(
+        self, read: Callable[[str], Floats], head_width: Callable[[str], int], eps: float, observe: Observer | None
+    ) -> None:
+        """Args: read: a weight. head_width: of a projection's heads. eps: of norms. observe: see `NumpyOps`."""
+        self._read = read
+        self._head_width = head_width
+        self._eps = eps
+        self._observe = observe
+
+    def linear(
+        self,
+        x: Floats,
+        weight: str,
+        name: str,
+        *,
+        bias: str | None = None,
+        head: int | None = None,
+        gain: float = 1.0,
+    ) -> Floats:
+        width = self._head_width(weight)
+        rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
+        product = self.product(x, weight, rows, gain)
+        if bias is None:
+            return self._seen(name, product)
+        product = self._seen(name + ".unbiased", product)
+        return self._seen(name, product + self._read(bias)[rows] * np.float32(gain))
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        """`x @ weight.T * gain` for some rows of a matrix, its output channels."""
+        product: Floats = x @ by_inputs(self._read(weight)[rows])
+        if gain != 1:
+            product *= np.float32(gain)
+        return product
+
+    def normalize(self, x: Floats, width: int, name: str) -> Floats:
+        return self._normalized(x, name, self._eps)
+
+    def _normalized(self, x: Floats, name: str, eps: float) -> Floats:
+        variance = np.square(x).mean(-1, keepdims=True)
+        return self._seen(name, x / np.sqrt(variance + np.float32(eps)))
+
+    def add(self, a: Floats, b: Floats, name: str) -> Floats:
+        return self._seen(name, a + b)
+
+    def gelu(self, x: Floats, name: str) -> Floats:
+        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+        return self._seen(name, np.float32(0.5) * x * (1 + np.tanh(inner)))
+
+    def join(self, parts: list[Floats], name: str) -> Floats:
+        return self._seen(name, np.concatenate(parts, axis=-1))
+
+    def scores(self, query: Floats, keys: Floats, name: str) -> Floats:
+        return self._seen(name, query @ keys.swapaxes(-1, -2))
+
+    def softmax(self, x: Floats, name: str) -> Floats:
+        weights: Floats = np.exp(x - x.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return weights
+
+    def attend(self, weights: Floats, values: Floats, name: str) -> Floats:
+        return self._seen(name, weights @ values)
+
+    def _seen(self, name: str, value: Floats) -> Floats:
+        if self._observe is not None:
+            self._observe(name, value)
+        return value
+
+
+class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     """Runs the decoder on whole sequences, `[T, width]`, without a past: causal attention over T tokens.
 
     Several windows may take turns, layer by layer: see `begin`.
@@ -108,9 +180,9 @@ class NumpyOps(DeltaOps[Floats]):
     def __init__(
         self, spec: DecoderSpec, weights: Weights, tokens: int, context: int, observe: Observer | None = None
     ) -> None:
+        super().__init__(weights.__getitem__, partial(head_width, spec), spec.eps, observe)
         self._spec = spec
         self._weights = weights
-        self._observe = observe
         self._rotations = [_cos_sin(rope.rotation(context), tokens) for rope in spec.ropes]
         self._tail = Tail(0)
         self._window: tuple[Hashable, NDArray[Any]] = None, np.zeros(0, np.int64)
@@ -144,48 +216,16 @@ class NumpyOps(DeltaOps[Floats]):
         """What the host gathers for the tokens of the window, `[T, ...]`: some columns of all that layers read."""
         return self._weights.layer_inputs.of(self._window[1], columns)
 
-    def linear(
-        self,
-        x: Floats,
-        weight: str,
-        name: str,
-        *,
-        bias: str | None = None,
-        head: int | None = None,
-        gain: float = 1.0,
-    ) -> Floats:
-        width = head_width(self._spec, weight)
-        rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
-        product = self.product(x, weight, rows, gain)
-        if bias is None:
-            return self._seen(name, product)
-        product = self._seen(name + ".unbiased", product)
-        return self._seen(name, product + self._weights[bias][rows] * np.float32(gain))
-
     def adapt(
         self, y: Floats, x: Floats, layer: int, target: LoraTarget, name: str, *, head: int | None = None
     ) -> Floats:
         return y
-
-    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        """`x @ weight.T * gain` for some rows of a matrix, its output channels."""
-        product: Floats = x @ by_inputs(self._weights[weight][rows])
-        if gain != 1:
-            product *= np.float32(gain)
-        return product
 
     def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
         variance = np.square(x).mean(-1, keepdims=True)
         scale = 1 / np.sqrt(variance + np.float32(self._spec.eps))
         normed: Floats = x * scale * self._weights[weight] * np.float32(gain)
         return self._seen(name, normed)
-
-    def normalize(self, x: Floats, width: int, name: str) -> Floats:
-        variance = np.square(x).mean(-1, keepdims=True)
-        return self._seen(name, x / np.sqrt(variance + np.float32(self._spec.eps)))
-
-    def add(self, a: Floats, b: Floats, name: str) -> Floats:
-        return self._seen(name, a + b)
 
     def subtract(self, a: Floats, b: Floats, name: str) -> Floats:
         return self._seen(name, a - b)
@@ -212,18 +252,11 @@ class NumpyOps(DeltaOps[Floats]):
     def sign(self, x: Floats, name: str) -> Floats:
         return self._seen(name, np.sign(x))
 
-    def gelu(self, x: Floats, name: str) -> Floats:
-        inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-        return self._seen(name, np.float32(0.5) * x * (1 + np.tanh(inner)))
-
     def split(self, x: Floats, widths: Sequence[int]) -> list[Floats]:
         return np.split(x, np.cumsum(widths)[:-1], axis=-1)
 
     def slice(self, x: Floats, first: int, width: int) -> Floats:
         return x[..., first : first + width]
-
-    def join(self, parts: list[Floats], name: str) -> Floats:
-        return self._seen(name, np.concatenate(parts, axis=-1))
 
     def rotation(self, layer: int) -> tuple[Floats, Floats]:
         rope = self._spec.rope_of(layer)
@@ -326,24 +359,8 @@ class NumpyOps(DeltaOps[Floats]):
     def from_identity(self, x: Floats, name: str) -> Floats:
         return self._seen(name, np.eye(x.shape[-1], dtype=np.float32) - x)
 
-    def scores(self, query: Floats, keys: Floats, name: str) -> Floats:
-        return self._seen(name, query @ keys.swapaxes(-1, -2))
-
     def masked(self, scores: Floats, layer: int, name: str) -> Floats:
         return scores + self._masks[self._spec.window(layer)]
-
-    def softmax(self, x: Floats, name: str) -> Floats:
-        weights: Floats = np.exp(x - x.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        return weights
-
-    def attend(self, weights: Floats, values: Floats, name: str) -> Floats:
-        return self._seen(name, weights @ values)
-
-    def _seen(self, name: str, value: Floats) -> Floats:
-        if self._observe is not None:
-            self._observe(name, value)
-        return value
 
 
 def _cos_sin(rotation: Rotation, tokens: int) -> tuple[Floats, Floats]:

@@ -76,9 +76,15 @@ class Table:
         return np.rint(scaled).clip(-_MOST, _MOST).astype(np.int8)
 
     def embeddings(self, tokens: NDArray[np.int64]) -> Floats:
-        """The rounded rows of tokens, `[T, hidden]`."""
-        found: Floats = self.integers(tokens) * self.scales[tokens, None]
-        return found if self.columns is None else found * self.columns
+        """The rounded rows of tokens, `[T, hidden]`; those of pictures, beyond the table, are hardly rounded."""
+        beyond = tokens >= len(self.steps)
+        inside = np.where(beyond, 0, tokens)
+        found: Floats = self.integers(inside) * self.scales[inside, None]
+        if self.columns is not None:
+            found = found * self.columns
+        if beyond.any():
+            found[beyond] = self.tensors.tensor(EMBEDDING, tokens[beyond])
+        return found
 
     def blocks(self) -> Iterator[NDArray[np.int8]]:
         """All rows, some at a time."""

@@ -6,7 +6,7 @@ are stored in pairs as bytes, since safetensors has no such type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,12 +23,11 @@ from edgekv.spec.tensors import (
     EMBEDDING_STEPS,
     HEAD,
     LAYER_INPUTS,
-    head_width,
     part_name,
     table_key,
 )
 from exporters.quantize.matrices import QuantizedMatrices
-from exporters.quantize.reference import Tensors
+from exporters.quantize.reference import Floats
 from exporters.quantize.shards import Streamed, write_shard
 from exporters.quantize.table import LayerTable, Table
 from quant import WEIGHT_TYPES, Encoding, WeightDtype, pack_int4
@@ -130,8 +129,16 @@ class WeightStore:
     It is `StoredWeights`; initializers are known once their shard is flushed.
     """
 
-    def __init__(self, tensors: Tensors, matrices: QuantizedMatrices, folder: Path) -> None:
-        self._tensors = tensors
+    def __init__(
+        self,
+        tensor: Callable[[str], Floats],
+        head_width: Callable[[str], int],
+        matrices: QuantizedMatrices,
+        folder: Path,
+    ) -> None:
+        """Args: tensor: reads one by name. head_width: of a projection's heads. matrices: by name. folder: of files."""
+        self._tensor = tensor
+        self._head_width = head_width
         self._matrices = matrices
         self._folder = folder
         self._encodings: dict[str, Encoding] = {}
@@ -140,6 +147,7 @@ class WeightStore:
         self._written: dict[str, MatrixPlace] = {}
         self._places: dict[str, TensorPlace] = {}
         self._initializers: dict[str, onnx.TensorProto] = {}
+        self._table_key: str | None = None
 
     @property
     def places(self) -> WeightPlaces:
@@ -148,8 +156,8 @@ class WeightStore:
 
     def put_table(self, table: Table) -> None:
         """Keep the table of embeddings, and the steps of its scales, for the next shard."""
-        spec = self._tensors.spec
-        key = table_key(spec)
+        spec = table.tensors.spec
+        self._table_key = key = table_key(spec)
         place = _table_place(spec.vocab, spec.hidden)
         integers, scales, _ = _names(key, place, None)
         self._unwritten[key] = place
@@ -200,7 +208,7 @@ class WeightStore:
         place = self._written.get(key) or self._unwritten.get(key)
         if place is None:
             place = self._unwritten[key] = self._put(key, head is not None, gain)
-        if place.width != (place.columns if head is None else head_width(self._tensors.spec, key)):
+        if place.width != (place.columns if head is None else self._head_width(key)):
             raise ValueError(f"{key}: got {place.heads} heads of {place.width}; expected the same use in all graphs")
         names = _names(key, place, head)
         return MatrixNames(*names, place.dtype, place.width, place.blocks, place.by_outputs)
@@ -226,7 +234,7 @@ class WeightStore:
                 block_scales=None if block_scales is None else extents[block_scales].offset,
             )
             self._initializers |= _matrix_initializers(key, self._written[key])
-            if key == table_key(self._tensors.spec):
+            if key == self._table_key:
                 self._initializers[TABLE] = _table_initializer(self._written[key])
         for name, values in self._pending.items():
             if name.endswith(SIXTEEN_BITS):
@@ -243,11 +251,11 @@ class WeightStore:
         return self._initializers[name]
 
     def _sixteen_bits(self, key: str, head: int | None, tap: int | None) -> tuple[Encoding, NDArray[Any]]:
-        values = self._tensors.tensor(key)
+        values = self._tensor(key)
         if tap is not None:
             values = np.ascontiguousarray(values[:, 0, tap])
         if head is not None:
-            width = 1 if key.endswith(DELTA_RATES) else head_width(self._tensors.spec, key)
+            width = 1 if key.endswith(DELTA_RATES) else self._head_width(key)
             values = values[head * width : (head + 1) * width]
         encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
         return encoding, encoding.quantize(values)
@@ -256,7 +264,7 @@ class WeightStore:
         """Quantize a matrix and keep it for the next shard; its place has no offsets yet."""
         weight = self._matrices[key]
         grid, (rows, columns) = weight.grid, weight.integers.shape
-        heads = columns // head_width(self._tensors.spec, key) if by_head else 1
+        heads = columns // self._head_width(key) if by_head else 1
         place = MatrixPlace(
             file="",
             dtype=grid.dtype,

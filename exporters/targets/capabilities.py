@@ -27,6 +27,7 @@ class Capabilities:
         delta_rules: layers with a gated delta rule, whose checkpoints the host computes.
         layered: layers that differ in size or share a cache, as Gemma 4's.
         layer_inputs: layers with inputs that the host gathers, as Gemma 4's.
+        pictures: a vision encoder, whose rows stand among the embeddings.
         decode_alone: bundles without a prefill graph.
     """
 
@@ -41,6 +42,7 @@ class Capabilities:
     delta_rules: bool = False
     layered: bool = False
     layer_inputs: bool = False
+    pictures: bool = False
     decode_alone: bool = True
 
     def check(self, bundle: Bundle) -> None:
@@ -97,6 +99,9 @@ class Capabilities:
         if not self.layer_inputs and model.layer_inputs:
             wanted = f"token ids or embeddings alone, all that {self.reader} feeds"
             yield "layers", "inputs that the host gathers for each layer", wanted, "Run it with edgekv generate."
+        if not self.pictures and manifest.vision is not None:
+            wanted = f"text alone, which edgekv writes for {self.reader}"
+            yield "vision encoder", manifest.vision.file, wanted, "Run it with edgekv generate or serve."
         if not self.sink and manifest.sink is not None:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
@@ -113,6 +118,7 @@ ONNX = Capabilities(
     delta_rules=True,
     layered=True,
     layer_inputs=True,
+    pictures=True,
 )
 GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True, layer_inputs=True)
 GENIEX = replace(

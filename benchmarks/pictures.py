@@ -1,0 +1,204 @@
+"""A vision encoder of a published shape with random weights, and the answers of a small trained model.
+
+python -m benchmarks.pictures encoder                 SmolVLM2's encoder: export, SQNR per row, compiler
+python -m benchmarks.pictures encoder internvl3.5     InternVL's
+python -m benchmarks.pictures answers BUNDLE          a bundle of models/shapes-300k: answers against the float model
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from PIL import Image
+
+import edgekv
+from devices import find
+from edgekv.bundle import ENCODER, ENCODER_FILE, open_bundle
+from edgekv.pictures import patches_of
+from edgekv.runtime.cpu import CpuEngine
+from edgekv.spec import ENCODERS, PIXELS_PORT, ROWS_PORT, Config
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.vision import VisionEncoder
+from exporters.graphs.encoder import build_encoder
+from exporters.htp.compile import compile_graphs
+from exporters.quantize.encoder import encode, quantize_encoder
+from exporters.quantize.pictures import CALIBRATION_TILES, drawn_picture
+from exporters.quantize.reference import Reference
+from exporters.quantize.weights import WeightStore
+from models.shapes import QUESTION, drawn
+from quant import Encoding
+
+_SMOLVLM: dict[str, Any] = {
+    "model_type": "smolvlm",
+    "scale_factor": 4,
+    "text_config": {"hidden_size": 960, "num_hidden_layers": 32},
+    "vision_config": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "image_size": 512,
+        "patch_size": 16,
+    },
+}
+_INTERNVL: dict[str, Any] = {
+    "model_type": "internvl",
+    "text_config": {"hidden_size": 1024, "num_hidden_layers": 28},
+    "vision_config": {"attention_bias": True, "image_size": [448, 448], "patch_size": [14, 14]},
+}
+SHAPES = {
+    "smolvlm2": (_SMOLVLM, {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "resample": 1}),
+    "internvl3.5": (_INTERNVL, {"size": {"height": 448, "width": 448}, "resample": 3}),
+}
+
+
+@dataclass(frozen=True)
+class _Random:
+    """A random tensor of a checkpoint: a matrix that keeps the size of its inputs, a norm's weight, or a bias."""
+
+    name: str
+    shape: tuple[int, ...]
+    file: Path = Path("random")
+
+    def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
+        random = np.random.default_rng([3, *self.name.encode()])
+        width = int(np.prod(self.shape[1:])) if len(self.shape) > 1 else 0
+        values = random.standard_normal(self.shape, np.float32)
+        if width > 1:
+            return values[rows] / np.float32(width**0.5)
+        return values[rows] * np.float32(0.2) + np.float32("norm" in self.name and self.name.endswith("weight"))
+
+    def largest(self) -> float:
+        return 1.0
+
+    def count_not_finite(self) -> int:
+        return 0
+
+
+def random_encoder(shape: str) -> VisionEncoder:
+    """An encoder of random weights."""
+    config, processor = (Config(fields) for fields in SHAPES[shape])
+    family = ENCODERS[config.text("model_type")]
+    spec = family.describe(config)
+    empty = VisionEncoder(spec, family.pictures(config, processor), family.names, {})
+    tensors = {name: _Random(name, shape) for name, shape in empty.shapes.items()}
+    return VisionEncoder(spec, empty.pictures, family.names, tensors)
+
+
+def measure_encoder(shape: str) -> None:
+    """Quantize, write, compare with float on a picture that was not calibrated on, and compile."""
+    vision = random_encoder(shape)
+    spec, began = vision.spec, time.perf_counter()
+    seen, (new,) = (
+        [patches_of(drawn_picture(number, spec.image), spec, vision.pictures) for number in numbers]
+        for numbers in (range(CALIBRATION_TILES), [99])
+    )
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        encodings = _write(vision, seen, folder)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        parameters = sum(rows * columns for rows, columns in spec.matrices.values())
+        print(f"{shape}: {parameters / 1e6:.1f} M parameters, {spec.inputs} rows in, {spec.rows} out")
+        print(f"export {time.perf_counter() - began:.0f} s, {peak:.2f} GB")
+        _compare(vision, new, encodings, folder)
+        _compile(folder)
+
+
+def _write(vision: VisionEncoder, pictures: Sequence[NDArray[np.float32]], folder: Path) -> Mapping[str, Encoding]:
+    found = quantize_encoder(vision, vision.pictures, pictures)
+    store = WeightStore(vision.tensor, vision.head_width, found.matrices, folder)
+    graph = build_encoder(vision.spec, found.encodings, store)
+    store.flush("weights-vision")
+    onnx.save(graph.finish(), folder / ENCODER_FILE)
+    return found.encodings
+
+
+def _compare(
+    vision: VisionEncoder, picture: NDArray[np.float32], encodings: Mapping[str, Encoding], folder: Path
+) -> None:
+    """Print the SQNR of the rows of a picture."""
+    session = CpuEngine(1).session(folder / ENCODER_FILE)
+    began = time.perf_counter()
+    (rows,) = session.run([ROWS_PORT], {PIXELS_PORT: encodings[PIXELS_PORT].quantize(picture)[None, None]})
+    seconds = time.perf_counter() - began
+    (wanted,) = encode(vision, [picture])
+    noise = np.square(encodings[ROWS_PORT].dequantize(rows[0, 0]) - wanted).sum(-1)
+    ratios = 10 * np.log10(np.square(wanted).sum(-1) / noise)
+    print(f"SQNR of rows {ratios.min():.1f} dB at least, median {np.median(ratios):.1f}; {seconds:.1f} s a tile")
+
+
+def _compile(folder: Path) -> None:
+    """Print what compiling for SM8650 takes, and the float nodes."""
+    began, floating, peaks = time.perf_counter(), dict[str, list[str]](), dict[str, int]()
+    target = folder / "compiled"
+    target.mkdir()
+    device, models = find("SM8650"), {ENCODER: folder / ENCODER_FILE}
+    binary = compile_graphs(device, models, target, watch=peaks.__setitem__, lint=floating.__setitem__)
+    size, nodes = (target / binary.file).stat().st_size / 1e6, sum(map(len, floating.values()))
+    peak = max(peaks.values()) / 2**30
+    print(f"SM8650: {time.perf_counter() - began:.0f} s, {peak:.2f} GB, binary {size:.0f} MB, {nodes} float nodes")
+
+
+def measure_answers(path: Path, count: int) -> None:
+    """Compare answers with the float model's, which are read from its logits along the bundle's answers."""
+    bundle = open_bundle(path)
+    checkpoint = Checkpoint.open(bundle.manifest.source.checkpoint)
+    vision, same, right = checkpoint.vision, 0, 0
+    assert vision is not None, "a checkpoint with a vision encoder"
+    with edgekv.load(path) as model:
+        for number in range(count):
+            pixels, words = drawn(number)
+            parts = [{"type": "image", "picture": 0}, {"type": "text", "text": QUESTION}]
+            answer = model.generate(
+                messages=[{"role": "user", "content": parts}],
+                max_new_tokens=24,
+                temperature=0.0,
+                pictures=[_file(pixels)],
+            )
+            tokens = list(answer)
+            right += "".join(token.text for token in tokens) == words
+            (rows,) = encode(vision, [patches_of(pixels, vision.spec, vision.pictures)])
+            vocab, prompt = checkpoint.spec.vocab, answer.prompt
+            placed = np.cumsum([token >= vocab for token in prompt]) - 1
+            ids = [vocab + at if token >= vocab else token for token, at in zip(prompt, placed, strict=True)]
+            said = [token.id for token in tokens]
+            window = np.array([*ids, *said[:-1]])
+            (logits,) = Reference(checkpoint.with_pictures(rows)).logits([window])
+            same += logits[len(ids) - 1 :].argmax(-1).tolist() == said
+    print(f"{count} pictures: {same / count:.1%} of the answers are the float model's, {right / count:.1%} are right")
+
+
+def _file(pixels: NDArray[np.uint8]) -> bytes:
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def main() -> None:
+    """Measure what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    kinds.add_parser("encoder").add_argument("shape", nargs="?", choices=SHAPES, default="smolvlm2")
+    answers = kinds.add_parser("answers")
+    answers.add_argument("bundle", type=Path)
+    answers.add_argument("--pictures", type=int, default=500)
+    given = parser.parse_args()
+    if given.kind == "encoder":
+        measure_encoder(given.shape)
+    else:
+        measure_answers(given.bundle, given.pictures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The vision encoder of a bundle in its manifest."""
+
+from __future__ import annotations
+
+from edgekv.bundle.records import Count, Record
+from edgekv.bundle.weights import WeightPlaces
+from edgekv.spec import EncoderSpec, PictureSpec
+from quant import Encoding
+
+ENCODER = "vision"
+"""The name of an encoder's graph."""
+ENCODER_FILE = "vision.onnx"
+
+
+class VisionRecord(Record, frozen=True):
+    """The vision encoder: a graph of one resolution, from pixels to rows that stand for embeddings.
+
+    Attributes:
+        file: the graph.
+        encoder: its sizes.
+        pictures: how pictures become its inputs, and where their rows stand in a prompt.
+        encodings: of its results by name, with those of its input and output.
+        weights: the places of its weights.
+        calibration: the pictures that its results were observed on: `drawn`, or a folder.
+        calibration_tiles: their number.
+    """
+
+    file: str
+    encoder: EncoderSpec
+    pictures: PictureSpec
+    encodings: dict[str, Encoding]
+    weights: WeightPlaces
+    calibration: str
+    calibration_tiles: Count

@@ -1,0 +1,47 @@
+"""What commands that take pictures have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+from edgekv.cli.output import Output
+from edgekv.option import Option
+
+if TYPE_CHECKING:
+    from edgekv.model import Model
+    from edgekv.pictures import Picture
+
+ImageOption = Annotated[
+    Sequence[Path],
+    Option(
+        "A picture (PNG, JPEG, WebP, GIF or BMP) for a bundle with a vision encoder; repeat for several. They stand "
+        "where the prompt has the model's token for a picture, such as <image>, or in front.",
+        metavar="FILE",
+    ),
+]
+
+
+def opened_pictures(files: Sequence[Path], model: Model, output: Output) -> list[Picture]:
+    """The pictures of `--image`; a line for each goes to standard error.
+
+    Raises:
+        EdgeKVError: as `Model.open_picture`.
+    """
+    found = []
+    for file in files:
+        started = perf_counter()
+        found.append(picture := model.open_picture(file, "--image"))
+        output.note(f"[{file.name}: {picture}, resized in {1e3 * (perf_counter() - started):.0f} ms]")
+    return found
+
+
+def encoder_line(pictures: Sequence[Picture]) -> str:
+    """How long the encoder ran, and for how many tiles."""
+    tiles = [tile for each in pictures for tile in each.tiles]
+    encoded = [tile for tile in tiles if tile.encode_ms]
+    seconds = sum(tile.encode_ms for tile in encoded) / 1e3
+    known = f", {len(tiles) - len(encoded)} known" if len(encoded) < len(tiles) else ""
+    return f"[vision encoder: {len(encoded)} tiles in {seconds:.2f} s{known}]"

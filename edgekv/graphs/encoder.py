@@ -1,0 +1,124 @@
+"""The vision encoder, written once over the operations of `EncoderOps`.
+
+LayerNorm is `normalize`: matrices that write the residual are stored without the mean of their outputs, so that every
+row has the mean 0 and its deviation is its root mean square; weights and biases of norms are in the matrices that read
+them. Both are exact. A norm of merged patches needs the means of each, which are a second residual of width 1 then.
+Pictures come as patches in the order of the squares that the projector merges, so that merging
+moves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from edgekv.graphs.decoder import BlockOps
+from edgekv.spec import (
+    MERGED_MEANS,
+    PATCHES,
+    POSITIONS,
+    PROJECTOR,
+    PROJECTOR_BIAS,
+    PROJECTOR_OUT,
+    PROJECTOR_OUT_BIAS,
+    EncoderSpec,
+    mean_of,
+)
+
+V = TypeVar("V")
+
+
+class EncoderOps(BlockOps[V], Protocol[V]):
+    """The operations of an encoder. Activations are `[1, 1, patches, width]`."""
+
+    def plus(self, x: V, weight: str, name: str) -> V:
+        """`x` plus a stored tensor of its shape."""
+
+    def patches(self, x: V) -> V:
+        """`x` without the row of a class behind the patches, if there is one."""
+
+    def merged(self, x: V, rows: int) -> V:
+        """Patches of `x` next to each other, `[1, 1, patches / rows, rows * width]`, in the encoding of `x`."""
+
+    def unmerged(self, x: V) -> V:
+        """`[1, 1, rows, n]` as `[1, 1, rows * n, 1]`, in the encoding of `x`."""
+
+    def normalize_merged(self, x: V, name: str) -> V:
+        """`x / rms(x)` over the width of merged patches, with the projector's epsilon."""
+
+    def exact_gelu(self, x: V, name: str) -> V:
+        """`x / 2 * (1 + erf(x / sqrt(2)))`."""
+
+
+class Residual(NamedTuple, Generic[V]):
+    """What layers add to.
+
+    Attributes:
+        rows: `[1, 1, inputs, hidden]`, each of the mean 0.
+        means: those that they would have, `[1, 1, inputs, 1]`; None if nothing reads them.
+    """
+
+    rows: V
+    means: V | None
+
+
+def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[V]:
+    """The residual before the first layer, from pixels `[1, 1, inputs, 3 * patch**2]`."""
+    rows = ops.plus(ops.linear(pixels, PATCHES, "vision.patches"), POSITIONS, "vision.entry")
+    if not spec.keeps_means:
+        return Residual(rows, None)
+    means = ops.linear(pixels, mean_of(PATCHES), "vision.patch_means")
+    return Residual(rows, ops.plus(means, mean_of(POSITIONS), "vision.entry_means"))
+
+
+def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: Residual[V]) -> Residual[V]:
+    """One layer: attention of all patches to all, and a feed-forward, each added to the residual.
+
+    Keys have no bias, which adds the same to all scores of a patch; that of values is in the bias of `o_proj`.
+    """
+    at, outputs = f"vision.layers.{layer}.", []
+    x = ops.normalize(residual.rows, spec.hidden, at + "attention_norm")
+    for head in range(spec.heads):
+        query, key, value = (
+            ops.linear(
+                x,
+                f"{at}{kind}_proj.weight",
+                f"{at}{kind}.h{head}",
+                bias=f"{at}q_proj.bias" if kind == "q" else None,
+                head=head,
+                gain=spec.head_dim**-0.5 if kind == "q" else 1.0,
+            )
+            for kind in "qkv"
+        )
+        shares = ops.softmax(ops.scores(query, key, f"{at}scores.h{head}"), "vision.probabilities")
+        outputs.append(ops.attend(shares, value, at + "attention"))
+    residual = _added(ops, residual, ops.join(outputs, at + "attention"), at, "o_proj")
+    x = ops.normalize(residual.rows, spec.hidden, at + "mlp_norm")
+    inner = _gelu(ops, spec, ops.linear(x, at + "fc1.weight", at + "fc1", bias=at + "fc1.bias"), at + "gelu")
+    return _added(ops, residual, inner, at, "fc2")
+
+
+def _added(ops: EncoderOps[V], residual: Residual[V], x: V, at: str, matrix: str) -> Residual[V]:
+    """The residual plus the results of a matrix."""
+    weight, bias, name, means = f"{at}{matrix}.weight", f"{at}{matrix}.bias", at + matrix, residual.means
+    rows = ops.add(residual.rows, ops.linear(x, weight, name, bias=bias), name + "_add")
+    if means is not None:
+        more = ops.linear(x, mean_of(weight), name + "_mean", bias=mean_of(bias))
+        means = ops.add(means, more, name + "_mean_add")
+    return Residual(rows, means)
+
+
+def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
+    """The rows that stand in a prompt, `[1, 1, rows, output]`."""
+    x, means = ops.patches(residual.rows), residual.means
+    if means is None:
+        x = ops.normalize(x, spec.hidden, "vision.last_norm")
+        return ops.linear(ops.merged(x, spec.merged), PROJECTOR, "vision.rows", bias=PROJECTOR_BIAS)
+    merged = ops.linear(ops.merged(ops.patches(means), spec.merged), MERGED_MEANS, "vision.merged_means")
+    x = ops.add(x, ops.unmerged(merged), "vision.with_means")
+    x = ops.normalize_merged(ops.merged(x, spec.merged), "vision.last_norm")
+    x = _gelu(ops, spec, ops.linear(x, PROJECTOR, "vision.projector", bias=PROJECTOR_BIAS), "vision.projector_gelu")
+    return ops.linear(x, PROJECTOR_OUT, "vision.rows", bias=PROJECTOR_OUT_BIAS)
+
+
+def _gelu(ops: EncoderOps[V], spec: EncoderSpec, x: V, name: str) -> V:
+    return ops.exact_gelu(x, name) if spec.exact_gelu else ops.gelu(x, name)

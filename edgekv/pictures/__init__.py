@@ -1,0 +1,40 @@
+"""Pictures in prompts: decoded, cut into tiles, encoded, and named by token ids of their own."""
+
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from edgekv.pictures.decode import read_picture
+    from edgekv.pictures.encoder import PictureEncoder
+    from edgekv.pictures.patches import block_order, normalized, patches_of
+    from edgekv.pictures.prompt import expand, place
+    from edgekv.pictures.rows import Picture, PictureRows, Tile
+    from edgekv.pictures.tiles import TiledPicture, cut_tiles
+
+__all__ = [
+    "Picture",
+    "PictureEncoder",
+    "PictureRows",
+    "Tile",
+    "TiledPicture",
+    "block_order",
+    "cut_tiles",
+    "expand",
+    "normalized",
+    "patches_of",
+    "place",
+    "read_picture",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "decode": "read_picture",
+        "encoder": "PictureEncoder",
+        "patches": "block_order normalized patches_of",
+        "prompt": "expand place",
+        "rows": "Picture PictureRows Tile",
+        "tiles": "TiledPicture cut_tiles",
+    },
+)

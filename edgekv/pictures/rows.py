@@ -1,0 +1,127 @@
+"""Rows of pictures under token ids of their own, so that caches and prefix keys tell pictures apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import EmbeddingTable
+from edgekv.pictures.encoder import PictureEncoder
+
+if TYPE_CHECKING:
+    from edgekv.pictures.tiles import TiledPicture  # imports Pillow
+
+_FIRST_ID = 1 << 62
+"""Ids of rows have this bit and 62 bits of a hash: no vocabulary reaches them, and no two pictures share one."""
+_KEPT_BYTES = 1 << 26
+"""Of encoded rows that no request holds, so that the next turn of a conversation does not encode them again."""
+
+
+class Tile:
+    """A tile of a picture. Its rows are computed when the first of them is run, and its pixels freed then.
+
+    Attributes:
+        ids: of its rows, from a hash of its pixels.
+        encode_ms: time of the encoder; 0 if it has not run.
+    """
+
+    def __init__(self, pixels: NDArray[np.uint8], rows: int) -> None:
+        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=32).digest()
+        hashed = np.frombuffer(hashlib.shake_128(digest).digest(8 * rows), ">u8") >> np.uint64(2)
+        self.ids: tuple[int, ...] = tuple(_FIRST_ID | int(each) for each in hashed)
+        self.encode_ms = 0.0
+        self._pixels: NDArray[np.uint8] | None = pixels
+        self._rows: NDArray[np.uint16] | None = None
+
+    def row(self, id: int, encoder: PictureEncoder) -> NDArray[np.uint16]:
+        """The row `[hidden]` of an id, as graphs read it."""
+        if self._rows is None:
+            assert self._pixels is not None, "it has one of both"
+            started = perf_counter_ns()
+            self._rows = encoder.encode(self._pixels)
+            self.encode_ms = (perf_counter_ns() - started) / 1e6
+            self._pixels = None
+        found: NDArray[np.uint16] = self._rows[self.ids.index(id)]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture that is ready to stand in a prompt.
+
+    Attributes:
+        tiles: row by row, and the whole picture last.
+        rows: of tiles; 0 if there is only the whole picture.
+        columns: of tiles.
+        size: width and height of the picture as it was given.
+    """
+
+    tiles: tuple[Tile, ...]
+    rows: int
+    columns: int
+    size: tuple[int, int]
+
+    def __str__(self) -> str:
+        width, height = self.size
+        tiles = f"{self.columns} x {self.rows} tiles and the whole" if self.rows else "1 tile"
+        return f"{width} x {height} pixels, {tiles}, {self.tokens} tokens"
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all tiles."""
+        return sum(len(tile.ids) for tile in self.tiles)
+
+
+class PictureRows:
+    """The embeddings of tokens and of rows of pictures; a request holds the tiles of its prompt.
+
+    Any thread may open pictures; rows are computed by the one that drives the engine.
+
+    Attributes:
+        encoder: computes rows.
+    """
+
+    def __init__(self, table: EmbeddingTable, encoder: PictureEncoder) -> None:
+        self.encoder = encoder
+        self._table = table
+        self._lock = Lock()
+        self._tiles: WeakValueDictionary[int, Tile] = WeakValueDictionary()  # by the ids of their rows
+        self._kept: OrderedDict[int, Tile] = OrderedDict()  # by the first of these, the newest last
+
+    def open(self, picture: TiledPicture) -> Picture:
+        """A picture with the ids of its rows; tiles that are kept are the same objects."""
+        with self._lock:
+            tiles = tuple(map(self._tile, picture.tiles))
+        return Picture(tiles, picture.rows, picture.columns, picture.size)
+
+    def _tile(self, pixels: NDArray[np.uint8]) -> Tile:
+        spec = self.encoder.spec
+        tile = Tile(pixels, spec.rows)
+        tile = self._tiles.get(tile.ids[0], tile)
+        self._tiles.update(dict.fromkeys(tile.ids, tile))
+        self._kept[tile.ids[0]] = tile
+        self._kept.move_to_end(tile.ids[0])
+        while len(self._kept) > max(1, _KEPT_BYTES // (2 * spec.rows * spec.output)):
+            self._kept.popitem(last=False)
+        return tile
+
+    def rows(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """The embeddings of tokens as graphs read them, `[T, hidden]`."""
+        ids = np.asarray(tokens, np.int64)
+        pictured = np.flatnonzero(ids >= _FIRST_ID)
+        if not len(pictured):
+            return self._table.rows(ids)
+        found = self._table.rows(np.where(ids >= _FIRST_ID, 0, ids))
+        for at in pictured:
+            id = int(ids[at])
+            found[at] = self._tiles[id].row(id, self.encoder)
+        return found

@@ -1,0 +1,40 @@
+"""The supported vision encoders, one file each.
+
+A file declares `MODEL_TYPES`, the values of `model_type` that it reads, and two functions: `describe(config)` returns
+the `EncoderSpec`, and `pictures(config, processor)` the `PictureSpec`. `NAMES` says what its checkpoints call tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from edgekv.spec.config import Config
+from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.vision import EncoderSpec, PictureSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """How to read the checkpoints of an architecture; see the package."""
+
+    describe: Callable[[Config], EncoderSpec]
+    pictures: Callable[[Config, Config], PictureSpec]
+    names: EncoderNames
+
+
+def find_encoders() -> Mapping[str, EncoderFamily]:
+    """The encoders by `model_type`."""
+    found: dict[str, EncoderFamily] = {}
+    for entry in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
+        module = importlib.import_module(f"{__name__}.{entry.name}")
+        if hasattr(module, "MODEL_TYPES"):
+            family = EncoderFamily(module.describe, module.pictures, module.NAMES)
+            found.update(dict.fromkeys(module.MODEL_TYPES, family))
+    return found
+
+
+ENCODERS = find_encoders()
+"""All supported encoders; see `find_encoders`."""

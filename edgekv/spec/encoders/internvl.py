@@ -1,0 +1,118 @@
+"""InternVL 3 and 3.5 in transformers' form: InternViT with a class and scaled layers, and two matrices as projector."""
+
+from __future__ import annotations
+
+from edgekv.spec.config import Config
+from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.vision import EncoderSpec, PictureSpec
+
+MODEL_TYPES = ("internvl",)
+
+_MODEL, _LAYER = "model.vision_tower.", "model.vision_tower.encoder.layer.{layer}."
+_PROJECTOR = "model.multi_modal_projector."
+
+NAMES = EncoderNames(
+    patches=_MODEL + "embeddings.patch_embeddings.projection",
+    positions=_MODEL + "embeddings.position_embeddings",
+    class_row=_MODEL + "embeddings.cls_token",
+    attention_norm=_LAYER + "layernorm_before",
+    q=_LAYER + "attention.q_proj",
+    k=_LAYER + "attention.k_proj",
+    v=_LAYER + "attention.v_proj",
+    o=_LAYER + "attention.projection_layer",
+    attention_scale=_LAYER + "lambda_1",
+    feed_forward_norm=_LAYER + "layernorm_after",
+    fc1=_LAYER + "mlp.fc1",
+    fc2=_LAYER + "mlp.fc2",
+    feed_forward_scale=_LAYER + "lambda_2",
+    last_norm=_PROJECTOR + "layer_norm",
+    projector=_PROJECTOR + "linear_1",
+    projector_out=_PROJECTOR + "linear_2",
+)
+
+_IMAGE_TOKEN = 151667
+_BICUBIC = 3
+_CLIP_MEAN, _CLIP_DEVIATION = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+def describe(config: Config) -> EncoderSpec:
+    """InternViT (arXiv 2312.14238) with pixel shuffle, for pictures of one size."""
+    vision = config.table("vision_config").with_defaults(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
+    )
+    fixed = {
+        "hidden_act": "gelu",
+        "num_channels": 3,
+        "norm_type": "layer_norm",
+        "use_qk_norm": False,
+        "use_mean_pooling": True,
+        "use_absolute_position_embeddings": True,
+        "attention_bias": True,
+    }
+    for name, value in fixed.items():
+        vision.expect(name, value)
+    config.expect("projector_hidden_act", "gelu")
+    config.expect("vision_feature_layer", -1)
+    config.expect("vision_feature_select_strategy", "default")
+    heads, hidden = vision.size("num_attention_heads"), vision.size("hidden_size")
+    image, patch, merge = vision.edge("image_size", 448), vision.edge("patch_size", 14), _merge(config)
+    if hidden % heads:
+        raise vision.refusal("hidden_size", f"a multiple of num_attention_heads = {heads}")
+    if image % (patch * merge):
+        raise vision.refusal("image_size", f"a multiple of {merge} patches of {patch}")
+    return EncoderSpec(
+        model_type=config.text("model_type"),
+        layers=vision.size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        intermediate=vision.size("intermediate_size"),
+        image=image,
+        patch=patch,
+        merge=merge,
+        output=config.text_decoder().size("hidden_size"),
+        eps=vision.number("layer_norm_eps", 1e-6),
+        has_class=True,
+        exact_gelu=True,
+        projector="mlp",
+    )
+
+
+def pictures(config: Config, processor: Config) -> PictureSpec:
+    """As transformers' `GotOcr2ImageProcessor` and `InternVLProcessor` do it: that splits pictures by default.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        processor: its `preprocessor_config.json`.
+    """
+    image, size = config.table("vision_config").edge("image_size", 448), processor.table("size")
+    if (found := (size.size("height", 384), size.size("width", 384))) != (image, image):
+        wanted = f"height and width {image}, the vision model's image_size"
+        raise processor.refusal("size", wanted, got=" x ".join(map(str, found)))
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        processor.expect(name, True)
+    processor.expect("resample", _BICUBIC)
+    processor = processor.with_defaults(image_mean=_CLIP_MEAN, image_std=_CLIP_DEVIATION)
+    mean, deviation = processor.numbers("image_mean", 3), processor.numbers("image_std", 3)
+    most = processor.size("max_patches", 12)
+    return PictureSpec(
+        tiling="aspect" if most > 1 else "none",
+        resample="bicubic",
+        least_tiles=processor.size("min_patches", 1),
+        most_tiles=most,
+        mean=(mean[0], mean[1], mean[2]),
+        deviation=(deviation[0], deviation[1], deviation[2]),
+        token="<IMG_CONTEXT>",
+        token_id=config.count("image_token_id", _IMAGE_TOKEN),
+        begin="<img>",
+        whole="",
+        end="</img>",
+        numbered=False,
+    )
+
+
+def _merge(config: Config) -> int:
+    """The edge of the squares that become one row."""
+    ratio = config.number("downsample_ratio", 0.5)
+    if ratio > 1 or (1 / ratio) % 1:
+        raise config.refusal("downsample_ratio", "1 over a whole number")
+    return int(1 / ratio)

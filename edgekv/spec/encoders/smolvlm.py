@@ -1,0 +1,92 @@
+"""SmolVLM and SmolVLM2: SigLIP's encoder, pixel shuffle, and one matrix as the projector."""
+
+from __future__ import annotations
+
+from edgekv.spec.config import Config
+from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.vision import EncoderSpec, PictureSpec
+
+MODEL_TYPES = ("smolvlm",)
+
+_MODEL, _LAYER = "model.vision_model.", "model.vision_model.encoder.layers.{layer}."
+
+NAMES = EncoderNames(
+    patches=_MODEL + "embeddings.patch_embedding",
+    positions=_MODEL + "embeddings.position_embedding.weight",
+    attention_norm=_LAYER + "layer_norm1",
+    q=_LAYER + "self_attn.q_proj",
+    k=_LAYER + "self_attn.k_proj",
+    v=_LAYER + "self_attn.v_proj",
+    o=_LAYER + "self_attn.out_proj",
+    feed_forward_norm=_LAYER + "layer_norm2",
+    fc1=_LAYER + "mlp.fc1",
+    fc2=_LAYER + "mlp.fc2",
+    last_norm=_MODEL + "post_layernorm",
+    projector="model.connector.modality_projection.proj",
+)
+
+_IMAGE_TOKEN = 128257
+_LANCZOS = 1
+
+
+def describe(config: Config) -> EncoderSpec:
+    """SigLIP's encoder (arXiv 2303.15343) with SmolVLM's pixel shuffle (arXiv 2504.05299)."""
+    vision = config.table("vision_config").with_defaults(
+        hidden_size=1152,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        image_size=224,
+        patch_size=32,
+    )
+    vision.expect("hidden_act", "gelu_pytorch_tanh")
+    vision.expect("num_channels", 3)
+    heads, hidden = vision.size("num_attention_heads"), vision.size("hidden_size")
+    image, patch, merge = vision.size("image_size"), vision.size("patch_size"), config.size("scale_factor", 2)
+    if hidden % heads:
+        raise vision.refusal("hidden_size", f"a multiple of num_attention_heads = {heads}")
+    if image % (patch * merge):
+        raise vision.refusal("image_size", f"a multiple of patch_size = {patch} times scale_factor = {merge}")
+    return EncoderSpec(
+        model_type=config.text("model_type"),
+        layers=vision.size("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        intermediate=vision.size("intermediate_size"),
+        image=image,
+        patch=patch,
+        merge=merge,
+        output=config.text_decoder().size("hidden_size"),
+        eps=vision.number("layer_norm_eps", 1e-6),
+    )
+
+
+def pictures(config: Config, processor: Config) -> PictureSpec:
+    """As transformers' `SmolVLMImageProcessor` and `SmolVLMProcessor` do it.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        processor: its `preprocessor_config.json`.
+    """
+    image = config.table("vision_config").size("image_size", 224)
+    tile = processor.table("max_image_size").size("longest_edge", 364)
+    if tile != image:
+        raise processor.refusal("max_image_size", f"longest_edge {image}, the vision model's image_size", got=str(tile))
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        processor.expect(name, True)
+    processor.expect("resample", _LANCZOS)
+    processor = processor.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    mean, deviation = processor.numbers("image_mean", 3), processor.numbers("image_std", 3)
+    return PictureSpec(
+        tiling="multiples" if processor.flag("do_image_splitting", True) else "none",
+        resample="lanczos",
+        longest=processor.table("size").size("longest_edge", 4 * 364),
+        mean=(mean[0], mean[1], mean[2]),
+        deviation=(deviation[0], deviation[1], deviation[2]),
+        token="<image>",
+        token_id=config.count("image_token_id", _IMAGE_TOKEN),
+        begin="<fake_token_around_image>",
+        whole="<global-img>",
+        end="<fake_token_around_image>",
+        numbered=True,
+    )

@@ -1,0 +1,269 @@
+"""The vision encoder of a checkpoint, with its norms, biases and the mean of the residual folded into its matrices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.errors import CheckpointError
+from edgekv.pictures import block_order
+from edgekv.spec import (
+    ENCODERS,
+    MERGED_MEANS,
+    PATCHES,
+    POSITIONS,
+    PROJECTOR,
+    PROJECTOR_BIAS,
+    PROJECTOR_OUT,
+    PROJECTOR_OUT_BIAS,
+    Config,
+    EncoderSpec,
+    PictureSpec,
+    mean_of,
+    read_json,
+)
+from edgekv.spec.encoders.names import EncoderNames
+from exporters.checkpoint.fold import EVERY, Floats
+from exporters.checkpoint.stored import Stored
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_LAYER = re.compile(r"vision\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class VisionEncoder:
+    """The vision encoder of an open checkpoint.
+
+    Attributes:
+        spec: its sizes.
+        pictures: how pictures become its inputs.
+        names: of the stored tensors.
+    """
+
+    spec: EncoderSpec
+    pictures: PictureSpec
+    names: EncoderNames = field(repr=False)
+    _tensors: Mapping[str, Stored] = field(repr=False)
+
+    @classmethod
+    def open(cls, config: Mapping[str, Any], folder: Path, tensors: Mapping[str, Stored]) -> VisionEncoder | None:
+        """The encoder of a checkpoint; None if its architecture has none that can be exported.
+
+        Args:
+            config: the content of `config.json`.
+            folder: of the checkpoint.
+            tensors: by their stored names.
+
+        Raises:
+            CheckpointError: a field or a tensor is missing, contradictory or not supported.
+        """
+        fields = Config(config)
+        family = ENCODERS.get(fields.text("model_type"))
+        if family is None:
+            return None
+        spec = family.describe(fields)
+        found = cls(spec, family.pictures(fields, _processor(folder)), family.names, tensors)
+        for name, shape in found.shapes.items():
+            stored = tensors.get(name)
+            if stored is None or stored.shape != shape:
+                raise CheckpointError(
+                    f"weights: {name}",
+                    got="no such tensor" if stored is None else f"shape {list(stored.shape)}",
+                    expected=f"shape {list(shape)}, as vision_config of config.json says",
+                    fix="The weights and config.json do not belong together; fetch both again.",
+                )
+        return found
+
+    @property
+    def files(self) -> set[Path]:
+        """The files of its tensors."""
+        return {self._tensors[name].file for name in self.shapes}
+
+    def check_values(self) -> None:
+        """Reject values that no graph can represent.
+
+        Raises:
+            CheckpointError: naming a tensor with elements that are NaN or infinite.
+        """
+        for name in self.shapes:
+            if not np.isfinite(self._tensors[name].largest()):
+                fix = "The training or a conversion diverged, or the file is damaged: use another checkpoint."
+                raise CheckpointError(f"weights: {name}", got="NaN or infinite", expected="finite numbers", fix=fix)
+
+    def head_width(self, name: str) -> int:
+        """Width of the heads of a projection."""
+        return self.spec.head_dim
+
+    def tensor(self, name: str) -> Floats:
+        """A tensor under its name in `EncoderSpec`, with all that is folded into it; matrices are `[out, in]`.
+
+        What is normalized has the mean 0, so matrices that read it have the norm's weights as factors of their inputs,
+        and its biases in their own.
+        """
+        if name == MERGED_MEANS:
+            return (np.eye(self.spec.merged) - 1 / self.spec.merged).astype(np.float32)
+        if "_mean." in name:
+            return self._means(name)
+        if name in (PATCHES, POSITIONS) or name.endswith(("o_proj.weight", "o_proj.bias", "fc2.weight", "fc2.bias")):
+            centered = _centered(self._written(name))
+            return centered.T if name == POSITIONS else centered
+        if name == PROJECTOR:
+            return self._weight(self.names.projector) * self._merged(self._weight(self.names.last_norm))
+        if name == PROJECTOR_BIAS:
+            bias: Floats = self._weight(self.names.projector) @ self._merged(self._bias(self.names.last_norm))
+            return bias if self.names.projector_out is None else bias + self._bias(self.names.projector)
+        if name in (PROJECTOR_OUT, PROJECTOR_OUT_BIAS):
+            assert self.names.projector_out is not None, "the projector has two matrices"
+            return (self._weight if name == PROJECTOR_OUT else self._bias)(self.names.projector_out)
+        match = _LAYER.fullmatch(name)
+        assert match is not None, "a tensor of a layer"
+        return self._layer(match[2], int(match[1]))
+
+    def _positions(self) -> Floats:
+        """What is added to each input, `[inputs, hidden]`: its position, and the bias of patches or the class."""
+        spec, names = self.spec, self.names
+        table = self._stored(names.positions)
+        if names.class_row is None:
+            return (table[_positions(spec)] + self._bias(names.patches))[block_order(spec)]
+        own, patches = table[0, :1] + self._stored(names.class_row)[0], table[0, 1:] + self._bias(names.patches)
+        return np.concatenate([patches[block_order(spec)], own])
+
+    def _merged(self, norm: Floats) -> Floats:
+        """A weight or bias of the last norm for each element of merged patches."""
+        return np.tile(norm, self.spec.merged) if self.spec.projector == "matrix" else norm
+
+    def _means(self, name: str) -> Floats:
+        """The mean of a tensor's outputs, as a tensor with one output; see `mean_of`."""
+        means: Floats = self._written(name.replace("_mean.", ".")).mean(axis=0)
+        if name == mean_of(POSITIONS):
+            return means[:, None]
+        return means[None] if name.endswith(".weight") else means.reshape(1)
+
+    def _written(self, name: str) -> Floats:
+        """What writes the residual, `[hidden, ...]`, before its mean is taken away; positions are transposed."""
+        if name == PATCHES:
+            return self._weight(self.names.patches).reshape(self.spec.hidden, -1)
+        if name == POSITIONS:
+            return self._positions().T
+        match = _LAYER.fullmatch(name)
+        assert match is not None, "a tensor of a layer"
+        return self._layer(match[2], int(match[1]))
+
+    def _layer(self, part: str, layer: int) -> Floats:
+        names, matrix, _, kind = self.names, *part.rpartition(".")
+        reads = {"q_proj": names.q, "k_proj": names.k, "v_proj": names.v, "fc1": names.fc1}
+        if matrix in reads:
+            norm = names.feed_forward_norm if matrix == "fc1" else names.attention_norm
+            weight = self._weight(reads[matrix], layer)
+            if kind == "weight":
+                return weight * self._weight(norm, layer)
+            return self._bias(reads[matrix], layer) + weight @ self._bias(norm, layer)
+        is_attention = matrix == "o_proj"
+        writes, scale = (names.o, names.attention_scale) if is_attention else (names.fc2, names.feed_forward_scale)
+        weight = self._weight(writes, layer)
+        factors = np.ones(len(weight), np.float32) if scale is None else self._stored(scale, layer)
+        if kind == "weight":
+            return weight * factors[:, None]
+        bias = self._bias(writes, layer)
+        if is_attention:  # shares of a patch sum to 1, so the bias of values reaches the result
+            bias = bias + weight @ self._layer("v_proj.bias", layer)
+        return bias * factors
+
+    def _weight(self, name: str, layer: int = 0) -> Floats:
+        return self._stored(f"{name}.weight", layer)
+
+    def _bias(self, name: str, layer: int = 0) -> Floats:
+        return self._stored(f"{name}.bias", layer)
+
+    def _stored(self, name: str, layer: int = 0) -> Floats:
+        return self._tensors[name.format(layer=layer)].read(EVERY)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stored tensors."""
+        spec, names = self.spec, self.names
+        found: dict[str, tuple[int, ...]] = {
+            names.patches + ".weight": (spec.hidden, 3, spec.patch, spec.patch),
+            names.patches + ".bias": (spec.hidden,),
+            names.positions: (1, spec.inputs, spec.hidden) if spec.has_class else (spec.patches, spec.hidden),
+            names.projector + ".weight": (spec.output, spec.hidden * spec.merged),
+        }
+        if names.class_row is not None:
+            found[names.class_row] = 1, 1, spec.hidden
+        if names.projector_out is not None:
+            found[names.projector + ".bias"] = found[names.projector_out + ".bias"] = (spec.output,)
+            found[names.projector_out + ".weight"] = spec.output, spec.output
+        last = spec.hidden * (spec.merged if names.projector_out is not None else 1)
+        norms = list[str]()
+        for layer in range(spec.layers):
+            norms += [each.format(layer=layer) for each in (names.attention_norm, names.feed_forward_norm)]
+            for name, shape in {
+                **dict.fromkeys((names.q, names.k, names.v, names.o), (spec.hidden, spec.hidden)),
+                names.fc1: (spec.intermediate, spec.hidden),
+                names.fc2: (spec.hidden, spec.intermediate),
+            }.items():
+                found[name.format(layer=layer) + ".weight"] = shape
+                found[name.format(layer=layer) + ".bias"] = shape[:1]
+            for scale in filter(None, (names.attention_scale, names.feed_forward_scale)):
+                found[scale.format(layer=layer)] = (spec.hidden,)
+        found |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in ("weight", "bias")}
+        found |= {f"{names.last_norm}.{kind}": (last,) for kind in ("weight", "bias")}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedEncoder:
+    """An encoder whose rows are in the basis of a decoder with a rotated residual.
+
+    Attributes:
+        encoder: the encoder.
+        write: rotates the outputs of a matrix or bias that writes the decoder's residual.
+    """
+
+    encoder: VisionEncoder
+    write: Callable[[Floats], Floats]
+
+    @property
+    def spec(self) -> EncoderSpec:
+        """Its sizes."""
+        return self.encoder.spec
+
+    def tensor(self, name: str) -> Floats:
+        """As `VisionEncoder.tensor`."""
+        found = self.encoder.tensor(name)
+        outputs = (PROJECTOR, PROJECTOR_BIAS)
+        if self.spec.projector == "mlp":
+            outputs = PROJECTOR_OUT, PROJECTOR_OUT_BIAS
+        return self.write(found) if name in outputs else found
+
+
+def _positions(spec: EncoderSpec) -> NDArray[np.int64]:
+    """The row of the position table for each patch, as SigLIP for any resolution finds it, in float32."""
+    step = np.float32(1 / spec.side)
+    places = np.minimum(np.arange(spec.side, dtype=np.float32) * step, np.float32(1 - 1e-6))
+    bounds = np.arange(1 / spec.side, 1.0, 1 / spec.side).astype(np.float32)
+    at = np.searchsorted(bounds, places, side="right")
+    return (at[:, None] * spec.side + at).reshape(-1)
+
+
+def _centered(outputs: Floats) -> Floats:
+    """A matrix `[out, ...]` or a bias `[out]` whose results have the mean 0."""
+    centered: Floats = outputs - outputs.mean(axis=0)
+    return centered
+
+
+def _processor(folder: Path) -> Config:
+    """How the checkpoint's pictures are prepared."""
+    for name in _PROCESSORS:
+        if (folder / name).is_file():
+            fields = read_json(folder / name)
+            nested = fields.get("image_processor")
+            return Config(nested if isinstance(nested, dict) else fields, name)
+    wanted, fix = "how pictures are prepared", "Fetch the checkpoint again."
+    raise CheckpointError(str(folder / _PROCESSORS[0]), got="no such file", expected=wanted, fix=fix)

@@ -1,0 +1,110 @@
+"""The piece of a vision encoder: its graph, its weights, and what a manifest says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import onnx
+
+from edgekv.bundle import ENCODER_FILE, RotationName, VisionRecord
+from edgekv.pictures import patches_of
+from edgekv.spec import EncoderSpec, PictureSpec
+from exporters.checkpoint.rotate import ResidualRotation
+from exporters.checkpoint.vision import RotatedEncoder
+from exporters.graphs.encoder import build_encoder
+from exporters.pipeline.inputs import PICTURE_ROWS, Exact, Inputs
+from exporters.pipeline.piece import Piece
+from exporters.quantize.encoder import EncoderTensors, quantize_encoder
+from exporters.quantize.pictures import drawn_picture
+from exporters.quantize.weights import WeightStore
+
+SHARD = "weights-vision"
+
+
+class Encoded(VisionRecord, frozen=True, kw_only=True):
+    """What a manifest says of an encoder, and how far its rows reach.
+
+    Attributes:
+        low: the least element of a row that its encoding has.
+        high: the greatest.
+    """
+
+    low: float
+    high: float
+
+    @property
+    def record(self) -> VisionRecord:
+        """For the manifest."""
+        return VisionRecord(**{name: getattr(self, name) for name in VisionRecord.__struct_fields__})
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPiece(Piece):
+    """A vision encoder in integers; answers `Encoded`.
+
+    Attributes:
+        exact: the decoder, whose residual its rows belong to.
+        encoder: its sizes.
+        pictures: how pictures become its inputs.
+        rotation: of the decoder's residual.
+        tiles: number of drawn pictures to calibrate on.
+    """
+
+    kind: ClassVar[str] = "encoder"
+
+    exact: Exact
+    encoder: EncoderSpec
+    pictures: PictureSpec
+    rotation: RotationName
+    tiles: int
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ()
+
+    def make(self, folder: Path, inputs: Inputs) -> Encoded:
+        vision = inputs.encoder(self.exact)
+        if (vision.spec, vision.pictures) != (self.encoder, self.pictures):
+            raise ValueError(f"encoder: got {vision.spec}; expected {self.encoder}")
+        tensors: EncoderTensors = vision
+        turn = None
+        if self.rotation != "none":
+            rotation = ResidualRotation(self.exact.spec, inputs.exact(self.exact).tensor)
+            tensors = RotatedEncoder(vision, rotation.writing)
+            turn = rotation.writing(np.eye(self.encoder.output, dtype=np.float32))
+        tiles = [drawn_picture(number, self.encoder.image) for number in range(self.tiles)]
+        patches = [patches_of(each, self.encoder, self.pictures) for each in tiles]
+        steps = self.encoder.layers + 1
+        told = partial(inputs.progress, "encoder")
+        found = quantize_encoder(tensors, self.pictures, patches, lambda layers: told(layers, steps))
+        store = WeightStore(tensors.tensor, lambda _: self.encoder.head_dim, found.matrices, folder)
+        graph = build_encoder(self.encoder, found.encodings, store)
+        store.flush(SHARD)
+        onnx.save(graph.finish(), folder / ENCODER_FILE)
+        rows = np.concatenate(found.rows)
+        np.save(folder / PICTURE_ROWS, rows if turn is None else rows @ turn)  # turn's inverse is its transpose
+        told(steps, steps)
+        return Encoded(
+            file=ENCODER_FILE,
+            encoder=self.encoder,
+            pictures=self.pictures,
+            encodings=found.encodings,
+            weights=store.places,
+            calibration="drawn",
+            calibration_tiles=self.tiles,
+            low=found.reach[0],
+            high=found.reach[1],
+        )
+
+
+def encoder_bytes(spec: EncoderSpec, tiles: int) -> int:
+    """RAM to quantize an encoder: a layer in float32, all matrices as integers, and the largest results of a tile."""
+    integers = sum(rows * columns for rows, columns in spec.matrices.values())
+    layer = 4 * spec.hidden * (4 * spec.hidden + 2 * spec.intermediate)
+    projector = 12 * spec.output * spec.hidden * spec.merged
+    results = 12 * spec.patches * max(spec.patches, spec.intermediate, spec.patch_values)
+    return integers + max(2 * layer, projector) + results + 8 * tiles * spec.patches * spec.patch_values

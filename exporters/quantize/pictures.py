@@ -1,0 +1,45 @@
+"""Pictures to calibrate a vision encoder with: drawn, the same everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+CALIBRATION_TILES = 6
+"""Drawn pictures; the ranges of one more lie within those of these and their headroom."""
+
+_SHAPES = 12
+_TOKENS_BEFORE = 8  # of a text, in front of a picture
+
+
+def with_pictures(tokens: NDArray[np.int64], vocab: int, rows: int) -> NDArray[np.int64]:
+    """Windows of token ids `[windows, T]`, the first of them with the rows of a drawn picture each.
+
+    Rows have ids from `vocab` on, by picture; see `Checkpoint.with_pictures`. What does not fit a window is left out.
+    """
+    found = tokens.copy()
+    for number, window in enumerate(found[:CALIBRATION_TILES]):
+        place = window[_TOKENS_BEFORE : _TOKENS_BEFORE + rows]
+        place[:] = vocab + number * rows + np.arange(len(place))
+    return found
+
+
+def drawn_picture(number: int, edge: int) -> NDArray[np.uint8]:
+    """A picture `[edge, edge, 3]`: a gradient, shapes of all sizes in two textures, noise, and lines like writing."""
+    random = np.random.default_rng(number)
+    y, x = np.mgrid[0:edge, 0:edge].astype(np.float32) / edge
+    corners = random.integers(0, 256, (3, 3)).astype(np.float32)
+    picture = corners[0] + x[..., None] * (corners[1] - corners[0]) + y[..., None] * (corners[2] - corners[0])
+    for shape in range(_SHAPES):
+        center, size = random.random(2), 0.5 * random.random() ** 2 + 0.02
+        across, down = (x - center[0]) / size, (y - center[1]) / (size * random.uniform(0.3, 1.0))
+        inside = (np.maximum(abs(across), abs(down)) if shape % 2 else across**2 + down**2) < 1
+        texture = (np.sin(across * random.uniform(2, 40)) > 0) if shape % 3 == 0 else np.ones_like(inside)
+        picture[inside & texture] = random.integers(0, 256, 3)
+    top = random.integers(0, edge)
+    rows = slice(top, top + edge // 8)
+    writing = (random.random((edge, edge)) < 0.5) & (np.sin(y * edge * 0.7) > 0)
+    picture[rows][writing[rows]] = random.integers(0, 256, 3)
+    picture += random.normal(0, random.uniform(0, 12), picture.shape)
+    found: NDArray[np.uint8] = picture.clip(0, 255).astype(np.uint8)
+    return found

@@ -1,0 +1,324 @@
+"""Pictures: decoded, cut, encoded and placed in prompts as transformers does."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import BadRequestError, OpenAI
+from PIL import Image
+
+import edgekv
+from devices import find
+from edgekv.bundle import open_bundle
+from edgekv.cli import run
+from edgekv.conversation import Conversation
+from edgekv.errors import ContextFullError, UsageError
+from edgekv.model import Model
+from edgekv.pictures import (
+    Picture,
+    PictureEncoder,
+    Tile,
+    TiledPicture,
+    cut_tiles,
+    expand,
+    normalized,
+    patches_of,
+    read_picture,
+)
+from edgekv.runtime.cpu import CpuEngine
+from edgekv.runtime.htp import HtpEngine
+from edgekv.spec import PictureSpec
+from edgekv.text import SamplingParams
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.vision import VisionEncoder
+from exporters.quantize.encoder import encode
+from tests.browser import Browser
+from tests.chat_page import KEPT, change_settings, new_chat, say
+from tests.exports import export_options, exported, exported_architecture
+from tests.picture_models import SIZES, photo, png, write_internvl, write_smolvlm
+from tests.serving import NAME, served
+
+GOLDEN = np.load(Path(__file__).parent / "golden" / "pictures.npz")
+PICTURES = PictureSpec(
+    tiling="multiples",
+    resample="lanczos",
+    longest=2048,
+    mean=(0.5, 0.5, 0.5),
+    deviation=(0.5, 0.5, 0.5),
+    token="<image>",
+    token_id=1,
+    begin="<f>",
+    whole="<w>",
+    end="<f>",
+    numbered=True,
+)
+
+
+def _bomb(width: int, height: int) -> bytes:
+    """A PNG of a few hundred bytes that says it is this large."""
+    small = png(np.zeros((1, 1, 3), np.uint8))
+    header = b"IHDR" + width.to_bytes(4) + height.to_bytes(4) + small[24:29]
+    return small[:12] + header + zlib.crc32(header).to_bytes(4) + small[33:]
+
+
+def _animated() -> bytes:
+    file = BytesIO()
+    first, *others = (Image.fromarray(photo(16, 16, number)) for number in range(3))
+    first.save(file, "GIF", save_all=True, append_images=others)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> VisionEncoder:
+    found = Checkpoint.open(str(write_smolvlm(tmp_path_factory.mktemp("vlm") / "smolvlm"))).vision
+    assert found is not None
+    return found
+
+
+def _rows(vision: VisionEncoder, picture: TiledPicture) -> np.ndarray[Any, Any]:
+    return np.concatenate(encode(vision, [patches_of(tile, vision.spec, vision.pictures) for tile in picture.tiles]))
+
+
+def _pixels(vision: VisionEncoder, picture: TiledPicture) -> np.ndarray[Any, Any]:
+    return np.stack([normalized(tile, vision.pictures).transpose(2, 0, 1) for tile in picture.tiles])
+
+
+def _written(vision: VisionEncoder, picture: TiledPicture) -> str:
+    tiles = tuple(Tile(tile, vision.spec.rows) for tile in picture.tiles)
+    placed = Picture(tiles, picture.rows, picture.columns, picture.size)
+    return expand(f"See {vision.pictures.token} and say:", [placed], vision.pictures)
+
+
+@pytest.mark.parametrize("number", range(len(SIZES)))
+def test_pixels_are_those_of_transformers(vision: VisionEncoder, number: int):
+    width, height = SIZES[number]
+    picture = cut_tiles(photo(width, height, number), vision.pictures, vision.spec.image)
+    found, wanted = _pixels(vision, picture), GOLDEN[f"pixels{number}"]
+    assert found.shape == wanted.shape and np.abs(found - wanted).max() < 1e-6
+
+
+@pytest.mark.parametrize(("write", "prefix"), [(write_smolvlm, ""), (write_internvl, "internvl_")])
+def test_the_float_encoder_gives_the_rows_of_transformers(write: Callable[[Path], Path], prefix: str, tmp_path: Path):
+    checkpoint = Checkpoint.open(str(write(tmp_path / "checkpoint")))
+    vision = checkpoint.vision
+    assert vision is not None
+    picture = cut_tiles(photo(*SIZES[0]), vision.pictures, vision.spec.image)
+    assert np.abs(_pixels(vision, picture) - GOLDEN[prefix + ("pixels" if prefix else "pixels0")]).max() < 1e-6
+    wanted = GOLDEN[prefix + "rows"]
+    assert np.abs(_rows(vision, picture) - wanted).max() < 1e-4 * np.abs(wanted).max()
+    assert checkpoint.encode(_written(vision, picture)) == GOLDEN[prefix + "ids"].tolist()
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_smolvlm(tmp_path_factory.mktemp("vlm") / "smolvlm")
+    return exported(folder, export_options(context=192, ar=(1, 16)))
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[Model]:
+    with edgekv.load(bundle) as model:
+        yield model
+
+
+def _tokens(model: Model, prompt: str = "See <image> and say:", **keywords: Any) -> tuple[list[int], int]:
+    generation = model.generate(prompt, max_new_tokens=6, temperature=0.0, **keywords)
+    return [token.id for token in generation], generation.stats.cache.reused_tokens
+
+
+def test_the_bundle_reads_a_picture_as_transformers_does(model: Model):
+    """In integers of 8 bits, of a random model that amplifies every rounding."""
+    generation = model.generate(
+        "See <image> and say:", max_new_tokens=1, temperature=0.0, return_logits=True, pictures=[png(photo(*SIZES[0]))]
+    )
+    logits, wanted = next(generation).logits, GOLDEN["logits"][-1]
+    assert logits is not None and generation.stats.prompt_tokens == len(GOLDEN["ids"])
+    assert 10 * np.log10(np.square(wanted).sum() / np.square(logits - wanted).sum()) > 20
+
+
+def test_internvl_runs_as_a_bundle(tmp_path: Path):
+    bundle = exported(write_internvl(tmp_path / "internvl"), export_options(context=192, ar=(1, 16)))
+    with edgekv.load(bundle) as model:
+        generation = model.generate(
+            "See <IMG_CONTEXT> and say:",
+            max_new_tokens=1,
+            temperature=0.0,
+            return_logits=True,
+            pictures=[png(photo(*SIZES[0]))],
+        )
+        logits, wanted = next(generation).logits, GOLDEN["internvl_logits"][-1]
+    assert logits is not None
+    assert 10 * np.log10(np.square(wanted).sum() / np.square(logits - wanted).sum()) > 20
+
+
+def test_a_cache_tells_pictures_apart(model: Model):
+    first, other = png(photo(70, 45)), png(photo(70, 45, 3))
+    before = len(model.encode("See "))
+    shown, _ = _tokens(model, pictures=[first], sequence=1)
+    assert _tokens(model, pictures=[first], sequence=1) == (shown, len(GOLDEN["ids"]) - 1)
+    again, reused = _tokens(model, pictures=[other], sequence=1)
+    assert again != shown and before <= reused < before + 4  # of the prompt, up to the first row
+
+
+def test_a_prefix_on_disk_belongs_to_its_picture(bundle: Path, tmp_path: Path):
+    first, other = png(photo(70, 45)), png(photo(70, 45, 3))
+    with edgekv.load(bundle, prefix_cache=tmp_path) as model:
+        shown, _ = _tokens(model, pictures=[first])
+    with edgekv.load(bundle, prefix_cache=tmp_path) as model:
+        generation = model.generate("See <image> and say:", max_new_tokens=6, temperature=0.0, pictures=[first])
+        assert [token.id for token in generation] == shown and generation.stats.cache.restored_tokens >= 32
+        assert not any(tile.encode_ms for each in generation.pictures for tile in each.tiles)  # none was run
+        assert _tokens(model, pictures=[other])[0] != shown
+
+
+def test_prompts_and_pictures_must_agree(model: Model):
+    picture = png(photo(70, 45))
+    with pytest.raises(UsageError, match="got 2 times <image>; expected 1, one for each picture"):
+        model.generate("<image> <image>", pictures=[picture])
+    with pytest.raises(ContextFullError, match="at most 192"):
+        model.generate("What?", pictures=[picture] * 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (png(photo(40, 30))[:200], "a damaged file"),
+        (png(photo(40, 30), "JPEG")[:300], "a damaged file"),
+        (b"GIF89a" + bytes(20), "a damaged file|another kind|0 x 0"),
+        (b"\x00\x01 no picture", "a file of another kind"),
+        (b"%PDF-1.7 a document that says it is a picture", "a file of another kind"),
+        (b"", "a file of another kind"),
+        (_bomb(60_000, 60_000), "60,000 x 60,000 pixels|far more"),
+        (_bomb(8_000, 8_000), "8,000 x 8,000 pixels"),
+        (_animated(), "an animated GIF"),
+    ],
+)
+def test_bad_pictures_are_refused_by_name(content: bytes, found: str):
+    with pytest.raises(UsageError, match=found):
+        read_picture(content, "picture")
+
+
+def test_odd_pictures_are_read_as_they_look(tmp_path: Path):
+    pixels = photo(40, 24)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # shown turned by 90 degrees
+    assert read_picture(png(pixels, exif=turned), "p").shape == (40, 24, 3)
+    cmyk = BytesIO()
+    Image.fromarray(pixels).convert("CMYK").save(cmyk, "JPEG", quality=95)
+    assert np.abs(read_picture(cmyk.getvalue(), "p").astype(int) - pixels).mean() < 12
+    gray = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    assert (read_picture(png(gray), "p")[..., 0] == gray >> 8).all()
+    clear = np.zeros((4, 4, 4), np.uint8)
+    assert (read_picture(png(clear), "p") == 255).all()  # what is transparent is on white
+    for width, height in ((1, 1), (20_000, 1), (1, 20_000)):
+        picture = cut_tiles(np.zeros((height, width, 3), np.uint8), PICTURES, 512)
+        assert picture.tiles[-1].shape == (512, 512, 3) and len(picture.tiles) in (5, 17)
+    file = tmp_path / "picture.png"
+    file.write_bytes(png(pixels))
+    assert (read_picture(file, "p") == pixels).all()
+    with pytest.raises(UsageError, match="No such file"):
+        read_picture(tmp_path / "none.png", "--image")
+
+
+def test_a_conversation_encodes_each_picture_once(model: Model):
+    conversation = Conversation(model, params=SamplingParams(max_new_tokens=4, temperature=0.0))
+    picture = model.open_picture(png(photo(70, 45)))
+    first = conversation.say("What?", [picture])
+    assert list(first) and first.stats.prompt_tokens > picture.tokens == 20
+    second = conversation.say("And now?")
+    assert list(second) and second.stats.cache.reused_tokens >= first.stats.prompt_tokens
+    assert [token.id for token in conversation.regenerate()]
+    with pytest.raises(UsageError, match="turns with pictures"):
+        conversation.save(Path("unwritten.json"))
+
+
+def test_openai_clients_send_pictures(model: Model, bundle: Path):
+    def ask(client: OpenAI, url: str) -> str | None:
+        parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+        answer = client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": parts}], max_tokens=4, temperature=0.0
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens > 20
+        return answer.choices[0].message.content
+
+    picture = png(photo(70, 45), "JPEG")
+    encoded = b64encode(picture).decode()
+    with served(bundle) as server:
+        client = server.client()
+        shown = ask(client, f"data:image/jpeg;base64,{encoded}")
+        assert shown == ask(client, f"data:image/png;base64,{encoded}")  # its content says what it is
+        for url, found in {
+            "https://example.org/picture.png": "the server fetches nothing",
+            "data:text/plain;base64,aGk=": "expected a data URI",
+            "data:image/png;base64,aGk=": "a file of another kind",
+            f"data:image/png;base64,{encoded[:-60]}": "a damaged file",
+            "data:image/png;base64,#": "whole base64",
+        }.items():
+            with pytest.raises(BadRequestError, match=found):
+                ask(client, url)
+    generation = model.generate(
+        messages=[{"role": "user", "content": [{"type": "image", "picture": 0}, {"type": "text", "text": "What?"}]}],
+        max_new_tokens=4,
+        temperature=0.0,
+        pictures=[picture],
+    )
+    assert "".join(token.text for token in generation) == shown
+
+
+def test_a_bundle_of_text_refuses_pictures():
+    with edgekv.load(exported_architecture("smollm3")) as model, pytest.raises(UsageError, match="reads text alone"):
+        model.generate("What?", pictures=[png(photo(8, 8))])
+
+
+def test_commands_take_pictures(bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    file = tmp_path / "photo.png"
+    file.write_bytes(png(photo(70, 45)))
+    options = ["--image", str(file), "--max-new-tokens", "2"]
+    assert run(["generate", str(bundle), "--prompt", "What?", *options]) == 0
+    told = capfd.readouterr().err
+    assert "photo.png: 70 x 45 pixels, 2 x 2 tiles and the whole, 20 tokens" in told
+    assert "vision encoder: 5 tiles in" in told
+    assert run(["chat", str(bundle), "--message", "What?", *options]) == 0
+    assert run(["info", str(bundle)]) == 0
+    assert "tiles of 32 x 32 pixels become 4 tokens" in capfd.readouterr().out
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], tmp_path: Path):
+    """Every graph compiles in integers, the encoder with them, and the binary is what the engine loads."""
+    options = export_options(context=96, ar=(1, 16), check_on_htp=True)
+    bundle = exported(write(tmp_path / "checkpoint"), options, compiled=True)
+    opened = open_bundle(bundle)
+    assert opened.manifest.vision is not None and opened.manifest.htp_check == "integers-only"
+    htp = HtpEngine.on(find("SM8650"), opened)
+    assert htp.compiled[opened.path / opened.manifest.vision.file].parent.name == "SM8650"
+    tile = photo(32, 32)
+    rows, wanted = (PictureEncoder(opened, engine).encode(tile).astype(np.int64) for engine in (htp, CpuEngine(1)))
+    error = np.square(rows - wanted).sum() / np.square(wanted - opened.manifest.encodings["embedding"].zero_point).sum()
+    assert 10 * np.log10(1 / error) > 40
+
+
+def test_the_page_takes_a_dropped_picture(bundle: Path, chromium: Browser):
+    dropped = b64encode(png(photo(70, 45))).decode()
+    with served(bundle) as server, new_chat(chromium, server) as chat:
+        change_settings(chat, max_tokens=2, temperature=0)
+        chat.run(
+            "(bytes => { const data = new DataTransfer();"
+            " data.items.add(new File([bytes], 'photo.png', { type: 'image/png' }));"
+            " document.dispatchEvent(new DragEvent('drop', { dataTransfer: data, cancelable: true })); })"
+            f"(Uint8Array.from(atob('{dropped}'), each => each.charCodeAt(0)))"
+        )
+        chat.wait("document.querySelectorAll('#dropped img').length === 1")
+        say(chat, "What?", turns=2)
+        assert chat.run("document.querySelectorAll('.user .pictures img').length") == 1
+        assert chat.run("state.messages[1].figures.prompt") > 20
+        assert "pictures" not in json.dumps(chat.run(KEPT))
