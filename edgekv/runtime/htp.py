@@ -79,7 +79,7 @@ class HtpEngine:
             if found := _wrappers(bundle, device, is_shared=is_shared):
                 alone = _wrappers(bundle, device, is_shared=False) if is_shared else found
                 return cls(device, found, alone, shares_weights=is_shared, first=first)
-        return cls(device, first=first)
+        return cls(device, _encoder(bundle, device), first=first)
 
     def with_options(self, options: HtpOptions) -> HtpEngine:
         """An engine with other options.
@@ -175,7 +175,11 @@ def _wrappers(bundle: Bundle, device: Device, *, is_shared: bool = False) -> Map
         return {}
     found = {bundle.part_path(part): compiled.wrapper(part.name, is_shared=is_shared) for part in bundle.manifest.parts}
     wrappers = {part: wrapper for part, wrapper in found.items() if wrapper is not None}
-    vision = bundle.manifest.vision
-    if wrappers and vision is not None and (encoder := compiled.wrapper(ENCODER)) is not None:
-        wrappers[bundle.path / vision.file] = encoder
-    return wrappers
+    return wrappers | _encoder(bundle, device) if wrappers else {}
+
+
+def _encoder(bundle: Bundle, device: Device) -> dict[Path, Path]:
+    """The wrapper of the vision encoder, which has a binary of its own in any case."""
+    compiled, vision = open_compiled(bundle, device.soc, compiler()), bundle.manifest.vision
+    wrapper = None if compiled is None or vision is None else compiled.wrapper(ENCODER)
+    return {} if wrapper is None or vision is None else {bundle.path / vision.file: wrapper}
