@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 import edgekv
 from devices import find
@@ -28,6 +29,7 @@ from edgekv.runtime import make_engine
 from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed_as
+from exporters.cli.exported import export_lines
 from exporters.htp.check import floating_nodes
 from exporters.inspect import trace_reference
 from exporters.inspect.divergence import sqnr_db
@@ -310,6 +312,17 @@ def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
 def test_what_cannot_run_them_is_refused_by_name(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         delta_bundle(tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5-multimodal"])
+def test_layers_that_predict_further_tokens_are_left_out(bundle: Path, tmp_path: Path, name: str) -> None:
+    """And the export says so."""
+    folder = write_checkpoint(tmp_path, ARCHITECTURES[name])
+    plain, tensors = Checkpoint.open(str(folder)), load_file(folder / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": np.zeros((64, 128), np.float32)}, folder / "model.safetensors")
+    opened, manifest = Checkpoint.open(str(folder)), open_bundle(bundle).manifest
+    assert opened.parameters == plain.parameters and opened.predicts_further and not plain.predicts_further
+    assert ["mtp" in "".join(export_lines(folder, manifest, each)) for each in (opened, plain)] == [True, False]
 
 
 def test_several_sequences_in_one_pass_are_refused(bundle: Path) -> None:

@@ -355,9 +355,11 @@ _PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
 )
+FURTHER_TOKENS = "mtp."
+"""Start of the names of layers that predict further tokens, in a checkpoint of text or around it."""
 _OTHERS = (
     "visual.",
-    "mtp.",
+    FURTHER_TOKENS,
     "vision_tower.",
     "vision_model.",
     "connector.",

@@ -38,6 +38,7 @@ from edgekv.spec import (
     views,
 )
 from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
+from edgekv.spec.tensors import FURTHER_TOKENS
 from edgekv.spec.text import encode
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.check_tensors import check_tensors, without_zero_biases
@@ -74,7 +75,11 @@ LARGEST_WEIGHT = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint whose configuration, tokenizer and tensor shapes agree with each other."""
+    """An open checkpoint whose configuration, tokenizer and tensor shapes agree with each other.
+
+    Attributes:
+        predicts_further: whether it has layers that predict further tokens, which are left out.
+    """
 
     name: str
     folder: Path
@@ -91,6 +96,7 @@ class Checkpoint:
     adapters: tuple[Adapter, ...] = ()
     vision: VisionEncoder | None = field(default=None, repr=False)
     _pictured: Floats | None = field(default=None, repr=False)
+    predicts_further: bool = False
     _transforms: tuple[Transform, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -116,6 +122,8 @@ class Checkpoint:
         tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
         check_floats(tensors)
         vision = None
+        ahead = [key for key in tensors if key.removeprefix("model.").startswith(FURTHER_TOKENS)]
+        tensors = {key: stored for key, stored in tensors.items() if key not in ahead}
         if spec.multimodal:
             vision = None if quantization else VisionEncoder.open(config, folder, parts)
             named = ((text_tensor(key), stored) for key, stored in tensors.items())
@@ -135,7 +143,7 @@ class Checkpoint:
         if vision is not None and chat is not None:
             chat = msgspec.structs.replace(chat, reads_parts=True)
         opened = cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted, files)
-        return replace(opened, quantization=quantization, adapters=merged, vision=vision)
+        return replace(opened, quantization=quantization, adapters=merged, vision=vision, predicts_further=bool(ahead))
 
     @classmethod
     def _open_gguf(cls, path: Path, adapters: Sequence[AdapterChoice]) -> Checkpoint:

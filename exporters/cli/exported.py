@@ -23,6 +23,8 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     yield f"{output}: {checkpoint.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB"
     if manifest.model.multimodal:
         yield "  the text decoder alone: encoders of images and sound are left out"
+    if checkpoint.predicts_further:
+        yield "  layers that predict further tokens (mtp) are left out"
     source = manifest.source
     given = source.calibration_tokens - source.generated_tokens
     yield f"  calibrated on {given:,} tokens of {source.calibration} text"
