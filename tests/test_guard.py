@@ -13,7 +13,8 @@ import pytest
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.serve import Limits, ServeOptions
-from edgekv.serve.keys import ApiKeys, accepted_keys, read_keys
+from edgekv.serve.http import ApiKeys
+from edgekv.serve.options import accepted_keys, read_keys
 from tests.serving import Server, served
 
 GET = "GET {} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{}\r\n"

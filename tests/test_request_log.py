@@ -14,7 +14,7 @@ import pytest
 
 from edgekv.engine import Event, Sequence
 from edgekv.errors import EngineError
-from edgekv.serve.request_log import RequestRecord, write_line
+from edgekv.serve.http import RequestRecord, write_line
 from tests.serving import NAME, Server, served
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -31,7 +31,7 @@ def server(talking: Path) -> Iterator[Server]:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines that the server writes. pytest's capture loses what another thread writes while it is read."""
     lines: list[str] = []
-    monkeypatch.setattr("edgekv.serve.guard.write_line", lines.append)
+    monkeypatch.setattr("edgekv.serve.http.write_line", lines.append)
     return lines
 
 

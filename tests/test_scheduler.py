@@ -20,10 +20,9 @@ from msgspec import structs
 
 from edgekv.engine import ByteBudget, Sequence
 from edgekv.errors import EngineError, UsageError
-from edgekv.serve import Limits, pump
-from edgekv.serve.exchange import WAITING
-from edgekv.serve.response_records import ResponseRecord
-from edgekv.serve.response_store import ResponseStore
+from edgekv.serve import Limits, generation
+from edgekv.serve.http import WAITING
+from edgekv.serve.responses import ResponseRecord, ResponseStore
 from tests.processes import interruptible
 from tests.serving import NAME, Server, served
 
@@ -366,7 +365,7 @@ STREAMS = {
 @pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.MonkeyPatch, path: str):
     """Its headers come at once, and comments until its turn; the answer is that of a stream that need not wait."""
-    monkeypatch.setattr(pump, "WAITING_S", 0.05)
+    monkeypatch.setattr(generation, "WAITING_S", 0.05)
     body = msgspec.json.encode({"model": NAME, "stream": True, **STREAMS[path]})
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -435,7 +434,7 @@ def test_reading_a_long_request_holds_up_no_other(
 _SIGNALLED = """
 import signal, threading, time
 from edgekv.cli import main
-from edgekv.serve import server
+from edgekv.serve import serving
 
 def signal_own_thread():
     while not started.wait(0.01):
@@ -443,8 +442,8 @@ def signal_own_thread():
     time.sleep(0.5)  # the server sleeps by now
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
-started, real = threading.Event(), server.HttpServer.main_loop
-server.HttpServer.main_loop = lambda server: (started.set(), real(server))[1]
+started, real = threading.Event(), serving.HttpServer.main_loop
+serving.HttpServer.main_loop = lambda server: (started.set(), real(server))[1]
 threading.Thread(target=signal_own_thread, daemon=True).start()
 main()
 """
@@ -487,14 +486,14 @@ _STUCK = """
 import sys, threading
 import edgekv.engine
 from edgekv.cli import main
-from edgekv.serve import server
+from edgekv.serve import serving
 
 def step(*_):
     print("in a step", flush=True)
     threading.Event().wait()
 
 edgekv.engine.Sequence.advance = step
-server.ENGINE_S = float(sys.argv.pop(1))
+serving.ENGINE_S = float(sys.argv.pop(1))
 main()
 """
 

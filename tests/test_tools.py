@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import edgekv
 from edgekv.errors import UsageError
-from edgekv.serve.messages import template_messages
+from edgekv.serve.chat import template_messages
 from edgekv.spec.chat import ChatTemplates
 from edgekv.text import Detokenizer, GrammarCompiler, Tools
 from edgekv.text.tools import (

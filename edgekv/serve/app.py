@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 from starlette.routing import Route, Router
 
-from edgekv.errors import EdgeKVError
 from edgekv.serve.chat import chat_completions
 from edgekv.serve.completions import completions
-from edgekv.serve.errors import ApiError, api_error
-from edgekv.serve.exchange import Exchange, Receive, Scope, Send
-from edgekv.serve.guard import App, Guard
+from edgekv.serve.errors import ApiError
+from edgekv.serve.http import App, Endpoint, Exchange, Guard
 from edgekv.serve.metrics import CONTENT_TYPE
 from edgekv.serve.options import ServeOptions
 from edgekv.serve.page import chat_page
-from edgekv.serve.responses import create_response, delete_response, get_response
+from edgekv.serve.responses import Responses, ResponseStore
 from edgekv.serve.service import Service
-
-Handler = Callable[[Service, Exchange], Awaitable[None]]
 
 
 class ModelRecord(msgspec.Struct, frozen=True):
@@ -45,21 +42,6 @@ class Health(msgspec.Struct, frozen=True):
     status: str
     running: int
     queued: int
-
-
-class _Endpoint:
-    """A path's handler as an ASGI application."""
-
-    def __init__(self, handler: Handler, service: Service) -> None:
-        self._handler = handler
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._service.limits)
-        try:
-            await self._handler(self._service, exchange)
-        except (ApiError, EdgeKVError) as error:
-            raise api_error(error).renamed(exchange.name_of) from None
 
 
 async def models(service: Service, exchange: Exchange) -> None:
@@ -99,26 +81,28 @@ async def metrics(service: Service, exchange: Exchange) -> None:
     await exchange.send_bytes(text.encode(), CONTENT_TYPE.encode())
 
 
-_PATHS: Sequence[tuple[str, str, Handler]] = (
-    ("GET", "/", chat_page),
-    ("GET", "/health", health),
-    ("GET", "/metrics", metrics),
-    ("GET", "/v1/models", models),
-    ("GET", "/v1/models/{name:path}", one_model),
-    ("POST", "/v1/chat/completions", chat_completions),
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/embeddings", embeddings),
-    ("POST", "/v1/responses", create_response),
-    ("GET", "/v1/responses/{name}", get_response),
-    ("DELETE", "/v1/responses/{name}", delete_response),
-)
-
-
 def make_app(service: Service, options: ServeOptions) -> App:
     """The application: paths behind the checks of every request."""
-    routes = [Route(path, _Endpoint(handler, service), methods=[method]) for method, path, handler in _PATHS]
-    paths = [path for _, path, _ in _PATHS]
-    return Guard(Router(routes, redirect_slashes=False), options, service.metrics, paths)
+
+    def of(handler: Callable[[Service, Exchange], Awaitable[None]]) -> Callable[[Exchange], Awaitable[None]]:
+        return partial(handler, service)
+
+    responses = Responses(service, ResponseStore(options.limits.stored_responses, len(options.keys)))
+    paths = (
+        ("GET", "/", chat_page),
+        ("GET", "/health", of(health)),
+        ("GET", "/metrics", of(metrics)),
+        ("GET", "/v1/models", of(models)),
+        ("GET", "/v1/models/{name:path}", of(one_model)),
+        ("POST", "/v1/chat/completions", of(chat_completions)),
+        ("POST", "/v1/completions", of(completions)),
+        ("POST", "/v1/embeddings", of(embeddings)),
+        ("POST", "/v1/responses", responses.create),
+        ("GET", "/v1/responses/{name}", responses.get),
+        ("DELETE", "/v1/responses/{name}", responses.delete),
+    )
+    routes = [Route(path, Endpoint(handler), methods=[method]) for method, path, handler in paths]
+    return Guard(Router(routes, redirect_slashes=False), options, service.metrics, [path for _, path, _ in paths])
 
 
 def _record(service: Service, name: str) -> ModelRecord:

@@ -1,26 +1,319 @@
-"""`POST /v1/chat/completions`."""
+"""Conversations: messages, tools and the form of an answer, and `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from edgekv.serve.engine_thread import Wanted
+from edgekv.errors import UsageError
+from edgekv.full_context import fit_prompt
+from edgekv.load_options import OnFull
+from edgekv.pictures import Picture
+from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
-from edgekv.serve.exchange import DONE, Exchange, event
-from edgekv.serve.form import ResponseFormat, read_form
+from edgekv.serve.generation import (
+    SamplingFields,
+    Usage,
+    accept,
+    answer,
+    check_top_logprobs,
+    check_wanted_tokens,
+    wanted_of,
+)
+from edgekv.serve.http import DONE, DROPPED_HEADER, Exchange, event
 from edgekv.serve.logprobs import Likelihood, TokenNames
-from edgekv.serve.pump import answer
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
+from edgekv.serve.pictures import URL_PART, MessagePictures
 from edgekv.serve.service import Service
-from edgekv.serve.usage import Usage
+from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
+from edgekv.text import Tools
+from edgekv.text.grammar import Grammar
+from edgekv.text.tools import render_with_tools
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
+_KINDS = ("text", "json_object", "json_schema")
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], pictures: MessagePictures, *, has_developer: bool
+) -> list[Message]:
+    """Messages with content as text, or parts if there are pictures, and arguments of tool calls as objects.
+
+    Args:
+        messages: as the API has them.
+        pictures: opens those of the messages.
+        has_developer: whether the template knows the role developer; otherwise it becomes system.
+
+    Raises:
+        ApiError: content that is neither text nor a picture.
+        UsageError: a picture that cannot be read, or one for a bundle that reads text alone.
+    """
+    return [_message(message, f"messages[{at}]", pictures, has_developer) for at, message in enumerate(messages)]
+
+
+def _content(content: object, field: str, pictures: MessagePictures) -> object:
+    """A content with its pictures by number; without any, as `text_of` gives it."""
+    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == URL_PART for p in content):
+        return text_of(content, field)
+    found = list[dict[str, Any]]()
+    for at, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == URL_PART:
+            found.append({"type": IMAGE_PART, "picture": pictures.number(part, f"{field}[{at}]")})
+        else:
+            found.append({"type": "text", "text": text_of([part], f"{field}[{at}]")})
+    return found
+
+
+def text_of(content: object, field: str) -> object:
+    """The text of a content: itself, or its parts joined. Whatever else it is, the template's check refuses.
+
+    Args:
+        content: of a message.
+        field: its name in errors.
+
+    Raises:
+        ApiError: a part that is no text, such as an image.
+    """
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if isinstance(part, dict) and kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
+            fix = "Give text; a model that reads pictures takes them as image_url in /v1/chat/completions."
+            raise refused(f"{field}[{at}]", got=repr(kind)[:40], expected="a text part", fix=fix)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _message(message: Mapping[str, Any], field: str, pictures: MessagePictures, has_developer: bool) -> Message:
+    found = {name: value for name, value in message.items() if value is not None}
+    found["content"] = _content(message.get("content"), f"{field}.content", pictures)
+    if found.get("role") == "developer" and not has_developer:
+        found["role"] = "system"
+    calls = found.get("tool_calls")
+    if isinstance(calls, list):
+        found["tool_calls"] = [_call(call) for call in calls]
+    return found
+
+
+def _call(call: object) -> object:
+    """A tool call whose arguments are an object: the API has them as a text of JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class SchemaFormat(msgspec.Struct, frozen=True):
+    """A named JSON schema."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """`response_format`."""
+
+    type: str
+    json_schema: SchemaFormat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """The form of an answer.
+
+    Attributes:
+        grammar: what the text has to be; None for free text.
+        tools: functions that it may call; None if there are none.
+    """
+
+    grammar: Grammar | None = None
+    tools: Tools | None = None
+
+
+def read_form(
+    wanted: ResponseFormat | None, tools: Sequence[Mapping[str, Any]] | None, choice: object, parallel: bool | None
+) -> AnswerForm:
+    """The form that a request asks for.
+
+    Args:
+        wanted: `response_format`.
+        tools: as chat completions declare them.
+        choice: `tool_choice`.
+        parallel: `parallel_tool_calls`.
+
+    Raises:
+        ApiError: an unknown format or choice, a format without its schema, or a schema together with tools.
+        UsageError: a schema or a tool that is wrong or too large.
+    """
+    grammar = read_grammar(wanted)
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise refused("tool_choice", got="a choice without tools", expected="tools with it", fix="Add tools.")
+        return AnswerForm(grammar)
+    found = Tools.read(tools, _choice(choice), parallel=parallel is not False)
+    if grammar is not None and found.callable:
+        fix = "Leave the tools out, or set tool_choice to none."
+        raise refused("response_format", got="a schema together with tools", expected="one of them", fix=fix)
+    return AnswerForm(grammar, found)
+
+
+def read_grammar(wanted: ResponseFormat | None) -> Grammar | None:
+    """What the text has to be; None for free text.
+
+    Raises:
+        ApiError: an unknown format, or one without its schema.
+        UsageError: a schema that is wrong or too large.
+    """
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Grammar.json_object()
+    if wanted.type != "json_schema":
+        found, fix = repr(wanted.type)[:40], "Leave it out for text."
+        raise refused("response_format.type", got=found, expected=" or ".join(_KINDS), fix=fix)
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise refused("response_format.json_schema", got="no schema", expected="one", fix="Add schema.")
+    return Grammar.json_schema(wanted.json_schema.schema)
+
+
+def _choice(choice: object) -> str:
+    """A `tool_choice` as `Tools.read` takes it: a word, or the name of a function."""
+    if choice is None:
+        return "auto"
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function", choice)
+        choice = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(choice, str):
+        fix = 'Use {"type": "function", "function": {"name": ...}}.'
+        raise refused("tool_choice", got="another object", expected="auto, none, required or a function", fix=fix)
+    return choice
+
+
+@dataclass(frozen=True, slots=True)
+class PicturedPrompt:
+    """The tokens of a prompt, and the pictures whose rows are among them."""
+
+    tokens: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
+
+
+async def read_conversation(
+    service: Service,
+    exchange: Exchange,
+    messages: Sequence[Mapping[str, Any]],
+    form: AnswerForm,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    wanted_tokens: int | None = None,
+    on_full: OnFull | None = None,
+) -> PicturedPrompt:
+    """The tokens of a conversation and its pictures, rendered by the bundle's chat template.
+
+    Args:
+        service: its tokenizer and templates are used.
+        exchange: the request; its answer has a header that counts the messages that were dropped.
+        messages: as the API has them.
+        form: has the tools to declare.
+        variables: further variables of the template.
+        wanted_tokens: the most tokens to generate; None for as many as the context has room for.
+        on_full: whether the oldest turns are dropped; None for the server's option.
+
+    Raises:
+        ApiError: content that is neither text nor a picture, or a variable that the messages set.
+        ContextFullError: the conversation is longer than the context, and no turn may be dropped.
+        UsageError: the bundle has no template, or it refuses the messages.
+    """
+    templates = service.model.chat_templates
+    has_developer = any("developer" in source for source in templates.templates.values())
+    opened = MessagePictures(service.model.pictures)
+    wanted = await exchange.apart(lambda: template_messages(messages, opened, has_developer=has_developer))
+    given = dict(variables or {})
+    if taken := given.keys() & _TAKEN:
+        fix = "Leave it out."
+        raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
+    check_messages(wanted)
+
+    def pictures(kept: Sequence[Message]) -> list[Picture]:
+        return [opened.found[number] for number in pictures_in(kept)]
+
+    def render(kept: Sequence[Message]) -> str:
+        text = render_with_tools(templates, kept, form.tools, **given)
+        return service.model.pictures.expanded(text, pictures(kept))
+
+    try:
+        fitted = await asyncio.to_thread(  # a template may take up to its time limit
+            fit_prompt,
+            service.model,
+            wanted,
+            render,
+            on_full=on_full or service.on_full,
+            wanted_tokens=wanted_tokens,
+        )
+    except UsageError as error:
+        if not error.field.startswith("chat template"):
+            raise
+        raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
+    if fitted.dropped_messages:
+        exchange.headers.append((DROPPED_HEADER, str(fitted.dropped_messages).encode()))
+    shown = tuple(pictures(fitted.messages))
+    return PicturedPrompt(service.model.pictures.put(fitted.tokens, shown), shown)
+
+
+async def wanted_turn(
+    service: Service,
+    exchange: Exchange,
+    prompt: PicturedPrompt,
+    fields: SamplingFields,
+    form: AnswerForm,
+    wanted_tokens: int | None,
+    top_logprobs: int | None = None,
+    lora: str | None = None,
+) -> Wanted:
+    """What a conversation's next turn asks of the engine.
+
+    Args:
+        service: runs it.
+        exchange: the request.
+        prompt: the conversation, as `read_conversation` gives it.
+        fields: how to sample.
+        form: what the answer has to be.
+        wanted_tokens: the most tokens to generate; None for as many as the context has room for.
+        top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
+        lora: adapters, as `Model.generate` takes them.
+
+    Raises:
+        UsageError: a value out of range, or a grammar that is wrong or too complex.
+    """
+    most = service.context - len(prompt.tokens) + 1 if wanted_tokens is None else wanted_tokens
+    params = fields.params(service.model.defaults, most)
+    if form.grammar is not None or form.tools is not None:
+        # What is compiled is kept; a grammar that takes seconds holds up nobody here.
+        await asyncio.to_thread(service.model.engine.texts.bind, form.grammar, form.tools)
+        params = replace(params, grammar=form.grammar)
+    return wanted_of(
+        service,
+        exchange,
+        prompt.tokens,
+        params,
+        top_logprobs,
+        tools=form.tools,
+        lora=lora,
+        pictures=prompt.pictures,
+    )
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -175,23 +468,22 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
-    request, lora = await service.accept(exchange, ChatRequest)
+    request, lora = await accept(service, exchange, ChatRequest)
     n = request.choices(1, service.limits)
     wanted = await _wanted(service, exchange, request, lora)
     await answer(service, exchange, [wanted], _Reply(service, request, n), n=n, streams=bool(request.stream))
 
 
 async def _wanted(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Wanted:
-    form = await service.apart(
-        exchange,
-        lambda: read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls),
+    form = await exchange.apart(
+        lambda: read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls)
     )
     wanted = request.wanted_tokens
-    prompt = await service.rendered(
-        exchange, request.messages, form, request.chat_template_kwargs, wanted_tokens=wanted
+    prompt = await read_conversation(
+        service, exchange, request.messages, form, request.chat_template_kwargs, wanted_tokens=wanted
     )
     top = check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
-    return await service.turn(exchange, prompt, request, form, wanted, top, lora)
+    return await wanted_turn(service, exchange, prompt, request, form, wanted, top, lora)
 
 
 @dataclass(slots=True)
@@ -208,7 +500,7 @@ class _Answer:
 
 
 class _Reply:
-    """See `edgekv.serve.pump.Reply`."""
+    """See `edgekv.serve.generation.Reply`."""
 
     def __init__(self, service: Service, request: ChatRequest, n: int) -> None:
         self._names = service.names

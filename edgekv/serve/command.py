@@ -22,8 +22,7 @@ from edgekv.errors import UsageError
 from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import Option, OptionGroup
 from edgekv.prefix import StoreConfig
-from edgekv.serve.keys import KEY_VARIABLE, accepted_keys
-from edgekv.serve.options import ServeOptions
+from edgekv.serve.options import KEY_VARIABLE, ServeOptions, accepted_keys
 
 if TYPE_CHECKING:
     from edgekv.serve import Serving

@@ -11,15 +11,20 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from edgekv.serve.engine_thread import Wanted
+from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
-from edgekv.serve.exchange import DONE, Exchange, event
+from edgekv.serve.generation import (
+    SamplingFields,
+    Usage,
+    accept,
+    answer,
+    check_top_logprobs,
+    check_wanted_tokens,
+    wanted_of,
+)
+from edgekv.serve.http import DONE, Exchange, event
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
-from edgekv.serve.pump import answer
-from edgekv.serve.sampling import SamplingFields, check_top_logprobs, check_wanted_tokens
 from edgekv.serve.service import Service
-from edgekv.serve.usage import Usage
 from edgekv.text.output import decode
 
 DEFAULT_TOKENS = 16
@@ -107,12 +112,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
         ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
-    request, lora = await service.accept(exchange, CompletionRequest)
+    request, lora = await accept(service, exchange, CompletionRequest)
     prompts = request.prompts
     n = request.choices(len(prompts), service.limits)
-    wanted = await service.apart(
-        exchange, lambda: [_wanted(service, exchange, request, at, lora) for at in range(len(prompts))]
-    )
+    wanted = await exchange.apart(lambda: [_wanted(service, exchange, request, at, lora) for at in range(len(prompts))])
     echoed = [_echoed(service, request, each) for each in prompts]
     answers = [_Answer(text, _empty(request)) for text in echoed for _ in range(n)]
     reply = _Reply(service, request, answers, n)
@@ -136,7 +139,7 @@ def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, in
     only_echo = bool(request.echo) and wanted == 0
     params = request.params(model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
-    return service.wanted(exchange, tuple(tokens), None if only_echo else params, top, scored, lora=lora)
+    return wanted_of(service, exchange, tuple(tokens), None if only_echo else params, top, scored, lora=lora)
 
 
 def _echoed(service: Service, request: CompletionRequest, prompt: str | list[int]) -> str:
@@ -176,7 +179,7 @@ class _Answer:
 
 
 class _Reply:
-    """See `edgekv.serve.pump.Reply`."""
+    """See `edgekv.serve.generation.Reply`."""
 
     def __init__(self, service: Service, request: CompletionRequest, answers: list[_Answer], n: int) -> None:
         self._names = service.names

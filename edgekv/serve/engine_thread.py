@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Literal
 
 from edgekv.engine import Engine, Event, Request, Scores, Sequence
-from edgekv.serve.channel import Channel
-from edgekv.serve.errors import CANCELLED, ApiError, api_error
-from edgekv.serve.events import Finished, FinishReason, Piece, PromptLogprobs
+from edgekv.serve.errors import CANCELLED, ApiError, DisconnectedError, api_error
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
-from edgekv.text import StopReason, Token
+from edgekv.text import StopReason, Token, ToolCall
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 _REASONS: dict[StopReason | None, FinishReason] = {
     "eos": "stop",
@@ -27,6 +31,119 @@ _REASONS: dict[StopReason | None, FinishReason] = {
     "context": "length",
     None: "stop",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One generated token.
+
+    Attributes:
+        text: to show now; may be empty.
+        logprob: of the token and the most likely ones; None unless they were asked for.
+        calls: of tools, which it completes.
+    """
+
+    text: str
+    logprob: TokenLogprob | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt's tokens; the first one has none."""
+
+    tokens: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an answer.
+
+    Attributes:
+        reason: why.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that were not computed.
+        generated_tokens: tokens generated, with the end-of-sequence token.
+        accepted_drafts: those of them that speculation proposed.
+        rejected_drafts: proposed tokens that were wrong, or not needed.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
+
+
+Told = Piece | PromptLogprobs | Finished | ApiError
+"""What the thread tells the coroutine that waits for an answer."""
+
+
+class Channel:
+    """A queue that other threads write and one coroutine reads: `put` adds events, and `wake` tells the reader.
+
+    It has the events of all answers to a request, each with the index of its answer.
+    """
+
+    def __init__(self) -> None:
+        """For the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[tuple[int, Told]] = deque()
+        self._arrived = asyncio.Event()
+        self._is_woken = self._is_late = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, index: int, event: Told) -> None:
+        """Add an event of an answer, from any thread; the reader learns of it with `wake`."""
+        self._events.append((index, event))
+
+    async def take(self, within_s: float | None = None) -> list[tuple[int, Told]]:
+        """All events that have arrived, at least one; or none, at least once within some seconds.
+
+        Raises:
+            DisconnectedError: the job was cancelled, as the client has gone.
+        """
+        if within_s is not None and self._timer is None:  # it runs on over several calls: setting it costs time
+            self._timer = self._loop.call_later(within_s, self._end_wait)
+        taken: list[tuple[int, Told]] = []
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            self._is_woken = False  # before reading: an event that arrives now wakes the reader again
+            while self._events:
+                index, event = self._events.popleft()
+                if isinstance(event, ApiError) and event.code == CANCELLED:
+                    raise DisconnectedError
+                taken.append((index, event))
+            if taken or self._is_late:
+                self._is_late = False
+                return taken
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end_wait(self) -> None:
+        self._timer = None
+        self._is_late = True
+        self._arrived.set()
+
+    @staticmethod
+    def wake(channels: Iterable[Channel]) -> None:
+        """Tell the readers of channels of one loop that events have arrived, from any thread."""
+        asleep = [each for each in channels if not each._is_woken]
+        for each in asleep:
+            each._is_woken = True
+        if asleep:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                asleep[0]._loop.call_soon_threadsafe(_set, [each._arrived for each in asleep])
+
+
+def _set(arrived: Iterable[asyncio.Event]) -> None:
+    for each in arrived:
+        each.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +191,7 @@ class Ticket:
     generated_tokens: int = 0
     scored: list[TokenLogprob] = field(default_factory=list)
 
-    def tell(self, event: Piece | PromptLogprobs | Finished | ApiError) -> None:
+    def tell(self, event: Told) -> None:
         """Put an event into the channel, from any thread."""
         self.channel.put(self.index, event)
 

@@ -8,8 +8,7 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
-from edgekv.serve.exchange import Exchange
-from edgekv.serve.service import Service
+from edgekv.serve.http import Exchange
 
 _FILE = "chat.html"
 
@@ -46,8 +45,8 @@ def page() -> tuple[bytes, tuple[tuple[bytes, bytes], ...]]:
     return text.encode(), headers
 
 
-async def chat_page(service: Service, exchange: Exchange) -> None:
-    """Send the page.
+async def chat_page(exchange: Exchange) -> None:
+    """`GET /`.
 
     Raises:
         DisconnectedError: the client takes nothing.

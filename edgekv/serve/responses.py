@@ -1,37 +1,279 @@
-"""`/v1/responses`."""
+"""`/v1/responses`: conversations that the server keeps."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
 
 from edgekv.load_options import OnFull
-from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.events import Finished, Piece, PromptLogprobs
-from edgekv.serve.exchange import Exchange, event
-from edgekv.serve.form import AnswerForm, ResponseFormat, SchemaFormat, read_form
-from edgekv.serve.pump import answer
-from edgekv.serve.response_input import as_messages, read_input
-from edgekv.serve.response_records import (
-    CallItem,
-    Deleted,
-    IncompleteDetails,
-    Item,
-    MessageItem,
-    OutputText,
-    ResponseRecord,
-    ResponseUsage,
-    StreamEvent,
+from edgekv.serve.chat import (
+    AnswerForm,
+    ResponseFormat,
+    SchemaFormat,
+    read_conversation,
+    read_form,
+    text_of,
+    wanted_turn,
 )
-from edgekv.serve.sampling import SamplingFields, check_wanted_tokens
+from edgekv.serve.engine_thread import Finished, Piece, PromptLogprobs
+from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.generation import PromptDetails, SamplingFields, accept, answer, check_wanted_tokens
+from edgekv.serve.http import Exchange, event
 from edgekv.serve.service import Service
 
 _TRUNCATIONS: dict[str, OnFull] = {"auto": "drop-oldest", "disabled": "stop"}
+_PLACE: dict[str, Any] = {"content_index": 0}
+"""A message has one part; `_event` of a reply adds the number of the message."""
+MOST_BYTES = 64 << 20
+"""Of all keys together, shared evenly."""
+_LEAST_BYTES = 4 << 20
+"""Of a key, however many there are: a conversation of the longest request."""
+
+
+class OutputText(msgspec.Struct, frozen=True):
+    """A part of a message."""
+
+    text: str
+    type: str = "output_text"
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class MessageItem(msgspec.Struct, frozen=True):
+    """The model's message."""
+
+    id: str
+    status: str
+    content: list[OutputText]
+    type: str = "message"
+    role: str = "assistant"
+
+
+class CallItem(msgspec.Struct, frozen=True):
+    """A call of a tool; the arguments are a text of JSON."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+    type: str = "function_call"
+
+
+Item = MessageItem | CallItem
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    """Part of the usage."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: PromptDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, end: Finished) -> ResponseUsage:
+        """Of an answer."""
+        total = end.prompt_tokens + end.generated_tokens
+        cached = PromptDetails(end.cached_tokens)
+        return cls(end.prompt_tokens, cached, end.generated_tokens, OutputDetails(), total)
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why an answer was cut."""
+
+    reason: str = "max_output_tokens"
+
+
+class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a request; in progress while it is streamed."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str = "in_progress"
+    output: list[Item] = []
+    usage: ResponseUsage | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    metadata: dict[str, Any] = {}
+    text: dict[str, Any] = {}
+    store: bool = True
+    truncation: str = "disabled"
+    error: None = None
+    object: str = "response"
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    """That a stored answer was removed."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An event of a stream. Which fields it has depends on its type."""
+
+    type: str
+    sequence_number: int
+    response: ResponseRecord | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item_id: str | None = None
+    item: Item | None = None
+    part: OutputText | None = None
+    delta: str | None = None
+    text: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    logprobs: list[Any] | None = None
+    code: str | None = None
+    message: str | None = None
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An answer and the conversation that it ends.
+
+    Attributes:
+        record: as it was sent.
+        messages: of the conversation, with the answer and without instructions.
+        size_bytes: about what they take.
+    """
+
+    record: ResponseRecord
+    messages: tuple[dict[str, Any], ...]
+    size_bytes: int
+
+
+class ResponseStore:
+    """The newest answers of each API key, in memory. No key takes the room of another."""
+
+    def __init__(self, most: int, keys: int = 1) -> None:
+        """Start with none.
+
+        Args:
+            most: answers of a key.
+            keys: API keys that there are; without authentication all clients are one.
+        """
+        self._most = most
+        self._most_bytes = max(_LEAST_BYTES, MOST_BYTES // max(keys, 1))
+        self._held: dict[str | None, OrderedDict[str, Stored]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def add(self, salt: str | None, record: ResponseRecord, messages: tuple[dict[str, Any], ...]) -> None:
+        """Keep an answer; the oldest ones of the key go if there are too many."""
+        size = len(msgspec.json.encode((record, messages)))
+        if size > self._most_bytes:
+            return
+        held = self._held.setdefault(salt, OrderedDict())
+        held[record.id] = Stored(record, messages, size)
+        while len(held) > self._most or sum(each.size_bytes for each in held.values()) > self._most_bytes:
+            held.popitem(last=False)
+
+    def get(self, salt: str | None, name: str, param: str | None = None) -> Stored:
+        """An answer of this key.
+
+        Raises:
+            ApiError: 404, there is none of this name.
+        """
+        held = self._held.get(salt)
+        found = None if held is None else held.get(name)
+        if found is None:
+            message = f"response: got {name[:80]!r}; expected one that is stored. Send the whole conversation."
+            raise ApiError(404, message, param=param, code="response_not_found")
+        return found
+
+    def remove(self, salt: str | None, name: str) -> None:
+        """Forget an answer.
+
+        Raises:
+            ApiError: 404, there is none of this name.
+        """
+        self.get(salt, name)
+        del self._held[salt][name]
+
+
+def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages as chat completions have them, and the field of the request that each comes from.
+
+    Raises:
+        ApiError: an item that is not supported, or has not what it needs.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}], ["input"]
+    messages: list[dict[str, Any]] = []
+    fields: list[str] = []
+    for at, item in enumerate(given):
+        field, kind = f"input[{at}]", item.get("type", "message")
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{field}.content")})
+        elif kind == "function_call":
+            name, arguments = _text(item, field, "name"), _text(item, field, "arguments")
+            _add_call(messages, item.get("call_id"), name, arguments)
+        elif kind == "function_call_output":
+            given_output = item.get("output")
+            output = text_of(given_output, f"{field}.output") if isinstance(given_output, list) else None
+            output = _text(item, field, "output") if output is None else output
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind != "reasoning":
+            found, wanted = repr(kind)[:40], "message, function_call or function_call_output"
+            raise refused(f"{field}.type", got=found, expected=wanted, fix="Leave it out.")
+        fields += [field] * (len(messages) - len(fields))
+    return messages, fields
+
+
+def _text(item: Mapping[str, Any], field: str, name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise refused(f"{field}.{name}", got=type(value).__name__, expected="text", fix="Give a string.")
+    return value
+
+
+def as_messages(output: Sequence[Item]) -> list[dict[str, Any]]:
+    """An answer as messages of the next turn."""
+    messages: list[dict[str, Any]] = []
+    for item in output:
+        if isinstance(item, CallItem):
+            _add_call(messages, item.call_id, item.name, item.arguments)
+        else:
+            messages.append({"role": "assistant", "content": "".join(part.text for part in item.content)})
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], call_id: Any, name: Any, arguments: Any) -> None:
+    """Add a call to the assistant's message before it, or to a new one."""
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    if messages and messages[-1]["role"] == "assistant":
+        last = messages[-1]
+        messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), call]}
+    else:
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -109,54 +351,63 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
         return read_form(wanted, tools, self.tool_choice, self.parallel_tool_calls)
 
 
-async def create_response(service: Service, exchange: Exchange) -> None:
-    """`POST /v1/responses`.
+class Responses:
+    """Answers conversations, and keeps the answers that later requests continue."""
 
-    Raises:
-        ApiError, EdgeKVError: the request is refused.
-        DisconnectedError: the client has gone.
-    """
-    request, lora = await service.accept(exchange, ResponsesRequest)
-    before: tuple[dict[str, Any], ...] = ()
-    if request.previous_response_id is not None:
-        param = "previous_response_id"
-        before = service.responses.get(exchange.salt, request.previous_response_id, param).messages
-    new, fields = read_input(request.input)
-    messages = [*before, *new]
-    system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-    places = [*["instructions"] * len(system), *["previous_response_id"] * len(before), *fields]
-    exchange.name_of = lambda field: request.name_of(_place_of(field, places))
-    form = await service.apart(exchange, request.form)
-    wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
-    on_full = request.on_full(service.on_full)
-    prompt = await service.rendered(exchange, [*system, *messages], form, wanted_tokens=wanted, on_full=on_full)
-    asked = await service.turn(exchange, prompt, request, form, wanted, lora=lora)
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        self._service = service
+        self._store = store
 
-    def store(record: ResponseRecord) -> None:
-        if request.store is not False:
-            service.responses.add(exchange.salt, record, (*messages, *as_messages(record.output)))
+    async def create(self, exchange: Exchange) -> None:
+        """`POST /v1/responses`.
 
-    await answer(service, exchange, [asked], _Reply(service, request, on_full, store), streams=bool(request.stream))
+        Raises:
+            ApiError, EdgeKVError: the request is refused.
+            DisconnectedError: the client has gone.
+        """
+        service = self._service
+        request, lora = await accept(service, exchange, ResponsesRequest)
+        before: tuple[dict[str, Any], ...] = ()
+        if request.previous_response_id is not None:
+            param = "previous_response_id"
+            before = self._store.get(exchange.salt, request.previous_response_id, param).messages
+        new, fields = read_input(request.input)
+        messages = [*before, *new]
+        system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+        places = [*["instructions"] * len(system), *["previous_response_id"] * len(before), *fields]
+        exchange.name_of = lambda field: request.name_of(_place_of(field, places))
+        form = await exchange.apart(request.form)
+        wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
+        on_full = request.on_full(service.on_full)
+        prompt = await read_conversation(
+            service, exchange, [*system, *messages], form, wanted_tokens=wanted, on_full=on_full
+        )
+        asked = await wanted_turn(service, exchange, prompt, request, form, wanted, lora=lora)
 
+        def store(record: ResponseRecord) -> None:
+            if request.store is not False:
+                self._store.add(exchange.salt, record, (*messages, *as_messages(record.output)))
 
-async def get_response(service: Service, exchange: Exchange) -> None:
-    """`GET /v1/responses/ID`.
+        reply = _Reply(service, request, on_full, store)
+        await answer(service, exchange, [asked], reply, streams=bool(request.stream))
 
-    Raises:
-        ApiError: it is not stored.
-    """
-    await exchange.reply(service.responses.get(exchange.salt, exchange.scope["path_params"]["name"]).record)
+    async def get(self, exchange: Exchange) -> None:
+        """`GET /v1/responses/ID`.
 
+        Raises:
+            ApiError: it is not stored.
+        """
+        await exchange.reply(self._store.get(exchange.salt, exchange.scope["path_params"]["name"]).record)
 
-async def delete_response(service: Service, exchange: Exchange) -> None:
-    """`DELETE /v1/responses/ID`.
+    async def delete(self, exchange: Exchange) -> None:
+        """`DELETE /v1/responses/ID`.
 
-    Raises:
-        ApiError: it is not stored.
-    """
-    name = exchange.scope["path_params"]["name"]
-    service.responses.remove(exchange.salt, name)
-    await exchange.reply(Deleted(name))
+        Raises:
+            ApiError: it is not stored.
+        """
+        name = exchange.scope["path_params"]["name"]
+        self._store.remove(exchange.salt, name)
+        await exchange.reply(Deleted(name))
 
 
 def _place_of(field: str, places: Sequence[str]) -> str:
@@ -182,7 +433,7 @@ def _tool(declared: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 class _Reply:
-    """See `edgekv.serve.pump.Reply`.
+    """See `edgekv.serve.generation.Reply`.
 
     Attributes:
         record: the answer so far; whole at the end.
@@ -298,7 +549,3 @@ class _Reply:
         made = StreamEvent(type=name, sequence_number=self._number, **fields)
         self._number += 1
         return event(made, name)
-
-
-_PLACE: dict[str, Any] = {"content_index": 0}
-"""A message has one part; `_event` adds the number of the message."""

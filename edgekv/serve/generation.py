@@ -1,0 +1,402 @@
+"""What all requests for text have in common: how to sample, the answers as they come, and their token counts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from edgekv.engine import POOLED, Request
+from edgekv.pictures import Picture
+from edgekv.serve.engine_thread import Channel, EngineThread, Finished, Piece, PromptLogprobs, Told, Wanted
+from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.http import WAITING, Exchange, RequestRecord
+from edgekv.serve.options import Limits
+from edgekv.serve.service import Service
+from edgekv.text import SamplingParams, Tools
+from edgekv.text.processors import check_bias
+
+WAITING_S = 15.0
+"""Proxies close a connection that is silent for a minute."""
+MOST_ANSWERS = 32
+MOST_STOPS = 16
+MOST_TOP_LOGPROBS = 20
+_MOST_TOKENS = 2**31 - 1
+_SEEDS = 1 << 64
+_CHANGED = ("seed", "stop", "logit_bias", "max_new_tokens")
+"""Fields of `SamplingParams` whose values in requests are not as they are there; the others have the same names."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What all requests for text have in common. None is as if the field were not there."""
+
+    names: ClassVar[dict[str, str]] = {"lora": "model"}
+    """What the request calls fields of the library."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        """Refuse what is not supported.
+
+        Raises:
+            ApiError: naming the field.
+        """
+
+    def name_of(self, field: str) -> str | None:
+        """The request's name of a field in an error; None if it has no such field.
+
+        Args:
+            field: as the library or a chat has it, such as `messages[0].content` or `max_new_tokens`.
+        """
+        for ours, theirs in self.names.items():
+            if field == ours or field.startswith((f"{ours}.", f"{ours}[")):
+                field = theirs + field[len(ours) :]
+                break
+        root = re.split(r"[.\[]", field, maxsplit=1)[0]
+        return field if root in self.__struct_fields__ else None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+
+    def choices(self, prompts: int, limits: Limits) -> int:
+        """Answers to each prompt.
+
+        Args:
+            prompts: of the request.
+            limits: of the server: what can never run or wait together is refused.
+
+        Raises:
+            ApiError: no answer, too many, or a best of more than are wanted.
+        """
+        n = 1 if self.n is None else self.n
+        most = min(MOST_ANSWERS, limits.sessions + limits.queue)
+        if prompts > most:
+            found, wanted = f"{prompts} prompts", f"at most {most}, which run or wait together"
+            raise refused("prompt", got=found, expected=wanted, fix="Send several requests.")
+        if not 1 <= n <= most // prompts:
+            wanted = f"1 to {most // prompts}" + (f" with {prompts} prompts" if prompts > 1 else "")
+            raise refused("n", got=n, expected=wanted, fix="Ask for fewer answers.")
+        if self.best_of not in (None, n):
+            fix = "Leave it out; every answer is sent."
+            raise refused("best_of", got=self.best_of, expected=f"{n}, the value of n", fix=fix)
+        return n
+
+    def params(self, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
+        """The parameters, with the model's defaults for what is not given.
+
+        Fields that have no effect at temperature 0 are left out there, as clients send them with it.
+
+        Raises:
+            ApiError: too many stop texts, or a bias for what is no token id.
+            UsageError: a value out of range.
+        """
+        given: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        for name in (each.name for each in fields(SamplingParams) if each.name not in _CHANGED):
+            if (value := getattr(self, name, None)) is not None:
+                given[name] = value
+        if self.seed is not None:
+            given["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed
+        if self.stop is not None:
+            given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+            if len(given["stop"]) > MOST_STOPS:
+                found, fix = f"{len(given['stop'])} texts", "Give fewer."
+                raise refused("stop", got=found, expected=f"at most {MOST_STOPS}", fix=fix)
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token(text): bias for text, bias in self.logit_bias.items()}
+        if given.get("temperature", defaults.temperature) == 0:
+            for name in ("top_p", "top_k", "min_p", "seed"):
+                given.pop(name, None)
+        return defaults.overlaid(**given)
+
+
+def check_top_logprobs(name: str, value: int) -> int:
+    """The number of most likely tokens to report.
+
+    Raises:
+        ApiError: out of range.
+    """
+    if not 0 <= value <= MOST_TOP_LOGPROBS:
+        raise refused(name, got=value, expected=f"0 to {MOST_TOP_LOGPROBS}", fix="Ask for fewer.")
+    return value
+
+
+def check_wanted_tokens(name: str, value: int | None) -> int | None:
+    """The most tokens to generate, by the name of the field that asks for them.
+
+    Raises:
+        ApiError: out of range.
+    """
+    if value is not None and not 1 <= value <= _MOST_TOKENS:
+        raise refused(name, got=value, expected=f"1 to {_MOST_TOKENS:,}", fix="Ask for a token or more.")
+    return value
+
+
+def _token(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    raise refused("logit_bias", got=repr(text[:40]), expected="token ids", fix="Use ids of the bundle's tokenizer.")
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Part of `usage`; cached tokens were not computed."""
+
+    cached_tokens: int = 0
+
+
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Part of `usage` with speculation: drafts that are part of the answer, and drafts that are not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """`usage` of completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, ends: Sequence[Finished], n: int) -> Usage:
+        """Of the answers to a request: the tokens of all answers, and each prompt once.
+
+        Args:
+            ends: of the answers, with the `n` of a prompt side by side.
+            n: answers to each prompt.
+        """
+        firsts = ends[::n]
+        prompt = sum(end.prompt_tokens for end in firsts)
+        generated = sum(end.generated_tokens for end in ends)
+        cached = PromptDetails(sum(end.cached_tokens for end in firsts))
+        accepted, rejected = sum(end.accepted_drafts for end in ends), sum(end.rejected_drafts for end in ends)
+        details = CompletionDetails(accepted, rejected) if accepted or rejected else UNSET
+        return cls(prompt, generated, prompt + generated, cached, details)
+
+
+R = TypeVar("R", bound=SamplingFields)
+
+
+async def accept(service: Service, exchange: Exchange, kind: type[R]) -> tuple[R, str | None]:
+    """A request for text, and the adapters that it asks for.
+
+    Raises:
+        ApiError: it is malformed, asks for another model, or for what is not supported.
+        AdapterError: an adapter is damaged.
+        DisconnectedError: the client has gone.
+    """
+    request = await exchange.read(kind)
+    lora = service.check_name(request.model)
+    request.check()
+    exchange.name_of = request.name_of
+    return request, lora
+
+
+def wanted_of(
+    service: Service,
+    exchange: Exchange,
+    prompt: tuple[int, ...],
+    params: SamplingParams | None,
+    top_logprobs: int | None,
+    scored_tokens: int = 0,
+    *,
+    tools: Tools | None = None,
+    lora: str | None = None,
+    pictures: tuple[Picture, ...] = (),
+) -> Wanted:
+    """What a request asks of the engine.
+
+    Args:
+        service: runs it.
+        exchange: the request.
+        prompt: token ids.
+        params: how to sample; None generates nothing.
+        top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
+        scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
+        tools: functions that the answer may call.
+        lora: adapters, as `Model.generate` takes them.
+        pictures: whose rows are in the prompt.
+
+    Raises:
+        UsageError: a bias of a token outside of the vocabulary: the headers of a stream do not wait for the engine.
+    """
+    if params is not None:
+        check_bias(params, service.model.bundle.manifest.model.vocab)
+    request = Request(
+        prompt,
+        params,
+        POOLED if params is not None else None,
+        salt=exchange.salt,
+        tools=tools,
+        speculation=service.speculation,
+        lora=lora,
+        returns_logits=top_logprobs is not None,
+        scores=scored_tokens > 0,
+        pictures=pictures,
+    )
+    return Wanted(request, top_logprobs or 0, scored_tokens)
+
+
+class Reply(Protocol):
+    """How an endpoint writes answers: as events of a stream, or as one record at the end."""
+
+    def head(self) -> bytes:
+        """The first events of the stream."""
+
+    def add(self, index: int, event: Piece | PromptLogprobs | Finished) -> bytes:
+        """Take in an event of the answer with this index; what the stream sends for it."""
+
+    def tail(self, ends: Sequence[Finished]) -> bytes:
+        """The last events of the stream; `ends` are those of all answers."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+
+    def whole(self, ends: Sequence[Finished]) -> object:
+        """The record that answers a request without a stream."""
+
+
+async def answer(
+    service: Service, exchange: Exchange, wanted: Sequence[Wanted], reply: Reply, *, n: int = 1, streams: bool
+) -> None:
+    """Answer a request: with the events of its answers as they come, or with a record at their end.
+
+    A stream has its headers once its answers are in the queue, and comments while nothing else comes.
+
+    Args:
+        service: runs them.
+        exchange: the request.
+        wanted: of each prompt.
+        reply: how they are written.
+        n: answers to each prompt; those of a prompt have indices side by side.
+        streams: whether as a stream.
+
+    Raises:
+        ApiError: the queue is full; or an answer failed, without a stream.
+        DisconnectedError: the client has gone.
+    """
+    exchange.record.prompt_tokens = sum(len(each.request.tokens) for each in wanted)
+    each_answer = [each.for_answer(number) for each in wanted for number in range(n)]
+    async with _submitted(service.engine, exchange, each_answer) as channel:
+        answers = _Answers(reply, len(each_answer), n, exchange.record)
+        if streams:
+            await _stream(exchange, channel, answers)
+            return
+        while not answers.are_complete:
+            _, error = answers.add(await channel.take())
+            if error is not None:
+                raise error
+        await exchange.reply(reply.whole(answers.ends))
+
+
+async def _stream(exchange: Exchange, channel: Channel, answers: _Answers) -> None:
+    await exchange.begin_events()
+    if head := answers.reply.head():
+        await exchange.send_events(head)
+    while True:
+        events = await channel.take(WAITING_S)
+        data, error = answers.add(events)
+        if error is not None:
+            await exchange.send_events(data + answers.reply.failed(error.renamed(exchange.name_of)), more=False)
+            return
+        if answers.are_complete:
+            await exchange.send_events(data + answers.reply.tail(answers.ends), more=False)
+            return
+        if data or not events:
+            await exchange.send_events(data or WAITING)
+
+
+class _Answers:
+    """The answers to a request so far.
+
+    Attributes:
+        reply: how they are written.
+    """
+
+    def __init__(self, reply: Reply, count: int, n: int, record: RequestRecord) -> None:
+        self.reply = reply
+        self._ends: list[Finished | None] = [None] * count
+        self._n = n
+        self._record = record
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all have ended."""
+        return None not in self._ends
+
+    @property
+    def ends(self) -> list[Finished]:
+        """Their ends, in the order of their indices."""
+        return [end for end in self._ends if end is not None]
+
+    def add(self, events: Sequence[tuple[int, Told]]) -> tuple[bytes, ApiError | None]:
+        """Take events in; what a stream sends for them, and the error that ends the request."""
+        data = b""
+        for index, event in events:
+            if isinstance(event, ApiError):
+                self._record.error = event.code or event.body.error.type
+                return data, event
+            if isinstance(event, Piece):
+                self._record.count_token()
+            elif isinstance(event, Finished):
+                self._ends[index] = event
+            data += self.reply.add(index, event)
+        if self.are_complete:
+            self._record.cached_tokens = sum(end.cached_tokens for end in self.ends[:: self._n])
+        return data, None
+
+
+@asynccontextmanager
+async def _submitted(engine: EngineThread, exchange: Exchange, wanted: Sequence[Wanted]) -> AsyncIterator[Channel]:
+    """The events of a request's answers, which end with the block or when the client goes.
+
+    Raises:
+        ApiError: the queue is full, or the server is stopping.
+    """
+    channel = Channel()
+    tickets = engine.submit(wanted, channel)
+
+    async def watch() -> None:
+        await exchange.wait_until_gone()
+        engine.cancel(tickets)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield channel
+    finally:
+        watcher.cancel()
+        engine.cancel(tickets)
+        channel.close()
+        with suppress(asyncio.CancelledError):
+            await watcher

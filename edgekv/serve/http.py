@@ -1,0 +1,451 @@
+"""HTTP: a connection and its time limits, the checks in front of every path, and a request with its answer.
+
+An answer is a record, or server-sent events, as the HTML standard defines them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from hashlib import sha256
+from time import perf_counter
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edgekv.errors import EdgeKVError
+from edgekv.serve.errors import ApiError, DisconnectedError, api_error, refused
+from edgekv.serve.metrics import Metrics
+from edgekv.serve.options import LOOPBACK, Limits, ServeOptions
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+T = TypeVar("T")
+
+JSON = b"application/json"
+_MISSING = re.compile("missing required field `(.+)`")
+DROPPED_HEADER = b"x-edgekv-dropped-messages"
+"""How many of the request's oldest messages the model did not see; the header is there if it is not 0."""
+EVENTS = b"text/event-stream; charset=utf-8"
+WAITING = b": waiting\n\n"
+"""A comment of a stream, which clients skip."""
+DONE = b"data: [DONE]\n\n"
+"""Ends a stream of completions."""
+LONG_BYTES = 4_096
+"""Larger requests are worked on in another thread, so that other requests need not wait."""
+LEFT = 499
+"""The status of a request whose client left before its answer began; it is never sent."""
+OPEN = ("/", "/health")
+"""Paths that need no key."""
+POLLED = ("/health", "/metrics")
+"""Paths that programs ask for every few seconds: only their failures are logged."""
+_OTHER = "other"
+_NAME = re.compile(r"\{[^}]*\}")
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What the log says of a request.
+
+    Attributes:
+        status: of HTTP; `LEFT` before an answer has begun.
+        error: code of the error that it was answered with; None if there was none.
+        prompt_tokens: each prompt once; None if it never got to the model.
+        cached_tokens: those of them that were not computed; None before the answer has ended.
+        generated_tokens: of all answers.
+        first_token_s: from the request to its first token; None before that.
+        began: in seconds of `perf_counter`.
+    """
+
+    status: int = LEFT
+    error: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    generated_tokens: int = 0
+    first_token_s: float | None = None
+    began: float = field(default_factory=perf_counter)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an answer has begun."""
+        return self.status != LEFT
+
+    def count_token(self) -> None:
+        """Count a generated token."""
+        self.generated_tokens += 1
+        if self.first_token_s is None:
+            self.first_token_s = perf_counter() - self.began
+
+    def line(self, method: str, path: str) -> str:
+        """The line, without the time of day."""
+        parts = [f"{method} {path} {self.status}"]
+        if not self.has_begun:
+            parts.append("client left")
+        if self.error is not None:
+            parts.append(self.error)
+        if self.prompt_tokens is not None:
+            cached = "" if self.cached_tokens is None else f" ({self.cached_tokens} cached)"
+            parts.append(f"{self.prompt_tokens} tokens in{cached}")
+            parts.append(f"{self.generated_tokens} out")
+        if self.first_token_s is not None:
+            parts.append(f"first token {self.first_token_s * 1e3:.0f} ms")
+        parts.append(f"total {(perf_counter() - self.began) * 1e3:.0f} ms")
+        return ", ".join(parts)
+
+
+def event(record: msgspec.Struct, name: str | None = None) -> bytes:
+    """A server-sent event whose data is a record as JSON, which has no line break outside of its texts' escapes."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + _encode(record) + b"\n\n"
+
+
+class Exchange:
+    """Reads a request within the limits, and answers it.
+
+    Attributes:
+        scope: of ASGI.
+        salt: of the request's API key, once that is checked; None without keys.
+        record: what the log will say of it.
+        name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
+        body_bytes: of what `read` has read.
+        headers: of the answer, beside those of its content.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+        self.scope = scope
+        self.salt: str | None = None
+        self.record: RequestRecord = scope["state"]["record"]
+        self.name_of: Callable[[str], str | None] = _same
+        self.body_bytes = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._is_aborted = False
+        self._write_began: float | None = None
+        self._watch: asyncio.TimerHandle | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a header, by its name in lower case."""
+        return next((value for key, value in self.scope["headers"] if key == name), None)
+
+    async def read(self, kind: type[T]) -> T:
+        """The body as an object of a type; unknown fields are ignored.
+
+        Raises:
+            ApiError: 400, no such object; 408, it takes too long; 413, it is too large; 415, it is no JSON.
+            DisconnectedError: the client has gone.
+        """
+        given = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if given != JSON:
+            # A web page cannot send JSON to another origin without asking, so this keeps foreign pages out.
+            found = given.decode("latin-1")[:80] or "nothing"
+            raise ApiError(415, f"content-type: got {found}; expected application/json. Set the header.")
+        try:
+            return msgspec.json.decode(await self._body(), type=kind)
+        except msgspec.ValidationError as error:
+            reason, _, place = str(error).partition(" - at `$")
+            missing = _MISSING.search(reason)
+            param = ".".join(filter(None, (place.rstrip("`").lstrip("."), missing[1] if missing else ""))) or None
+            raise ApiError(400, f"{param or 'body'}: {reason}.", param=param, code="invalid_type") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            fix = "Send valid JSON in UTF-8."
+            raise refused("body", got=error, expected="a JSON object", fix=fix, code="invalid_json") from None
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """The result of work on the request, in another thread if its body is long.
+
+        Raises:
+            EdgeKVError: as the work.
+        """
+        return work() if self.body_bytes <= LONG_BYTES else await asyncio.to_thread(work)
+
+    async def reply(self, value: object, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """Send a JSON answer.
+
+        Raises:
+            DisconnectedError: the client takes nothing.
+        """
+        await self.send_bytes(msgspec.json.encode(value), JSON, status, headers)
+
+    async def send_bytes(
+        self, data: bytes, content_type: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        """Send a whole answer.
+
+        Raises:
+            DisconnectedError: the client takes nothing.
+        """
+        length = (b"content-length", str(len(data)).encode())
+        await self._start(status, ((b"content-type", content_type), length, *headers))
+        await self._write(data, more=False)
+
+    async def begin_events(self) -> None:
+        """Start a stream of server-sent events.
+
+        Raises:
+            DisconnectedError: the client takes nothing.
+        """
+        await self._start(200, ((b"content-type", EVENTS), (b"cache-control", b"no-cache")))
+
+    async def send_events(self, data: bytes, *, more: bool = True) -> None:
+        """Send events.
+
+        Raises:
+            DisconnectedError: the client takes nothing.
+        """
+        await self._write(data, more=more)
+
+    async def wait_until_gone(self) -> None:
+        """Return when the client has gone. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _body(self) -> bytes:
+        limit = self._limits.body_bytes
+        announced = self.header(b"content-length")
+        if announced is not None and int(announced) > limit:
+            raise _too_large(limit)
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(self._limits.body_s):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise DisconnectedError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise _too_large(limit)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            limit_s = self._limits.body_s
+            raise ApiError(408, f"body: got a part in {limit_s:g} s; expected all of it. Send it at once.") from None
+        self.body_bytes = size
+        return b"".join(parts)
+
+    async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        loop = asyncio.get_running_loop()
+        self._write_began = loop.time()
+        if self._watch is None:  # one timer serves many writes: setting it costs as much as a write
+            self._watch = loop.call_later(self._limits.send_s, self._check_write)
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        finally:
+            self._write_began = None
+            if not more:
+                self._watch.cancel()
+        if self._is_aborted:
+            raise DisconnectedError
+
+    def _check_write(self) -> None:
+        """End the connection if the client takes nothing for too long; the write that waits ends with it."""
+        self._watch = None
+        if self._write_began is None:
+            return
+        loop = asyncio.get_running_loop()
+        left_s = self._write_began + self._limits.send_s - loop.time()
+        if left_s > 0:
+            self._watch = loop.call_later(left_s, self._check_write)
+        else:
+            self._is_aborted = True
+            self.scope["state"]["abort"]()
+
+
+class ApiKeys:
+    """The accepted keys. Only their hashes are kept."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    @property
+    def are_required(self) -> bool:
+        """Whether a request needs a key."""
+        return bool(self._digests)
+
+    def salt(self, authorization: bytes | None) -> str | None:
+        """The cache salt of a request's key; None if the key is not accepted.
+
+        Every key is compared, each in constant time, so that the time tells nothing.
+
+        Args:
+            authorization: the header's value, `Bearer KEY`; None if there is none.
+        """
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given = _digest(key.strip() if scheme.lower() == b"bearer" else b"")
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return sha256(b"edgekv cache salt" + given).hexdigest() if any(matches) else None
+
+
+class Guard:
+    """Checks the host and the API key, counts and logs answers, and turns exceptions into errors of the API.
+
+    Pages of the allowed origins can read errors too.
+    """
+
+    def __init__(self, app: App, options: ServeOptions, metrics: Metrics, paths: Sequence[str]) -> None:
+        self._app = app
+        self._options = options
+        self._keys = ApiKeys(options.keys)
+        self._metrics = metrics
+        self._shown_paths = ", ".join(dict.fromkeys(_NAME.sub("NAME", path) for path in paths))
+        self._paths = frozenset(path for path in paths if "{" not in path)
+        self._answer: App = self._checked
+        if options.origins:
+            self._answer = CORSMiddleware(
+                self._checked,
+                allow_origins=list(options.origins),
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["Authorization", "Content-Type"],
+                expose_headers=["Retry-After", DROPPED_HEADER.decode()],
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else _OTHER
+        scope["app"] = self  # asks the router to raise what it would answer
+        record = scope["state"]["record"] = RequestRecord()
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                self._metrics.count_answer(path, record.status)
+                message["headers"].append((b"date", formatdate(usegmt=True).encode()))
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, counted)
+        finally:
+            is_poll = scope["path"] in POLLED and record.status == 200
+            if self._options.logs_requests and not is_poll:
+                write_line(record.line(scope["method"], scope["raw_path"][:200].decode("ascii", "backslashreplace")))
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = scope["state"]["exchange"] = Exchange(scope, receive, send, self._options.limits)
+        try:
+            self._check(exchange)
+            await self._app(scope, receive, send)
+        except DisconnectedError:
+            self._metrics.disconnects += 1
+        except Exception as error:
+            told = self._told(error, scope)
+            exchange.record.error = told.code or told.body.error.type
+            if exchange.record.has_begun:  # the status is out: all that is left is to end the connection
+                raise
+            after = () if told.retry_after_s is None else ((b"retry-after", str(told.retry_after_s).encode()),)
+            await exchange.reply(told.body, told.status, after)
+
+    def _check(self, exchange: Exchange) -> None:
+        """Refuse foreign hosts and requests without a key.
+
+        Raises:
+            ApiError: 403, another host than this machine; 401, no accepted key.
+        """
+        scope = exchange.scope
+        if self._options.is_local:
+            # A foreign page whose name is made to resolve to this machine still sends its own name.
+            host = (exchange.header(b"host") or b"").decode("latin-1")
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if name.strip("[]").lower() not in LOOPBACK:
+                raise ApiError(403, f"host: got {host[:80]}; expected this machine. Use 127.0.0.1.", code="wrong_host")
+        if self._keys.are_required and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            salt = self._keys.salt(exchange.header(b"authorization"))
+            if salt is None:
+                message = "authorization: got no accepted key; expected one. Send the header Authorization: Bearer KEY."
+                raise ApiError(401, message, code="invalid_api_key")
+            exchange.salt = salt
+
+    def _told(self, error: Exception, scope: Scope) -> ApiError:
+        if not isinstance(error, HTTPException):
+            return api_error(error)
+        path = repr(scope["path"][:200])
+        if error.status_code == 405:
+            allowed = sorted((error.headers or {}).get("Allow", "another method").split(", "))
+            message = f"method: got {scope['method']} {path}; expected {' or '.join(allowed)}. Use it."
+            return ApiError(405, message, code="wrong_method")
+        message = f"path: got {path}; expected one of {self._shown_paths}. Correct it."
+        return ApiError(error.status_code, message, code="not_found")
+
+
+class Endpoint:
+    """A path's handler as an ASGI application behind a `Guard`; errors have the request's names of fields."""
+
+    def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["state"]["exchange"]
+        try:
+            await self._handler(exchange)
+        except (ApiError, EdgeKVError) as error:
+            raise api_error(error).renamed(exchange.name_of) from None
+
+
+def protocol(limits: Limits) -> type[H11Protocol]:
+    """HTTP/1.1 on a connection."""
+
+    class Protocol(H11Protocol):
+        """Closes a connection whose headers take too long, and lets an answer that nobody takes abort it."""
+
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.app_state = {**self.app_state, "abort": transport.abort}
+            self._deadline = self.loop.call_later(limits.header_s, transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                self._disarm()
+            elif self._deadline is None and (before is None or before.response_complete):
+                self._deadline = self.loop.call_later(limits.header_s, self.transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def _disarm(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return Protocol
+
+
+def write_line(line: str) -> None:
+    """Write a line with the time of day. A standard error that nobody reads any more is no reason to fail."""
+    with suppress(OSError, ValueError):
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=sys.stderr, flush=True)
+
+
+def _same(field: str) -> str:
+    return field
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"body: got more than {limit:,} bytes; expected at most that. Send less.", code="too_large")
+
+
+def _digest(key: bytes) -> bytes:
+    return sha256(key).digest()
