@@ -14,13 +14,12 @@ from edgekv.draft import Speculation
 from edgekv.driver import Generation
 from edgekv.engine import GenerationStats
 from edgekv.errors import UsageError
-from edgekv.full_context import FittedPrompt, fit_prompt, split_turns
 from edgekv.json_file import read_json, readable_json
 from edgekv.load_options import OnFull, check_on_full
 from edgekv.model import Model
 from edgekv.pictures import Picture
 from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
-from edgekv.text import SamplingParams, Token
+from edgekv.text import FittedPrompt, SamplingParams, Token, split_turns
 
 _SEQUENCE = 0
 
@@ -45,7 +44,7 @@ class Conversation:
     Attributes:
         messages: all turns so far, as chat templates take them, with those that the model no longer sees.
         params: how to sample and when to stop.
-        on_full: what happens when the messages are longer than the context; see `edgekv.full_context`.
+        on_full: what happens when the messages are longer than the context; see `Texts.fit`.
     """
 
     def __init__(
@@ -216,8 +215,7 @@ class Conversation:
     def _answer(self, messages: list[Message]) -> Answer:
         """Generate what follows messages, which become those of the conversation."""
         opened, render = self._model.pictures, self._model.chat_templates.render
-        prompt = fit_prompt(
-            self._model,
+        prompt = self._model.engine.texts.fit(
             messages,
             lambda kept: opened.expanded(render(kept), self._pictures_of(kept)),
             on_full=self.on_full,

@@ -22,7 +22,7 @@ from edgekv.runtime import Engine as Backend
 from edgekv.spec.chat import ChatTemplates, Message
 from edgekv.text import Prompt, Tools
 from edgekv.text.params import BeamParams, SamplingParams, choose_params, default_params
-from edgekv.text.processors import LogitsProcessor
+from edgekv.text.sampler import LogitsProcessor
 
 if TYPE_CHECKING:
     from typing import Self
@@ -93,11 +93,6 @@ class Model:
     def verify_rows(self) -> abc.Sequence[int]:
         """Tokens per inference of the graphs that check drafts, ascending; none if the bundle has no such graph."""
         return self.engine.target.rows
-
-    @property
-    def evicts_tokens(self) -> bool:
-        """Whether a full context drops old tokens, so that any number fits: another policy than `fail`."""
-        return self.engine.caches.policy.name != "fail"
 
     @property
     def cache(self) -> KVCache:

@@ -16,9 +16,8 @@ import edgekv
 from edgekv.bundle import Bundle, GenerationRecord
 from edgekv.conversation import Conversation, answer_defaults
 from edgekv.errors import ContextFullError, EngineError, UsageError
-from edgekv.full_context import fit_prompt, split_turns
 from edgekv.spec.chat import Message
-from edgekv.text import SamplingParams
+from edgekv.text import SamplingParams, split_turns
 from tests.serving import talking_bundle
 
 CONTEXT = 512
@@ -135,7 +134,7 @@ def test_what_is_kept_are_the_newest_turns_that_fit(
         """Dropped turns of the conversation as it was with this many; None if its newest is too long."""
         then = [*system, *(each for turn in turns[: count - 1] for each in turn), turns[count - 1][0]]
         try:
-            found = fit_prompt(model, then, model.chat_templates.render, wanted_tokens=wanted)
+            found = model.engine.texts.fit(then, model.chat_templates.render, wanted_tokens=wanted)
         except ContextFullError:
             assert _tokens(model, [*system, turns[count - 1][0]]) > CONTEXT
             return None

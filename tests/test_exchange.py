@@ -301,7 +301,7 @@ def test_a_slow_template_holds_nobody_else_up(talking: Path, monkeypatch: pytest
         templates={"default": "{% for i in range(800) %}{% set x = range(99999) | sum %}{% endfor %}x"}
     )
     with served(talking) as server, ThreadPoolExecutor() as threads:
-        monkeypatch.setattr(type(server.model), "chat_templates", slow)
+        monkeypatch.setattr(server.model.engine.texts, "chat_templates", slow)
         chat = threads.submit(server.post, CHAT, _messages(USER, max_tokens=2))
         time.sleep(0.2)  # it is being rendered
         assert server.post(COMPLETIONS, HELLO)[0] == 200 and not chat.done()

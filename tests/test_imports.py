@@ -41,7 +41,7 @@ FLOORS = (
     ("edgekv.engine",),
     ("edgekv.driver",),
     ("edgekv.model", "edgekv.plan", "edgekv.doctor"),
-    ("edgekv.loading", "edgekv.full_context"),
+    ("edgekv.loading",),
     ("edgekv.conversation", "edgekv.bake", "edgekv.bench"),
     ("edgekv.cli",),
     ("edgekv.serve", "edgekv.__main__"),

@@ -400,7 +400,7 @@ def test_a_clock_that_was_set_back_does_not_evict_what_is_new(tmp_path: Path, mo
     for token in (1, 2):
         insert(store, (token, token))
         store.save()
-    monkeypatch.setattr("edgekv.prefix.memory.time_ns", lambda: 5)
+    monkeypatch.setattr("edgekv.prefix.block.time_ns", lambda: 5)
     later = opened(folder, disk_cache_size=limit)
     insert(later, (3, 3))
     later.save()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.text import Sampler, SamplingParams
-from edgekv.text.processors import processors_of
+from edgekv.text.sampler import processors_of
 from quant import Encoding
 
 VOCAB = 12

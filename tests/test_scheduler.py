@@ -404,7 +404,7 @@ def test_a_stream_that_is_refused_has_a_status_and_one_that_fails_an_event(serve
 @pytest.mark.parametrize(
     ("path", "fields", "read"),
     [
-        ("/v1/completions", {"prompt": ["x " * 4000] * 2}, "edgekv.Model.read"),
+        ("/v1/completions", {"prompt": ["x " * 4000] * 2}, "edgekv.text.Texts.read"),
         ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "x" * 60}}] * 99}, TOOLS_READ),
         ("/v1/responses", {"tools": [{"type": "function", "name": "x" * 60}] * 99}, TOOLS_READ),
     ],

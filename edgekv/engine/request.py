@@ -10,7 +10,7 @@ from edgekv.draft import Speculation
 from edgekv.pictures import Picture
 from edgekv.prefix import RetentionPolicy
 from edgekv.text.params import BeamParams, SamplingParams
-from edgekv.text.processors import LogitsProcessor
+from edgekv.text.sampler import LogitsProcessor
 from edgekv.text.tools import Tools
 
 POOLED: Final = "pooled"

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from edgekv.kv.arena import DTYPES
-from edgekv.prefix.block import ROWS, SNAPSHOT, Arrays, Block, BlockId
+from edgekv.prefix.block import ROWS, SNAPSHOT, Arrays, Block, BlockId, IsPinned, Memory, now_ms
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.disk import Disk
 from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.keys import TOKEN_BYTES, Keys, Link, common_tokens, tail, token_bytes
-from edgekv.prefix.memory import IsPinned, Memory, now_ms
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import Rows, Source, Target, split_layers
 from edgekv.prefix.stats import StoreStats

@@ -77,7 +77,7 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 async def metrics(service: Service, exchange: Exchange) -> None:
     """`GET /metrics`."""
-    text = service.metrics.text(service.model.engine.texts.compiling_grammars)
+    text = service.metrics.text(service.texts.compiling_grammars)
     await exchange.send_bytes(text.encode(), CONTENT_TYPE.encode())
 
 

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from edgekv.errors import UsageError
-from edgekv.full_context import fit_prompt
 from edgekv.load_options import OnFull
 from edgekv.pictures import Picture
 from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
@@ -237,7 +236,7 @@ async def read_conversation(
         ContextFullError: the conversation is longer than the context, and no turn may be dropped.
         UsageError: the bundle has no template, or it refuses the messages.
     """
-    templates = service.model.chat_templates
+    templates = service.texts.chat_templates
     has_developer = any("developer" in source for source in templates.templates.values())
     opened = MessagePictures(service.model.pictures)
     wanted = await exchange.apart(lambda: template_messages(messages, opened, has_developer=has_developer))
@@ -256,8 +255,7 @@ async def read_conversation(
 
     try:
         fitted = await asyncio.to_thread(  # a template may take up to its time limit
-            fit_prompt,
-            service.model,
+            service.texts.fit,
             wanted,
             render,
             on_full=on_full or service.on_full,
@@ -302,7 +300,7 @@ async def wanted_turn(
     params = fields.params(service.model.defaults, most)
     if form.grammar is not None or form.tools is not None:
         # What is compiled is kept; a grammar that takes seconds holds up nobody here.
-        await asyncio.to_thread(service.model.engine.texts.bind, form.grammar, form.tools)
+        await asyncio.to_thread(service.texts.bind, form.grammar, form.tools)
         params = replace(params, grammar=form.grammar)
     return wanted_of(
         service,

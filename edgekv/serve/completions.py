@@ -128,16 +128,16 @@ def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, in
     Raises:
         EdgeKVError: the prompt is refused, or a value out of range.
     """
-    model, prompt, field = service.model, request.prompts[index], request.prompt_field(index)
+    texts, prompt, field = service.texts, request.prompts[index], request.prompt_field(index)
     if isinstance(prompt, str):
-        tokens = model.read(prompt, field)
-        given = len(model.encode(prompt)) if request.echo and request.logprobs is not None else len(tokens)
+        tokens = texts.read(prompt, field)
+        given = len(texts.encode(prompt)) if request.echo and request.logprobs is not None else len(tokens)
     else:
-        tokens, given = model.read(prompt, field), len(prompt)
+        tokens, given = texts.read(prompt, field), len(prompt)
     top = None if request.logprobs is None else check_top_logprobs("logprobs", request.logprobs)
     wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     only_echo = bool(request.echo) and wanted == 0
-    params = request.params(model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
+    params = request.params(service.model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
     return wanted_of(service, exchange, tuple(tokens), None if only_echo else params, top, scored, lora=lora)
 
@@ -145,7 +145,7 @@ def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, in
 def _echoed(service: Service, request: CompletionRequest, prompt: str | list[int]) -> str:
     if not request.echo:
         return ""
-    return prompt if isinstance(prompt, str) else decode(service.model.tokenizer, prompt, skip_special_tokens=False)
+    return prompt if isinstance(prompt, str) else decode(service.texts.tokenizer, prompt, skip_special_tokens=False)
 
 
 def _empty(request: CompletionRequest) -> CompletionLogprobs | None:

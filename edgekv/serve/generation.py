@@ -20,7 +20,7 @@ from edgekv.serve.http import WAITING, Exchange, RequestRecord
 from edgekv.serve.options import Limits
 from edgekv.serve.service import Service
 from edgekv.text import SamplingParams, Tools
-from edgekv.text.processors import check_bias
+from edgekv.text.sampler import check_bias
 
 WAITING_S = 15.0
 """Proxies close a connection that is silent for a minute."""

@@ -19,7 +19,8 @@ class Service:
     """What the paths of the API share.
 
     Attributes:
-        model: only its tokenizer and templates may be used outside of the engine's thread.
+        model: only what does not change may be used outside of the engine's thread.
+        texts: of the model.
         name: its id.
         created: when the server started, in seconds since 1970.
         names: texts of single tokens.
@@ -32,9 +33,10 @@ class Service:
 
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self.model = model
+        self.texts = model.engine.texts
         self.name = options.name or model.bundle.path.resolve().name
         self.created = int(time.time())
-        self.names = TokenNames(model.tokenizer)
+        self.names = TokenNames(self.texts.tokenizer)
         self.metrics = Metrics(is_reproducible=model.is_reproducible)
         self.limits = options.limits
         self.on_full = options.on_full
@@ -71,7 +73,7 @@ class Service:
     def has_chat(self) -> bool:
         """Whether the bundle has a chat template."""
         try:
-            return bool(self.model.chat_templates)
+            return bool(self.texts.chat_templates)
         except UsageError:
             return False
 

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from edgekv.text.grammar import Grammar
     from edgekv.text.output import Detokenizer, Output, StopReason, Token
     from edgekv.text.params import BeamParams, EarlyStopping, SamplingParams
-    from edgekv.text.processors import LogitsProcessor
-    from edgekv.text.sampler import Sampler
+    from edgekv.text.sampler import LogitsProcessor, Sampler
     from edgekv.text.stops import StopSequences
-    from edgekv.text.texts import Prompt, Texts
+    from edgekv.text.texts import FittedPrompt, Prompt, Texts, split_turns
     from edgekv.text.tools import Tool, ToolCall, Tools
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "Constraint",
     "Detokenizer",
     "EarlyStopping",
+    "FittedPrompt",
     "Grammar",
     "GrammarCompiler",
     "LogitsProcessor",
@@ -36,6 +36,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Tools",
+    "split_turns",
 ]
 
 __getattr__ = lazy(
@@ -45,10 +46,9 @@ __getattr__ = lazy(
         "grammar": "Grammar",
         "output": "Detokenizer Output StopReason Token",
         "params": "BeamParams EarlyStopping SamplingParams",
-        "processors": "LogitsProcessor",
-        "sampler": "Sampler",
+        "sampler": "LogitsProcessor Sampler",
         "stops": "StopSequences",
-        "texts": "Prompt Texts",
+        "texts": "FittedPrompt Prompt Texts split_turns",
         "tools": "Tool ToolCall Tools",
     },
 )

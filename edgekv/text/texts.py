@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
 from operator import index
 from typing import TYPE_CHECKING
 
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import PolicyName
+from edgekv.load_options import OnFull
 from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
 from edgekv.spec.text import begins_with, encode
 from edgekv.text.constraint import Constraint, GrammarCompiler
@@ -32,6 +37,27 @@ _MARK_TOKENS = 16
 """A mark at the end of a prompt has at most so many tokens."""
 _MAX_SLIDING = 1 << 22
 """Maximum characters of a prompt that may exceed the context: the tokenizer needs about 140 bytes per character."""
+_PARTS = 4
+"""An answer has room for a quarter of the context, and turns are dropped in steps of a quarter."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrompt:
+    """The prompt of a conversation that fits into the context.
+
+    Attributes:
+        text: as the chat template renders it.
+        tokens: its ids, as `Texts.read` gives them.
+        dropped_turns: the oldest turns of the conversation, which it does not have.
+        dropped_messages: the messages of these turns.
+        messages: what it has.
+    """
+
+    text: str
+    tokens: list[int]
+    dropped_turns: int = 0
+    dropped_messages: int = 0
+    messages: tuple[Message, ...] = ()
 
 
 class Texts:
@@ -174,6 +200,70 @@ class Texts:
         """The special tokens, which have no text in an answer."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {number: token.content for number, token in added.items() if token.special}
+    def fit(
+        self,
+        messages: Sequence[Message],
+        render: Callable[[Sequence[Message]], str],
+        *,
+        on_full: OnFull = "drop-oldest",
+        wanted_tokens: int | None = None,
+        tokenize: Callable[[str], list[int]] | None = None,
+    ) -> FittedPrompt:
+        """The prompt of a conversation.
+
+        Where it leaves less than a quarter of the context for the answer, or less than `wanted_tokens` if that is
+        fewer, the oldest turns are dropped. System messages and the newest turn stay. Turns are dropped in steps of a
+        quarter of the context, counted from the first one, so that the next prompts begin alike and find that in the
+        cache.
+
+        Args:
+            messages: the conversation.
+            render: the text of messages.
+            on_full: whether turns are dropped.
+            wanted_tokens: the most tokens that the answer may have; None for as many as there is room for.
+            tokenize: the tokens of a text; None for `encode_chat`.
+
+        Raises:
+            ContextFullError: it is longer than the context, with all turns (`stop`) or with the newest alone.
+            EdgeKVError: as `render`, or the tokenizer fails.
+        """
+        system, turns = split_turns(messages)
+        last = len(turns) - 1
+        context: int = self._bundle.manifest.context
+        step = max(1, context // _PARTS)
+        room = step if wanted_tokens is None else min(step, wanted_tokens)
+
+        def prompt(first: int) -> FittedPrompt:
+            kept = [*system, *(each for turn in turns[first:] for each in turn)]
+            text = render(kept)
+            tokens = self.read((tokenize or self.encode_chat)(text), "messages")
+            return FittedPrompt(text, tokens, first, len(messages) - len(kept), tuple(kept))
+
+        @cache
+        def fitting(first: int) -> FittedPrompt | None:
+            try:
+                found = prompt(first)
+            except ContextFullError:
+                return None
+            return found if len(found.tokens) + room <= context + 1 else None
+
+        if on_full == "stop" or last < 1 or self._policy != "fail":
+            return prompt(0)
+        if (whole := fitting(0)) is not None:
+            return whole
+        # In tokens; those of the template are left out, as only the step that a turn begins in matters.
+        offsets = [0, *accumulate(sum(self._about_tokens(each) for each in turn) for turn in turns[:-1])]
+        firsts = sorted({bisect_left(offsets, at) for at in range(step, offsets[-1] + 1, step)} | {last})
+        at = bisect_left(firsts, True, key=lambda first: fitting(first) is not None)
+        return (fitting(firsts[at]) if at < len(firsts) else None) or prompt(last)
+
+    def _about_tokens(self, message: Message) -> int:
+        """About how many tokens a message has; of one that is too long to be tokenized, those of the whole context."""
+        values = (each if isinstance(each, str) else json.dumps(each, default=str) for each in message.values())
+        try:
+            return len(self.encode_chat(" ".join(values)))
+        except ContextFullError:
+            return self._bundle.manifest.context
 
     def bind(self, grammar: Grammar | None, tools: Tools | None) -> tuple[Constraint | None, ToolCallReader | None]:
         """The constraint of an answer and the reader of its calls, each None if there is none.
@@ -241,6 +331,19 @@ class Texts:
             most, wanted, fix = _MAX_SLIDING, f"at most {_MAX_SLIDING:,}", "Shorten it, or give token ids."
         if len(prompt) > most:
             raise ContextFullError(field, got=f"{len(prompt):,} characters", expected=wanted, fix=fix)
+
+
+def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
+    """The system messages at the front, and the turns: each begins with a message of the user, except for the first."""
+    first = next((at for at, each in enumerate(messages) if each.get("role") not in ("system", "developer")), None)
+    if first is None:
+        return [*messages], []
+    turns = [[messages[first]]]
+    for each in messages[first + 1 :]:
+        if each.get("role") == "user":
+            turns.append([])
+        turns[-1].append(each)
+    return [*messages[:first]], turns
 
 
 def _ids(prompt: Sequence[int], field: str) -> list[int]:
