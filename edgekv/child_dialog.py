@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
@@ -46,6 +47,9 @@ class ChildDialog:
         """
         self.timeout_s = vendor_timeout_s() if timeout_s is None else timeout_s
         self.timed_out = False
+        self._lock = threading.Lock()
+        self._read_began: float | None = None
+        self._watch: threading.Timer | None = None
         self._open = ExitStack()
         self._log = self._open.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._child = self._open.enter_context(
@@ -81,13 +85,14 @@ class ChildDialog:
     def read(self) -> bytes:
         """The next line; none if the child ended, or did not answer in time, which ends it."""
         assert self._child.stdout is not None, "opened with a pipe"
-        watch = threading.Timer(self.timeout_s, self._time_out)
-        watch.daemon = True
-        watch.start()
+        with self._lock:
+            self._read_began = monotonic()
+            if self._watch is None:  # one thread serves many lines: starting it takes longer than most answers
+                self._start_watch(self.timeout_s)
         try:
             return self._child.stdout.readline()
         finally:
-            watch.cancel()
+            self._read_began = None
 
     def exit_text(self) -> str:
         """How the child ended, once `read` gave nothing: its exit code, or the name of a signal."""
@@ -110,6 +115,8 @@ class ChildDialog:
         """End the child. A second call does nothing."""
         assert self._child.stdin is not None, "opened with a pipe"
         assert self._child.stdout is not None, "opened with a pipe"
+        if self._watch is not None:
+            self._watch.cancel()
         with self._open:
             with suppress(BrokenPipeError):
                 self._child.stdin.close()
@@ -117,6 +124,20 @@ class ChildDialog:
                 self._child.wait(_CLOSING_S)
             self._child.stdout.close()
 
-    def _time_out(self) -> None:
-        self.timed_out = True
-        self._child.kill()
+    def _start_watch(self, seconds: float) -> None:
+        self._watch = threading.Timer(seconds, self._check_time)
+        self._watch.daemon = True
+        self._watch.start()
+
+    def _check_time(self) -> None:
+        """Kill the child if its line is late; watch on if that was for an earlier line."""
+        with self._lock:
+            self._watch, began = None, self._read_began
+            if began is None:
+                return
+            left_s = began + self.timeout_s - monotonic()
+            if left_s > 0:
+                self._start_watch(left_s)
+            else:
+                self.timed_out = True
+                self._child.kill()

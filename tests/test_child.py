@@ -14,6 +14,7 @@ import pytest
 
 from edgekv import child_start
 from edgekv.child import describe_exit, run_in_child, run_program, vendor_timeout_s
+from edgekv.child_dialog import ChildDialog
 from edgekv.errors import UsageError
 from edgekv.scratch import scratch_folder
 from tests.processes import interruptible
@@ -201,3 +202,17 @@ def test_a_program_on_windows_keeps_its_exit_code() -> None:
 )
 def test_ends_are_named(code: int, text: str) -> None:
     assert describe_exit(code) == text
+
+
+def test_a_dialog_that_hangs_in_a_later_line_ends(modules: Path) -> None:
+    """One timer watches all lines: the time of each counts from its own beginning."""
+    (modules / "answers_once.py").write_text(
+        "import sys, time\nprint(sys.stdin.readline(), end='', flush=True)\ntime.sleep(600)\n"
+    )
+    with ChildDialog("answers_once", timeout_s=2) as child:
+        assert child.send(b"one") and child.read() == b"one\n"
+        time.sleep(0.5)
+        assert child.send(b"two")
+        began = time.monotonic()
+        assert child.read() == b"" and child.timed_out
+        assert time.monotonic() - began > 1.9

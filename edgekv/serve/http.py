@@ -303,6 +303,7 @@ class Guard:
     def __init__(self, app: App, options: ServeOptions, metrics: Metrics, paths: Sequence[str]) -> None:
         self._app = app
         self._options = options
+        self._is_local = options.is_local
         self._keys = ApiKeys(options.keys)
         self._metrics = metrics
         self._shown_paths = ", ".join(dict.fromkeys(_NAME.sub("NAME", path) for path in paths))
@@ -361,7 +362,7 @@ class Guard:
             ApiError: 403, another host than this machine; 401, no accepted key.
         """
         scope = exchange.scope
-        if self._options.is_local:
+        if self._is_local:
             # A foreign page whose name is made to resolve to this machine still sends its own name.
             host = (exchange.header(b"host") or b"").decode("latin-1")
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host

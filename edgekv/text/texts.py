@@ -200,6 +200,7 @@ class Texts:
         """The special tokens, which have no text in an answer."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {number: token.content for number, token in added.items() if token.special}
+
     def fit(
         self,
         messages: Sequence[Message],

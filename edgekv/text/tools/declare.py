@@ -42,6 +42,8 @@ def declared_messages(
     templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None
 ) -> tuple[Sequence[Message], list[Mapping[str, Any]] | None]:
     """The messages, and the tools, for a template."""
+    if tools is None and not any(each.get("role") == "tool" or each.get("tool_calls") for each in messages):
+        return messages, None
     if native_format(templates) is None:
         if tools is not None and tools.callable:
             return _described(_written(messages, has_form=True), tools), None
