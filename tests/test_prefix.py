@@ -25,7 +25,7 @@ from edgekv.prefix import (
     split_layers,
 )
 from edgekv.prefix.keys import common_tokens, token_bytes
-from edgekv.prefix.stats import add_since
+from edgekv.prefix.stats import add_since, counts
 from tests.prefix_cases import (
     BLOCK_BYTES,
     GEOMETRY,
@@ -210,7 +210,7 @@ def test_what_was_counted_since_a_copy_adds_up() -> None:
     before = store.counters.copy()
     found(store, SEQUENCE)
     for _ in range(2):
-        add_since(total, store.counters, before)
+        add_since(total, store.counters, counts(before))
     moved = store.counters.memory.bytes_out - before.memory.bytes_out
     assert (total.hits, total.blocks_inserted, total.memory.bytes_in) == (2, 0, 0)
     assert total.memory.bytes_out == 2 * moved > 0 and before.hits == 0

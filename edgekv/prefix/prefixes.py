@@ -18,7 +18,7 @@ from edgekv.prefix.baked import baked_prefixes, load_baked
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import CacheRows
-from edgekv.prefix.stats import StoreStats, add_since
+from edgekv.prefix.stats import StoreStats, add_since, counts
 from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
 
@@ -148,14 +148,17 @@ class Prefixes:
     def restore(self, cache: KVCache, tokens: Sequence[int], held: int) -> int:
         """Restore the longest stored prefix of a sequence into a cache that holds its first `held` tokens.
 
-        A prefix that is not longer is left. The last token is never restored, because its logits are needed. A
-        snapshot that the cache refuses is removed from the store, and the next shorter prefix is taken.
+        A prefix that is not longer is left, and none is looked for where the cache lacks less than a block. The last
+        token is never restored, because its logits are needed. A snapshot that the cache refuses is removed from the
+        store, and the next shorter prefix is taken.
 
         Returns:
             Tokens in the cache now.
         """
         if self._prompt_tokens is None:
             self._prompt_tokens = len(tokens)
+        if len(tokens) - held < self._store.config.tokens_per_block <= held:
+            return held
         with self._counted():
             while (match := self._match(cache, tokens)).tokens > held:
                 try:
@@ -222,7 +225,7 @@ class Prefixes:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Count what the store does in the block as this generation's."""
-        before = self._store.counters.copy()
+        before = counts(self._store.counters)
         try:
             yield
         finally:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv import Arena, CacheGroup, KVCache, KvTensor
+from edgekv.kv import Arena, KVCache
 from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
 
@@ -109,13 +110,17 @@ class CacheRows:
 
     def __init__(self, cache: KVCache, groups: Sequence[BlockGroup]) -> None:
         """Find the groups' tensors in a cache of the same layers."""
-        homes = {tensor: group for group in cache.groups for tensor in group.geometry.names()}
         self._first: list[int] = []
         self._runs: list[list[_Run]] = []
-        for group in groups:
-            names = list(group.geometry.names())
-            self._first.append(cache.tokens_seen - homes[names[0]].length)
-            self._runs.append(_runs(dict.fromkeys(homes[name] for name in names), names))
+        rows = [None if home.geometry.is_state else home.strategy.held_rows() for home in cache.groups]
+        for spans in _spans(cache, tuple(groups)):
+            self._first.append(cache.tokens_seen - cache.groups[spans[0].home].length)
+            runs: list[_Run] = []
+            for span in spans:
+                held = rows[span.home]
+                assert held is not None, "states have no rows"
+                runs.append(_Run(cache.groups[span.home].arenas[span.arena], held, span.tensors, span.part))
+            self._runs.append(runs)
 
     def first(self, group: int) -> int:
         return self._first[group]
@@ -144,20 +149,39 @@ class _Run:
     part: slice
 
 
-def _runs(homes: Iterable[CacheGroup], tensors: Sequence[KvTensor]) -> list[_Run]:
-    """The tensors of a block in as few runs as possible."""
-    places = {}
-    for home in homes:
-        rows = home.strategy.held_rows()
-        for arena in home.arenas:
-            places.update({tensor: (arena, rows, at) for at, tensor in enumerate(arena.tensors)})
-    runs: list[_Run] = []
-    for part, tensor in enumerate(tensors):
-        arena, rows, at = places[tensor]
-        if runs and runs[-1].arena is arena and runs[-1].tensors.stop == at:
-            last = runs.pop()
-            run = _Run(arena, rows, slice(last.tensors.start, at + 1), slice(last.part.start, part + 1))
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a cache has consecutive tensors of a block: its group, the group's arena, and the ranges in both."""
+
+    home: int
+    arena: int
+    tensors: slice
+    part: slice
+
+
+_known_spans: WeakKeyDictionary[KVCache, dict[tuple[BlockGroup, ...], list[list[_Span]]]] = WeakKeyDictionary()
+
+
+def _spans(cache: KVCache, groups: tuple[BlockGroup, ...]) -> list[list[_Span]]:
+    """Each group's tensors in as few spans as possible: found once for a cache, which may have thousands."""
+    known = _known_spans.setdefault(cache, {})
+    if groups not in known:
+        places = {
+            tensor: (home, arena, at)
+            for home, group in enumerate(cache.groups)
+            for arena, memory in enumerate(group.arenas)
+            for at, tensor in enumerate(memory.tensors)
+        }
+        known[groups] = [_joined([places[tensor] for tensor in group.geometry.names()]) for group in groups]
+    return known[groups]
+
+
+def _joined(places: Sequence[tuple[int, int, int]]) -> list[_Span]:
+    spans: list[_Span] = []
+    for part, (home, arena, at) in enumerate(places):
+        last = spans[-1] if spans else None
+        if last is not None and (last.home, last.arena, last.tensors.stop) == (home, arena, at):
+            spans[-1] = _Span(home, arena, slice(last.tensors.start, at + 1), slice(last.part.start, part + 1))
         else:
-            run = _Run(arena, rows, slice(at, at + 1), slice(part, part + 1))
-        runs.append(run)
-    return runs
+            spans.append(_Span(home, arena, slice(at, at + 1), slice(part, part + 1)))
+    return spans

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from operator import attrgetter
 
 
 @dataclass(slots=True)
@@ -62,11 +62,19 @@ class StoreStats:
         return copied
 
 
-def add_since(total: Any, now: Any, before: Any) -> None:
-    """Add to statistics what was counted between two copies of a store's."""
-    for each in fields(total):
-        value, new, old = (getattr(stats, each.name) for stats in (total, now, before))
-        if isinstance(value, TierStats):
-            add_since(value, new, old)
-        else:
-            setattr(total, each.name, value + new - old)
+_PLACES = tuple(
+    f"{each.name}.{tier.name}" if each.name in ("memory", "disk") else each.name
+    for each in fields(StoreStats)
+    for tier in (fields(TierStats) if each.name in ("memory", "disk") else (each,))
+)
+counts = attrgetter(*_PLACES)
+"""All counters of a `StoreStats`, in one order."""
+
+
+def add_since(total: StoreStats, now: StoreStats, before: tuple[int, ...]) -> None:
+    """Add to statistics what a store has counted since its `counts` were taken."""
+    for place, new, old in zip(_PLACES, counts(now), before, strict=True):
+        if new != old:
+            tier, _, name = place.rpartition(".")
+            record = getattr(total, tier) if tier else total
+            setattr(record, name, getattr(record, name) + new - old)
