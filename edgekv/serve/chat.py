@@ -238,7 +238,7 @@ async def read_conversation(
     """
     templates = service.texts.chat_templates
     has_developer = any("developer" in source for source in templates.templates.values())
-    opened = MessagePictures(service.model.pictures)
+    opened = MessagePictures(service.pictures)
     wanted = await exchange.apart(lambda: template_messages(messages, opened, has_developer=has_developer))
     given = dict(variables or {})
     if taken := given.keys() & _TAKEN:
@@ -251,7 +251,7 @@ async def read_conversation(
 
     def render(kept: Sequence[Message]) -> str:
         text = render_with_tools(templates, kept, form.tools, **given)
-        return service.model.pictures.expanded(text, pictures(kept))
+        return service.pictures.expanded(text, pictures(kept))
 
     try:
         fitted = await asyncio.to_thread(  # a template may take up to its time limit
@@ -268,7 +268,7 @@ async def read_conversation(
     if fitted.dropped_messages:
         exchange.headers.append((DROPPED_HEADER, str(fitted.dropped_messages).encode()))
     shown = tuple(pictures(fitted.messages))
-    return PicturedPrompt(service.model.pictures.put(fitted.tokens, shown), shown)
+    return PicturedPrompt(service.pictures.put(fitted.tokens, shown), shown)
 
 
 async def wanted_turn(

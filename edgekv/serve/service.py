@@ -21,6 +21,7 @@ class Service:
     Attributes:
         model: only what does not change may be used outside of the engine's thread.
         texts: of the model.
+        pictures: opens those of requests, and puts them into prompts.
         name: its id.
         created: when the server started, in seconds since 1970.
         names: texts of single tokens.
@@ -34,6 +35,7 @@ class Service:
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self.model = model
         self.texts = model.engine.texts
+        self.pictures = model.engine.pictures
         self.name = options.name or model.bundle.path.resolve().name
         self.created = int(time.time())
         self.names = TokenNames(self.texts.tokenizer)
