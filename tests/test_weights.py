@@ -12,7 +12,7 @@ from edgekv.runtime import find_engines
 from exporters.quantize.recipe import find_recipe
 from quant import WEIGHT_TYPES, Grid, LayerInputs, WeightDtype, pack_int4, quantize, unpack_int4
 from quant.cholesky import cholesky, corner_inverses, solve
-from quant.grids import choose_grid
+from quant.grids import _STEPS, _between, choose_grid
 
 RANDOM = np.random.default_rng(0)
 WEIGHT = RANDOM.standard_normal((256, 24)).astype(np.float32)
@@ -154,6 +154,32 @@ def test_8_bits_are_symmetric_and_4_bits_use_every_level():
 def test_inputs_are_ordered_from_the_most_important_one():
     inputs = LayerInputs(INPUTS, INPUTS)
     assert (np.diff(inputs.importance[inputs.order]) <= 0).all()
+
+
+def test_clipping_counts_inputs_that_never_occur_a_little():
+    """The grid has the least error of all that clip as much or less, weighted by the damped energy of each input."""
+    inputs = INPUTS.copy()
+    inputs[:, ::2] = 0
+    sums = LayerInputs(inputs, inputs)
+    weights = (sums.importance + sums.damping)[:, None]
+
+    def error(scales: np.ndarray) -> np.ndarray:
+        return (weights * np.square(WEIGHT - np.clip(np.rint(WEIGHT / scales), -8, 7) * scales)).sum(axis=0)
+
+    found, covering = (quantize(WEIGHT, "int4", *how).scales for how in (("gptq", sums), ("nearest", None)))
+    for clip in np.linspace(1, 0.6, 21, dtype=np.float32):
+        assert (error(found) <= 1.001 * error(covering * clip)).all()
+
+
+def test_errors_between_steps_are_interpolated():
+    """Above those that were tried they grow with the square of the step; below, nothing is known."""
+    random = np.random.default_rng(8)
+    errors = random.uniform(1, 2, (len(_STEPS), 2, 50)).astype(np.float32)
+    steps = random.uniform(0.5, 1.4, (2, 50)).astype(np.float32)
+    for at in np.ndindex(steps.shape):
+        found, step, of_steps = _between(errors, steps)[at], steps[at], errors[(slice(None), *at)]
+        wanted = np.interp(step, _STEPS, of_steps) * max(step / _STEPS[-1], 1) ** 2
+        assert found == (np.inf if step < _STEPS[0] else pytest.approx(wanted, rel=1e-3))
 
 
 @pytest.mark.parametrize("dtype", ["lpbq32", "lpbq64"])
