@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.kv import Geometry, Layout, Move, PointerShift, RowArena, Slot
+from edgekv.kv.memory import aligned_zeros
 
 SIZES = st.builds(
     Geometry,
@@ -113,3 +114,9 @@ def test_strides_are_rounded_up_to_whole_boundaries():
 def test_a_layout_needs_rows(rows):
     with pytest.raises(ValueError, match="layout: got"):
         Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), *rows)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.sampled_from(["uint8", "int32"]))
+def test_arrays_for_runtimes_are_zeros_on_a_64_byte_boundary(shape, dtype):
+    found = aligned_zeros(shape, dtype)
+    assert (found.shape, found.dtype, found.ctypes.data % 64) == (tuple(shape), dtype, 0) and not found.any()

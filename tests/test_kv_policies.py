@@ -153,6 +153,12 @@ def test_keydiff_keeps_the_keys_least_like_the_mean_and_absolute_positions(made,
     assert cache.stats.requantization is None
 
 
+@pytest.mark.parametrize(("budget", "leaving"), [(5, [1]), (4, [1, 3]), (3, [1, 2, 3])])
+def test_the_most_similar_keys_leave_and_of_equal_ones_the_older(budget, leaving):
+    similarity = [0.1, 0.9, 0.5, 0.9, 0.95, 0.8]
+    assert KeyDiff(budget, recent=2).leaving(6, lambda: similarity) == leaving
+
+
 @pytest.mark.parametrize("policy", [Sinks(3, 10, FREQUENCIES), KeyDiff(13, 10)])
 def test_a_rewind_never_crosses_a_token_that_was_evicted(policy):
     model = Model(policy=policy)
