@@ -118,6 +118,12 @@ class ExportOptions:
         Path | None,
         Option("UTF-8 calibration text.", shown="the checkpoint's or edgekv's own", group=_QUANTIZATION),
     ] = None
+    calibration_pictures: Annotated[
+        Path | None,
+        Option(
+            "Folder of up to 64 pictures to calibrate a vision encoder on.", shown="drawn ones", group=_QUANTIZATION
+        ),
+    ] = None
     calibration_tokens: Annotated[
         int | None,
         Option(

@@ -22,7 +22,7 @@ from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import CalibrationText, as_chats, calibration_windows, read_calibration
-from exporters.quantize.pictures import with_pictures
+from exporters.quantize.pictures import CalibrationPictures, calibration_pictures, with_pictures
 from exporters.quantize.sink import sink_candidates
 from exporters.records import recipe_record
 
@@ -43,6 +43,7 @@ class Prepared:
         calibration: the text.
         first: the tokens at the start of each of its windows, a sink if the survey says so.
         survey_tokens: token ids of the text `[windows, T]`, each window with the tokens `first` at its start.
+        pictures: that a vision encoder is calibrated on; None without an encoder.
         plain_tokens: likewise for first tokens that are no sink: each window begins with BOS, if there is one.
     """
 
@@ -55,6 +56,7 @@ class Prepared:
     first: tuple[int, ...]
     survey_tokens: NDArray[np.int64]
     plain_tokens: NDArray[np.int64]
+    pictures: CalibrationPictures | None = None
 
     @property
     def survey_windows(self) -> NDArray[np.int64] | None:
@@ -101,8 +103,13 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
     if options.learn_tokens:
         options = replace(options, recipe=options.recipe.learned())
-    if checkpoint.vision is not None:
+    pictures = None
+    if (vision := checkpoint.vision) is not None:
         options = _for_pictures(options)
+        pictures = calibration_pictures(options.calibration_pictures, vision.pictures, vision.spec.image)
+    elif options.calibration_pictures is not None:
+        fix = "Leave it out."
+        raise UsageError("--calibration-pictures", got="it", expected="a checkpoint with a vision encoder", fix=fix)
     vocabulary: Vocabulary = "apart"
     if options.graph_format == "onnx" and options.recipe.shares_vocabulary(checkpoint.spec):
         rotation = applied_rotation(checkpoint.spec, options.recipe.rotation)
@@ -119,7 +126,9 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
 
     def beginning(first: Sequence[int]) -> NDArray[np.int64]:
         ids, vision = windows.beginning(first), checkpoint.vision
-        return ids if vision is None else with_pictures(ids, checkpoint.spec.vocab, vision.spec.rows)
+        if vision is None or pictures is None:
+            return ids
+        return with_pictures(ids, checkpoint.spec.vocab, vision.spec.rows, len(pictures.tiles))
 
     return Prepared(
         checkpoint=checkpoint,
@@ -131,6 +140,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
         first=first,
         survey_tokens=beginning(first),
         plain_tokens=beginning(() if bos is None else (bos,)),
+        pictures=pictures,
     )
 
 

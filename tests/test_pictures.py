@@ -39,9 +39,11 @@ from edgekv.spec import PictureSpec
 from edgekv.text import SamplingParams
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.vision import VisionEncoder
+from exporters.prepared import prepare
 from exporters.quantize.encoder import encode
 from tests.browser import Browser
 from tests.chat_page import KEPT, change_settings, new_chat, say
+from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported, exported_architecture
 from tests.picture_models import SIZES, photo, png, write_internvl, write_smolvlm
 from tests.serving import NAME, served
@@ -276,6 +278,26 @@ def test_openai_clients_send_pictures(model: Model, bundle: Path):
 def test_a_bundle_of_text_refuses_pictures():
     with edgekv.load(exported_architecture("smollm3")) as model, pytest.raises(UsageError, match="reads text alone"):
         model.generate("What?", pictures=[png(photo(8, 8))])
+
+
+def test_an_encoder_is_calibrated_on_a_folder(tmp_path: Path):
+    checkpoint, folder = Checkpoint.open(str(write_smolvlm(tmp_path / "checkpoint"))), tmp_path / "photos"
+    options = export_options(context=96, ar=(1, 16), calibration_tokens=512, calibration_pictures=folder)
+    with pytest.raises(UsageError, match="--calibration-pictures: got No such file"):
+        prepare(checkpoint, options)
+    folder.mkdir()
+    with pytest.raises(UsageError, match="got 0 pictures"):
+        prepare(checkpoint, options)
+    for number, size in enumerate(((70, 45), (30, 30))):
+        (folder / f"{number}.png").write_bytes(png(photo(*size, number)))
+    prepared = prepare(checkpoint, options)
+    assert prepared.pictures is not None and prepared.pictures.name == "photos"
+    assert prepared.pictures.tiles.shape == (4, 32, 32, 3)
+    vocab, tiles = checkpoint.spec.vocab, prepared.survey_tokens
+    assert sorted(tiles[tiles >= vocab]) == [*range(vocab, vocab + 16)]
+    text = Checkpoint.open(str(write_checkpoint(tmp_path / "text")))
+    with pytest.raises(UsageError, match="expected a checkpoint with a vision encoder"):
+        prepare(text, options)
 
 
 def test_commands_take_pictures(bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -19,10 +19,9 @@ from exporters.graphs.encoder import build_encoder
 from exporters.pipeline.inputs import PICTURE_ROWS, Exact, Inputs
 from exporters.pipeline.piece import Piece
 from exporters.quantize.encoder import EncoderTensors, quantize_encoder
-from exporters.quantize.pictures import drawn_picture
 from exporters.quantize.weights import WeightStore
 
-SHARD = "weights-vision"
+SHARD, TILES = "weights-vision", "tiles.npy"
 
 
 class Encoded(VisionRecord, frozen=True, kw_only=True):
@@ -51,7 +50,8 @@ class EncoderPiece(Piece):
         encoder: its sizes.
         pictures: how pictures become its inputs.
         rotation: of the decoder's residual.
-        tiles: number of drawn pictures to calibrate on.
+        tiles: name of the pictures to calibrate on.
+        calibration: what a manifest calls them.
     """
 
     kind: ClassVar[str] = "encoder"
@@ -60,11 +60,12 @@ class EncoderPiece(Piece):
     encoder: EncoderSpec
     pictures: PictureSpec
     rotation: RotationName
-    tiles: int
+    tiles: str
+    calibration: str
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return ()
+        return (self.tiles,)
 
     def make(self, folder: Path, inputs: Inputs) -> Encoded:
         vision = inputs.encoder(self.exact)
@@ -76,7 +77,7 @@ class EncoderPiece(Piece):
             rotation = ResidualRotation(self.exact.spec, inputs.exact(self.exact).tensor)
             tensors = RotatedEncoder(vision, rotation.writing)
             turn = rotation.writing(np.eye(self.encoder.output, dtype=np.float32))
-        tiles = [drawn_picture(number, self.encoder.image) for number in range(self.tiles)]
+        tiles = np.load(inputs.store.path(self.tiles) / TILES, allow_pickle=False)
         patches = [patches_of(each, self.encoder, self.pictures) for each in tiles]
         steps = self.encoder.layers + 1
         told = partial(inputs.progress, "encoder")
@@ -94,8 +95,8 @@ class EncoderPiece(Piece):
             pictures=self.pictures,
             encodings=found.encodings,
             weights=store.places,
-            calibration="drawn",
-            calibration_tiles=self.tiles,
+            calibration=self.calibration,
+            calibration_tiles=len(tiles),
             low=found.reach[0],
             high=found.reach[1],
         )

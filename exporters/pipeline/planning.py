@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
 from exporters.pipeline.division import MIXED, JoinPiece, MatrixPiece, RunPiece
-from exporters.pipeline.encoder import EncoderPiece, encoder_bytes
+from exporters.pipeline.encoder import TILES, EncoderPiece, encoder_bytes
 from exporters.pipeline.inputs import BUNDLE, TEXT, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
 from exporters.pipeline.parallel import compiler_bytes
 from exporters.pipeline.piece import Piece, Plan
@@ -52,7 +53,6 @@ from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import ADDED_GROUPS, groups, names, needs_quantized_pass
-from exporters.quantize.pictures import CALIBRATION_TILES
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
@@ -217,11 +217,13 @@ class Planner:
 
     def _encoder(self, prepared: Prepared, exact: Exact) -> str | None:
         """The vision encoder; None if the checkpoint has none."""
-        vision = prepared.checkpoint.vision
-        if vision is None:
+        vision, shown = prepared.checkpoint.vision, prepared.pictures
+        if vision is None or shown is None:
             return None
-        piece = EncoderPiece(exact.alone, vision.spec, vision.pictures, prepared.recipe.rotation, CALIBRATION_TILES)
-        return self.plan.put(piece, encoder_bytes(vision.spec, CALIBRATION_TILES))
+        named = hashlib.sha256(shown.tiles.tobytes()).hexdigest()
+        tiles = self.plan.give(partial(_write_tiles, shown.tiles), "tiles", shown.tiles.shape, named)
+        piece = EncoderPiece(exact.alone, vision.spec, vision.pictures, prepared.recipe.rotation, tiles, shown.name)
+        return self.plan.put(piece, encoder_bytes(vision.spec, len(shown.tiles)))
 
     def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
         checkpoint, form = prepared.checkpoint, prepared.form
@@ -360,6 +362,10 @@ def quantizing_bytes(prepared: Prepared) -> int:
 
 def _write_text(text: str, folder: Path) -> None:
     (folder / TEXT).write_bytes(text.encode())
+
+
+def _write_tiles(tiles: NDArray[np.uint8], folder: Path) -> None:
+    np.save(folder / TILES, tiles)
 
 
 def _write_tokens(ids: NDArray[np.int64], folder: Path) -> None:

@@ -2,23 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
+
+from edgekv.errors import UsageError
+from edgekv.pictures import cut_tiles, read_picture
+from edgekv.spec import PictureSpec
 
 CALIBRATION_TILES = 6
 """Drawn pictures; the ranges of one more lie within those of these and their headroom."""
 
+_FIELD = "--calibration-pictures"
+_MOST_FILES = 64
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})
 _SHAPES = 12
 _TOKENS_BEFORE = 8  # of a text, in front of a picture
 
 
-def with_pictures(tokens: NDArray[np.int64], vocab: int, rows: int) -> NDArray[np.int64]:
-    """Windows of token ids `[windows, T]`, the first of them with the rows of a drawn picture each.
+@dataclass(frozen=True, slots=True)
+class CalibrationPictures:
+    """What an encoder is calibrated on.
 
-    Rows have ids from `vocab` on, by picture; see `Checkpoint.with_pictures`. What does not fit a window is left out.
+    Attributes:
+        name: in the manifest.
+        tiles: `[tiles, edge, edge, 3]`.
+    """
+
+    name: str
+    tiles: NDArray[np.uint8]
+
+
+def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> CalibrationPictures:
+    """The pictures of a folder, each as the whole in one tile, and its first tile if it is split; None for drawn ones.
+
+    Raises:
+        UsageError: the folder has no pictures or too many, or one cannot be read.
+    """
+    if folder is None:
+        return CalibrationPictures("drawn", np.stack([drawn_picture(each, edge) for each in range(CALIBRATION_TILES)]))
+    try:
+        files = sorted(each for each in folder.iterdir() if each.suffix.lower() in _SUFFIXES)
+    except OSError as error:
+        fix = "Check the path."
+        raise UsageError(_FIELD, got=error.strerror or error, expected="a folder of pictures", fix=fix) from None
+    if not 1 <= len(files) <= _MOST_FILES:
+        wanted, fix = f"1 to {_MOST_FILES} of {', '.join(sorted(_SUFFIXES))}", "Choose some that show what users send."
+        raise UsageError(_FIELD, got=f"{len(files)} pictures in {folder}", expected=wanted, fix=fix)
+    tiles = list[NDArray[np.uint8]]()
+    for file in files:
+        cut = cut_tiles(read_picture(file, f"{_FIELD}: {file.name}"), spec, edge).tiles
+        tiles += [cut[-1], *cut[:-1][:1]]
+    return CalibrationPictures(folder.name, np.stack(tiles))
+
+
+def with_pictures(tokens: NDArray[np.int64], vocab: int, rows: int, tiles: int) -> NDArray[np.int64]:
+    """Windows of token ids `[windows, T]`, the first of them with the rows of a tile each.
+
+    Rows have ids from `vocab` on, by tile; see `Checkpoint.with_pictures`. What does not fit a window is left out.
     """
     found = tokens.copy()
-    for number, window in enumerate(found[:CALIBRATION_TILES]):
+    for number, window in enumerate(found[:tiles]):
         place = window[_TOKENS_BEFORE : _TOKENS_BEFORE + rows]
         place[:] = vocab + number * rows + np.arange(len(place))
     return found
