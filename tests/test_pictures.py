@@ -309,6 +309,7 @@ def test_commands_take_pictures(bundle: Path, tmp_path: Path, capfd: pytest.Capt
     assert "photo.png: 70 x 45 pixels, 2 x 2 tiles and the whole, 20 tokens" in told
     assert "vision encoder: 5 tiles in" in told
     assert run(["chat", str(bundle), "--message", "What?", *options]) == 0
+    assert "vision encoder: 5 tiles in" in capfd.readouterr().err
     assert run(["info", str(bundle)]) == 0
     assert "tiles of 32 x 32 pixels become 4 tokens" in capfd.readouterr().out
 

@@ -31,6 +31,7 @@ from edgekv.prefix import (
     table,
 )
 from edgekv.prefix.block import encode_block
+from edgekv.prefix.keys import TOKEN_BYTES
 from edgekv.prefix.table import INDEX, file_name
 from tests.prefix_cases import (
     BLOCK_BYTES,
@@ -103,7 +104,7 @@ def test_a_snapshot_survives_a_restart_and_a_damaged_one_is_rejected(tmp_path: P
         next(
             tmp_path / file_name((row.key, row.part))
             for row in table_rows(tmp_path)
-            if row.start + len(row.tokens) // 4 == 7
+            if row.start + len(row.tokens) // TOKEN_BYTES == 7
         ),
         -1,
     )

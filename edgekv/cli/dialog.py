@@ -13,6 +13,7 @@ import click
 
 from edgekv.cli.entries import QUOTES, Entries, Entry, open_entries
 from edgekv.cli.exit_codes import is_closed_pipe, report
+from edgekv.cli.pictures import encoder_line
 from edgekv.cli.summary import engine_and_mode, speculation_summary, summary
 from edgekv.errors import ContextFullError, UsageError
 
@@ -90,7 +91,10 @@ class Dialog:
         Raises:
             EdgeKVError: see `Conversation.say`.
         """
+        pictures = self._pictures
         self._print(self.ask(message))
+        if pictures and not self._is_quiet:
+            _tell(encoder_line(pictures))
 
     def _handle(self, entry: Entry) -> None:
         if not entry.is_command:
