@@ -21,7 +21,10 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     """Size, calibration, types, graphs and the verdict of the float check, a line each."""
     held = sum(record.bytes for record in manifest.files.values())
     yield f"{output}: {checkpoint.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB"
-    if manifest.model.multimodal:
+    if (vision := manifest.vision) is not None:
+        seen = f"{vision.calibration_tiles} tiles, {vision.calibration}"
+        yield f"  reads pictures: {vision.encoder.image} x {vision.encoder.image} pixels a tile; calibrated on {seen}"
+    elif manifest.model.multimodal:
         yield "  the text decoder alone: encoders of images and sound are left out"
     if checkpoint.predicts_further:
         yield "  layers that predict further tokens (mtp) are left out"

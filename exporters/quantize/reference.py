@@ -88,6 +88,11 @@ class Weights:
             self._read[key] = self._tensors.tensor(key)
         return self._read[key]
 
+    def embeddings(self, tokens: NDArray[Any]) -> Floats:
+        """Rows of the embedding, or of pictures behind it, `[T, hidden]`."""
+        table = self[EMBEDDING]
+        return table[tokens] if (tokens < len(table)).all() else self._tensors.tensor(EMBEDDING, tokens)
+
     def drop(self) -> None:
         """Free the tensors read so far, so that one layer is in memory at a time."""
         self._read.clear()
@@ -201,7 +206,7 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def embed(self, tokens: NDArray[Any], name: str) -> Floats:
         """Rows of the embedding, `[T, hidden]`, of the tokens of the window from now on."""
         self.begin(self._window[0], tokens)
-        return self._seen(name, self._weights[EMBEDDING][tokens])
+        return self._seen(name, self._weights.embeddings(tokens))
 
     def fork(self, window: Hashable, source: Hashable) -> None:
         """Run another window with the same tokens from now on, which shares what layers of `source` have shared."""
