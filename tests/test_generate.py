@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pydoc
+import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -43,6 +45,33 @@ def model(bundle: Path) -> edgekv.Model:
 def text_tokens(model: edgekv.Model, embedded: Path) -> list[int]:
     """As many tokens of held-out text as the context takes."""
     return model.encode((embedded / "heldout.txt").read_text("utf-8")[:4000])[: model.bundle.manifest.context]
+
+
+def test_a_token_is_decoded_in_ten_files_and_eight_frames(model: edgekv.Model) -> None:
+    """Of the package: a reader who follows a token opens no more."""
+    package, files, frames = str(Path(edgekv.__file__).parent), set[str](), 0
+
+    def called(frame: FrameType | None, event: str, _: object) -> None:
+        nonlocal frames
+        if event != "call" or frame is None or not frame.f_code.co_filename.startswith(package):
+            return
+        files.add(frame.f_code.co_filename)
+        depth = 0
+        while frame is not None:
+            depth += frame.f_code.co_filename.startswith(package)
+            frame = frame.f_back
+        frames = max(frames, depth)
+
+    with model.generate(PROMPT, 8, ignore_eos=True) as generation:
+        for _ in range(4):
+            next(generation)
+        sys.setprofile(called)
+        try:
+            next(generation)
+        finally:
+            sys.setprofile(None)
+    assert len(files) <= 10, sorted(files)
+    assert frames <= 8
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ integers; `Layout` gives the bytes of any strategy without allocating them.
 
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.batch_columns import BatchColumns
-from edgekv.kv.cache import KVCache, landing
+from edgekv.kv.cache import CacheStats, KVCache, landing
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup, fold, tail_layout
@@ -18,7 +18,6 @@ from edgekv.kv.rows import Layout, RowArena, RowGroup
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.state_group import TAIL_TOKENS, StateGroup, state_rows, state_strip
-from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies import DEFAULT_STRATEGY, STRATEGIES, StrategyName, default_strategy, make_strategy
 from edgekv.kv.strategies.mirror import Mirror
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift, parse_reserve

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 
 from edgekv.kv.arena import Arena, Rows
@@ -14,15 +15,43 @@ from edgekv.kv.footprint import Footprint
 from edgekv.kv.growth import Growth
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, PolicyName, check_layers, find_policy
-from edgekv.kv.policies.rotation import KvEncoding
+from edgekv.kv.policies.rotation import KvEncoding, Requantization
 from edgekv.kv.rows import RowArena
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError
 from edgekv.kv.state_group import StateGroup
-from edgekv.kv.stats import CacheStats
 from edgekv.kv.strategies.strategy import Window
 from edgekv.spec.geometry import CHECKPOINT_TOKENS, Geometry
 from edgekv.spec.layers import LayeredGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counters since the cache was created; `reset` and `rewind` subtract nothing.
+
+    Attributes:
+        bytes_copied: bytes that the cache itself has copied, of all tensors; rows that a graph writes in place
+            are not copied, and keys that a policy rotates are counted below.
+        copies: copies of one range of rows in all tensors: slides of a pointer-shift, writes of a slot, moves of a
+            group of layers to larger memory.
+        steps: steps committed.
+        tokens: tokens committed.
+        bytes_held: bytes allocated, including scratch and alignment.
+        peak_bytes: maximum bytes allocated; more than `bytes_held` if memory grew.
+        reallocations: how often the memory of a layer was replaced by a larger one.
+        evicted: tokens that the policy evicted from the layers that attend to the whole context.
+        requantization: rounding error of rotating keys, if the policy does so.
+    """
+
+    bytes_copied: int
+    copies: int
+    steps: int
+    tokens: int
+    bytes_held: int
+    peak_bytes: int
+    reallocations: int = 0
+    evicted: int = 0
+    requantization: Requantization | None = None
 
 
 class KVCache:
