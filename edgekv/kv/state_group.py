@@ -125,7 +125,8 @@ class StateGroup:
         return min(self.length, self._past_rows) * self.geometry.tensors * self.geometry.row_bytes
 
     def window(self, ar: int, context: int, block: int = 0) -> Window:
-        self._execute(self.strategy.prepare(ar, self._past_rows))
+        for move in self.strategy.prepare(ar, self._past_rows):
+            self._arena.execute(move)
         window = self.strategy.window(ar, self._past_rows)
         if window.first:
             rows = [(window.past_row + row) % self.strategy.rows for row in range(window.first)]
@@ -140,13 +141,15 @@ class StateGroup:
 
     def commit(self, tokens: int) -> None:
         evicted = max(0, self.length + tokens - self._capacity)
-        self._execute(self.strategy.commit(tokens, evicted))
+        for move in self.strategy.commit(tokens, evicted):
+            self._arena.execute(move)
 
     def can_rewind(self, tokens: int, seen: int) -> bool:
         return self.length == seen or self.length - tokens >= self._past_rows
 
     def rewind(self, tokens: int) -> None:
-        self._execute(self.strategy.rewind(tokens))
+        for move in self.strategy.rewind(tokens):
+            self._arena.execute(move)
 
     def reset(self, tokens: int = 0) -> None:
         self.strategy.reset(min(tokens, self._past_rows))
@@ -186,7 +189,3 @@ class StateGroup:
         held = self.strategy.held_rows()
         for at, tensor in enumerate(self._arena.tensors):
             self._arena.write(at, held, rows[tensor.past][-len(held) or None :])
-
-    def _execute(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            self._arena.execute(move)

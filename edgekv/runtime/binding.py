@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -14,7 +18,6 @@ from numpy.typing import NDArray
 from edgekv.errors import BundleError
 from edgekv.kv import Arena, CacheGroup, KVCache, Window
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.background import BackgroundTask
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.shared_memory import SharedAllocator, shared_device
 from edgekv.spec import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, PartRecord, Port
@@ -297,6 +300,58 @@ class _BindAll(Protocol):
     ) -> None: ...
 
 
+class BackgroundTask:
+    """A task that runs in the background thread. It starts in a few microseconds; a thread pool's future needs tens."""
+
+    __slots__ = ("_done", "_work", "error")
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        """Start it."""
+        self.error: Exception | None = None
+        self._work = work
+        self._done = threading.Lock()
+        self._done.acquire()
+        _queue().put(self)
+
+    def wait(self) -> None:
+        """Wait for the task to finish.
+
+        Raises:
+            Exception: what the work raised.
+        """
+        with self._done:
+            pass
+        if self.error is not None:
+            raise self.error
+
+    def run(self) -> None:
+        """Do the work; the thread calls this."""
+        try:
+            self._work()
+        except Exception as error:  # raised again by `wait`
+            self.error = error
+        del self._work
+        self._done.release()
+
+
+_queues: dict[int, SimpleQueue[BackgroundTask]] = {}
+
+
+def _queue() -> SimpleQueue[BackgroundTask]:
+    """The queue of this process's thread: a fork does not copy the thread."""
+    process = os.getpid()
+    if process not in _queues:
+        _queues.clear()
+        _queues[process] = SimpleQueue()
+        threading.Thread(target=_serve, args=(_queues[process],), name="edgekv-background", daemon=True).start()
+    return _queues[process]
+
+
+def _serve(queue: SimpleQueue[BackgroundTask]) -> None:
+    while True:
+        queue.get().run()
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where tensors of one type and shape are bound: `offset_bytes` past each address."""
@@ -317,7 +372,9 @@ class _Place:
 
     def next(self, earlier: _Place | None) -> _Place:
         """The expected place if the tensors move and grow again by as much as since `earlier`."""
-        if earlier is None or earlier.addresses != self.addresses or self.is_at(earlier):
+        if earlier is None or earlier is self or earlier.addresses != self.addresses:
+            return self
+        if earlier.offset_bytes == self.offset_bytes and earlier.shape == self.shape:
             return self
         shape = [max(1, 2 * now - before) for now, before in zip(self.shape, earlier.shape, strict=True)]
         return replace(self, offset_bytes=2 * self.offset_bytes - earlier.offset_bytes, shape=shape)
@@ -335,7 +392,7 @@ class _Bound:
         self._shared = shared
         self._shared_binders = None if shared is None else _shared_binders(self.io)
         self._places: _Places = {}
-        self._moving: BackgroundTask | None = None
+        self.moving: BackgroundTask | None = None
 
     def move(self, places: Iterable[_Place]) -> None:
         """Bind the tensors whose addresses have changed."""
@@ -350,14 +407,10 @@ class _Bound:
             bind(place.names, place.element, place.shape, place.addresses, place.offset_bytes)
             self._places[first] = place
 
-    def start_moving(self, places: Iterable[_Place]) -> None:
-        """Start `move` in the background."""
-        self._moving = BackgroundTask(lambda: self.move(places))
-
     def wait(self) -> None:
         """Wait until a move in the background is done."""
-        if self._moving is not None:
-            moving, self._moving = self._moving, None
+        if self.moving is not None:
+            moving, self.moving = self.moving, None
             moving.wait()
 
 
@@ -425,8 +478,10 @@ class MemoryBinding:
         bound = self._bound
         bound.wait()
         bound.move(self._wanted.values())
-        if self._run_ns > _LONG_NS:
-            self._look_ahead()
+        if self._run_ns > _LONG_NS and (ahead := self._expected()) is not None:
+            other = self._other or _Bound(self._session, self._shared)
+            self._bound, self._other = other, bound
+            other.moving = BackgroundTask(partial(other.move, ahead))
         began = perf_counter_ns()
         self._session.run_with_iobinding(bound.io)
         self._run_ns = perf_counter_ns() - began
@@ -435,17 +490,16 @@ class MemoryBinding:
         if self._weights is not None:
             self._weights.release()
 
-    def _look_ahead(self) -> None:
-        """Bind the other set to the expected addresses of the next step, if enough tensors move."""
-        ahead = [place.next(self._last.get(name)) for name, place in self._wanted.items()]
-        pairs = zip(self._wanted.values(), ahead, strict=True)
-        moving = sum(len(there.names) for here, there in pairs if there is not here)
+    def _expected(self) -> Sequence[_Place] | None:
+        """Where tensors are expected to be in the next step; None if few of them move."""
+        ahead, moving = [], 0
+        for name, place in self._wanted.items():
+            expected = place.next(self._last.get(name))
+            ahead.append(expected)
+            if expected is not place:
+                moving += len(place.names)
         self._last = dict(self._wanted)
-        if moving < _MANY:
-            return
-        other = self._other or _Bound(self._session, self._shared)
-        self._bound, self._other = other, self._bound
-        other.start_moving(ahead)
+        return ahead if moving >= _MANY else None
 
 
 def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
