@@ -21,7 +21,8 @@ from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree, Speculation
 from edgekv.engine.saved import load_sequence, save_sequence
 from edgekv.errors import BundleError, CheckpointError, UsageError
-from edgekv.kv import STRATEGIES, CacheState
+from edgekv.kv import STRATEGIES, CacheState, KVCache
+from edgekv.plan import make_plan
 from edgekv.prefix import PrefixStore, StoreConfig, baked_prefixes
 from edgekv.prefix.block import SNAPSHOT
 from edgekv.prefix.prefixes import prefix_fingerprint
@@ -216,6 +217,17 @@ def test_a_saved_sequence_goes_on_as_one_that_was_not(tmp_path: Path, name: str)
             resumed = later.generate(longer, LONG, sequence=2)
             assert ids(resumed) == ids(model.generate(longer, LONG, sequence=1))
             assert resumed.stats.cache.reused_tokens > CHECKPOINT_TOKENS - 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plan_of_a_checkpoint_counts_the_memory_that_its_cache_holds(tmp_path: Path, name: str) -> None:
+    """By `slot`, which the HTP takes."""
+    bundle = hybrid(tmp_path, name, draft_rows=())
+    manifest = open_bundle(bundle).manifest
+    encodings = [manifest.encodings[tensor.past] for tensor in manifest.cache_geometry.names()]
+    cache = KVCache(manifest.cache_geometry, ar=(1, 16), strategy="slot", encodings=encodings)
+    planned = make_plan(tmp_path / "checkpoint", device=find("SM8650"), context=CONTEXT, ar=(1, 16))
+    assert planned.demand.cache_bytes == cache.bytes_held
 
 
 def branching(text: list[int], tokens: list[int], seed: int, vocab: int) -> DraftTree:
