@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import edgekv
 from edgekv.errors import UsageError
-from edgekv.serve.chat import template_messages
+from edgekv.serve.chat import MessagePictures, template_messages
 from edgekv.spec.chat import ChatTemplates
 from edgekv.text import Detokenizer, GrammarCompiler, Tools
 from edgekv.text.tools import (
@@ -55,6 +55,8 @@ DECLARED = [
     {"type": "function", "function": {"name": "go-to.place", "parameters": PLACE}},
     {"type": "function", "function": {"name": "stop"}},
 ]
+NO_PICTURES = MessagePictures(cast(Any, None))
+"""Of messages that are text: it is never asked."""
 SCHEMAS = {"get_weather": WEATHER, "go-to.place": PLACE, "stop": {"type": "object", "maxProperties": 0}}
 TEMPLATES = {
     "hermes": "{{ tools }} Write <tool_call>\\n{...}\\n</tool_call>",
@@ -261,7 +263,7 @@ def test_a_template_of_gemma_4_has_thinking_calls_and_results_in_its_notation() 
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "no"},
     ]
-    messages = template_messages([*asked, *answered], has_developer=False)
+    messages = template_messages([*asked, *answered], NO_PICTURES, has_developer=False)
     assert render_with_tools(templates, messages, tools, enable_thinking=True) == (
         "<bos><|turn>system\n<|think|>Be brief.<|tool>declaration:weather"
         '{parameters:{properties:{city:{type:<|"|>string<|"|>}},type:<|"|>object<|"|>}}<tool|><turn|>\n'
@@ -286,6 +288,7 @@ def test_a_template_of_qwen3_5_has_thinking_and_its_calls_are_asked_for_as_json(
             {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": called}]},
             {"role": "tool", "tool_call_id": "1", "name": "weather", "content": "no"},
         ],
+        NO_PICTURES,
         has_developer=False,
     )
     answer = "<|im_start|>assistant\n<think>\n"

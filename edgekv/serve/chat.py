@@ -1,9 +1,12 @@
-"""Conversations: messages, tools and the form of an answer, and `POST /v1/chat/completions`."""
+"""Conversations: messages, their pictures, tools and the form of an answer, and `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
 import asyncio
+import binascii
+import re
 import time
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,6 +15,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from edgekv.engine.pictures import Pictures
 from edgekv.errors import UsageError
 from edgekv.load_options import OnFull
 from edgekv.pictures import Picture
@@ -28,7 +32,6 @@ from edgekv.serve.generation import (
 )
 from edgekv.serve.http import DONE, DROPPED_HEADER, Exchange, event
 from edgekv.serve.logprobs import Likelihood, TokenNames
-from edgekv.serve.pictures import URL_PART, MessagePictures
 from edgekv.serve.service import Service
 from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
 from edgekv.text import Tools
@@ -38,6 +41,52 @@ from edgekv.text.tools import render_with_tools
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
 _KINDS = ("text", "json_object", "json_schema")
+_URL_PART = "image_url"
+MOST_PICTURES = 32
+"""Of a request: more than any context has room for."""
+_DATA = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
+_PICTURE = "a data URI: data:image/png;base64,..."
+
+
+class MessagePictures:
+    """Opens the pictures of a request's messages, which number them in order.
+
+    Attributes:
+        found: so far.
+    """
+
+    def __init__(self, pictures: Pictures) -> None:
+        self._pictures = pictures
+        self.found: list[Picture] = []
+
+    def number(self, part: Mapping[str, Any], field: str) -> int:
+        """The number of the picture of a part.
+
+        Its content says what kind of picture it is, whatever the URI says.
+
+        Raises:
+            ApiError: no data URI of a picture, or too many pictures.
+            UsageError: the bundle reads text alone, or the picture is damaged, animated or too large.
+        """
+        try:
+            _ = self._pictures.spec  # before anything is decoded
+        except UsageError as error:
+            raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
+        given = part.get(_URL_PART)
+        url = given.get("url") if isinstance(given, dict) else given
+        at = f"{field}.{_URL_PART}.url"
+        if not isinstance(url, str) or (start := _DATA.match(url)) is None:
+            found = url[:40] if isinstance(url, str) else type(url).__name__
+            fix = "Send the picture itself: the server fetches nothing."
+            raise refused(at, got=repr(found), expected=_PICTURE, fix=fix)
+        if len(self.found) == MOST_PICTURES:
+            raise refused(at, got="one more", expected=f"at most {MOST_PICTURES} pictures", fix="Send fewer.")
+        try:
+            content = b64decode(url[start.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise refused(at, got=error, expected="whole base64", fix="Encode the picture again.") from None
+        self.found.append(self._pictures.open(content, at))
+        return len(self.found) - 1
 
 
 def template_messages(
@@ -59,11 +108,11 @@ def template_messages(
 
 def _content(content: object, field: str, pictures: MessagePictures) -> object:
     """A content with its pictures by number; without any, as `text_of` gives it."""
-    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == URL_PART for p in content):
+    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == _URL_PART for p in content):
         return text_of(content, field)
     found = list[dict[str, Any]]()
     for at, part in enumerate(content):
-        if isinstance(part, dict) and part.get("type") == URL_PART:
+        if isinstance(part, dict) and part.get("type") == _URL_PART:
             found.append({"type": IMAGE_PART, "picture": pictures.number(part, f"{field}[{at}]")})
         else:
             found.append({"type": "text", "text": text_of([part], f"{field}[{at}]")})
