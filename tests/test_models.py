@@ -17,11 +17,11 @@ def _model(text: str) -> ir.Model:
     return ir.from_onnx_text(f"{HEAD} {text}")
 
 
-def test_a_constant_is_written_once_and_a_node_is_called_after_its_result() -> None:
+def test_a_constant_is_written_once_and_a_result_has_its_name() -> None:
     model = _model("agraph (float[2] x) => (float[2] y) { y = Tanh(x) }")
     writer = NodeWriter(model.graph)
     first = writer.requantize(model.graph.inputs[0], "a", Encoding("u8", 0.5, 128))
     writer.requantize(first, "b", Encoding("u8", 0.5, 128))
-    assert sorted(model.graph.initializers) == ["scale_0.5", "zero_u8_128"]
-    assert [node.name for node in writer.nodes] == ["a_q_node", "a_node", "b_q_node", "b_node"]
+    assert sorted(model.graph.initializers) == ["s0.5", "u8_128"]
+    assert [node.outputs[0].name for node in writer.nodes] == ["a_q", "a", "b_q", "b"]
     assert [encoding(node) for node in writer.nodes] == [Encoding("u8", 0.5, 128)] * 4

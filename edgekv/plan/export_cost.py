@@ -39,18 +39,18 @@ _COPIES_OF_COLUMNS = 7  # the columns, their integers, errors and scales
 _TABLE_ROWS_AT_ONCE = 8192  # of the head or of the embedding table
 _COPIES_OF_ROWS = 4  # as read, rotated, rounded and dequantized
 
-_QUERY_HEAD_GRAPH_BYTES, _KV_HEAD_GRAPH_BYTES, _LAYER_GRAPH_BYTES = 6_050, 9_150, 5_700
+_QUERY_HEAD_GRAPH_BYTES, _KV_HEAD_GRAPH_BYTES, _LAYER_GRAPH_BYTES = 4_630, 7_010, 4_370
 
 _CHECK_PROCESS_BYTES = 148_000_000
 _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
-_CHECK_BYTES_PER_GRAPH_BYTE = 131
+_CHECK_BYTES_PER_GRAPH_BYTE = 171
 
 _SECONDS_PER_PRODUCT = 1 / 100e9  # float32 multiply-add
 _SECONDS_PER_ELEMENT = 40e-9  # scale search and rounding of one matrix element
 _SECONDS_PER_SCORE = 13e-9  # one attention score of one query head
 _CHECK_SECONDS = 0.7
 _CHECK_SECONDS_PER_WEIGHT_BYTE = 7e-9
-_CHECK_SECONDS_PER_SQUARE_MB = 6.6  # MB of the graph's file: compile time grows with the square of the node count
+_CHECK_SECONDS_PER_SQUARE_MB = 11.2  # MB of the graph's file: compile time grows with the square of the node count
 
 
 class ExportCost(msgspec.Struct, frozen=True, kw_only=True):

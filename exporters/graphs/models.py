@@ -10,14 +10,14 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from exporters.graphs.nodes import QUANTIZERS, parameter_names
 from quant import DTYPES, Dtype, Encoding
 
 _DTYPES: dict[str, Dtype] = {dtype.name: name for name, dtype in DTYPES.items()}
-_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 
 
 class NodeWriter:
-    """Makes nodes and constants for a graph. A node is named after its first result.
+    """Makes nodes and constants for a graph. An operation is named after its first result.
 
     Constants are added to the graph immediately. Nodes are collected in `nodes` in topological order; the caller
     inserts them into the graph.
@@ -41,7 +41,8 @@ class NodeWriter:
         """A node with one result."""
         result = ir.Value(name=output)
         given = ir.convenience.convert_attributes(attributes)
-        self.nodes.append(ir.Node("", op, inputs, given, outputs=[result], name=f"{output}_node"))
+        name = None if op in QUANTIZERS else f"{output}_node"
+        self.nodes.append(ir.Node("", op, inputs, given, outputs=[result], name=name))
         return result
 
     def quantize(self, source: ir.Value, name: str, encoding: Encoding) -> ir.Value:
@@ -55,10 +56,10 @@ class NodeWriter:
         return self.dequantize(self.quantize(source, f"{name}_q", encoding), name, encoding)
 
     def _parameters(self, encoding: Encoding) -> tuple[ir.Value, ir.Value]:
-        zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])
+        scale, zero = parameter_names(encoding)
         return (
-            self.constant(f"scale_{encoding.scale!r}", np.array(encoding.scale, np.float32)),
-            self.constant(f"zero_{encoding.dtype}_{encoding.zero_point}", zero),
+            self.constant(scale, np.array(encoding.scale, np.float32)),
+            self.constant(zero, np.array(encoding.zero_point, DTYPES[encoding.dtype])),
         )
 
 
@@ -101,7 +102,7 @@ def number(value: ir.Value) -> NDArray[Any]:
 
 def parameters(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """Scale and zero point of a node that quantizes or dequantizes whole tensors; None for any other node."""
-    if node.op_type not in _QUANTIZERS or len(node.inputs) != 3:
+    if node.op_type not in QUANTIZERS or len(node.inputs) != 3:
         return None
     scale, zero = node.inputs[1:]
     return (scale, zero) if _is_scalar(scale) and _is_scalar(zero) else None

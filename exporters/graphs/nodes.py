@@ -13,6 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quant import DTYPES, Encoding
 
+QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -20,6 +22,11 @@ class Tensor:
 
     name: str
     encoding: Encoding
+
+
+def parameter_names(encoding: Encoding) -> tuple[str, str]:
+    """Names of the constants of an encoding: short ones, since thousands of nodes repeat them."""
+    return f"s{np.float32(encoding.scale)!s}", f"{encoding.dtype}_{encoding.zero_point}"
 
 
 class QdqNodes:
@@ -72,8 +79,9 @@ class QdqNodes:
         return Tensor(target, encoding)
 
     def node(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> None:
-        """Write a node as it is."""
-        self.nodes.append(helper.make_node(op, inputs, outputs, name=outputs[0] + "_node", **attributes))
+        """Write a node as it is. Only operations have names: those of all nodes would be a third of the file."""
+        name = None if op in QUANTIZERS else outputs[0] + "_node"
+        self.nodes.append(helper.make_node(op, inputs, outputs, name=name, **attributes))
 
     def unique(self, name: str) -> str:
         """The name, numbered if it was used before."""
@@ -102,8 +110,8 @@ class QdqNodes:
         return name
 
     def _parameters(self, encoding: Encoding) -> tuple[str, str]:
-        zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])
+        scale, zero = parameter_names(encoding)
         return (
-            self.constant(f"scale_{encoding.scale!r}", np.array(encoding.scale, np.float32)),
-            self.constant(f"zero_{encoding.dtype}_{encoding.zero_point}", zero),
+            self.constant(scale, np.array(encoding.scale, np.float32)),
+            self.constant(zero, np.array(encoding.zero_point, DTYPES[encoding.dtype])),
         )
