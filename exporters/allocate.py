@@ -19,13 +19,15 @@ from exporters.pipeline.quality import Quality
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared, prepare
 from exporters.quantize.allocation import Allocation, Front, possible_types
-from exporters.resources import bundle_bytes
+from exporters.resources import other_bytes
 
 T = TypeVar("T")
 
 _MOST_TRIED = 4
 _MARGIN = 0.95
-_HOPELESS = 1.1
+_AIM = 0.998  # of a size: a bundle that is larger than estimated is made twice
+_HOPELESS = 1.25
+_FILLED = 0.98  # of a size, or the estimate is corrected once
 
 
 class Finished(Protocol):
@@ -61,8 +63,7 @@ def allocated(
     front = Front.of(spec, finished(prepared, exact, [name], lambda store: store.answer(name, Costs)))
     goal: _Size | _Divergence
     if options.target_mb is not None:
-        smallest = front.smallest.recipe(options.recipe, "")
-        goal = _Size(front, options.target_mb, bundle_bytes(spec, smallest, len(prepared.graphs)))
+        goal = _Size(front, options.target_mb, other_bytes(prepared.checkpoint, len(prepared.graphs)))
     else:
         assert options.max_kl is not None, "one of both"
         goal = _Divergence(front, options.max_kl)
@@ -81,20 +82,22 @@ class _Size:
     Args:
         front: the allocations.
         most_mb: the goal.
-        least_bytes: an estimate of the bundle with the smallest allocation.
+        other_bytes: an estimate of all other files of the bundle.
     """
 
-    def __init__(self, front: Front, most_mb: float, least_bytes: int) -> None:
+    def __init__(self, front: Front, most_mb: float, other_bytes: int) -> None:
         self.name = f"{most_mb:g}mb"
         self._front = front
         self._most_mb = most_mb
-        self._other_bytes = least_bytes - front.smallest.bytes
+        self._other_bytes = other_bytes
+        self._has_corrected = False
+        least_bytes = front.smallest.bytes + other_bytes
         if least_bytes > _HOPELESS * most_mb * 1e6:
             raise self._refused(f"about {_mb_up(least_bytes):g}")
 
     def propose(self) -> Allocation:
         """The allocation that loses least in the bytes that are left beside all other files."""
-        return self._front.within(int(self._most_mb * 1e6) - self._other_bytes)
+        return self._front.within(int(_AIM * self._most_mb * 1e6) - self._other_bytes)
 
     def piece(self, exported: Exported) -> str:
         """Name of the piece that says whether the goal is reached."""
@@ -105,16 +108,17 @@ class _Size:
         return sum(file.bytes for file in read_manifest(store, name).files.values())
 
     def is_reached(self, chosen: Allocation, found_bytes: float) -> bool:
-        """Whether the goal is reached; if not, the next proposal is smaller.
+        """Whether the goal is reached, and its bytes are used; if not, the next proposal knows the other files.
 
         Raises:
             UsageError: no allocation reaches it.
         """
-        if found_bytes <= self._most_mb * 1e6:
-            return True
-        self._other_bytes = int(found_bytes) - chosen.bytes
+        most_bytes, self._other_bytes = self._most_mb * 1e6, int(found_bytes) - chosen.bytes
+        if found_bytes <= most_bytes:
+            is_full, self._has_corrected = found_bytes >= _FILLED * most_bytes or self._has_corrected, True
+            return is_full or self.propose() == chosen
         least_bytes = self._front.smallest.bytes + self._other_bytes
-        if least_bytes > self._most_mb * 1e6:
+        if least_bytes > most_bytes:
             raise self._refused(f"at least {_mb_up(least_bytes):g}")
         return False
 

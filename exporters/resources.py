@@ -11,7 +11,8 @@ from pathlib import Path
 from edgekv.errors import BundleError, UsageError
 from edgekv.plan import graph_bytes, quantization_bytes, writing_bytes
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.tensors import matrices
+from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
+from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.recipe import Recipe
 from quant import WEIGHT_TYPES
@@ -19,6 +20,8 @@ from quant import WEIGHT_TYPES
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
 _ENGINE_COPIES = 4  # of a bundle
+_BLOCKS = 1.1  # of a graph's file: matrices in blocks have more nodes
+_RECORDS = 0.3  # of a graph's file
 _MEASURING = "measuring what the bundle lost"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -58,7 +61,7 @@ def check_ram(
         "writing weights": writing_bytes(spec.sizes) + _FILE_COPIES * file_bytes,
     }
     if generates:
-        needs["the float model, which writes the text of --learn-rounding"] = generated_bytes(spec, window)
+        needs["the float model, which writes text for --effort"] = generated_bytes(spec, window)
     if quality_bytes:
         needs[_MEASURING] = quality_bytes
     stage, needed = max(needs.items(), key=lambda each: each[1])
@@ -67,6 +70,8 @@ def check_ram(
         fix = f"Use --max-ram {_gb(needed)} or more"
         if stage == _MEASURING:
             fix += ", or --no-quality-check"
+        elif generates:
+            fix += ", or a lower --effort"
         if fewer < needed and stage == next(iter(needs)):
             fix += f", or fewer --calibration-tokens: with {2 * window:,} it takes {_gb(fewer)}"
         raise UsageError("--max-ram", got=_gb(most_bytes), expected=f"{_gb(needed)} for {stage}", fix=fix + ".")
@@ -122,6 +127,17 @@ def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
     bits = sum(rows * inputs * types[name].bits for name, (rows, inputs) in matrices(spec).items())
     table = 0 if spec.shares_vocabulary else spec.sizes.table_parameters
     return bits // 8 + table + graphs * graph_bytes(spec.sizes)
+
+
+def other_bytes(checkpoint: Checkpoint, graphs: int) -> int:
+    """Disk space of all that a bundle has beside the matrices of its layers, fitted to bundles with blocks."""
+    spec = checkpoint.spec
+    shared = {name: shape for name, shape in matrices(spec).items() if name in (HEAD, HEAD_TURN)}
+    vocabulary = sum(WEIGHT_TYPES["int8"].matrix_bytes(inputs, outputs) for outputs, inputs in shared.values())
+    table = 0 if spec.shares_vocabulary else spec.sizes.table_parameters
+    graph = graph_bytes(spec.sizes)
+    records = round(_RECORDS * graph) + 2 * spec.vocab  # encodings in the manifest, headers of shards, the sink
+    return vocabulary + table + round(_BLOCKS * graphs * graph) + records + len(checkpoint.tokenizer.to_str())
 
 
 @contextmanager

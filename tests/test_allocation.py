@@ -84,7 +84,7 @@ def test_a_bundle_is_as_large_as_it_may_be(checkpoint: Checkpoint, tmp_path: Pat
     assert found.recipe.name == f"{middle:g}mb"
     types = Counter(WEIGHT_TYPES[each.dtype].bits for each in found.recipe.weights)
     assert types[4] and types[8]
-    assert {each.method for each in found.recipe.weights} <= {"gptq", "nearest"}
+    assert {each.method for each in found.recipe.weights} <= {"descent", "gptq", "nearest"}
     assert export(checkpoint, tmp_path / "large", cache, target_mb=100).recipe.name == "100mb"
 
 

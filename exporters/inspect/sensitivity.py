@@ -36,9 +36,9 @@ def matrix_costs(
 ) -> Costs:
     """Measure what matrices cost.
 
-    Each is replaced alone and its squared error measured at the end of its layer. The effect of an error there on the
-    logits is measured once per layer, with all of its matrices replaced by their first candidates; KL grows with the
-    square of the error.
+    Each is replaced alone and its relative squared error measured at the end of its layer. The effect of an error there
+    on the logits is measured once per layer, with all of its matrices replaced by their first candidates; KL grows with
+    the square of the error.
 
     Args:
         quantized: the candidates of a layer, called once for each in order, then with None for those behind the layers.
@@ -142,9 +142,15 @@ class _ReplacingOps(NumpyOps):
         return product
 
 
-def _apart(some: Sequence[Floats], others: Sequence[Floats]) -> float:
-    """The squared difference of states, summed over windows."""
-    return sum(float(np.square(a - b, dtype=np.float64).sum()) for a, b in zip(some, others, strict=True))
+def _apart(some: Sequence[Floats], exact: Sequence[Floats]) -> float:
+    """The squared error of states relative to their squares, summed over tokens: later norms divide by these."""
+    return sum(float((_squares(a - b) / _squares(b)).sum()) for a, b in zip(some, exact, strict=True))
+
+
+def _squares(state: Floats) -> NDArray[np.float64]:
+    """`[T]`, the sum of squares of each token."""
+    found: NDArray[np.float64] = np.square(state, dtype=np.float64).sum(axis=-1)
+    return found + np.finfo(np.float32).tiny
 
 
 def _divergence(exact: Floats, other: Floats) -> float:

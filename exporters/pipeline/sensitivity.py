@@ -15,15 +15,14 @@ from exporters.quantize.matrices import Quantizer
 from quant import WeightDtype
 
 _TOKENS = 4096
-_MEASURED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SensitivityPiece(Piece):
     """KL divergence from the exact decoder if one matrix alone has a type; answers `Costs`.
 
-    Matrices are rounded on the exact decoder's activations on the first tokens of the calibration text. Its last
-    windows are measured.
+    Matrices are rounded on the exact decoder's activations on the first tokens of the calibration text. A later window
+    and the last one are measured: prose, and a chat if there are any.
 
     Attributes:
         folded: the decoder, and its calibration text.
@@ -44,11 +43,12 @@ class SensitivityPiece(Piece):
     def make(self, folder: Path, inputs: Inputs) -> Costs:
         surveyed, tensors = inputs.surveyed(self.folded), inputs.folded(self.folded)
         windows, context, types = surveyed.tokens, self.folded.exact.context, dict(self.types)
-        fitted = windows[: max(1, min(_TOKENS // windows.shape[1], len(windows) - _MEASURED))]
+        measured = [windows[-1 - len(windows) // 3], windows[-1]]
+        fitted = windows[: max(1, min(_TOKENS // windows.shape[1], len(windows) * 2 // 3 - 1))]
         rules, sink = recipe_of(self.rules), surveyed.sink_tokens
         quantizer = Quantizer(tensors, fitted, context, rules, sink, follows=False)
 
         def quantized(layer: int | None) -> Candidates:
             return {} if layer is None else quantizer.candidates(layer, types)
 
-        return matrix_costs(quantized, tensors, [*windows[-_MEASURED:]], context, inputs.progress, sink=sink)
+        return matrix_costs(quantized, tensors, measured, context, inputs.progress, sink=sink)
