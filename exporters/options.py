@@ -18,6 +18,7 @@ from edgekv.spec.geometry import KeyLayout, KvDtype
 from edgekv.system import parse_bytes
 from exporters.graphs.places import EmbeddingPlace, HeadPlace
 from exporters.lora.options import LoraOptions
+from exporters.quantize.effort import DEFAULT_EFFORT, Effort
 from exporters.quantize.sink_wanted import SinkWanted
 
 if TYPE_CHECKING:
@@ -132,17 +133,17 @@ class ExportOptions:
             group=_QUANTIZATION,
         ),
     ] = None
-    learn_tokens: Annotated[
-        int,
+    effort: Annotated[
+        Effort,
         Option(
-            "Learn the rounding of weights on TOKENS more tokens, which the float model writes itself, with coordinate "
-            "descent after GPTQ. Worth it in 4 bits; 32768 tokens take minutes for each 100 M parameters.",
-            "--learn-rounding",
-            metavar="TOKENS",
-            shown="off",
+            "Time spent on rounding weights, 1 to 5: from 2 on coordinate descent follows GPTQ in 4 bits, from 3 on "
+            "the float model writes text to calibrate on.",
+            metavar="1..5",
+            parse=Effort.parse,
+            shown=str(DEFAULT_EFFORT.level),
             group=_QUANTIZATION,
         ),
-    ] = 0
+    ] = DEFAULT_EFFORT
     target_mb: Annotated[
         float | None,
         Option(
@@ -261,13 +262,6 @@ class ExportOptions:
                 got=self.calibration_tokens,
                 expected="at least 2",
                 fix="Use --calibration-tokens 4096.",
-            )
-        if self.learn_tokens < 0:
-            raise UsageError(
-                "--learn-rounding",
-                got=self.learn_tokens,
-                expected="a number of tokens",
-                fix="Use --learn-rounding 32768, or leave it out.",
             )
         self._check_goal()
         if self.kv_dtype not in KV_DTYPES[self.graph_format]:

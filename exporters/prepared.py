@@ -21,12 +21,13 @@ from exporters.graphs.split import Split, choose_split
 from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
 from exporters.quantize.as_stored import resolve
-from exporters.quantize.calibrate import CalibrationText, as_chats, calibration_windows, read_calibration
+from exporters.quantize.calibrate import CalibrationText, as_chats, calibration_windows, read_calibration, rendered
 from exporters.quantize.pictures import CalibrationPictures, calibration_pictures, with_pictures
 from exporters.quantize.sink import sink_candidates
 from exporters.records import recipe_record
 
 _CHAT_SHARE = 5
+_SURVEYED_WINDOWS = 3  # one of so many shows how far keys and values reach
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer has on average
 
 
@@ -64,7 +65,7 @@ class Prepared:
         aligned = self.options.recipe.heads != "none"
         if not self.surveyed_first and not aligned:
             return None
-        return self.survey_tokens if aligned else self.survey_tokens[:1]
+        return self.survey_tokens[::_SURVEYED_WINDOWS] if aligned else self.survey_tokens[:1]
 
     @property
     def surveyed_first(self) -> tuple[int, ...]:
@@ -74,7 +75,7 @@ class Prepared:
     @property
     def learned_windows(self) -> int:
         """Number of windows of text that the model writes itself."""
-        return -(-self.options.learn_tokens // self.survey_tokens.shape[1])
+        return -(-self.options.effort.written_tokens // self.survey_tokens.shape[1])
 
     @property
     def form(self) -> BundleForm:
@@ -101,8 +102,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     """
     checkpoint = checkpoint.limited(options.max_attention_window).with_states(options.state_dtype)
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
-    if options.learn_tokens:
-        options = replace(options, recipe=options.recipe.learned())
+    options = replace(options, recipe=options.recipe.with_effort(options.effort))
     pictures = None
     if (vision := checkpoint.vision) is not None:
         options = _for_pictures(options)
@@ -122,7 +122,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     calibration = read_calibration(options.calibration, checkpoint.folder)
     first, bos = sink_candidates(checkpoint, options.sink), checkpoint.special.bos
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
-    windows = _Windows.of(checkpoint, calibration.text, min(CALIBRATION_WINDOW, options.contexts[-1], tokens), tokens)
+    windows = _Windows.of(checkpoint, calibration, min(CALIBRATION_WINDOW, options.contexts[-1], tokens), tokens)
 
     def beginning(first: Sequence[int]) -> NDArray[np.int64]:
         ids, vision = windows.beginning(first), checkpoint.vision
@@ -150,7 +150,7 @@ class _Windows:
 
     Attributes:
         ids: of the text.
-        chat: of the text behind what is used of it, in the template; empty if there is none.
+        chat: of conversations in the template; empty if there is none.
         length: T of a window.
         tokens: limit of both together.
     """
@@ -161,14 +161,16 @@ class _Windows:
     tokens: int
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, text: str, length: int, tokens: int) -> _Windows:
-        """Encode a text."""
+    def of(cls, checkpoint: Checkpoint, calibration: CalibrationText, length: int, tokens: int) -> _Windows:
+        """Encode a text: chats are those beside it, or made of what is left of it."""
+        text, chats = calibration.text, calibration.chats
         ids, chat = checkpoint.encode(text), list[int]()
         share = tokens // _CHAT_SHARE // length * length
         if checkpoint.chat is not None and share:
-            used = len(text) * (tokens - share) // len(ids)
-            rest = text[used:] if len(ids) >= tokens else text
-            chat = checkpoint.encode(as_chats(checkpoint.chat, rest, _CHARACTERS_PER_TOKEN * share))
+            if not chats:
+                used = len(text) * (tokens - share) // len(ids)
+                chats = as_chats(text[used:] if len(ids) >= tokens else text, _CHARACTERS_PER_TOKEN * share)
+            chat = checkpoint.encode(rendered(checkpoint.chat, chats))
         return cls(ids, chat if len(chat) >= length else (), length, tokens)
 
     def beginning(self, first: Sequence[int]) -> NDArray[np.int64]:

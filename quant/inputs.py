@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -22,23 +23,30 @@ _ROWS_AT_ONCE = 1024
 class LayerInputs:
     """Inputs of a matrix, or of several that share them, on all calibration tokens.
 
-    Derived values are computed once, on first use.
+    Derived values are computed once, on first use, some tokens at a time.
 
     Args:
         exact: `[tokens, in]`, E, of the exact model.
         quantized: `[tokens, in]`, X, of the quantized model.
         missing: `[tokens, out]`, M, what the sums that the outputs are added to have too little; None for nothing.
+        weights: `[tokens]`, what the squared error of each token's outputs counts; None for 1 each.
     """
 
-    def __init__(self, exact: Floats, quantized: Floats, missing: Floats | None = None) -> None:
+    def __init__(
+        self, exact: Floats, quantized: Floats, missing: Floats | None = None, weights: Floats | None = None
+    ) -> None:
         self._exact = exact
         self._quantized = quantized
         self._missing = missing
+        self._weights = weights
 
     @cached_property
     def importance(self) -> Floats:
         """`[in]`, the sum of squares of each input: the diagonal of H = X^T X."""
-        found: Floats = np.einsum("ti,ti->i", self._quantized, self._quantized)
+        found = np.zeros(self._quantized.shape[1], np.float32)
+        for tokens in self._tokens():
+            rows = self._weighed(self._quantized[tokens], tokens)
+            found += np.einsum("ti,ti->i", rows, self._quantized[tokens])
         return found
 
     @property
@@ -55,9 +63,12 @@ class LayerInputs:
     @cached_property
     def factor(self) -> Floats:
         """`[in, in]`, the upper triangular U with U U^T = H + damping, rows and columns in `order`."""
-        ordered = self._quantized[:, self.order]
-        hessian = ordered.T @ ordered
-        del ordered
+        hessian = np.zeros((len(self.order), len(self.order)), np.float32)
+        for tokens in self._tokens():
+            rows = self._quantized[tokens, self.order]
+            if self._weights is not None:
+                rows *= np.sqrt(self._weights[tokens])[:, None]
+            hessian += rows.T @ rows
         hessian[np.diag_indices(len(hessian))] += self.damping
         return cholesky(hessian)
 
@@ -77,17 +88,19 @@ class LayerInputs:
             weight: `[in, out]`, W.
             columns: of `weight`.
         """
-        tokens, (inputs, outputs) = len(self._exact), weight.shape
-        chosen = weight[:, columns]
+        (inputs, outputs), chosen = weight.shape, weight[:, columns]
         if not self._drifted:
             unchanged: Floats = chosen[self.order]
             return unchanged
-        if 2 * tokens * outputs < tokens * inputs + inputs * outputs:  # fewer products than through [in, in]
-            missing = product(self._quantized.T, product(self._difference, chosen))
-        else:
-            missing = product(self._drift, chosen)
-        if self._missing is not None:
-            missing += product(self._quantized.T, np.ascontiguousarray(self._missing[:, columns]))
+        by_outputs = 2 * len(self._exact) * outputs < len(self._exact) * inputs + inputs * outputs  # fewer products
+        missing = np.zeros_like(chosen) if by_outputs else product(self._drift, chosen)
+        for tokens in self._tokens() if by_outputs or self._missing is not None else ():
+            wanted = np.zeros((tokens.stop - tokens.start, chosen.shape[1]), np.float32)
+            if by_outputs:
+                wanted += product(self._exact[tokens] - self._quantized[tokens], chosen)
+            if self._missing is not None:
+                wanted += self._missing[tokens, columns]
+            missing += product(self._quantized[tokens].T, self._weighed(wanted, tokens))
         target = solve(self.factor, self._inverses, missing[self.order])
         target += chosen[self.order]
         return target
@@ -96,14 +109,25 @@ class LayerInputs:
         """A matrix `[in, out]` that is `compensated` as a whole, and the inputs with which to round it as it is."""
         whole = np.empty_like(weight)
         whole[self.order] = self.compensated(weight, slice(None))
-        return whole, LayerInputs(self._quantized, self._quantized)
+        return whole, LayerInputs(self._quantized, self._quantized, weights=self._weights)
+
+    def _tokens(self) -> Iterator[slice]:
+        """All of them, some at a time, in order."""
+        count = len(self._quantized)
+        return (slice(start, min(start + _ROWS_AT_ONCE, count)) for start in range(0, count, _ROWS_AT_ONCE))
+
+    def _weighed(self, rows: Floats, tokens: slice) -> Floats:
+        """Rows of tokens, times what these count."""
+        return rows if self._weights is None else rows * self._weights[tokens, None]
 
     @cached_property
     def _drifted(self) -> bool:
         if self._exact is self._quantized:
             return False
-        parts = (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(self._exact), _ROWS_AT_ONCE))
-        drift = sum(float(np.square(self._exact[part] - self._quantized[part]).sum()) for part in parts)
+        drift = sum(
+            float(self._weighed(np.square(self._exact[tokens] - self._quantized[tokens]), tokens).sum())
+            for tokens in self._tokens()
+        )
         return drift > _LEAST_DRIFT * float(self.importance.sum())
 
     @cached_property
@@ -111,10 +135,11 @@ class LayerInputs:
         return corner_inverses(self.factor)
 
     @cached_property
-    def _difference(self) -> Floats:
-        return self._exact - self._quantized
-
-    @cached_property
     def _drift(self) -> Floats:
         """`[in, in]`, X^T (E - X)."""
-        return product(self._quantized.T, self._exact - self._quantized)
+        size = self._quantized.shape[1]
+        found = np.zeros((size, size), np.float32)
+        for tokens in self._tokens():
+            drift = self._exact[tokens] - self._quantized[tokens]
+            found += product(self._quantized[tokens].T, self._weighed(drift, tokens))
+        return found

@@ -13,6 +13,7 @@ from edgekv.cli import run
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.evaluate import Evaluation, evaluate
 from exporters.quantize.calibrate import token_windows
+from exporters.quantize.effort import DEFAULT_EFFORT, EFFORTS, Effort
 from exporters.quantize.recipe import Recipe, find_recipe
 from tests.exports import export_options, exported
 
@@ -30,8 +31,8 @@ def measured(embedded) -> Callable[..., Evaluation]:
     checkpoint, text = Checkpoint.open(str(embedded)), (embedded / "heldout.txt").read_text("utf-8")
 
     @cache
-    def measure(recipe: Recipe, learn_tokens: int = 0) -> Evaluation:
-        options = export_options(recipe, context=128, ar=(1, 32), learn_tokens=learn_tokens)
+    def measure(recipe: Recipe, effort: Effort = DEFAULT_EFFORT) -> Evaluation:
+        options = export_options(recipe, context=128, ar=(1, 32), effort=effort)
         with edgekv.load(exported(embedded, options)) as model:
             return evaluate(model, checkpoint, text, "heldout.txt", tokens=2048)
 
@@ -67,8 +68,8 @@ def test_4_bits_cost_far_less_than_rounding_to_nearest(measured):
 @pytest.mark.thorough
 def test_learning_the_rounding_costs_less_on_text_it_never_saw(measured):
     """23 % less with 4,096 tokens."""
-    recipe = find_recipe("w4a16")
-    assert measured(recipe, learn_tokens=4096).kl_nats < 0.85 * measured(recipe).kl_nats
+    recipe, effort = find_recipe("w4a16"), Effort(3, descends=True, written_tokens=4096)
+    assert measured(recipe, effort).kl_nats < 0.85 * measured(recipe, EFFORTS[0]).kl_nats
 
 
 def test_the_htp_agrees_with_the_cpu(embedded_on_htp, embedded, held_out):

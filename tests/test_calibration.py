@@ -11,7 +11,8 @@ from edgekv.cli import run
 from edgekv.spec.chat import ChatTemplates
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.prepared import prepare
-from exporters.quantize.calibrate import as_chats, default_calibration
+from exporters.quantize.calibrate import as_chats, default_calibration, default_chats, rendered
+from exporters.quantize.scripts import unseen_scripts
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import small_options
 
@@ -20,12 +21,12 @@ TEXT = "One. Two. Three.\n\nNo second sentence\n\nFour. Five.\n\nSix. Seven."
 
 
 def test_a_paragraph_becomes_a_question_and_an_answer() -> None:
-    chat = ChatTemplates(templates={"default": TEMPLATE})
+    templates = ChatTemplates(templates={"default": TEMPLATE})
     whole = "<user>One.</s><assistant>Two. Three.</s><user>Four.</s><assistant>Five.</s>"
-    assert as_chats(chat, TEXT, 20) == whole
-    assert as_chats(chat, TEXT, 1000) == whole + "<user>Six.</s><assistant>Seven.</s>"
+    assert rendered(templates, as_chats(TEXT, 20)) == whole
+    assert rendered(templates, as_chats(TEXT, 1000)) == whole + "<user>Six.</s><assistant>Seven.</s>"
     refusing = ChatTemplates(templates={"default": "{{ raise_exception('no') }}"})
-    assert as_chats(refusing, TEXT, 1000) == ""
+    assert rendered(refusing, default_chats()) == ""
 
 
 @pytest.mark.parametrize("tokens", [512, 2048])
@@ -53,3 +54,21 @@ def test_a_text_that_is_too_short_is_named(tmp_path: Path, capsys: pytest.Captur
     assert "edgekv: warning: calibration: got 64 tokens; expected at least" in capsys.readouterr().err
     assert run([*command, "-o", str(tmp_path / "b"), "--calibration-tokens", "512"]) == 0
     assert "warning" not in capsys.readouterr().err
+
+
+def test_scripts_that_a_text_lacks_are_named() -> None:
+    tokens = ["the", " on", "мир", " да", "12", "\n", "好", "ende"]
+    assert unseen_scripts(default_calibration(), tokens) == {"CYRILLIC": 2 / 6, "CJK": 1 / 6}
+    assert unseen_scripts("Hello, мир и да, 你好", tokens) == {}
+    assert unseen_scripts("Hello", ["one", "two"]) == {}
+
+
+def test_a_text_of_one_language_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, text = write_checkpoint(tmp_path / "checkpoint", NEWER), tmp_path / "text.txt"
+    text.write_text("мир и война " * 400)
+    command = ["export", str(folder), "--device", "SM8650", "--skip-htp-check", "--no-quality-check", "-q"]
+    command += ["--context", "64", "--ar", "1,16", "--calibration-tokens", "512"]
+    assert run([*command, "-o", str(tmp_path / "a"), "--calibration", str(text)]) == 0
+    assert (
+        "calibration: text.txt text has no letters of some scripts of the vocabulary (latin" in capsys.readouterr().err
+    )

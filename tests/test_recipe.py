@@ -12,6 +12,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import FoldedCheckpoint
 from exporters.checkpoint.rotate import applied_rotation, hadamard
 from exporters.export import export_bundle
+from exporters.quantize.effort import EFFORTS, Effort
 from exporters.quantize.recipe import describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, write_checkpoint
@@ -103,17 +104,19 @@ def test_what_its_name_says_has_8_bits():
 
 def test_learning_needs_a_recipe_that_rounds_on_calibration_text(checkpoint, tmp_path):
     recipe = find_recipe(write_recipe(tmp_path, {"tensors": "*", "dtype": "int4", "method": "nearest"}))
-    with pytest.raises(UsageError, match="--learn-rounding: got the recipe mine, in which no rule has the method gptq"):
-        export_bundle(checkpoint, tmp_path / "bundle", export_options(recipe, learn_tokens=64))
-    with pytest.raises(UsageError, match="--learn-rounding: got -1; expected a number of tokens"):
-        export_options(recipe, learn_tokens=-1)
+    with pytest.raises(UsageError, match="--effort 3: got the recipe mine, in which no rule has the method gptq"):
+        export_bundle(checkpoint, tmp_path / "bundle", export_options(recipe, effort=EFFORTS[2]))
+    with pytest.raises(UsageError, match="--effort: got '6'; expected 1 to 5"):
+        Effort.parse("--effort", "6")
 
 
 def test_learning_changes_how_matrices_are_rounded_and_nothing_else(tmp_path):
-    rules = [{"tensors": "*", "dtype": "int4"}, {"tensors": "lm_head.weight", "dtype": "int8", "method": "search"}]
+    rules = [{"tensors": "*", "dtype": "int4"}, {"tensors": "*.k_proj.weight", "dtype": "int8"}]
+    rules += [{"tensors": "lm_head.weight", "dtype": "int8", "method": "search"}]
     recipe = find_recipe(write_recipe(tmp_path, *rules))
-    learned = recipe.learned()
-    assert [(rule.dtype, rule.method) for rule in learned.weights] == [("int4", "descent"), ("int8", "search")]
+    learned = recipe.with_effort(EFFORTS[1])
+    assert [rule.method for rule in learned.weights] == ["descent", "gptq", "search"]
+    assert recipe.with_effort(EFFORTS[0]) == recipe
     assert msgspec.structs.replace(learned, weights=recipe.weights) == recipe
 
 

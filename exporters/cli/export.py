@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,8 @@ def export(
     from exporters.pipeline.place import open_checkpoint
     from exporters.prepared import export_geometry
     from exporters.quantize.as_stored import AS_STORED
+    from exporters.quantize.calibrate import read_calibration
+    from exporters.quantize.scripts import script_warnings
 
     kv_dtype = KV_DTYPES[given.get("graph_format", "onnx")][0]
     options = ExportOptions(**{"kv_dtype": kv_dtype, **given})
@@ -63,7 +66,9 @@ def export(
         elif "recipe" not in given and opened.quantization is not None:
             options = replace(options, recipe=read_recipe(AS_STORED))
         geometry = export_geometry(opened.limited(options.max_attention_window), options)
-        for warning in mask_warnings(geometry, options.ar, options.device):
+        calibration = read_calibration(options.calibration, opened.folder)
+        warnings = mask_warnings(geometry, options.ar, options.device)
+        for warning in chain(warnings, script_warnings(calibration, opened.tokenizer)):
             click.echo(f"edgekv: warning: {warning}", err=True)
         peaks: dict[str, int] = {}
         watch = peaks.__setitem__

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,15 +20,26 @@ from exporters.checkpoint.checkpoint import Checkpoint
 CALIBRATION = "calibration.txt"
 """The file of a calibration text, in a checkpoint's folder or beside this module."""
 
+_CHATS = "calibration_chats.json"
 _MESSAGES = 6  # of a conversation
+
+Conversation = Sequence[Mapping[str, str]]
+"""Messages with role and content."""
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """A text and its name in the manifest."""
+    """A text.
+
+    Attributes:
+        name: in the manifest.
+        text: prose and code.
+        chats: conversations beside it; if there are none, paragraphs of the text stand for them.
+    """
 
     name: str
     text: str
+    chats: Sequence[Conversation] = ()
 
 
 def read_calibration(path: Path | None, checkpoint: Path) -> CalibrationText:
@@ -44,13 +56,19 @@ def read_calibration(path: Path | None, checkpoint: Path) -> CalibrationText:
     if path is None and own.is_file():
         return CalibrationText("the checkpoint's own", read_text_file(own, str(own)))
     if path is None:
-        return CalibrationText("edgekv's own", default_calibration())
+        return CalibrationText("edgekv's own", default_calibration(), default_chats())
     return CalibrationText(path.name, read_text_file(path, "--calibration"))
 
 
 def default_calibration() -> str:
     """The text that ships with edgekv: prose of many kinds, and Python code."""
     return resources.files("exporters.quantize").joinpath(CALIBRATION).read_text("utf-8")
+
+
+def default_chats() -> list[Conversation]:
+    """The conversations that ship with edgekv: questions and answers, lists, code, letters."""
+    content = resources.files("exporters.quantize").joinpath(_CHATS).read_bytes()
+    return msgspec.json.decode(content, type=list[Conversation])
 
 
 def token_windows(
@@ -118,14 +136,10 @@ def calibration_windows(ids: Sequence[int], length: int, tokens: int, first: Seq
     return np.stack([window for window in windows if len(window) == len(windows[0])])
 
 
-def as_chats(chat: ChatTemplates, text: str, most_characters: int) -> str:
-    """The paragraphs of a text as conversations in a chat template; empty if the template refuses them.
-
-    The user has the first sentence of a paragraph, and the assistant the rest. So the template's own tokens, and the
-    ends of turns, are seen where a chat has them.
+def as_chats(text: str, most_characters: int) -> list[Conversation]:
+    """The paragraphs of a text as conversations: the user has the first sentence, and the assistant the rest.
 
     Args:
-        chat: the templates.
         text: the text.
         most_characters: of it, from its start; paragraphs are whole.
     """
@@ -135,8 +149,12 @@ def as_chats(chat: ChatTemplates, text: str, most_characters: int) -> str:
         if rest and used < most_characters:
             messages += [{"role": "user", "content": first + "."}, {"role": "assistant", "content": rest}]
             used += len(paragraph)
-    chats = (messages[at : at + _MESSAGES] for at in range(0, len(messages), _MESSAGES))
+    return [messages[at : at + _MESSAGES] for at in range(0, len(messages), _MESSAGES)]
+
+
+def rendered(templates: ChatTemplates, chats: Sequence[Conversation]) -> str:
+    """Conversations in a chat template, one after another; empty if it refuses one."""
     try:
-        return "".join(chat.render(each, add_generation_prompt=False) for each in chats)
+        return "".join(templates.render([*map(dict, chat)], add_generation_prompt=False) for chat in chats)
     except UsageError:
         return ""

@@ -27,6 +27,7 @@ from edgekv.errors import UsageError
 from edgekv.spec.decoder import DecoderSpec, SplitChannel
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.system import MIB, read_file
+from exporters.quantize.effort import Effort
 from quant import WEIGHT_TYPES, WeightDtype
 
 
@@ -126,24 +127,29 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 str(file), got=error.strerror, expected="a file that can be written", fix="Choose another place."
             ) from None
 
-    def learned(self) -> Recipe:
-        """The same types, with coordinate descent after GPTQ.
+    def with_effort(self, effort: Effort) -> Recipe:
+        """The same types, rounded with this effort.
 
         Raises:
-            UsageError: no rule has GPTQ.
+            UsageError: it writes text for a recipe in which no rule has GPTQ.
         """
-        methods: list[MatrixMethod] = ["descent" if rule.method == "gptq" else rule.method for rule in self.weights]
-        if "descent" not in methods:
+        fits_text = any(rule.method in ("gptq", "descent") for rule in self.weights)
+        if effort.written_tokens and not fits_text:
             raise UsageError(
-                "--learn-rounding",
+                f"--effort {effort.level}",
                 got=f"the recipe {self.name}, in which no rule has the method gptq",
                 expected="a recipe that rounds on calibration text",
-                fix="Leave it out, or use another --recipe.",
+                fix="Use --effort 1, or another --recipe.",
             )
-        rules = zip(self.weights, methods, strict=True)
-        return msgspec.structs.replace(
-            self, weights=tuple(msgspec.structs.replace(rule, method=method) for rule, method in rules)
+        if not effort.descends:
+            return self
+        rules = tuple(
+            msgspec.structs.replace(rule, method="descent")
+            if rule.method == "gptq" and WEIGHT_TYPES[rule.dtype].bits < 8
+            else rule
+            for rule in self.weights
         )
+        return msgspec.structs.replace(self, weights=rules)
 
     def shares_vocabulary(self, spec: DecoderSpec) -> bool:
         """Whether the head's matrix is the table of embeddings too: that has 8 bits."""
