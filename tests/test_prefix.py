@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry, LayeredGeometry
 from edgekv.prefix import (
+    BlockGroup,
     GroupRows,
     PrefixError,
     PrefixStore,
@@ -236,6 +238,20 @@ def test_layers_share_blocks_by_window_and_heads() -> None:
         (8, 2, (1, 3)),
     ]
     assert [g.window for g in split_layers(Geometry(2, 2, 8, 64))] == [None]
+
+
+@given(st.integers(1, 40), st.integers(0, 60))
+def test_a_token_attends_to_itself_and_to_as_many_before_it_as_its_window_has(window: int, tokens: int) -> None:
+    geometry = Geometry(layers=1, kv_heads=1, head_dim=2, context=64)
+    assert tokens - BlockGroup(geometry, window).first_needed(tokens) == min(tokens, window - 1)
+    assert BlockGroup(geometry, None).first_needed(tokens) == 0
+
+
+def test_large_blocks_begin_at_a_page_and_small_ones_take_no_more_than_their_rows() -> None:
+    group = BlockGroup(Geometry(layers=16, kv_heads=8, head_dim=64, context=64), None)
+    large, small = (group.empty(tokens, np.dtype(np.int16)) for tokens in (32, 1))
+    assert large.shape == (256, 32, 64) and large.ctypes.data % mmap.PAGESIZE == 0
+    assert small.shape == (256, 1, 64) and small.base is not None and small.base.nbytes <= small.nbytes + 1
 
 
 def test_a_limited_window_needs_its_last_tokens_alone() -> None:
