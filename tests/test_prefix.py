@@ -27,6 +27,7 @@ from edgekv.prefix import (
     split_layers,
 )
 from edgekv.prefix.keys import common_tokens, token_bytes
+from edgekv.prefix.retention import _read_range
 from edgekv.prefix.stats import add_since, counts
 from tests.prefix_cases import (
     BLOCK_BYTES,
@@ -141,6 +142,24 @@ def test_leaves_go_before_what_they_need() -> None:
     insert(store, (5, 6))
     insert(store, (7, 8))
     assert (found(store, (1, 2, 3, 4)), found(store, (5, 6)), found(store, (7, 8))) == (4, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("0-448:100", TokenRangeRetentionConfig(0, 448, 100)),
+        (" 5-:20:60000 ", TokenRangeRetentionConfig(5, None, 20, 60_000)),
+    ],
+)
+def test_ranges_are_read_as_users_write_them(text: str, wanted: TokenRangeRetentionConfig) -> None:
+    assert _read_range("--retention", text) == wanted
+
+
+@pytest.mark.parametrize("field", ["max_bytes", "max_tokens", "disk_cache_size", "free_memory_fraction"])
+def test_a_budget_of_nothing_is_refused_and_the_least_one_taken(field: str) -> None:
+    with pytest.raises(PrefixError, match=field):
+        StoreConfig(**{field: 0})
+    assert StoreConfig(**{field: 1})
 
 
 def test_a_priority_reverts_when_its_duration_is_over() -> None:
