@@ -24,6 +24,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _STILL = frozenset({"MPO"})  # a JPEG with previews or a second view: its first picture is the photo
 _WANTED = "a picture: PNG, JPEG, WebP, GIF or BMP"
 
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # a limit of our own follows
+
 Pixels = NDArray[np.uint8]
 
 
@@ -79,9 +81,7 @@ def _pixels(image: Image.Image) -> Pixels:
 def _named(field: str) -> Iterator[None]:
     """Name what Pillow raises on damaged files, which has no common base."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a limit of our own follows
-            yield
+        yield
     except UsageError:
         raise
     except UnidentifiedImageError:

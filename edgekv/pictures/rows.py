@@ -95,7 +95,7 @@ class PictureRows:
         self._table = table
         self._lock = Lock()
         self._tiles: WeakValueDictionary[int, Tile] = WeakValueDictionary()  # by the ids of their rows
-        self._kept: OrderedDict[int, Tile] = OrderedDict()  # by the first of these, the newest last
+        self._kept: OrderedDict[int, Tile] = OrderedDict()  # encoded, by the first of these, the last used at the end
 
     def open(self, picture: TiledPicture) -> Picture:
         """A picture with the ids of its rows; tiles that are kept are the same objects."""
@@ -108,11 +108,15 @@ class PictureRows:
         tile = Tile(pixels, spec.rows)
         tile = self._tiles.get(tile.ids[0], tile)
         self._tiles.update(dict.fromkeys(tile.ids, tile))
+        return tile
+
+    def _keep(self, tile: Tile) -> None:
+        """Keep an encoded tile, and let go of those that were used longest ago."""
+        spec = self.encoder.spec
         self._kept[tile.ids[0]] = tile
         self._kept.move_to_end(tile.ids[0])
         while len(self._kept) > max(1, _KEPT_BYTES // (2 * spec.rows * spec.output)):
             self._kept.popitem(last=False)
-        return tile
 
     def rows(self, tokens: Sequence[int]) -> NDArray[Any]:
         """The embeddings of tokens as graphs read them, `[T, hidden]`."""
@@ -123,5 +127,7 @@ class PictureRows:
         found = self._table.rows(np.where(ids >= _FIRST_ID, 0, ids))
         for at in pictured:
             id = int(ids[at])
-            found[at] = self._tiles[id].row(id, self.encoder)
+            tile = self._tiles[id]
+            found[at] = tile.row(id, self.encoder)
+            self._keep(tile)
         return found
