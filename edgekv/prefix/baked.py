@@ -19,7 +19,6 @@ from edgekv.bundle.files import is_plain_path
 from edgekv.errors import BundleError, UsageError
 from edgekv.json_file import read_json
 from edgekv.kv.arena import DTYPES
-from edgekv.prefix.keys import MAX_TOKEN
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import GroupRows, Rows
 from edgekv.prefix.store import PrefixStore, Snapshot
@@ -34,6 +33,7 @@ FORMAT = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKENS = "tokens"
 _GROUP = "group_"
+_LARGEST_TOKEN = 2**32 - 1  # above every vocabulary: baked prefixes have no pictures
 _STATE = "state/"
 _OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial")  # what `add_baked` writes; other files are others'
 # Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
@@ -202,8 +202,8 @@ def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[li
     except (TensorFileError, KeyError) as error:
         raise BundleError(str(path), got=error, expected="the rows of each group", fix=fix) from None
     is_right = tokens.dtype == np.int64 and tokens.shape == (entry.tokens,) and entry.tokens > 0
-    if not is_right or tokens.min() < 0 or tokens.max() > MAX_TOKEN:
-        found, wanted_ids = f"{tokens.dtype} {list(tokens.shape)}", f"{entry.tokens} ids from 0 to {MAX_TOKEN}"
+    if not is_right or tokens.min() < 0 or tokens.max() > _LARGEST_TOKEN:
+        found, wanted_ids = f"{tokens.dtype} {list(tokens.shape)}", f"{entry.tokens} ids from 0 to {_LARGEST_TOKEN}"
         raise BundleError(f"{path}: tokens", got=found, expected=wanted_ids, fix=fix)
     for number, (rows, group) in enumerate(zip(groups, store.groups, strict=True)):
         least = entry.tokens - group.first_needed(entry.tokens)
