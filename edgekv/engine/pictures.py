@@ -25,11 +25,6 @@ class Pictures:
         self._rows = rows
 
     @property
-    def are_read(self) -> bool:
-        """Whether the bundle has a vision encoder."""
-        return self._rows is not None
-
-    @property
     def spec(self) -> PictureSpec:
         """How pictures are prepared.
 
