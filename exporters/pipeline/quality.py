@@ -56,7 +56,7 @@ MEASURED_TOKENS: dict[TextName, int] = {"prose": 512, "chat": 256}
 """Predicted tokens of each text."""
 
 _PROCESS_BYTES = 250_000_000
-_COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS = 2, 3
+_COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS = 3, 3
 _PROSE, _CHAT = "held_out.txt", "held_out_chat.json"
 
 
