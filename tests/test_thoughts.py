@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from edgekv.text.sampler import Sampler
 from edgekv.text.thoughts import ThoughtFormat, ThoughtReader, thought_format
 from edgekv.text.tools.format import GEMMA4
 from edgekv.text.tools.grammar import tools_grammar
-from tests.serving import talking_bundle
+from tests.serving import NAME, served, talking_bundle
 
 THINK, CHANNEL = ThoughtFormat("<think>", "</think>"), ThoughtFormat("<|channel>thought", "<channel|>")
 TEMPLATE = (
@@ -82,8 +83,13 @@ def test_a_template_says_which_marks_its_model_writes() -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[edgekv.Model]:
-    with edgekv.load(talking_bundle(tmp_path_factory.mktemp("thinking"), TEMPLATE)) as model:
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_bundle(tmp_path_factory.mktemp("thinking"), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[edgekv.Model]:
+    with edgekv.load(bundle) as model:
         yield model
 
 
@@ -148,3 +154,41 @@ def test_a_chat_prints_thoughts_apart(
     Dialog(Conversation(model, params=SamplingParams(max_new_tokens=says(SAID)))).say("Why?")
     found = capsys.readouterr()
     assert found.out == "Because.\n" and found.err.startswith("It is so.\n\n[")
+
+
+def test_a_server_has_fields_for_thoughts(bundle: Path, model: edgekv.Model, says: Callable[[str], int]) -> None:
+    def tokens(prompt: str) -> int:
+        return len(model.encode_chat(prompt))
+
+    asked: list[Any] = ASKED
+    count = says(SAID)
+    with served(bundle) as server:
+        client = server.client()
+        wanted: dict[str, Any] = {"model": NAME, "messages": asked, "max_tokens": count}
+        message: Any = client.chat.completions.create(**wanted).choices[0].message
+        assert (message.content, message.reasoning_content) == ("Because.", "It is so.")
+        with client.chat.completions.create(**wanted, stream=True) as stream:
+            deltas: list[Any] = [chunk.choices[0].delta for chunk in stream]
+        thoughts = [getattr(delta, "reasoning_content", None) for delta in deltas]
+        assert "".join(filter(None, thoughts)) == "It is so."
+        assert "".join(delta.content or "" for delta in deltas) == "Because."
+
+        answer: Any = client.responses.create(model=NAME, input="Why?", max_output_tokens=count)
+        assert [item.type for item in answer.output] == ["reasoning", "message"]
+        assert (answer.output[0].content[0].text, answer.output_text) == ("It is so.", "Because.")
+        assert 0 < answer.usage.output_tokens_details.reasoning_tokens < count
+        with client.responses.stream(model=NAME, input="Why?", max_output_tokens=count) as events:
+            found: list[Any] = [*events]
+        assert "".join(each.delta for each in found if each.type == "response.reasoning_text.delta") == "It is so."
+        (done,) = [each for each in found if each.type == "response.reasoning_text.done"]
+        assert (done.text, done.output_index, done.content_index) == ("It is so.", 0, 0)
+
+        later = client.responses.create(
+            model=NAME, input="Really?", previous_response_id=answer.id, max_output_tokens=1
+        )
+        seen = "<user>Why?</s><assistant>Because.</s><user>Really?</s><assistant>"
+        assert later.usage is not None and later.usage.input_tokens == tokens(seen)
+        given: Any = [*ASKED, *(item.model_dump() for item in answer.output)]
+        again = client.responses.create(model=NAME, input=given, max_output_tokens=1)
+        seen = "<user>Why?</s><assistant><think>It is so.</think>Because.</s><assistant>"
+        assert again.usage is not None and again.usage.input_tokens == tokens(seen)

@@ -359,6 +359,7 @@ async def wanted_turn(
         top_logprobs,
         tools=form.tools,
         lora=lora,
+        is_answer=True,
         pictures=prompt.pictures,
     )
 
@@ -452,11 +453,12 @@ class CallRecord(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    """The model's message."""
+    """The model's message; `reasoning_content` are its thoughts."""
 
     content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallRecord] | UnsetType = UNSET
 
 
@@ -485,6 +487,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallRecord] | UnsetType = UNSET
 
 
@@ -538,6 +541,7 @@ class _Answer:
     """One of the answers so far."""
 
     text: str = ""
+    thoughts: str = ""
     calls: list[CallRecord] = field(default_factory=list)
     logprobs: list[ContentLogprob] = field(default_factory=list)
 
@@ -572,9 +576,12 @@ class _Reply:
         so_far.calls += calls
         if not streams:
             so_far.text += happened.text
+            so_far.thoughts += happened.thoughts or ""
             so_far.logprobs += logprobs
             return b""
         data = b""
+        if happened.thoughts:
+            data += self._chunk(ChunkChoice(Delta(reasoning_content=happened.thoughts), index=index))
         if happened.text or logprobs:
             found = ChoiceLogprobs(logprobs) if logprobs else None
             data += self._chunk(ChunkChoice(Delta(content=happened.text), logprobs=found, index=index))
@@ -592,7 +599,11 @@ class _Reply:
     def whole(self, ends: Sequence[Finished]) -> ChatCompletion:
         choices = [
             Choice(
-                AnswerMessage(answer.text or (None if answer.calls else ""), tool_calls=answer.calls or UNSET),
+                AnswerMessage(
+                    answer.text or (None if answer.calls else ""),
+                    reasoning_content=answer.thoughts or UNSET,
+                    tool_calls=answer.calls or UNSET,
+                ),
                 answer.reason(end),
                 ChoiceLogprobs(answer.logprobs) if self._request.logprobs else None,
                 index,

@@ -41,11 +41,13 @@ class Piece:
         text: to show now; may be empty.
         logprob: of the token and the most likely ones; None unless they were asked for.
         calls: of tools, which it completes.
+        thoughts: of the model, to show now; None for tokens of none.
     """
 
     text: str
     logprob: TokenLogprob | None = None
     calls: tuple[ToolCall, ...] = ()
+    thoughts: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class Ticket:
         logprob = None
         if token.logits is not None and not is_eos:
             logprob = token_logprob(token.logits, token.id, self.wanted.top_logprobs)
-        self.tell(Piece(token.text, logprob, token.tool_calls))
+        self.tell(Piece(token.text, logprob, token.tool_calls, token.thoughts))
         return seconds
 
 

@@ -233,6 +233,7 @@ def wanted_of(
     *,
     tools: Tools | None = None,
     lora: str | None = None,
+    is_answer: bool = False,
     pictures: tuple[Picture, ...] = (),
 ) -> Wanted:
     """What a request asks of the engine.
@@ -246,6 +247,7 @@ def wanted_of(
         scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
         tools: functions that the answer may call.
         lora: adapters, as `Model.generate` takes them.
+        is_answer: whether the prompt is a conversation, so that the model's thoughts are apart from the text.
         pictures: whose rows are in the prompt.
 
     Raises:
@@ -261,6 +263,7 @@ def wanted_of(
         tools=tools,
         speculation=service.speculation,
         lora=lora,
+        reads_thoughts=is_answer,
         returns_logits=top_logprobs is not None,
         scores=scored_tokens > 0,
         pictures=pictures,

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 import msgspec
@@ -30,7 +30,7 @@ from edgekv.serve.service import Service
 
 _TRUNCATIONS: dict[str, OnFull] = {"auto": "drop-oldest", "disabled": "stop"}
 _PLACE: dict[str, Any] = {"content_index": 0}
-"""A message has one part; `_event` of a reply adds the number of the message."""
+"""An item of text has one part; `_event` of a reply adds the number of the item."""
 MOST_BYTES = 64 << 20
 """Of all keys together, shared evenly."""
 _LEAST_BYTES = 4 << 20
@@ -44,6 +44,23 @@ class OutputText(msgspec.Struct, frozen=True):
     type: str = "output_text"
     annotations: list[Any] = []
     logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, frozen=True):
+    """Thoughts of the model."""
+
+    text: str
+    type: str = "reasoning_text"
+
+
+class ReasoningItem(msgspec.Struct, frozen=True):
+    """What the model thought before its message or calls."""
+
+    id: str
+    status: str
+    content: list[ReasoningText]
+    summary: list[Any] = []
+    type: str = "reasoning"
 
 
 class MessageItem(msgspec.Struct, frozen=True):
@@ -67,7 +84,7 @@ class CallItem(msgspec.Struct, frozen=True):
     type: str = "function_call"
 
 
-Item = MessageItem | CallItem
+Item = ReasoningItem | MessageItem | CallItem
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
@@ -86,11 +103,11 @@ class ResponseUsage(msgspec.Struct, frozen=True):
     total_tokens: int
 
     @classmethod
-    def of(cls, end: Finished) -> ResponseUsage:
+    def of(cls, end: Finished, thought_tokens: int) -> ResponseUsage:
         """Of an answer."""
         total = end.prompt_tokens + end.generated_tokens
         cached = PromptDetails(end.cached_tokens)
-        return cls(end.prompt_tokens, cached, end.generated_tokens, OutputDetails(), total)
+        return cls(end.prompt_tokens, cached, end.generated_tokens, OutputDetails(thought_tokens), total)
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
@@ -143,7 +160,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     content_index: int | None = None
     item_id: str | None = None
     item: Item | None = None
-    part: OutputText | None = None
+    part: OutputText | ReasoningText | None = None
     delta: str | None = None
     text: str | None = None
     name: str | None = None
@@ -229,20 +246,26 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
         return [{"role": "user", "content": given}], ["input"]
     messages: list[dict[str, Any]] = []
     fields: list[str] = []
+    thoughts = ""  # of the next message of the model
     for at, item in enumerate(given):
         field, kind = f"input[{at}]", item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{field}.content")})
+            message = {"role": item.get("role"), "content": text_of(item.get("content"), f"{field}.content")}
+            messages.append(message | _thought(thoughts if message["role"] == "assistant" else ""))
+            thoughts = ""
         elif kind == "function_call":
             name, arguments = _text(item, field, "name"), _text(item, field, "arguments")
-            _add_call(messages, item.get("call_id"), name, arguments)
+            _add_call(messages, item.get("call_id"), name, arguments, thoughts)
+            thoughts = ""
         elif kind == "function_call_output":
             given_output = item.get("output")
             output = text_of(given_output, f"{field}.output") if isinstance(given_output, list) else None
             output = _text(item, field, "output") if output is None else output
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind != "reasoning":
-            found, wanted = repr(kind)[:40], "message, function_call or function_call_output"
+        elif kind == "reasoning":
+            thoughts = _thoughts_of(item.get("content"))
+        else:
+            found, wanted = repr(kind)[:40], "message, reasoning, function_call or function_call_output"
             raise refused(f"{field}.type", got=found, expected=wanted, fix="Leave it out.")
         fields += [field] * (len(messages) - len(fields))
     return messages, fields
@@ -258,22 +281,39 @@ def _text(item: Mapping[str, Any], field: str, name: str) -> str:
 def as_messages(output: Sequence[Item]) -> list[dict[str, Any]]:
     """An answer as messages of the next turn."""
     messages: list[dict[str, Any]] = []
+    thoughts = ""
     for item in output:
         if isinstance(item, CallItem):
-            _add_call(messages, item.call_id, item.name, item.arguments)
+            _add_call(messages, item.call_id, item.name, item.arguments, thoughts)
+            continue
+        text = "".join(part.text for part in item.content)
+        if isinstance(item, ReasoningItem):
+            thoughts = text
         else:
-            messages.append({"role": "assistant", "content": "".join(part.text for part in item.content)})
+            messages.append({"role": "assistant", "content": text} | _thought(thoughts))
     return messages
 
 
-def _add_call(messages: list[dict[str, Any]], call_id: Any, name: Any, arguments: Any) -> None:
-    """Add a call to the assistant's message before it, or to a new one."""
+def _thoughts_of(content: object) -> str:
+    """The text of a `reasoning` item; empty if it is encrypted, or a summary alone."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _thought(thoughts: str) -> dict[str, Any]:
+    """Thoughts as a field of a message, for the chat template."""
+    return {"reasoning_content": thoughts} if thoughts else {}
+
+
+def _add_call(messages: list[dict[str, Any]], call_id: Any, name: Any, arguments: Any, thoughts: str) -> None:
+    """Add a call to the assistant's message before it, or to a new one, which has the thoughts."""
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     if messages and messages[-1]["role"] == "assistant":
         last = messages[-1]
         messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), call]}
     else:
-        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]} | _thought(thoughts))
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -464,8 +504,9 @@ class _Reply:
         )
         self._number = 2  # of the next event; two begin the stream
         self._items: list[Item] = []
-        self._message = ""  # id of the message that is written
-        self._text = ""
+        self._written: Literal["message", "reasoning"] | None = None  # the item that is open
+        self._name = self._text = ""  # its id, and its text so far
+        self._thought_tokens = 0
 
     def head(self) -> bytes:
         return b"".join(
@@ -477,10 +518,15 @@ class _Reply:
         data = b""
         if not isinstance(happened, Piece):
             return data
+        self._thought_tokens += happened.thoughts is not None
+        if happened.thoughts:
+            data += self._opened("reasoning")
+            self._text += happened.thoughts
+            data += self._event("reasoning_text.delta", item_id=self._name, delta=happened.thoughts, **_PLACE)
         if happened.text:
-            data += self._opened() if not self._message else b""
+            data += self._opened("message")
             self._text += happened.text
-            data += self._event("output_text.delta", item_id=self._message, delta=happened.text, **_PLACE, logprobs=[])
+            data += self._event("output_text.delta", item_id=self._name, delta=happened.text, **_PLACE, logprobs=[])
         for call in happened.calls:
             data += self._closed("completed")
             at, name = len(self._items), f"fc_{uuid4().hex[:24]}"
@@ -499,13 +545,13 @@ class _Reply:
     def tail(self, ends: Sequence[Finished]) -> bytes:
         (end,) = ends
         status = "incomplete" if end.reason == "length" else "completed"
-        data = b"" if self._items or self._message else self._opened()
+        data = b"" if self._items or self._written else self._opened("message")
         data += self._closed(status)
         self.record = msgspec.structs.replace(
             self.record,
             status=status,
             output=self._items,
-            usage=ResponseUsage.of(end),
+            usage=ResponseUsage.of(end, self._thought_tokens),
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
         )
         self._store(self.record)
@@ -521,25 +567,37 @@ class _Reply:
         )
         return event(made, "error")
 
-    def _opened(self) -> bytes:
-        """The events that begin a message."""
-        self._message = f"msg_{uuid4().hex[:24]}"
-        item = MessageItem(self._message, "in_progress", [])
-        return self._event("output_item.added", output_index=len(self._items), item=item) + self._event(
-            "content_part.added", item_id=self._message, **_PLACE, part=OutputText("")
+    def _opened(self, kind: Literal["message", "reasoning"]) -> bytes:
+        """The events that begin an item of text after the one before; none if it is open."""
+        if self._written == kind:
+            return b""
+        data, is_message = self._closed("completed"), kind == "message"
+        self._written, self._name = kind, f"{'msg' if is_message else 'rs'}_{uuid4().hex[:24]}"
+        made = MessageItem if is_message else ReasoningItem
+        data += self._event(
+            "output_item.added", output_index=len(self._items), item=made(self._name, "in_progress", [])
         )
+        part = OutputText("") if is_message else ReasoningText("")
+        return data + self._event("content_part.added", item_id=self._name, **_PLACE, part=part)
 
     def _closed(self, status: str) -> bytes:
-        """The events that end the message, if one is written."""
-        if not self._message:
+        """The events that end the item of text, if one is open."""
+        if self._written is None:
             return b""
-        part = OutputText(self._text)
-        item = MessageItem(self._message, status, [part])
-        data = self._event("output_text.done", item_id=self._message, **_PLACE, text=self._text, logprobs=[])
-        data += self._event("content_part.done", item_id=self._message, **_PLACE, part=part)
+        item: Item
+        name, text = self._name, self._text
+        if self._written == "message":
+            part: OutputText | ReasoningText = OutputText(text)
+            item = MessageItem(name, status, [OutputText(text)])
+            data = self._event("output_text.done", item_id=name, **_PLACE, text=text, logprobs=[])
+        else:
+            part = ReasoningText(text)
+            item = ReasoningItem(name, status, [part])
+            data = self._event("reasoning_text.done", item_id=name, **_PLACE, text=text)
+        data += self._event("content_part.done", item_id=name, **_PLACE, part=part)
         data += self._event("output_item.done", output_index=len(self._items), item=item)
         self._items.append(item)
-        self._message = self._text = ""
+        self._written, self._name, self._text = None, "", ""
         return data
 
     def _event(self, kind: str, **fields: Any) -> bytes:
