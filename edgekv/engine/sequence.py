@@ -66,7 +66,7 @@ class Resources:
 
 
 class Sequence:
-    """A request from its arrival to its end. The engine alone decides when it runs.
+    """A request from its arrival to its end. Its engine, or the engine's driver, decides when it runs.
 
     Tokens are known once they are in a cache: run, reused or restored. A cache that was evicted in the meantime is
     recomputed from all tokens.
