@@ -30,6 +30,7 @@ def test_a_key_is_needed_if_there_are_some(talking: Path, capfd: pytest.CaptureF
         assert _status(server, "/health") == 200
         for wrong in ("Bearer wrong", "Bearer ", "right", "Basic right", "Bearer right2", "Bearer \xff"):
             assert _status(server, header=f"authorization: {wrong}") == 401
+        assert b"\r\nwww-authenticate: Bearer\r\n" in server.raw(GET.format("/v1/models", "localhost", "").encode())
         for right in ("Bearer right", "bearer other"):
             assert _status(server, header=f"authorization: {right}") == 200
         assert "right" not in server.get("/health") + repr(server.serving.service.engine)

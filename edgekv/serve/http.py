@@ -352,8 +352,10 @@ class Guard:
             exchange.record.error = told.code or told.body.error.type
             if exchange.record.has_begun:  # the status is out: all that is left is to end the connection
                 raise
-            after = () if told.retry_after_s is None else ((b"retry-after", str(told.retry_after_s).encode()),)
-            await exchange.reply(told.body, told.status, after)
+            headers = [] if told.retry_after_s is None else [(b"retry-after", str(told.retry_after_s).encode())]
+            if told.status == 401:
+                headers.append((b"www-authenticate", b"Bearer"))
+            await exchange.reply(told.body, told.status, tuple(headers))
 
     def _check(self, exchange: Exchange) -> None:
         """Refuse foreign hosts and requests without a key.
