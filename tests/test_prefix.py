@@ -135,6 +135,14 @@ def test_the_lowest_priority_goes_first_and_the_least_recently_used_within_it() 
     assert left == [[1, 3, 4], [1, 3], [1]]
 
 
+def test_uses_keep_their_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of(3)
+    for token, now_ns in ((1, 9_000), (2, 500), (3, 400), (4, 300)):
+        monkeypatch.setattr("edgekv.prefix.block.time_ns", lambda now_ns=now_ns: now_ns)
+        insert(store, (token, token))
+    assert [found(store, (token, token)) for token in (1, 2, 3, 4)] == [0, 2, 2, 2]
+
+
 def test_leaves_go_before_what_they_need() -> None:
     store = store_of(3)
     policy = RetentionPolicy((TokenRangeRetentionConfig(0, 2, 0), TokenRangeRetentionConfig(2, 4, 100)))
