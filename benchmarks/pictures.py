@@ -2,7 +2,7 @@
 
 python -m benchmarks.pictures encoder                 SmolVLM2's encoder: export, SQNR per row, compiler
 python -m benchmarks.pictures encoder internvl3.5     InternVL's
-python -m benchmarks.pictures answers BUNDLE          a bundle of models/shapes-300k: answers against the float model
+python -m benchmarks.pictures answers BUNDLE          a bundle of models/shapes-360k: answers against the float model
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a small SmolVLM that says which shape a picture shows, and in which colour.
 
-    python models/train_shapes.py --out models/shapes-300k       (CPU, 1 core: minutes)
+    python models/train_shapes.py --out models/shapes-360k       (CPU, 1 core: minutes)
 
 Needs the extra `parity`: the architecture is transformers' own.
 """

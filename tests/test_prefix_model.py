@@ -36,6 +36,7 @@ from edgekv.prefix import (
     StoreConfig,
     TokenRangeRetentionConfig,
 )
+from edgekv.prefix.keys import TOKEN_BYTES as ID_BYTES
 from tests.prefix_cases import (
     GEOMETRY,
     STEP,
@@ -205,7 +206,8 @@ class AgainstOracle(RuleBasedStateMachine):
         for block in sorted(held, key=lambda block: block.link.start):
             salt, tokens = keys[block.link.parent]
             own = block.link.tokens
-            keys[block.link.key] = salt, (*tokens, *(int.from_bytes(own[i : i + 4]) for i in range(0, len(own), 4)))
+            more = (int.from_bytes(own[at : at + ID_BYTES]) for at in range(0, len(own), ID_BYTES))
+            keys[block.link.key] = salt, (*tokens, *more)
         entries = sorted(self.oracle.entries.items(), key=lambda each: each[1].used)
         assert [(keys[block.link.key], block.priority) for block in held] == [(n, e.priority) for n, e in entries]
         assert sum(block.size_bytes for block in held) == self.store.stats.memory.bytes_held

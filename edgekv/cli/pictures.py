@@ -44,4 +44,5 @@ def encoder_line(pictures: Sequence[Picture]) -> str:
     encoded = [tile for tile in tiles if tile.encode_ms]
     seconds = sum(tile.encode_ms for tile in encoded) / 1e3
     known = f", {len(tiles) - len(encoded)} known" if len(encoded) < len(tiles) else ""
-    return f"[vision encoder: {len(encoded)} tiles in {seconds:.2f} s{known}]"
+    count = "1 tile" if len(encoded) == 1 else f"{len(encoded)} tiles"
+    return f"[vision encoder: {count} in {seconds:.2f} s{known}]"
