@@ -137,10 +137,10 @@ def test_the_lowest_priority_goes_first_and_the_least_recently_used_within_it() 
 
 def test_uses_keep_their_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(3)
-    for token, now_ns in ((1, 9_000), (2, 500), (3, 400), (4, 300)):
+    for token, now_ns in ((1, 9_000), (2, 500), (3, 400), (4, 300), (5, 200)):
         monkeypatch.setattr("edgekv.prefix.block.time_ns", lambda now_ns=now_ns: now_ns)
         insert(store, (token, token))
-    assert [found(store, (token, token)) for token in (1, 2, 3, 4)] == [0, 2, 2, 2]
+    assert [found(store, (token, token)) for token in (1, 2, 3, 4, 5)] == [0, 0, 2, 2, 2]
 
 
 def test_leaves_go_before_what_they_need() -> None:
