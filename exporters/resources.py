@@ -21,7 +21,7 @@ _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the 
 _PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
 _ENGINE_COPIES = 4  # of a bundle
 _BLOCKS = 1.1  # of a graph's file: matrices in blocks have more nodes
-_RECORDS = 0.3  # of a graph's file
+_RECORDS = 0.45  # of a graph's file
 _MEASURING = "measuring what the bundle lost"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
