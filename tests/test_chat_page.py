@@ -137,7 +137,7 @@ def test_the_page_works_on_a_phone_and_by_keyboard(chat: Browser) -> None:
 
 
 def test_the_meter_moves_while_an_answer_is_written(chat: Browser) -> None:
-    change_settings(chat, max_tokens=200, temperature=0)
+    change_settings(chat, max_tokens=80, temperature=0)  # both turns fit the context
     watched = "new MutationObserver(() => shown.push(used.textContent)).observe(used, { childList: true })"
     chat.run(f"globalThis.shown = [], globalThis.used = document.getElementById('used'), {watched}, undefined")
     counted = 0

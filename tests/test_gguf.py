@@ -209,7 +209,7 @@ def test_the_sentencepiece_tokenizer_is_rebuilt(llama: Path, tmp_path: Path, kin
         ({"general.architecture": "mamba"}, "general.architecture: got 'mamba'; expected "),
         ({"llama.block_count": None}, "llama.block_count: got nothing"),
         ({"llama.rope.scaling.type": "dynamic"}, "rope.scaling.type: got 'dynamic'"),
-        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model: got 'rwkv'; expected gpt2 or llama"),
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model: got 'rwkv'; expected gpt2, llama or gemma4"),
         ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre: got 'klingon'"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"llama.attention.value_length": 8}, "value_length: got 8"),

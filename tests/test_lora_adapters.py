@@ -103,7 +103,7 @@ def test_an_adapter_gives_what_merging_it_gives(name: str, tmp_path: Path) -> No
     add(bundle, tmp_path / "lora", "tuned")
     plain, tuned = floats(base), floats(base, (tmp_path / "lora", 1.0))
     assert error(bundle, tuned, "tuned") < 2 * error(bundle, plain, None)
-    assert error(bundle, tuned, None) > 5 * error(bundle, tuned, "tuned")
+    assert error(bundle, tuned, None) > 4 * error(bundle, tuned, "tuned")
 
 
 @pytest.mark.htp
