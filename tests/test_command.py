@@ -106,6 +106,11 @@ def test_errors_name_the_option(arguments: list[str], said: str) -> None:
     [
         (["generate", "BUNDLE", "--verify"], "No such option '--verify'. It is --rehash now."),
         (["export", "CHECKPOINT", "--verify", "8"], "No such option '--verify'. It is --draft-rows now."),
+        (
+            ["export", "CHECKPOINT", "--learn-rounding", "1024"],
+            "No such option '--learn-rounding'. It is --effort now.",
+        ),
+        (["compile", "BUNDLE", "--no-each"], "No such option '--no-each'. It is --no-per-graph-binaries now."),
     ],
 )
 def test_a_renamed_option_is_refused_with_its_name_today(

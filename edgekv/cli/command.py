@@ -37,7 +37,12 @@ else:
 T = TypeVar("T")
 
 _GENERAL = "Options"
-_RENAMED = {"--verify": ("--draft-rows", "--rehash")}
+_RENAMED = {
+    "--verify": ("--draft-rows", "--rehash"),
+    "--each": ("--per-graph-binaries",),
+    "--no-each": ("--no-per-graph-binaries",),
+    "--learn-rounding": ("--effort",),
+}
 """Options that had another name, and the names that an error proposes, as far as the command has them."""
 _REHASH = Option("Hash all files of the bundle again, even those verified before and not changed.")
 
@@ -69,7 +74,7 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            known = {name for parameter in self.params for name in parameter.opts}
+            known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
             if renamed := [name for name in _RENAMED.get(error.option_name, ()) if name in known]:
                 message = f"No such option {error.option_name!r}. It is {' or '.join(renamed)} now."
                 raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
