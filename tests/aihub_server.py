@@ -86,7 +86,7 @@ class AiHub:
         faults: see `Fault`.
         failures: by kind of job and device, the reason with which such jobs fail.
         patience: how often a job is asked after before it runs.
-        spoil: inference gives these many steps too much in every output.
+        spoil: inference changes the last bit of every output.
         log: method and path of every request.
     """
 
@@ -94,7 +94,7 @@ class AiHub:
         self.faults: list[Fault] = []
         self.failures: dict[tuple[str, str], str] = {}
         self.patience = 1
-        self.spoil = 0
+        self.spoil = False
         self.numbered_outputs = False
         self.stalled = threading.Event()
         self.log: list[str] = []
@@ -209,7 +209,7 @@ class AiHub:
                 names = [f"output_{i}" for i in range(len(names))]
             buffer = io.BytesIO()
             with h5py.File(buffer, "w") as file:
-                spoiled = {n: [v + np.asarray(self.spoil, v.dtype)] for n, v in zip(names, outputs, strict=True)}
+                spoiled = {n: [v ^ np.asarray(self.spoil, v.dtype)] for n, v in zip(names, outputs, strict=True)}
                 dataset_entries_to_h5(spoiled, file)
             result.output_dataset_id = f"d{len(self.datasets):06d}"
             self.datasets[result.output_dataset_id] = buffer.getvalue()

@@ -113,7 +113,7 @@ def test_rows_of_states_are_compared_too(service: AiHub, tmp_path: Path, capsys:
 def test_outputs_that_are_off_by_one_step_are_seen_in_each(
     service: AiHub, small: Path, capsys: pytest.CaptureFixture[str], numbered: bool
 ) -> None:
-    service.spoil, service.numbered_outputs = 1, numbered
+    service.spoil, service.numbered_outputs = True, numbered
     (device,) = answer(capsys, "infer", str(small), "--devices", "SM8650", *POLL)["devices"]
     outputs = [output for comparison in device["comparisons"] for output in comparison["outputs"]]
     assert len(outputs) == 2 * (1 + 8)

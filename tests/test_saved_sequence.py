@@ -19,7 +19,8 @@ PROMPT = "import os\n\ndef read_file(path):\n"
 
 
 def generate(capsys: pytest.CaptureFixture[str], bundle: Path, prompt: str, *options: str) -> dict[str, Any]:
-    command = ["generate", str(bundle), "--prompt", prompt, "--max-new-tokens", "6", "--threads", "1", "--json"]
+    command = ["generate", str(bundle), "--prompt", prompt, "--max-new-tokens", "6"]
+    command += ["--cpu-mode", "emulate", "--json"]  # the same bits for any split of a text into steps
     assert run([*command, *options]) == 0
     output: dict[str, Any] = json.loads(capsys.readouterr().out)
     return output
