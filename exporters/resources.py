@@ -155,11 +155,12 @@ def full_disk_named(folder: Path, what: str, needed_bytes: int | None = None) ->
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        is_short = error.errno is None and "requested and" in str(error)  # of numpy, which drops the number
+        if error.errno not in _FULL and not is_short:
             raise
         raise BundleError(
             f"disk of {folder}",
-            got=f"{error.strerror} while writing {what}",
+            got=f"{error.strerror or 'a short write'} while writing {what}",
             expected="room for it" if needed_bytes is None else f"{_gb(needed_bytes)} for it",
             fix="Free some space, or choose another disk with -o, --cache-dir or --store, and run the same command "
             "again, an export with --resume; no partial file was left.",

@@ -30,6 +30,7 @@ from exporters.quantize.effort import Effort
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.reference import Reference
+from exporters.resources import full_disk_named
 from tests.checkpoints import write_checkpoint
 from tests.folders import contents
 
@@ -384,6 +385,12 @@ def test_a_disk_that_is_full_for_the_bundle_is_named_and_the_export_goes_on_late
         work.export(resume=True, keep_stages=True)
     assert not (work.folder / "bundle").exists() and not [*work.folder.glob(".bundle*")]
     assert work.export(resume=True) == whole and work.steps == []
+
+
+def test_an_array_that_numpy_writes_in_part_is_a_full_disk(tmp_path):
+    said = pytest.raises(BundleError, match="a short write while writing an array")
+    with files_of_at_most(20_000), said, full_disk_named(tmp_path, "an array"):
+        np.save(tmp_path / "array.npy", np.zeros(5120, np.float32))
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(work, monkeypatch):
