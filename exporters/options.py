@@ -368,7 +368,7 @@ class Cluster:
     workers: Annotated[int | None, Option("Local processes.", least=1, shown="one per core, as far as RAM allows")] = (
         None
     )
-    keep_going: Annotated[bool, Option("Leave out combinations that cannot be or fail, and unfit workers.")] = False
+    keep_going: Annotated[bool, Option("Skip invalid or failed combinations, and unfit workers.")] = False
     say: Callable[[str], None] = field(default=print)
     divide: Annotated[
         bool,

@@ -113,7 +113,7 @@ class _Raise:
 
 
 def _send_again(number: int, after_s: float) -> None:
-    """Send a signal to this process, whoever handles it then."""
+    """Send a signal to this process, to whatever handler is set."""
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
     signal.setitimer(signal.ITIMER_REAL, after_s)
 

@@ -32,7 +32,7 @@ MOST_SEQUENCES = 4
 
 
 class Engine:
-    """Runs requests on a bundle. Single-threaded: whoever drives it has the lock, if there is one.
+    """Runs requests on a bundle. Single-threaded: the driver holds the lock, if there is one.
 
     `add` queues a request and `step` advances all, or `start` begins one and `Sequence.advance` brings its next event.
     A sequence holds its cache until it ends; a later request for the same cache that is started displaces it.

@@ -91,7 +91,7 @@ class StaticGraph:
         ar: tokens per inference.
         context: S.
         steps: steps run.
-        clock: sums over steps, which other graphs may share; whoever moves the cache adds that time.
+        clock: sums over steps, which other graphs may share; the caller that moves the cache adds that time.
         row_block: steps read the cache's rows in use, in a multiple of this number; 0 if they read all. It is 1 where
             drafts are verified: then a token is in the same column of all graphs.
         takes_fewer: whether a step has as many rows as tokens, instead of AR.

@@ -90,7 +90,7 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
         done: pieces that this run did; the others were finished before.
         seconds: wall time of this run.
         results: in the order of the combinations.
-        refused: combinations that cannot be.
+        refused: invalid combinations.
         failed: combinations of which a piece failed.
         recommended: for each chip.
     """

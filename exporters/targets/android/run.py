@@ -160,9 +160,9 @@ def _run(adb: Adb, command: str, take: Callable[[str], None], *, streams: bool) 
     said = tail.decode("utf-8", "replace")
     adb.check_alive(code, said)
     found, fix = f"exit code {code}", "Run edgekv push again, and look at: adb logcat"
-    for mark, (meaning, way_out) in _MEANINGS.items():
+    for mark, (meaning, fix_of_it) in _MEANINGS.items():
         if mark in said:
-            found, fix = meaning, way_out
+            found, fix = meaning, fix_of_it
     lines = [line.strip() for line in said.splitlines() if line.strip()][-3:]
     raise EngineError(
         "Genie on the phone", got=f"{found}: {'; '.join(lines) or 'no output'}", expected="an answer", fix=fix
