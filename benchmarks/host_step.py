@@ -144,7 +144,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def measure_states(folder: Path, steps: int) -> dict[str, list[float]]:
-    """Microseconds of every decode step, by what most layers have; a text begins anew before its context ends."""
+    """Microseconds of every decode step, by the kind of most layers; the text restarts before the context is full."""
     options = ExportOptions(
         device=find("SM8650"), recipe=find_recipe("w8a16"), context=256, ar=(1, 32), check_on_htp=False
     )

@@ -155,7 +155,7 @@ class Wanted:
     Attributes:
         request: for the engine.
         top_logprobs: how many of the most likely tokens to report at each position.
-        scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
+        scored_tokens: number of tokens at the end of the prompt whose log-probabilities are reported.
     """
 
     request: Request

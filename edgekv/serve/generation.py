@@ -244,7 +244,7 @@ def wanted_of(
         prompt: token ids.
         params: how to sample; None generates nothing.
         top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
-        scored_tokens: log-probabilities of so many tokens at the end of the prompt are reported.
+        scored_tokens: number of tokens at the end of the prompt whose log-probabilities are reported.
         tools: functions that the answer may call.
         lora: adapters, as `Model.generate` takes them.
         is_answer: whether the prompt is a conversation, so that the model's thoughts are apart from the text.

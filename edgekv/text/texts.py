@@ -34,7 +34,7 @@ _ALWAYS_READ = 1 << 16
 _SLACK = 4
 """Unicode normalization can shorten a text, at most to a third of its characters (NFC)."""
 _MARK_TOKENS = 16
-"""A mark at the end of a prompt has at most so many tokens."""
+"""The most tokens of a mark at the end of a prompt."""
 _MAX_SLIDING = 1 << 22
 """Maximum characters of a prompt that may exceed the context: the tokenizer needs about 140 bytes per character."""
 _PARTS = 4

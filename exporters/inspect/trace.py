@@ -60,7 +60,7 @@ def trace_stages(
             seen.append((name, values))
 
     def stage(tokens: int) -> dict[str, Floats]:
-        """The results of so many tokens since the last call."""
+        """The results of the tokens since the last call."""
         trace = {name: values[first:] for name, values in _numbered(seen, tokens)}
         seen.clear()
         return trace

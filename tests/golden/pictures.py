@@ -1,7 +1,7 @@
 """Pixels, encoder rows and logits of transformers' SmolVLM and InternVL, kept so that the tests need no torch.
 
     python tests/golden/pictures.py            write them
-    python tests/golden/pictures.py --check    make them anew and compare with those that were written
+    python tests/golden/pictures.py --check    compute them again and compare with the stored ones
 
 Needs the extra `parity`. Run it from the root of the repository.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.encoders.processor import read_normalization
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("internvl",)
@@ -88,19 +89,15 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     if (found := (size.size("height", 384), size.size("width", 384))) != (image, image):
         wanted = f"height and width {image}, the vision model's image_size"
         raise processor.refusal("size", wanted, got=" x ".join(map(str, found)))
-    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        processor.expect(name, True)
-    processor.expect("resample", _BICUBIC)
-    processor = processor.with_defaults(image_mean=_CLIP_MEAN, image_std=_CLIP_DEVIATION)
-    mean, deviation = processor.numbers("image_mean", 3), processor.numbers("image_std", 3)
+    mean, deviation = read_normalization(processor, _BICUBIC, _CLIP_MEAN, _CLIP_DEVIATION)
     most = processor.size("max_patches", 12)
     return PictureSpec(
         tiling="aspect" if most > 1 else "none",
         resample="bicubic",
         least_tiles=processor.size("min_patches", 1),
         most_tiles=most,
-        mean=(mean[0], mean[1], mean[2]),
-        deviation=(deviation[0], deviation[1], deviation[2]),
+        mean=mean,
+        deviation=deviation,
         token="<IMG_CONTEXT>",
         token_id=config.count("image_token_id", _IMAGE_TOKEN),
         begin="<img>",

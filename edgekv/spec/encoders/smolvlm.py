@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.encoders.processor import read_normalization
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("smolvlm",)
@@ -72,17 +73,13 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     tile = processor.table("max_image_size").size("longest_edge", 364)
     if tile != image:
         raise processor.refusal("max_image_size", f"longest_edge {image}, the vision model's image_size", got=str(tile))
-    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-        processor.expect(name, True)
-    processor.expect("resample", _LANCZOS)
-    processor = processor.with_defaults(image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    mean, deviation = processor.numbers("image_mean", 3), processor.numbers("image_std", 3)
+    mean, deviation = read_normalization(processor, _LANCZOS, [0.5] * 3, [0.5] * 3)
     return PictureSpec(
         tiling="multiples" if processor.flag("do_image_splitting", True) else "none",
         resample="lanczos",
         longest=processor.table("size").size("longest_edge", 4 * 364),
-        mean=(mean[0], mean[1], mean[2]),
-        deviation=(deviation[0], deviation[1], deviation[2]),
+        mean=mean,
+        deviation=deviation,
         token="<image>",
         token_id=config.count("image_token_id", _IMAGE_TOKEN),
         begin="<fake_token_around_image>",
