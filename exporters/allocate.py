@@ -1,4 +1,4 @@
-"""The types of matrices that reach a goal of an export: a size, or a divergence from the float model."""
+"""The types of matrices that reach a goal of an export: a size, bits a weight, or a divergence from the float model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from edgekv.errors import UsageError
+from edgekv.spec import DecoderSpec, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.sensitivity import Costs
 from exporters.options import ExportOptions
@@ -61,11 +62,13 @@ def allocated(
     )
     exact = planner.exact(prepared)
     front = Front.of(spec, finished(prepared, exact, [name], lambda store: store.answer(name, Costs)))
-    goal: _Size | _Divergence
-    if options.target_mb is not None:
+    goal: _Size | _MeanBits | _Divergence
+    if options.recipe.mean_bits is not None:
+        goal = _MeanBits(front, spec, options.recipe.name, options.recipe.mean_bits)
+    elif options.target_mb is not None:
         goal = _Size(front, options.target_mb, other_bytes(prepared.checkpoint, len(prepared.graphs)))
     else:
-        assert options.max_kl is not None, "one of both"
+        assert options.max_kl is not None, "one of the three"
         goal = _Divergence(front, options.max_kl)
     while True:
         chosen = goal.propose()
@@ -129,6 +132,51 @@ class _Size:
             expected=f"{least}: every matrix of the layers in 4 bits, and all other files",
             fix="Allow more, or write fewer graphs (--ar, --context).",
         )
+
+
+class _MeanBits:
+    """At most so many bits a weight on average, with scales, over the matrices of the layers.
+
+    Args:
+        front: the allocations.
+        spec: the decoder.
+        name: of the recipe.
+        most_bits: the goal.
+
+    Raises:
+        UsageError: no allocation reaches it; names the nearest.
+    """
+
+    def __init__(self, front: Front, spec: DecoderSpec, name: str, most_bits: float) -> None:
+        self.name = name
+        self._front = front
+        shapes = matrices(spec)
+        weights = sum(math.prod(shapes[tensor]) for tensor in front.smallest.types)
+        self._most_bytes = int(most_bits * weights / 8)
+        if front.smallest.bytes > self._most_bytes:
+            least = math.ceil(front.smallest.bytes * 80 / weights) / 10
+            raise UsageError(
+                f"--recipe {name}",
+                got=f"{most_bits:g} bits a weight",
+                expected=f"{least:g} or more: every matrix of the layers in 4 bits, and their scales",
+                fix=f"Use --recipe front-{least:g}.",
+            )
+
+    def propose(self) -> Allocation:
+        """The allocation within these bytes that loses least."""
+        return self._front.within(self._most_bytes)
+
+    def piece(self, exported: Exported) -> str:
+        """Name of the bundle."""
+        return exported.write
+
+    def read(self, store: PieceStore, name: str) -> float:
+        """Nothing: the types have these bits."""
+        return 0.0
+
+    def is_reached(self, chosen: Allocation, found: float) -> bool:
+        """Always: the bytes of matrices are known before they are written."""
+        return True
 
 
 class _Divergence:

@@ -61,7 +61,8 @@ class ExportOptions:
     recipe: Annotated[
         Recipe,
         Option(
-            "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, or a recipe "
+            "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, front-BITS "
+            "(4 or 8 bits for each matrix, so many on average, where they lose least, such as front-5), or a recipe "
             "file (.json).",
             parse=lambda _, name: read_recipe(name),
             shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint; {ALLOCATED_RECIPE} with a target",
@@ -315,12 +316,19 @@ class ExportOptions:
     @property
     def allocates(self) -> bool:
         """Whether the export chooses the types of matrices."""
-        return self.target_mb is not None or self.max_kl is not None
+        return self.target_mb is not None or self.max_kl is not None or self.recipe.mean_bits is not None
 
     def _check_goal(self) -> None:
         if self.target_mb is not None and self.max_kl is not None:
             raise UsageError(
                 "--target-mb, --max-kl", got="both", expected="one of them", fix="Leave out --max-kl: it is measured."
+            )
+        if self.recipe.mean_bits is not None and (self.target_mb, self.max_kl) != (None, None):
+            raise UsageError(
+                "--target-mb, --max-kl",
+                got=f"one of them with the recipe {self.recipe.name}, which says how many bits weights have",
+                expected="one goal",
+                fix=f"Leave it out, or use --recipe {ALLOCATED_RECIPE}.",
             )
         for option, value in (("--target-mb", self.target_mb), ("--max-kl", self.max_kl)):
             if value is not None and not 0 < value < math.inf:
@@ -335,7 +343,7 @@ class ExportOptions:
             )
         if self.allocates and (self.recipe.keep_stored or any(rule.method == "stored" for rule in self.recipe.weights)):
             raise UsageError(
-                "--target-mb, --max-kl",
+                "--target-mb, --max-kl, mean_bits",
                 got=f"the recipe {self.recipe.name}, which keeps stored integers",
                 expected="a recipe that rounds",
                 fix=f"Use --recipe {ALLOCATED_RECIPE}.",

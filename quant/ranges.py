@@ -47,6 +47,11 @@ class Range:
         bound = most * self.absmax
         self.low, self.high = min(self.low, max(other.low, -bound)), max(self.high, min(other.high, bound))
 
+    def cover(self, other: Range) -> None:
+        """Cover all of another range too, and its sample."""
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self._samples += other._samples
+
     @property
     def sample(self) -> NDArray[np.float32]:
         """The kept values; may be empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -9,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv.bundle import Manifest, open_bundle
+from edgekv.bundle import Manifest, RecipeRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
-from edgekv.spec import DecoderSpec
+from edgekv.spec import DecoderSpec, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.quantize.allocation import Front, possible_types
+from exporters.quantize.recipe import find_recipe
 from quant import WEIGHT_TYPES
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import small_options
@@ -88,12 +90,53 @@ def test_a_bundle_is_as_large_as_it_may_be(checkpoint: Checkpoint, tmp_path: Pat
     assert export(checkpoint, tmp_path / "large", cache, target_mb=100).recipe.name == "100mb"
 
 
+def mean_bits(checkpoint: Checkpoint, recipe: RecipeRecord) -> float:
+    """Bits a weight of the matrices of the layers, with their scales."""
+    shapes = matrices(checkpoint.spec)
+    found = [(each.dtype, *shapes[each.tensor]) for each in recipe.weights if each.tensor.startswith("model.layers.")]
+    total_bytes = sum(WEIGHT_TYPES[dtype].matrix_bytes(inputs, outputs) for dtype, outputs, inputs in found)
+    return 8 * total_bytes / sum(outputs * inputs for _, outputs, inputs in found)
+
+
+@pytest.mark.parametrize("bits", [6, 7.5])
+def test_a_recipe_of_the_front_has_the_bits_of_its_name(
+    checkpoint: Checkpoint, tmp_path: Path, cache: Path, bits: float
+) -> None:
+    found = export(checkpoint, tmp_path / "bundle", cache, recipe=f"front-{bits}").recipe
+    assert found.name == f"front-{bits}"
+    assert bits - 0.5 < mean_bits(checkpoint, found) <= bits
+    assert {WEIGHT_TYPES[each.dtype].bits for each in found.weights} == {4, 8}
+
+
+def test_a_recipe_file_may_say_the_bits(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    rules = [{"tensors": "*", "dtype": "int8", "method": "nearest"}]
+    (tmp_path / "mine.json").write_text(json.dumps({"weights": rules, "mean_bits": 7}))
+    found = export(checkpoint, tmp_path / "bundle", cache, recipe=str(tmp_path / "mine.json")).recipe
+    assert (found.name, found.rotation) == ("mine", "none")
+    assert 6 < mean_bits(checkpoint, found) <= 7
+    assert {each.method for each in found.weights} == {"nearest"}
+
+
+@pytest.mark.parametrize("name", ["front-", "front-9", "front-3.9", "front-5x", "front-nan", "front--5"])
+def test_bits_that_no_recipe_has_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--recipe: got '{name}'; expected front-BITS, from 4 to 8 bits a weight"):
+        find_recipe(name)
+
+
+def test_a_sweep_refuses_recipes_of_the_front(checkpoint: Checkpoint, tmp_path: Path, capsys) -> None:
+    command = ["sweep", str(checkpoint.folder), "-o", str(tmp_path / "sweep"), "--recipes", "w8a16,front-5"]
+    assert run([*command, "--devices", "SM8650", "--text", str(checkpoint.folder / "config.json")]) == 2
+    assert "got front-5; expected recipes that say the type of each matrix" in capsys.readouterr().err
+
+
 def test_a_goal_that_no_types_reach_names_the_nearest(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
     smallest = total(export(checkpoint, tmp_path / "small", cache, recipe="w4a16"))
     with pytest.raises(UsageError, match=r"--target-mb: got 0\.1; expected about 0\.\d+: every matrix of the layers"):
         export(checkpoint, tmp_path / "bundle", cache, target_mb=0.1)
     with pytest.raises(UsageError, match=r"--target-mb: got .*; expected at least 0\.\d+: every matrix"):
         export(checkpoint, tmp_path / "bundle", cache, target_mb=0.95 * smallest / 1e6)
+    with pytest.raises(UsageError, match=r"--recipe front-4: got 4 bits a weight; expected 4\.\d or more"):
+        export(checkpoint, tmp_path / "bundle", cache, recipe="front-4")
     with pytest.raises(UsageError, match=r"--max-kl: got 1e-09; expected .* which 8 bits for every matrix give"):
         export(checkpoint, tmp_path / "bundle", cache, max_kl=1e-9, check_quality=True)
     assert not (tmp_path / "bundle").exists()
@@ -115,6 +158,7 @@ def test_a_divergence_is_kept(checkpoint: Checkpoint, tmp_path: Path, cache: Pat
         ({"target_mb": -1.0}, "--target-mb: got -1.0; expected a number above 0"),
         ({"max_kl": float("nan")}, "--max-kl: got nan; expected a number above 0"),
         ({"max_kl": 1.0, "check_quality": False}, "--max-kl: got --no-quality-check"),
+        ({"target_mb": 1.0, "recipe": "front-5"}, "got one of them with the recipe front-5"),
         ({"target_mb": 1.0, "recipe": "as-stored"}, "got the recipe as-stored, which keeps stored integers"),
     ],
 )

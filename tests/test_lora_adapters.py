@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,11 +16,13 @@ from edgekv.cli import run as run_command
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.prefix import StoreConfig
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.lora import AdapterChoice
+from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.export import export_bundle
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions
-from exporters.quantize.reference import Reference
+from exporters.lora.quantize import folded_factors
+from exporters.lora.ranges import adapted_ranges
+from exporters.quantize.reference import NO_CHANGES, Reference
 from exporters.quantize.sink_wanted import SinkWanted
 from tests.adapters import write_adapter
 from tests.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, write_sinking
@@ -274,6 +276,36 @@ def test_calibration_fits_the_slots_to_adapters(base: Path, adapters: Path, tmp_
         small = replace(OPTIONS, lora=LoraOptions(3, calibrate=slots.calibrate))
         export_bundle(Checkpoint.open(str(base)), tmp_path / "refused", small)
     assert not (tmp_path / "refused").exists()
+
+
+def test_the_ranges_with_an_adapter_are_those_of_the_merged_model(base: Path, adapters: Path) -> None:
+    choice, tokens = AdapterChoice(adapters / "one"), np.arange(96).reshape(2, 48)
+    plain, merged = Checkpoint.open(str(base)), Checkpoint.open(str(base), [choice])
+    changes = folded_factors(Adapter.open(choice), plain)
+    found, wanted, without = (
+        adapted_ranges(*each, tokens, 64, sink=1, progress=lambda done, of: None)
+        for each in ((plain, changes), (merged, NO_CHANGES), (plain, NO_CHANGES))
+    )
+    assert found.keys() == wanted.keys() == without.keys()
+    for name, seen in found.items():
+        most = wanted[name].absmax
+        assert seen.high >= wanted[name].high - 1e-4 * most, name
+        assert seen.low <= wanted[name].low + 1e-4 * most, name
+    assert found["layers.1.down"].absmax != without["layers.1.down"].absmax
+
+
+@pytest.mark.parametrize("sink", ["none", "auto"])
+def test_calibration_covers_what_results_reach_with_adapters(sink: Literal["none", "auto"], tmp_path: Path) -> None:
+    """An adapter that moves the model far: what it reaches is clipped without."""
+    base = write_sinking(tmp_path / "base", NEWER)
+    write_adapter(tmp_path / "lora", base, EVERY, lora_alpha=8)
+    choice, losses = AdapterChoice(tmp_path / "lora"), []
+    for calibrate in ((), (choice,)):
+        options = replace(OPTIONS, sink=SinkWanted(sink), lora=LoraOptions(8, reach=4, calibrate=calibrate))
+        bundle = shutil.copytree(exported(base, options), tmp_path / f"{len(calibrate)}")
+        add(bundle, tmp_path / "lora", "tuned")
+        losses.append(error(bundle, floats(base, (tmp_path / "lora", 1.0)), "tuned"))
+    assert losses[1] < losses[0] / 4, losses
 
 
 # ---------------------------------------------------------------------- bad input: named, and nothing changed

@@ -42,11 +42,12 @@ RECIPE = find_recipe("w4a16-lpbq32")
 LAYERS = 3
 COMPILER = "tested compiler 1.0"
 
-QUANTIZED = {"layer 0", "layer 1", "layer 2", "head"}
+QUANTIZED = {"layer 0", "layer 1", "layer 2", "head", "ranges adapter"}
 BUNDLE = {"write", "check", "compile", "evaluate", "quality"}
 ENCODED = {"encode prose", "encode swept"}
 AFTER_SURVEY = {"text", *QUANTIZED, *BUNDLE, *ENCODED, "reference prose", "reference swept"}
-ALL = {"survey", *AFTER_SURVEY}
+SURVEYS = {"survey", "survey adapter"}
+ALL = {*SURVEYS, *AFTER_SURVEY}
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Export:
                 texts |= {name: titles[0], **dict(zip((each.ids for each in piece.measured), titles, strict=True))}
         for name, piece in pieces.items():
             of = texts.get(name, getattr(piece, "layer", None))
+            of = "adapter" if getattr(piece, "adapter", None) is not None else of
             found.setdefault(piece.kind if of is None else f"{piece.kind} {of}", set()).add(name)
         return found
 
@@ -163,7 +165,7 @@ def test_each_field_of_each_piece_changes_its_name(export: Export):
         names = [other.name for other in changed(planned.piece)]
         assert name not in names
         counted[planned.piece.kind] = max(counted.get(planned.piece.kind, 0), len(names))
-    assert counted.keys() == {"survey", "text", "layer", "head", "write", "quality", "check", "compile"} | {
+    assert counted.keys() == {"survey", "text", "layer", "head", "ranges", "write", "quality", "check", "compile"} | {
         "encode",
         "reference",
         "evaluate",
@@ -281,7 +283,7 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "chat template": (template, {*BUNDLE, "encode chat", "reference prose"}),
     "sink": (options(sink=SinkWanted("tokens", (256,))), AFTER_SURVEY - ENCODED),
     "text to learn from": (options(effort=Effort(3, descends=True, written_tokens=128)), {"text", *QUANTIZED, *BUNDLE}),
-    "adapter to calibrate on": (calibrated_adapter, QUANTIZED | BUNDLE),
+    "adapter to calibrate on": (calibrated_adapter, {"survey adapter", *QUANTIZED, *BUNDLE}),
     "cache": (options(kv_dtype="s16"), QUANTIZED | BUNDLE),
     "rotation": (recipe(rotation="none"), QUANTIZED | BUNDLE),
     "rule of the last layer": (rule("model.layers.2.*", "int8"), {"layer 2", "head"} | BUNDLE),
@@ -318,4 +320,4 @@ def test_pieces_are_shared_by_contexts_of_the_same_rotation(export: Export):
     options(context=128)(export)
     after = export.names
     shared = {kind for kind in before if before[kind] == after[kind]}
-    assert shared == {"survey", "text", *ENCODED, *QUANTIZED}
+    assert shared == {*SURVEYS, "text", *ENCODED, *QUANTIZED}

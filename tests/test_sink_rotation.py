@@ -15,8 +15,9 @@ from exporters.checkpoint.sink_rotation import sink_rotation, sink_rotations
 from exporters.lora.base import LoraBase
 from exporters.lora.options import LoraOptions
 from exporters.lora.quantize import folded_factors
-from exporters.lora.sink import adapted_rows, exact_sink
+from exporters.lora.sink import exact_sink
 from exporters.quantize.reference import Reference
+from exporters.quantize.survey import survey
 from tests.adapters import write_adapter
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported
@@ -66,9 +67,10 @@ def test_the_rows_are_those_of_the_merged_model(architecture: dict[str, object],
     for seed in range(2):
         write_adapter(tmp_path / f"{seed}", base, EVERY, seed=seed, lora_alpha=1)
         choices.append(AdapterChoice(tmp_path / f"{seed}", 0.5))
-    checkpoint = Checkpoint.open(str(base))
-    found = adapted_rows(checkpoint, tokens, choices, 64)
-    for choice, rows in zip(choices, found, strict=True):
+    checkpoint, windows = Checkpoint.open(str(base)), np.array([[*tokens, 7, 30]])
+    for choice in choices:
+        changes = folded_factors(Adapter.open(choice), checkpoint)
+        rows = survey(checkpoint, windows, 64, len(tokens), changes=changes).rows
         merged = Checkpoint.open(str(base), [choice])
         seen: dict[str, np.ndarray] = {}
         list(Reference(merged, 64).logits([np.array(tokens)], observe=seen.__setitem__))

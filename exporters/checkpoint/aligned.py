@@ -163,7 +163,8 @@ def align(
         limit: the greatest integer of the cache.
         has_sink: whether the first tokens are a sink. Its first row is moved onto the grid, and the range covers the
             others; with 16 bits every row is close enough to the grid.
-        adapted: keys and values of the sink with some adapters, whose values come close to a grid of 8 bits too.
+        adapted: keys and values of the first tokens with some adapters; those of a sink come close to a grid of 8 bits
+            too.
     """
     aligned: dict[HeadNumber, AlignedHead] = {}
     most = _filled(limit)
@@ -173,9 +174,10 @@ def align(
         rotation = value_rotation(spec, head_dim)
         for head in range(spec.of_layer(layer).kv_heads):
             seen = reach[layer, head]
-            key, value = (first[KvTensor(layer, kind, head)][int(has_sink) :] for kind in KINDS)
-            if len(key):
-                seen = seen.with_keys(key).with_values(np.abs(value @ rotation).max())
+            for each in (first, *adapted):
+                key, value = (each[KvTensor(layer, kind, head)][int(has_sink) :] for kind in KINDS)
+                if len(key):
+                    seen = seen.with_keys(key).with_values(np.abs(value @ rotation).max())
             everything.append(seen)
         for head, seen in enumerate(everything):
             key, value = (first[KvTensor(layer, kind, head)] for kind in KINDS)
@@ -187,8 +189,8 @@ def align(
                 seen = replace(seen, pairs=np.repeat(straight, len(ANGLES), axis=1), rest=rest)
             gains, rest = _gains(seen, key[0] if snaps and not spec.qk_norm else None, limit)
             step = np.float32(1 / np.concatenate([np.hypot(*gains.T), rest]).mean())
-            value_rows = [each[KvTensor(layer, "value", head)][0] for each in adapted]
-            if snaps and value_rows:
+            if snaps and adapted:
+                value_rows = [each[KvTensor(layer, "value", head)][0] for each in adapted]
                 turn, value_step = sink_rotations(seen.value, np.stack([value[0], *value_rows]), limit, most)
             else:
                 turn, value_step = sink_rotation(seen.value, value[0] if snaps else None, head_dim, limit, most)

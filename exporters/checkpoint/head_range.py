@@ -43,6 +43,11 @@ class HeadRange:
             0.0,
         )
 
+    def covering(self, other: HeadRange) -> HeadRange:
+        """Also of the keys and values of another one."""
+        pairs, rest = np.maximum(self.pairs, other.pairs), np.maximum(self.rest, other.rest)
+        return HeadRange(pairs, rest, max(self.value, other.value))
+
     def with_keys(self, keys: Floats) -> HeadRange:
         """Also of these keys, `[T, D]`."""
         half = len(self.pairs)

@@ -66,7 +66,7 @@ class LoraOptions:
     calibrate: Annotated[
         tuple[AdapterChoice, ...],
         Option(
-            "An adapter that the slots are made to fit closely; repeat for several. Projections that none changes have "
+            "An adapter that slots and ranges are made to fit; repeat for several. Projections that none changes have "
             "the range of --lora-reach.",
             "--lora-calibrate",
             metavar="DIR[=SCALE]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import msgspec
@@ -19,10 +19,12 @@ from edgekv.spec import DecoderSpec, Vocabulary
 from exporters.checkpoint.aligned import align
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.head_range import HeadRange
 from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.checkpoint.vision import VisionEncoder
 from exporters.contents import Surveyed
-from exporters.lora.sink import adapted_rows
+from exporters.lora.base import ExportedBase
+from exporters.lora.quantize import folded_factors
 from exporters.pipeline.hashed import hashed
 from exporters.pipeline.layer_file import LayerFile
 from exporters.pipeline.place import Identity, Place
@@ -31,7 +33,7 @@ from exporters.pipeline.survey_file import read_survey
 from exporters.progress import Progress, silent
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
-from exporters.quantize.reference import Tensors
+from exporters.quantize.reference import Changes, Tensors
 from exporters.quantize.sink import FloatSink, is_sink
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.quantize.survey import Survey
@@ -152,7 +154,7 @@ class Folded:
         sink: of all texts.
         transforms: the recipe's, without its rules.
         kv_dtype: integer type of the cache that heads are aligned for; None if they are not.
-        adapters: whose sinks the heads are aligned for too.
+        adapted: names of surveys with adapters, for which the heads are aligned too.
         tokens: names of the calibration tokens: with the sink at the start of each window, and without.
         learned: names of the text that the model writes itself.
     """
@@ -161,14 +163,14 @@ class Folded:
     sink: SinkChoice
     transforms: RecipeRecord
     kv_dtype: KvDtype | None
-    adapters: tuple[ProvenAdapter, ...]
+    adapted: tuple[str, ...]
     tokens: tuple[str, str]
     learned: tuple[str, ...]
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the pieces that it follows from."""
-        return (self.sink.survey, *self.tokens, *self.learned, *self.exact.needs)
+        return (self.sink.survey, *self.adapted, *self.tokens, *self.learned, *self.exact.needs)
 
 
 class Inputs:
@@ -314,6 +316,21 @@ class Inputs:
             self._folded = key, exact, transformed(exact, folded.transforms, self.surveyed(folded).heads)
         return self._folded[2]
 
+    def changes(self, adapter: ProvenAdapter, exact: Exact, tensors: Tensors | None = None) -> Changes:
+        """What an adapter adds to the exact decoder.
+
+        Args:
+            adapter: the adapter.
+            exact: the decoder.
+            tensors: its weights with what a recipe folds into them; None: without.
+
+        Raises:
+            CheckpointError: the adapter is another one here, damaged, or of another model.
+        """
+        checkpoint = self._decoder(exact, weights=exact.weights, config=exact.config)
+        base = ExportedBase(checkpoint, checkpoint if tensors is None else tensors)
+        return folded_factors(Adapter.open(adapter.checked()), base)
+
     def layer(self, name: str) -> LayerFile:
         """A finished layer.
 
@@ -393,10 +410,13 @@ class Inputs:
         heads = None
         if folded.kv_dtype is not None:
             limit = 32767 if folded.kv_dtype == "s16" else 127
-            adapted = []
-            if has_sink and folded.kv_dtype == "u8" and folded.adapters:
-                adapted = adapted_rows(checkpoint, first, [each.checked() for each in folded.adapters], exact.context)
-            heads = align(checkpoint.spec, found.reach, found.rows, limit, has_sink=has_sink, adapted=adapted)
+            adapted = [each for name in folded.adapted if (each := self.survey(name, exact)) is not None]
+            reach = {
+                at: reduce(HeadRange.covering, (each.reach[at] for each in adapted), seen)
+                for at, seen in found.reach.items()
+            }
+            with_adapters = [each.rows for each in adapted]
+            heads = align(checkpoint.spec, reach, found.rows, limit, has_sink=has_sink, adapted=with_adapters)
         if not has_sink:
             return Surveyed(None, heads, tokens)
         rows = found.rows

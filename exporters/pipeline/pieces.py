@@ -31,6 +31,7 @@ from exporters.htp.binary import check_chip
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs
 from exporters.htp.compile_tflite import compile_tflite
+from exporters.lora.ranges import adapted_ranges
 from exporters.pipeline.encoder import Encoded
 from exporters.pipeline.inputs import BUNDLE, LAYER, TOKENS, Exact, Folded, Inputs, ProvenAdapter, SinkChoice
 from exporters.pipeline.layer_file import LayerFile, LayerMatrices
@@ -41,6 +42,7 @@ from exporters.pipeline.survey_file import write_survey
 from exporters.quantize.as_stored import stored_record
 from exporters.quantize.generated import generated_windows, text_tokens
 from exporters.quantize.recipe import Recipe, WeightRule
+from exporters.quantize.reference import NO_CHANGES
 from exporters.quantize.survey import survey
 from quant import Range
 
@@ -53,6 +55,7 @@ class SurveyPiece(Piece):
         exact: the decoder.
         tokens: name of the token ids of the windows; None if nothing depends on a survey.
         first: number of first tokens that may become a sink.
+        adapter: that runs beside the weights, whose values are not checked again then; None for none.
     """
 
     kind: ClassVar[str] = "survey"
@@ -60,16 +63,21 @@ class SurveyPiece(Piece):
     exact: Exact
     tokens: str | None
     first: int
+    adapter: ProvenAdapter | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:
         return (*self.exact.needs, *(() if self.tokens is None else (self.tokens,)))
 
     def make(self, folder: Path, inputs: Inputs) -> object:
-        inputs.check_values(self.exact)
+        changes = NO_CHANGES
+        if self.adapter is None:
+            inputs.check_values(self.exact)
+        else:
+            changes = inputs.changes(self.adapter, self.exact)
         if self.tokens is not None:
             windows, told = inputs.tokens(self.tokens), partial(inputs.progress, "survey")
-            found = survey(inputs.exact(self.exact), windows, self.exact.context, self.first, told)
+            found = survey(inputs.exact(self.exact), windows, self.exact.context, self.first, told, changes)
             write_survey(found, folder)
         return None
 
@@ -179,6 +187,33 @@ class HeadPiece(Piece):
 
 
 @dataclass(frozen=True, slots=True)
+class RangesPiece(Piece):
+    """The ranges of all results of the exact decoder with an adapter.
+
+    Attributes:
+        folded: the decoder, and its calibration text.
+        adapter: what runs beside its matrices.
+    """
+
+    kind: ClassVar[str] = "ranges"
+
+    folded: Folded
+    adapter: ProvenAdapter
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.folded.needs
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        tensors, surveyed = inputs.folded(self.folded), inputs.surveyed(self.folded)
+        changes, told = inputs.changes(self.adapter, self.folded.exact, tensors), partial(inputs.progress, "adapter")
+        sink, context = surveyed.sink_tokens, self.folded.exact.context
+        ranges = adapted_ranges(tensors, changes, surveyed.tokens, context, sink, told)
+        LayerFile.write(folder / LAYER, {}, ranges, None)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class WritePiece(Piece):
     """Graphs, weights and manifest: a bundle for no chip yet, which no compiler has checked.
 
@@ -190,6 +225,7 @@ class WritePiece(Piece):
         merged: adapters that are part of the weights.
         form: the graphs.
         adapters: that the slots are calibrated on.
+        adapted: names of their ranges.
         layers: names of the quantized layers and of the head.
         encoder: name of the vision encoder; None if there is none.
     """
@@ -203,12 +239,14 @@ class WritePiece(Piece):
     merged: tuple[AdapterRecord, ...]
     form: BundleForm
     adapters: tuple[ProvenAdapter, ...]
+    adapted: tuple[str, ...]
     layers: tuple[str, ...]
     encoder: str | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (*self.folded.needs, *self.layers, *([] if self.encoder is None else [self.encoder]))
+        encoder = () if self.encoder is None else (self.encoder,)
+        return (*self.folded.needs, *self.layers, *self.adapted, *encoder)
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         checkpoint, surveyed = inputs.checkpoint(self.folded.exact, self.identity), inputs.surveyed(self.folded)
@@ -219,6 +257,9 @@ class WritePiece(Piece):
         for layer, wanted in zip(layers, layer_matrices(checkpoint.spec), strict=True):
             layer.check(wanted)
         ranges = {name: seen for layer in layers for name, seen in layer.ranges().items()}
+        for adapted in self.adapted:
+            for name, seen in inputs.layer(adapted).ranges().items():
+                ranges[name].cover(seen)
         bundle, tensors = folder / BUNDLE, inputs.folded(self.folded)
         bundle.mkdir()
         told, matrices = inputs.progress, LayerMatrices(layers)

@@ -34,6 +34,7 @@ from exporters.pipeline.pieces import (
     CompileTflitePiece,
     HeadPiece,
     LayerPiece,
+    RangesPiece,
     SurveyPiece,
     TextPiece,
     WritePiece,
@@ -128,13 +129,14 @@ class Planner:
         wanted = options.sink if checkpoint.spec.delta_rule is None else SinkWanted("none")
         sink = SinkChoice(self.plan.put(survey, ram_bytes), wanted, first)
         has_heads = recipe.heads != "none"
-        adapters = options.lora.calibrate if options.lora is not None and has_heads else ()
+        adapters = _adapters(prepared) if has_heads else ()
+        surveys = (replace(survey, adapter=each) for each in adapters)
         return Folded(
             exact=pictured,
             sink=sink,
             transforms=msgspec.structs.replace(recipe, name="", weights=[], outlier_channels="keep"),
             kv_dtype=options.kv_dtype if has_heads else None,
-            adapters=tuple(ProvenAdapter.of(choice) for choice in adapters),
+            adapted=tuple(self.plan.put(each, ram_bytes) for each in surveys),
             tokens=(self._tokens(prepared.survey_tokens), self._tokens(prepared.plain_tokens)),
             learned=self._learned(checkpoint, exact.alone, sink, prepared),
         )
@@ -227,7 +229,7 @@ class Planner:
 
     def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
         checkpoint, form = prepared.checkpoint, prepared.form
-        adapters = () if form.lora is None else form.lora.calibrate
+        adapters, ram_bytes = _adapters(prepared), quantizing_bytes(prepared)
         piece = WritePiece(
             folded=folded,
             identity=self._identity,
@@ -235,7 +237,8 @@ class Planner:
             calibration=prepared.calibration.name,
             merged=tuple(adapter_records(checkpoint)),
             form=form,
-            adapters=tuple(ProvenAdapter.of(choice) for choice in adapters),
+            adapters=adapters,
+            adapted=tuple(self.plan.put(RangesPiece(folded, each), ram_bytes) for each in adapters),
             layers=layers,
             encoder=folded.exact.pictures,
         )
@@ -350,6 +353,12 @@ def give_bundle(plan: Plan, bundle: Bundle) -> str:
 def give_text(plan: Plan, text: str) -> str:
     """Add a text, its line ends as they are: they are tokens. Returns its name."""
     return plan.give(partial(_write_text, text), "text", text)
+
+
+def _adapters(prepared: Prepared) -> tuple[ProvenAdapter, ...]:
+    """Those that the slots are calibrated on."""
+    lora = prepared.options.lora
+    return () if lora is None else tuple(ProvenAdapter.of(choice) for choice in lora.calibrate)
 
 
 def quantizing_bytes(prepared: Prepared) -> int:

@@ -31,7 +31,7 @@ from edgekv.spec.tensors import CONVOLUTION_INPUTS, DELTA_INPUTS, EMBEDDING, HEA
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
-from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Tensors, Weights
 from exporters.quantize.table import Table, rounded_rows
 from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, WeightDtype, quantize, quantize_per_channel
 
@@ -100,7 +100,15 @@ class PairedOps(NumpyOps):
         decoders: 2, or 1.
     """
 
-    def __init__(self, tensors: Tensors, tokens: int, context: int, sink: int = 0, decoders: int = 2) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        tokens: int,
+        context: int,
+        sink: int = 0,
+        decoders: int = 2,
+        changes: Changes = NO_CHANGES,
+    ) -> None:
         self.decoders = decoders
         self.exact = Weights(tensors)
         self.quantized: dict[str, Floats] = {}
@@ -109,7 +117,7 @@ class PairedOps(NumpyOps):
         self._sink = sink
         self.first = _first_measured(sink, tokens)
         self._results = decoder_results(tensors.spec)
-        super().__init__(tensors.spec, self.exact, tokens, context, self._observe_range)
+        super().__init__(tensors.spec, self.exact, tokens, context, self._observe_range, changes)
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         quantized = by_inputs(self.quantized[weight][rows])
@@ -140,6 +148,22 @@ class PairedOps(NumpyOps):
     def share(self, tensor: KvTensor, windows: Iterable[Floats]) -> None:
         """Take what `shared_rows` gave of a tensor."""
         self._shared |= {(window, tensor): rows for window, rows in enumerate(windows)}
+
+    def take_ranges(self) -> dict[str, Range]:
+        """The ranges observed since the last call."""
+        taken, self.ranges = self.ranges, {}
+        starts, self.starts = self.starts, {}
+        for name, start in starts.items():
+            taken[name].widen(start, _MOST_AT_START)
+        return taken
+
+    def observe_lengths(self, name: str, x: Floats) -> None:
+        """Observe the lengths of vectors `[..., T, in]`: columns of length 1 that multiply them give no more."""
+        lengths = np.linalg.norm(x, axis=-1)
+        longest = float(lengths[..., self.first :].max())
+        if self.first:
+            longest = max(longest, min(float(lengths[..., self.first - 1].max()), _LONGEST_AT_START * longest))
+        self.ranges[name] = Range(0.0, max(longest, self.ranges[name].high if name in self.ranges else 0.0))
 
     def drop(self) -> None:
         """Free the weights that were used."""
@@ -260,7 +284,7 @@ class Quantizer:
         else:
             self.hidden = self._run(layer, add_layer_input, self.hidden, x)
             return self.hidden
-        self._observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), found)
+        self._ops.observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), found[-1])
         return found
 
     def shared_rows(self, layer: int) -> dict[str, Floats]:
@@ -342,11 +366,7 @@ class Quantizer:
 
     def take_ranges(self) -> dict[str, Range]:
         """The ranges observed since the last call."""
-        taken, self._ops.ranges = self._ops.ranges, {}
-        starts, self._ops.starts = self._ops.starts, {}
-        for name, start in starts.items():
-            taken[name].widen(start, _MOST_AT_START)
-        return taken
+        return self._ops.take_ranges()
 
     def inputs(self, x: Floats, group: int | None = None) -> LayerInputs:
         """`[2 or 1, windows, T, in]` as the inputs of a group of matrices, or of those behind the layers (None).
@@ -386,14 +406,6 @@ class Quantizer:
     def _rounded(self, tokens: NDArray[Any]) -> Floats:
         """The embeddings of tokens `[windows, T]` as graphs look them up."""
         return self._table.embeddings(tokens.reshape(-1)).reshape(*tokens.shape, -1)
-
-    def _observe_lengths(self, name: str, x: Floats) -> None:
-        """Observe the lengths of the tokens' vectors: columns of length 1 that multiply them give no more."""
-        ops, lengths = self._ops, np.linalg.norm(x[-1], axis=-1)
-        longest = float(lengths[:, ops.first :].max())
-        if ops.first:
-            longest = max(longest, min(float(lengths[:, ops.first - 1].max()), _LONGEST_AT_START * longest))
-        ops.ranges[name] = Range(0.0, longest)
 
     def _run(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
         """Run a piece of the decoder on every window of `states`: `[2, windows, T, width]`. Then free the weights."""

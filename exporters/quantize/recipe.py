@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -29,6 +29,13 @@ from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.system import MIB, read_file
 from exporters.quantize.effort import Effort
 from quant import WEIGHT_TYPES, WeightDtype
+
+FRONT = "front-"
+"""How the names of recipes begin that say how many bits a weight has on average."""
+
+_FRONT_BASE = "w4a16"
+_LEAST_BITS, _MOST_BITS = 4, 8
+_MeanBits = Annotated[float, msgspec.Meta(ge=_LEAST_BITS, le=_MOST_BITS)]
 
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +62,7 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
     heads: HeadsName = "none"
+    mean_bits: _MeanBits | None = None
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +82,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             them; see `exporters.quantize.as_stored`.
         heads: `aligned` turns and scales keys and values of each head; see `exporters.checkpoint.aligned`. It replaces
             `value_rotation` and `key_scaling`.
+        mean_bits: bits a weight that the matrices of the layers have at most on average, with their scales; an export
+            gives each the type with which they lose least. None for the types of the rules.
     """
 
     name: str
@@ -86,6 +96,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
     heads: HeadsName = "none"
+    mean_bits: float | None = None
 
     @classmethod
     def of(cls, record: RecipeRecord) -> Recipe:
@@ -247,6 +258,8 @@ def recipe_names() -> list[str]:
 def find_recipe(name: str) -> Recipe:
     """The recipe of this name, or of this file if the name ends with `.json`.
 
+    `front-5` is `w4a16` with 5 bits a weight on average.
+
     Raises:
         UsageError: unknown name, or the file is not a recipe.
     """
@@ -259,8 +272,11 @@ def find_recipe(name: str) -> Recipe:
         stem = path.stem
     elif name in recipe_names():
         content, stem = _folder().joinpath(f"{name}.json").read_bytes(), name
+    elif name.startswith(FRONT):
+        return msgspec.structs.replace(find_recipe(_FRONT_BASE), name=name, mean_bits=_front_bits(name))
     else:
-        raise _refused(repr(name), " or ".join(recipe_names()), "Choose one of these, or name a .json file.")
+        wanted = " or ".join([*recipe_names(), f"{FRONT}BITS"])
+        raise _refused(repr(name), wanted, "Choose one of these, or name a .json file.")
     try:
         read = msgspec.json.decode(content, type=_RecipeFile)
     except (ValueError, RecursionError) as error:
@@ -276,7 +292,17 @@ def find_recipe(name: str) -> Recipe:
         outlier_channels=read.outlier_channels,
         keep_stored=read.keep_stored,
         heads=read.heads,
+        mean_bits=read.mean_bits,
     )
+
+
+def _front_bits(name: str) -> float:
+    """The bits in the name of a recipe such as `front-4.5`."""
+    text = name.removeprefix(FRONT)
+    if re.fullmatch(r"\d(\.\d{1,3})?", text) and _LEAST_BITS <= float(text) <= _MOST_BITS:
+        return float(text)
+    wanted = f"{FRONT}BITS, from {_LEAST_BITS:g} to {_MOST_BITS:g} bits a weight"
+    raise _refused(repr(name), wanted, f"Use {FRONT}5.")
 
 
 def describe_recipe(record: RecipeRecord, split: Sequence[SplitChannel] = ()) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from edgekv.spec.linear import DeltaRule
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import EMBEDDING, LAYER_INPUTS, by_inputs, head_width
-from exporters.checkpoint.fold import EVERY, Rows
+from exporters.checkpoint.fold import EVERY, Factors, Rows
 from exporters.quantize.tail import Tail
 from quant import QuantizedWeight
 
@@ -28,6 +29,11 @@ Floats = NDArray[np.float32]
 _STEP_TOKENS = CHECKPOINT_TOKENS // 2  # so that some steps find a tail
 
 Observer = Callable[[str, Floats], None]
+
+Changes = Mapping[tuple[int, LoraTarget], Factors]
+"""What an adapter adds to projections, by layer."""
+
+NO_CHANGES: Changes = MappingProxyType({})
 
 
 class Tensors(Protocol):
@@ -180,13 +186,21 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         tokens: T.
         context: the longest sequence that the rotary embedding is made for.
         observe: called with the name and value of every result.
+        changes: what an adapter adds.
     """
 
     def __init__(
-        self, spec: DecoderSpec, weights: Weights, tokens: int, context: int, observe: Observer | None = None
+        self,
+        spec: DecoderSpec,
+        weights: Weights,
+        tokens: int,
+        context: int,
+        observe: Observer | None = None,
+        changes: Changes = NO_CHANGES,
     ) -> None:
         super().__init__(weights.__getitem__, partial(head_width, spec), spec.eps, observe)
         self._spec = spec
+        self._changes = changes
         self._weights = weights
         self._rotations = [_cos_sin(rope.rotation(context), tokens) for rope in spec.ropes]
         self._tail = Tail(0)
@@ -224,7 +238,12 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def adapt(
         self, y: Floats, x: Floats, layer: int, target: LoraTarget, name: str, *, head: int | None = None
     ) -> Floats:
-        return y
+        change = self._changes.get((layer, target))
+        if change is None:
+            return y
+        width = self._spec.head_dim
+        rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
+        return self._seen(name, y + (x @ change.right.T) @ change.left[rows].T)
 
     def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
         variance = np.square(x).mean(-1, keepdims=True)

@@ -15,7 +15,7 @@ from exporters.checkpoint.aligned import value_rotation
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.head_range import HeadNumber, HeadRange
 from exporters.quantize.encodings import decoder_results
-from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
+from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Observer, Tensors, Weights
 
 _TINY = float(np.finfo(np.float32).tiny)
 _NOT_COMPARED = frozenset({"cache", "state", "scores", "masked"})
@@ -58,6 +58,7 @@ def survey(
     context: int,
     first: int,
     progress: Callable[[int, int], None] = lambda done, of: None,
+    changes: Changes = NO_CHANGES,
 ) -> Survey:
     """Run the exact decoder.
 
@@ -67,10 +68,11 @@ def survey(
         context: the context length of the rotary embedding.
         first: n, the number of first tokens.
         progress: called with the number of windows that passed a layer, of all layers, and the total.
+        changes: what an adapter adds.
     """
     spec, weights = tensors.spec, Weights(tensors)
     seen = _Seen(spec, first)
-    ops = _PartialOps(tensors, weights, windows.shape[1], context, seen.observe)
+    ops = _PartialOps(tensors, weights, windows.shape[1], context, seen.observe, changes)
     if spec.layer_inputs:
         weights.layer_inputs.add(windows)
     states = [ops.embed(window, "embedding") for window in windows]
@@ -135,10 +137,16 @@ class _PartialOps(NumpyOps):
     """Reads a few rows of the embedding table, and the head some rows at a time: neither is in memory as a whole."""
 
     def __init__(
-        self, tensors: Tensors, weights: Weights, tokens: int, context: int, observe: Observer | None = None
+        self,
+        tensors: Tensors,
+        weights: Weights,
+        tokens: int,
+        context: int,
+        observe: Observer | None = None,
+        changes: Changes = NO_CHANGES,
     ) -> None:
         self._tensors = tensors
-        super().__init__(tensors.spec, weights, tokens, context, observe)
+        super().__init__(tensors.spec, weights, tokens, context, observe, changes)
 
     def embed(self, tokens: NDArray[Any], name: str) -> Floats:
         self.begin(self._window[0], tokens)

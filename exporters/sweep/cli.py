@@ -50,7 +50,12 @@ def _chosen(option: str, text: str, *, known: tuple[str, ...]) -> list[str]:
 
 
 def _recipes(option: str, text: str) -> list[tuple[str, Recipe]]:
-    return [(name, read_recipe(name)) for name in _listed(option, text)]
+    found = [(name, read_recipe(name)) for name in _listed(option, text)]
+    if wrong := [name for name, recipe in found if recipe.mean_bits is not None]:
+        wanted = "recipes that say the type of each matrix"
+        fix = f"Export with --recipe {wrong[0]} by itself."
+        raise UsageError(option, got=wrong[0], expected=wanted, fix=fix)
+    return found
 
 
 def _devices(option: str, text: str) -> list[Device]:
