@@ -15,6 +15,7 @@ from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, C
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 from tests.pages import ROOT
+from tests.picture_models import write_smolvlm
 
 TARGETS = {"Genie": GENIE, "GenieX": GENIEX, "onnxruntime-genai": GENAI, "AI Hub": AI_HUB, "reports": ONNX}
 
@@ -22,7 +23,8 @@ TARGETS = {"Genie": GENIE, "GenieX": GENIEX, "onnxruntime-genai": GENAI, "AI Hub
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     """A bundle for each thing that not every target runs, and a plain one."""
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("capabilities") / "checkpoint")
+    folder = tmp_path_factory.mktemp("capabilities")
+    checkpoint = write_checkpoint(folder / "checkpoint")
 
     def opened(**options: Any) -> Bundle:
         return open_bundle(exported(checkpoint, export_options(context=32, **{"ar": (1, 8), **options})))
@@ -46,6 +48,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         "decode alone": opened(ar=(1,)),
         "tflite": changed(graph_format="tflite"),
         "slots": opened(lora=LoraOptions(rank=4)),
+        "pictures": open_bundle(exported(write_smolvlm(folder / "smolvlm"), export_options(context=96, ar=(1, 16)))),
     }
 
 
@@ -59,6 +62,7 @@ REFUSED = {
     "decode alone": ("GenieX", "onnxruntime-genai"),
     "tflite": tuple(TARGETS),
     "slots": ("GenieX", "onnxruntime-genai", "AI Hub"),
+    "pictures": ("GenieX", "onnxruntime-genai", "AI Hub"),
 }
 
 
@@ -75,7 +79,7 @@ def test_each_target_refuses_what_it_cannot_run_and_says_how_to_export_it(
 
 
 def test_a_capability_is_all_that_decides(bundles: dict[str, Bundle]) -> None:
-    everything = Capabilities("a new one", windows=True, slots=True, states=True)
+    everything = Capabilities("a new one", windows=True, slots=True, states=True, pictures=True)
     for what, bundle in bundles.items():
         if what != "tflite":
             everything.check(bundle)
@@ -92,4 +96,4 @@ def test_the_documentation_says_refused_where_a_target_refuses() -> None:
             if what in REFUSED and title in columns:
                 assert (cell == "refused") == (columns[title] in REFUSED[what]), (what, title)
                 compared += 1
-    assert compared == 15
+    assert compared == 18

@@ -236,7 +236,7 @@ def test_the_table_may_stay_outside_of_the_graphs(
     os.link(bundle.path / "weights-vocabulary.safetensors", tmp_path / "a second hard link")
     write_genie(bundle, tmp_path / "genie", GenieOptions(embedding_table=True, check=False))
     outside = open_genie_folder(tmp_path / "genie")
-    table = outside.manifest.files["embedding.raw"].bytes
+    table = outside.manifest.files["embedding_weights.raw"].bytes
     assert table == 2 * columns.manifest.model.vocab * columns.manifest.model.hidden
     for one, other in zip(outside.manifest.graphs, folder.manifest.graphs, strict=True):
         assert (
@@ -273,7 +273,10 @@ def test_genie_runs_the_parts_of_a_split_model_as_edgekv_does(tmp_path: Path, mo
     bundle = _export(checkpoint, context=(24, 64), ar=(1,), splits=2)
     written = write_genie(bundle, tmp_path / "genie", GenieOptions(bos=False))
     assert written.checked and [graph.part for graph in written.graphs] == [1, 1, 2, 2, 3]
-    assert len(written.shared) == 3 and written.files["embedding.raw"].bytes == 2 * 320 * bundle.manifest.model.hidden
+    assert (
+        len(written.shared) == 3
+        and written.files["embedding_weights.raw"].bytes == 2 * 320 * bundle.manifest.model.hidden
+    )
 
 
 @pytest.mark.thorough

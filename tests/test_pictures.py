@@ -20,7 +20,7 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.conversation import Conversation
-from edgekv.errors import ContextFullError, UsageError
+from edgekv.errors import ContextFullError, EngineError, UsageError
 from edgekv.model import Model
 from edgekv.pictures import (
     Picture,
@@ -41,6 +41,9 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.vision import VisionEncoder
 from exporters.prepared import prepare
 from exporters.quantize.encoder import encode
+from exporters.targets.genie.folder import GenieVision, open_genie_folder
+from exporters.targets.genie.options import GenieOptions
+from exporters.targets.genie.write import write_genie
 from tests.browser import Browser
 from tests.chat_page import KEPT, change_settings, new_chat, say
 from tests.checkpoints import write_checkpoint
@@ -266,6 +269,18 @@ def test_openai_clients_send_pictures(model: Model, bundle: Path):
         }.items():
             with pytest.raises(BadRequestError, match=found):
                 ask(client, url)
+        part: Any = {"type": "input_image", "detail": "auto", "image_url": f"data:image/jpeg;base64,{encoded}"}
+        asked: Any = [{"role": "user", "content": [part, {"type": "input_text", "text": "What?"}]}]
+        first = client.responses.create(model=NAME, input=asked, max_output_tokens=4, temperature=0.0)
+        assert first.output_text == shown
+        more = client.responses.create(
+            model=NAME, input="And now?", previous_response_id=first.id, max_output_tokens=2, temperature=0.0
+        )
+        assert first.usage is not None and more.usage is not None
+        assert more.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+        asked[0]["content"][0]["image_url"] = "https://example.org/picture.png"
+        with pytest.raises(BadRequestError, match=r"input\[0\].content\[0\].image_url: .* the server fetches nothing"):
+            client.responses.create(model=NAME, input=asked)
     generation = model.generate(
         messages=[{"role": "user", "content": [{"type": "image", "picture": 0}, {"type": "text", "text": "What?"}]}],
         max_new_tokens=4,
@@ -328,6 +343,36 @@ def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], t
     rows, wanted = (PictureEncoder(opened, engine).encode(tile).astype(np.int64) for engine in (htp, CpuEngine(1)))
     error = np.square(rows - wanted).sum() / np.square(wanted - opened.manifest.encodings["embedding"].zero_point).sum()
     assert 10 * np.log10(1 / error) > 40
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("write", [write_smolvlm, pytest.param(write_internvl, marks=pytest.mark.thorough)])
+def test_genie_reads_pictures_as_edgekv_does(
+    write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """`write_genie` has libGenie run the pipeline on a drawn tile, and compares its tokens with those of the bundle."""
+    bundle = exported(write(tmp_path / "checkpoint"), export_options(context=96, ar=(1, 16)))
+    folder, file = tmp_path / "genie", tmp_path / "photo.png"
+    assert run(["bundle", "genie", str(bundle), "-o", str(folder)]) == 0
+    assert "the vision encoder" in (told := capsys.readouterr().out) and "Genie chooses edgekv's tokens" in told
+    opened = open_genie_folder(folder)
+    assert opened.manifest.checked
+    assert {"vision_encoder.bin", "embedding_weights.raw", "image_encoder.json"} < opened.manifest.files.keys()
+    for name in ("text_generator.json", "text_generator_shared.json"):
+        assert json.loads((folder / name).read_text())["text-generator"]["embedding"]["type"] == "lut"
+    file.write_bytes(png(photo(32, 30)))
+    assert run(["genie", "run", str(folder), "--prompt", "See", "--image", str(file), "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out
+    assert run(["bundle", "geniex", str(bundle), "-o", str(tmp_path / "geniex")]) != 0
+    assert "GenieX runs no encoder of " in capsys.readouterr().err
+
+
+@pytest.mark.htp
+def test_genie_compares_the_rows_of_pictures(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(GenieVision, "input_of", lambda self, tile: np.zeros((16, 192), np.float32))
+    with pytest.raises(EngineError, match="tokens behind a picture of Genie"):
+        write_genie(open_bundle(bundle), tmp_path / "genie", GenieOptions())
+    assert not (tmp_path / "genie").exists()
 
 
 def test_the_page_takes_a_dropped_picture(bundle: Path, chromium: Browser):

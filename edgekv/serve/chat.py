@@ -41,7 +41,7 @@ from edgekv.text.tools import render_with_tools
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
 _KINDS = ("text", "json_object", "json_schema")
-_URL_PART = "image_url"
+URL_PART = "image_url"
 MOST_PICTURES = 32
 """Of a request: more than any context has room for."""
 _DATA = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
@@ -72,9 +72,9 @@ class MessagePictures:
             _ = self._pictures.spec  # before anything is decoded
         except UsageError as error:
             raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
-        given = part.get(_URL_PART)
+        given = part.get(URL_PART)
         url = given.get("url") if isinstance(given, dict) else given
-        at = f"{field}.{_URL_PART}.url"
+        at = f"{field}.{URL_PART}.url" if isinstance(given, dict) else f"{field}.{URL_PART}"
         if not isinstance(url, str) or (start := _DATA.match(url)) is None:
             found = url[:40] if isinstance(url, str) else type(url).__name__
             fix = "Send the picture itself: the server fetches nothing."
@@ -108,11 +108,11 @@ def template_messages(
 
 def _content(content: object, field: str, pictures: MessagePictures) -> object:
     """A content with its pictures by number; without any, as `text_of` gives it."""
-    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == _URL_PART for p in content):
+    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == URL_PART for p in content):
         return text_of(content, field)
     found = list[dict[str, Any]]()
     for at, part in enumerate(content):
-        if isinstance(part, dict) and part.get("type") == _URL_PART:
+        if isinstance(part, dict) and part.get("type") == URL_PART:
             found.append({"type": IMAGE_PART, "picture": pictures.number(part, f"{field}[{at}]")})
         else:
             found.append({"type": "text", "text": text_of([part], f"{field}[{at}]")})
@@ -136,7 +136,7 @@ def text_of(content: object, field: str) -> object:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         text = part.get("text") if isinstance(part, dict) and kind in _TEXT_PARTS else None
         if not isinstance(text, str):
-            fix = "Give text; a model that reads pictures takes them as image_url in /v1/chat/completions."
+            fix = "Give text; a model that reads pictures takes them as image_url, or as input_image in /v1/responses."
             raise refused(f"{field}[{at}]", got=repr(kind)[:40], expected="a text part", fix=fix)
         texts.append(text)
     return "".join(texts)

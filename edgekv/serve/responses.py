@@ -14,6 +14,7 @@ import msgspec
 
 from edgekv.load_options import OnFull
 from edgekv.serve.chat import (
+    URL_PART,
     AnswerForm,
     ResponseFormat,
     SchemaFormat,
@@ -250,7 +251,7 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
     for at, item in enumerate(given):
         field, kind = f"input[{at}]", item.get("type", "message")
         if kind == "message":
-            message = {"role": item.get("role"), "content": text_of(item.get("content"), f"{field}.content")}
+            message = {"role": item.get("role"), "content": _content_of(item.get("content"), f"{field}.content")}
             messages.append(message | _thought(thoughts if message["role"] == "assistant" else ""))
             thoughts = ""
         elif kind == "function_call":
@@ -269,6 +270,22 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
             raise refused(f"{field}.type", got=found, expected=wanted, fix="Leave it out.")
         fields += [field] * (len(messages) - len(fields))
     return messages, fields
+
+
+def _content_of(content: object, field: str) -> object:
+    """A message's content as chat completions have it: text, or parts if there are pictures."""
+    if not isinstance(content, list) or not any(_is_picture(part) for part in content):
+        return text_of(content, field)
+    return [
+        {"type": URL_PART, URL_PART: part.get(URL_PART)}
+        if _is_picture(part)
+        else {"type": "text", "text": text_of([part], f"{field}[{at}]")}
+        for at, part in enumerate(content)
+    ]
+
+
+def _is_picture(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 def _text(item: Mapping[str, Any], field: str, name: str) -> str:

@@ -59,6 +59,10 @@ class Capabilities:
         if manifest.graph_format != "onnx":
             wanted = f"onnx graphs, which {self.reader} reads"
             yield "graphs", f"{manifest.graph_format} graphs", wanted, "Export it with --format onnx."
+        if not self.pictures and manifest.vision is not None:
+            kind = manifest.vision.encoder.model_type
+            wanted = f"text alone: {self.reader} runs no encoder of {kind}"
+            yield "vision encoder", manifest.vision.file, wanted, "Run it with edgekv generate or serve, or in Genie."
         if self.parts == "one" and not manifest.is_whole:
             parts = max(len(graph.parts) for graph in manifest.graphs)
             found = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
@@ -99,9 +103,6 @@ class Capabilities:
         if not self.layer_inputs and model.layer_inputs:
             wanted = f"token ids or embeddings alone, all that {self.reader} feeds"
             yield "layers", "inputs that the host gathers for each layer", wanted, "Run it with edgekv generate."
-        if not self.pictures and manifest.vision is not None:
-            wanted = f"text alone, which edgekv writes for {self.reader}"
-            yield "vision encoder", manifest.vision.file, wanted, "Run it with edgekv generate or serve."
         if not self.sink and manifest.sink is not None:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
@@ -120,7 +121,7 @@ ONNX = Capabilities(
     layer_inputs=True,
     pictures=True,
 )
-GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True, layer_inputs=True)
+GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True, layer_inputs=True, pictures=True)
 GENIEX = replace(
     GENIE,
     reader="GenieX",
@@ -129,6 +130,7 @@ GENIEX = replace(
     sink=False,
     states=False,
     layer_inputs=False,
+    pictures=False,
     decode_alone=False,
 )
 GENAI = Capabilities("onnxruntime-genai", parts="one", cache_types=("u8",), decode_alone=False)

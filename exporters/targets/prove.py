@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.engine import Graphs, LoraChoice, Session
@@ -13,6 +14,7 @@ from edgekv.engine.adapters import Adapters
 from edgekv.engine.sink import read_sink
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache
+from edgekv.pictures import TiledPicture
 from edgekv.runtime import HtpEngine
 
 
@@ -43,15 +45,34 @@ def prove(runtime: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
 
 
 def own_tokens(
-    bundle: Bundle, engine: HtpEngine, prompt: Sequence[int], max_new_tokens: int, lora: str | None = None
+    bundle: Bundle,
+    engine: HtpEngine,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    lora: str | None = None,
+    tiles: Sequence[NDArray[np.uint8]] = (),
 ) -> list[int]:
-    """Greedy continuation by the graphs that have logits for every row; tokens that end a text do not end it."""
+    """Greedy continuation by the graphs that have logits for every row; tokens that end a text do not end it.
+
+    Args:
+        bundle: the bundle.
+        engine: runs its graphs.
+        prompt: token ids, and those of rows of pictures.
+        max_new_tokens: number of tokens.
+        lora: an adapter.
+        tiles: of the pictures in the prompt, `[edge, edge, 3]` each.
+    """
     manifest = bundle.manifest
     cache = KVCache(manifest.cache_geometry, ar={graph.ar for graph in manifest.graphs}, sink=read_sink(bundle))
-    session = Session(cache, Graphs(bundle, engine, cache))
+    graphs = Graphs(bundle, engine, cache)
+    session = Session(cache, graphs)
+    opened = [
+        graphs.pictures.open(TiledPicture((tile,), 0, 0, (len(tile), len(tile)))) for tile in tiles if graphs.pictures
+    ]
     if lora is not None:
         session.adapt(Adapters(bundle).open([LoraChoice(lora)]))
     tokens = [int(session.score(prompt)[-1].argmax())]
+    del opened  # the rows of a tile are there while somebody holds it
     while len(tokens) < max_new_tokens:
         tokens.append(int(session.feed(tokens[-1:]).argmax()))
     return tokens

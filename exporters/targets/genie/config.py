@@ -10,13 +10,16 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from devices import Device
-from edgekv.bundle import Manifest
+from edgekv.bundle import Manifest, readable_json
 from edgekv.spec import LAYER_INPUTS_PORT, Rope
 from edgekv.text import SamplingParams
 from quant import Encoding
 
 CONFIG, SHARED_CONFIG, EXTENSIONS = "genie_config.json", "genie_config_shared.json", "htp_backend_ext_config.json"
-TABLE, LAYER_TABLE = "embedding.raw", "per_layer_inputs.raw"
+TABLE, LAYER_TABLE = "embedding_weights.raw", "per_layer_inputs.raw"
+ENCODER_BINARY = "vision_encoder.bin"
+TEXT_NODE, IMAGE_NODE = "text_encoder.json", "image_encoder.json"
+GENERATOR_NODE, SHARED_GENERATOR_NODE = "text_generator.json", "text_generator_shared.json"
 NO_ADAPTERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -177,6 +180,103 @@ class GenieConfig(_Part, frozen=True, kw_only=True):
     """The whole file. Paths are relative to the folder; Genie resolves them against its working directory."""
 
     dialog: Dialog
+
+
+class EncoderHtp(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    use_mmap: bool = True
+    spill_fill_bufsize: int = 0
+    pooled_output: bool = False
+    allow_async_init: bool = False
+
+
+class EncoderBackend(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    type: Literal["QnnHtp"] = "QnnHtp"
+    extensions: str = EXTENSIONS
+    qnn_htp: EncoderHtp = msgspec.field(name="QnnHtp", default=EncoderHtp())
+
+
+class EncoderFiles(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    type: Literal["binary"] = "binary"
+    binary: Binaries = Binaries(ctx_bins=[ENCODER_BINARY])
+
+
+class EncoderEngine(_Part, frozen=True, kw_only=True):
+    """`mode`: without it Genie takes the graph for a decoder, and refuses it."""
+
+    version: int = 1
+    n_threads: int = 3
+    mode: Literal["image"] = "image"
+    backend: EncoderBackend = EncoderBackend()
+    model: EncoderFiles = EncoderFiles()
+
+
+class ImageEncoder(_Part, frozen=True, kw_only=True):
+    """A node that turns patches into embeddings. Without `vision-param` Genie takes the graph's shapes as they are."""
+
+    version: int = 1
+    type: Literal["image-encoder"] = "image-encoder"
+    engine: EncoderEngine = EncoderEngine()
+
+
+class TableContext(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    n_vocab: int
+    ctx_size: int
+    embed_size: int
+    pad_token: int
+
+
+class LookupTable(_Part, frozen=True, kw_only=True):
+    version: int = 1
+    size: int
+    datatype: Literal["ufixed16"] = "ufixed16"
+    lut_path: str
+    quant_param: TableEncoding
+
+
+class TextEncoder(_Part, frozen=True, kw_only=True):
+    """A node that looks up the embeddings of a text's tokens."""
+
+    version: int = 1
+    type: Literal["lut"] = "lut"
+    context: TableContext
+    tokenizer: TokenizerFile
+    lut: LookupTable
+
+    @classmethod
+    def of(cls, generator: Dialog) -> TextEncoder:
+        """The node for a generator that reads embeddings."""
+        table, context = generator.embedding, generator.context
+        assert isinstance(table, EmbeddingTable), "it reads embeddings"
+        return cls(
+            context=TableContext(
+                n_vocab=context.n_vocab, ctx_size=context.size, embed_size=table.size, pad_token=context.pad_token
+            ),
+            tokenizer=generator.tokenizer,
+            lut=LookupTable(size=table.size, lut_path=table.lut_path, quant_param=table.quant_param),
+        )
+
+
+class Nodes(_Part, frozen=True, kw_only=True):
+    """Nodes of a GeniePipeline, each a file of its own: the encoders are connected to the generator."""
+
+    text_encoder: TextEncoder
+    image_encoder: ImageEncoder
+    text_generator: Dialog
+
+    @classmethod
+    def of(cls, generator: Dialog) -> Nodes:
+        """The nodes for a generator."""
+        return cls(text_encoder=TextEncoder.of(generator), image_encoder=ImageEncoder(), text_generator=generator)
+
+    def content(self) -> tuple[bytes, bytes, bytes]:
+        """What `GenieNodeConfig_createFromJson` takes for each."""
+        fields = msgspec.to_builtins(self)
+        text, image, generator = (readable_json({name: fields[name]}) for name in fields)
+        return text, image, generator
 
 
 def positional_encoding(rope: Rope, head_dim: int) -> PositionalEncoding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -24,7 +25,67 @@ _WAY_OUT = "A prompt must leave room in the context; else write the folder again
 _NOISE = ("LIBNATIVE", "affinity mask", '"Using create From Binary"')
 
 
-class GenieDialog:
+class GenieChild:
+    """libGenie.so in a child process, which is asked and answers; a context manager."""
+
+    def __init__(self, arch: int | None) -> None:
+        """Start it.
+
+        Args:
+            arch: HTP version of the binaries, for which this machine's libraries are checked; None for no check.
+
+        Raises:
+            EngineError: Genie is missing, or the libraries here do not fit the HTP.
+        """
+        self._library, on = find_library(), Platform.here()
+        if arch is not None:
+            check_libraries(LIBRARIES, arch, on, find_chip(on))
+        self._child = ChildDialog("exporters.targets.genie.worker", environment=search_paths(self._library.parent, on))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child process. A second call does nothing."""
+        self._child.close()
+
+    def _do(self, method: str, *arguments: str | int) -> None:
+        for _ in self._request(method, *arguments):
+            pass
+
+    def _request(self, method: str, *arguments: str | int | list[int]) -> Iterator[Piece]:
+        if not self._child.send(msgspec.json.encode(Request(method, [*arguments]))):
+            raise self._failure(method, "a dialog that has ended")
+        while line := self._child.read():
+            reply = msgspec.json.decode(line, type=Reply)
+            if reply.piece is not None:
+                yield reply.piece
+            elif reply.status:
+                raise self._failure(reply.function, _MEANINGS.get(reply.status, f"status {reply.status}"))
+            else:
+                return
+        if self._child.timed_out:
+            fix = f"Set {TIMEOUT_VARIABLE} to allow more time."
+            raise self._failure(method, f"no answer within {self._child.timeout_s:g} s", fix)
+        crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
+        raise self._failure(method, self._child.exit_text(), crashed)
+
+    def _failure(self, function: str, what: str, fix: str = _WAY_OUT) -> EngineError:
+        said = "; ".join(line for line in self._child.log() if not any(noise in line for noise in _NOISE))
+        return EngineError(
+            f"Genie: {function}",
+            got=f"{what}: {said}" if said else what,
+            expected="status 0",
+            fix=fix,
+        )
+
+
+class GenieDialog(GenieChild):
     """A conversation with Genie; a context manager. Queries continue the conversation until `reset`."""
 
     def __init__(
@@ -41,26 +102,15 @@ class GenieDialog:
         Raises:
             EngineError: Genie is missing, refused the folder, or crashed, or the libraries here do not fit the HTP.
         """
-        library, on = find_library(), Platform.here()
-        if arch is not None:
-            check_libraries(LIBRARIES, arch, on, find_chip(on))
+        super().__init__(arch)
         self._state = state
         self._has_states = config.dialog.engine.model.linear_attention is True
-        self._child = ChildDialog("exporters.targets.genie.worker", environment=search_paths(library.parent, on))
         try:
-            self._do("create", str(library), str(folder.absolute()), msgspec.json.encode(config).decode())
+            self._do("create", str(self._library), str(folder.absolute()), msgspec.json.encode(config).decode())
             self._begin()
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> GenieDialog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def query(self, text: str, max_new_tokens: int | None = None) -> Iterator[str]:
         """The answer to a text, piece by piece. Genie stops streaming at a byte that is not valid UTF-8.
@@ -114,10 +164,6 @@ class GenieDialog:
         self._do("reset")
         self._begin()
 
-    def close(self) -> None:
-        """End the child process. A second call does nothing."""
-        self._child.close()
-
     def _begin(self) -> None:
         if self._state is not None:
             self.restore(self._state)
@@ -126,33 +172,3 @@ class GenieDialog:
         if max_new_tokens is not None:
             self._do("set_max_new_tokens", max_new_tokens)
         yield from self._request(method, prompt)
-
-    def _do(self, method: str, *arguments: str | int) -> None:
-        for _ in self._request(method, *arguments):
-            pass
-
-    def _request(self, method: str, *arguments: str | int | list[int]) -> Iterator[Piece]:
-        if not self._child.send(msgspec.json.encode(Request(method, [*arguments]))):
-            raise self._failure(method, "a dialog that has ended")
-        while line := self._child.read():
-            reply = msgspec.json.decode(line, type=Reply)
-            if reply.piece is not None:
-                yield reply.piece
-            elif reply.status:
-                raise self._failure(reply.function, _MEANINGS.get(reply.status, f"status {reply.status}"))
-            else:
-                return
-        if self._child.timed_out:
-            fix = f"Set {TIMEOUT_VARIABLE} to allow more time."
-            raise self._failure(method, f"no answer within {self._child.timeout_s:g} s", fix)
-        crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
-        raise self._failure(method, self._child.exit_text(), crashed)
-
-    def _failure(self, function: str, what: str, fix: str = _WAY_OUT) -> EngineError:
-        said = "; ".join(line for line in self._child.log() if not any(noise in line for noise in _NOISE))
-        return EngineError(
-            f"Genie: {function}",
-            got=f"{what}: {said}" if said else what,
-            expected="status 0",
-            fix=fix,
-        )

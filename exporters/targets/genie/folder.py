@@ -6,13 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig
+from edgekv.pictures import patches_of
+from edgekv.spec import EncoderSpec, PictureSpec
+from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig, Nodes
 from exporters.targets.record import TargetRecord, open_for
+from quant import Encoding
 
 GENIE_MANIFEST = "genie_bundle.json"
+_ABOVE = 0.25  # of a step
 
 
 class GenieGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +62,31 @@ class GenieAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state: str | None = None
 
 
+class GenieVision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a program needs to give pictures to Genie.
+
+    Attributes:
+        encoder: sizes of the graph in `vision_encoder.bin`.
+        pictures: how pictures become tiles, and where their rows stand in a prompt.
+        pixels: the encoding of its input.
+    """
+
+    encoder: EncoderSpec
+    pictures: PictureSpec
+    pixels: Encoding
+
+    def input_of(self, tile: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """A tile `[image, image, 3]` as the image encoder's node takes it: patches `[inputs, 3 * patch**2]`.
+
+        Genie divides by the scale, adds the zero point and truncates, so each is a quarter of a step above its integer.
+        """
+        integers = self.pixels.quantize(patches_of(tile, self.encoder, self.pictures)).astype(np.float64)
+        found: NDArray[np.float32] = ((integers - self.pixels.zero_point + _ABOVE) * self.pixels.scale).astype(
+            np.float32
+        )
+        return found
+
+
 class GenieManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`genie_bundle.json`. `checked` says whether Genie loaded the binaries of single graphs and chose edgekv's tokens.
 
@@ -68,6 +99,7 @@ class GenieManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fiel
         shared: for each part, the binary of all graphs over one copy of the weights; empty if `graphs` names it.
         sink: the state to restore; null if the graphs compute every token.
         adapters: that Genie can apply; absent if there are none.
+        vision: for pictures; absent in folders for text alone.
     """
 
     soc: str
@@ -78,6 +110,7 @@ class GenieManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fiel
     shared: list[str]
     sink: GenieSink | None = None
     adapters: list[GenieAdapter] | UnsetType = UNSET
+    vision: GenieVision | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +129,26 @@ class GenieFolder:
         """The configuration that names the binaries of single graphs, or the shared one."""
         name = SHARED_CONFIG if shared else CONFIG
         return msgspec.json.decode((self.path / name).read_bytes(), type=GenieConfig)
+
+    def nodes(self, *, shared: bool = False) -> Nodes:
+        """The nodes of a pipeline that reads pictures.
+
+        Raises:
+            UsageError: the folder reads text alone.
+        """
+        self.vision()
+        return Nodes.of(self.config(shared=shared).dialog)
+
+    def vision(self) -> GenieVision:
+        """What pictures need.
+
+        Raises:
+            UsageError: the folder reads text alone.
+        """
+        if isinstance(found := self.manifest.vision, UnsetType):
+            fix = "Leave pictures out, or write the folder of a bundle with a vision encoder."
+            raise UsageError("--image", got="a folder that reads text alone", expected="text", fix=fix)
+        return found
 
     @property
     def state(self) -> Path | None:

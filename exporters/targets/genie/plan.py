@@ -83,6 +83,13 @@ class GeniePlan:
                 fix="Export it with --sink none.",
             )
         bos = _bos(bundle) if options.bos and sink is None else None
+        if manifest.vision is not None and (sink is not None or bos is not None):
+            raise BundleError(
+                f"bundle {bundle.path}: first token",
+                got="one that is restored" if sink is not None else "a BOS token that Genie would add",
+                expected="none: a pipeline with pictures begins with what it is given",
+                fix="Export it with --sink none, and write the folder with --no-bos.",
+            )
         return cls(device, graphs, context, bos, sink, has_states)
 
     @property

@@ -13,7 +13,7 @@ from edgekv.bundle import Bundle
 from edgekv.errors import EngineError
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
-from exporters.targets.genie.config import Debug, GenieConfig, Sampler
+from exporters.targets.genie.config import Debug, Dialog, GenieConfig, Sampler
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.ports import GeniePort, GeniePorts
 from exporters.targets.prove import own_tokens, prove
@@ -40,7 +40,7 @@ def prove_in_genie(
     prompt: Sequence[int],
     max_new_tokens: int,
     adapters: Mapping[str, Path | None] = NO_STATES,
-) -> None:
+) -> Dialog:
     """Let Genie load a folder and continue a prompt greedily, and compare with edgekv's own loop.
 
     Genie leaves inputs of layers 0 for prompts of token ids, so a model with some is given the prompt as a text.
@@ -57,6 +57,9 @@ def prove_in_genie(
         max_new_tokens: number of tokens to compare.
         adapters: to compare too, by name, each with the state that Genie restores.
 
+    Returns:
+        The configuration of a greedy dialog that no token of these ends.
+
     Raises:
         BundleError: a binary has other inputs or outputs than Genie drives.
         EngineError: Genie refused the folder, crashed, or chose other tokens.
@@ -64,7 +67,7 @@ def prove_in_genie(
     tokenizer, is_text = bundle.tokenizer(), bool(bundle.manifest.model.layer_inputs)
     text = tokenizer.decode(list(prompt), skip_special_tokens=False) if is_text else ""
     whole = [*first, *(tokenizer.encode(text, add_special_tokens=False).ids if is_text else prompt)]
-    wanted = {"tokens": own_tokens(bundle, engine, whole, max_new_tokens)}
+    wanted: dict[str, list[Any]] = {"tokens": own_tokens(bundle, engine, whole, max_new_tokens)}
     wanted |= {f"tokens with {name}": own_tokens(bundle, engine, whole, max_new_tokens, name) for name in adapters}
     with scratch_folder("genie") as scratch:
         debug = Debug(path=str(scratch), dump_specs=True)
@@ -92,9 +95,9 @@ def prove_in_genie(
             )
         ports.compare(f"{name} in the binary", read[name])
     if is_text:
-        prove("Genie", found, {"text": _whole_characters(tokenizer.decode(wanted["tokens"]))})
-        return
+        wanted = {"text": _whole_characters(tokenizer.decode(wanted["tokens"]))}
     prove("Genie", found, wanted)
+    return msgspec.structs.replace(dialog, debug=msgspec.UNSET)
 
 
 def _whole_characters(text: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""The child process behind `GenieDialog`: libGenie.so through ctypes. It may crash, so nothing else loads it.
+"""The child process behind `GenieDialog` and `GeniePipeline`: libGenie.so through ctypes. It may crash, so nothing else
+loads it.
 
 Requests are lines on standard input, replies are lines on standard output.
 """
@@ -9,13 +10,17 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
-from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_uint32, c_void_p
+from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_void_p
+from pathlib import Path
 
 import msgspec
 
 _COMPLETE = 0  # in GenieDialog_SentenceCode_t and in GenieTokenCode: the query is complete
 _UNBUFFERED = 2  # _IONBF
 _ENGINE = b"primary"  # the role of the only engine of a basic dialog
+_TEXT_IN, _EMBEDDINGS_OF_TEXT = 100, 101  # GenieNode_IOName_t: of a text-encoder
+_IMAGE_IN, _EMBEDDINGS_OF_IMAGE = 200, 201  # of an image-encoder
+_EMBEDDINGS_IN, _TEXT_OUT, _TOKENS_OUT = 1, 2, 4  # of a text-generator
 
 _OnText = CFUNCTYPE(None, c_char_p, c_int, c_void_p)
 _OnTokens = CFUNCTYPE(None, POINTER(c_uint32), c_uint32, c_int, c_void_p)
@@ -32,6 +37,16 @@ _SIGNATURES: dict[str, list[object]] = {
     "GenieDialog_applyLora": [c_void_p, c_char_p, c_char_p],
     "GenieDialog_free": [c_void_p],
     "GenieDialogConfig_free": [c_void_p],
+    "GenieNodeConfig_createFromJson": [c_char_p, POINTER(c_void_p)],
+    "GenieNode_create": [c_void_p, POINTER(c_void_p)],
+    "GenieNode_setData": [c_void_p, c_int, c_char_p, c_size_t, c_char_p],
+    "GenieNode_setTextCallback": [c_void_p, c_int, _OnText],
+    "GenieNode_setTokenCallback": [c_void_p, c_int, _OnTokens],
+    "GeniePipelineConfig_createFromJson": [c_char_p, POINTER(c_void_p)],
+    "GeniePipeline_create": [c_void_p, POINTER(c_void_p)],
+    "GeniePipeline_addNode": [c_void_p, c_void_p],
+    "GeniePipeline_connect": [c_void_p, c_void_p, c_int, c_void_p, c_int],
+    "GeniePipeline_execute": [c_void_p, c_void_p],
 }
 
 Piece = str | list[int]
@@ -40,7 +55,7 @@ Piece = str | list[int]
 
 class Request(msgspec.Struct, frozen=True):
     """What to do: `create` with a library, a folder for the configuration's paths and a configuration, or a method of
-    `LoadedDialog` with what it takes.
+    `LoadedDialog` with what it takes; `create_pipeline` has whether answers are tokens, and a configuration a node.
     """
 
     method: str
@@ -64,35 +79,89 @@ class GenieStatusError(Exception):
         self.status = status
 
 
-class LoadedDialog:
-    """One dialog of libGenie.so. `take` gets the pieces of answers. Every method raises `GenieStatusError`."""
+class _Loaded:
+    """libGenie.so. `take` gets the pieces of answers. Every method raises `GenieStatusError`."""
 
-    def __init__(self, library: str, config: str, take: Callable[[Piece], None]) -> None:
+    def __init__(self, library: str, take: Callable[[Piece], None]) -> None:
         self._library, self._take = ctypes.CDLL(library), take
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
+
+    def free(self) -> None:
+        """Free what the library does not free by itself when the process ends."""
+
+    def _on_text(self, piece: bytes | None, code: int, user_data: object) -> None:
+        if piece:
+            self._take(piece.decode("utf-8", "replace"))
+
+    def _on_tokens(self, found: Sequence[int], count: int, code: int, user_data: object) -> None:
+        if count:
+            self._take([int(found[i]) for i in range(count)])
+
+    def _checked(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._library, name)(*arguments):
+            raise GenieStatusError(name, status)
+
+
+class LoadedPipeline(_Loaded):
+    """An image encoder and a text encoder that give embeddings to a text generator, in the order of what is set."""
+
+    def __init__(
+        self, library: str, text: str, image: str, generator: str, *, as_tokens: bool, take: Callable[[Piece], None]
+    ) -> None:
+        super().__init__(library, take)
+        config, self._pipeline = c_void_p(), c_void_p()
+        self._checked("GeniePipelineConfig_createFromJson", b'{"pipeline": {"version": 1}}', byref(config))
+        self._checked("GeniePipeline_create", config, byref(self._pipeline))
+        self._text, self._image, self._generator = (self._node(each) for each in (text, image, generator))
+        for node, output in ((self._text, _EMBEDDINGS_OF_TEXT), (self._image, _EMBEDDINGS_OF_IMAGE)):
+            self._checked("GeniePipeline_connect", self._pipeline, node, output, self._generator, _EMBEDDINGS_IN)
+        if as_tokens:
+            self._callback = _OnTokens(self._on_tokens)
+            self._checked("GenieNode_setTokenCallback", self._generator, _TOKENS_OUT, self._callback)
+        else:
+            self._callback = _OnText(self._on_text)
+            self._checked("GenieNode_setTextCallback", self._generator, _TEXT_OUT, self._callback)
+
+    def text(self, text: str) -> None:
+        """Append a text to the prompt."""
+        content = text.encode()
+        self._checked("GenieNode_setData", self._text, _TEXT_IN, content, len(content), None)
+
+    def image(self, file: str) -> None:
+        """Append a picture to the prompt, from a file of float32 pixels."""
+        content = Path(file).read_bytes()
+        self._checked("GenieNode_setData", self._image, _IMAGE_IN, content, len(content), None)
+
+    def execute(self) -> None:
+        """Answer the prompt."""
+        self._checked("GeniePipeline_execute", self._pipeline, None)
+
+    def _node(self, config: str) -> c_void_p:
+        made, node = c_void_p(), c_void_p()
+        self._checked("GenieNodeConfig_createFromJson", config.encode(), byref(made))
+        self._checked("GenieNode_create", made, byref(node))
+        self._checked("GeniePipeline_addNode", self._pipeline, node)
+        return node
+
+
+class LoadedDialog(_Loaded):
+    """One dialog."""
+
+    def __init__(self, library: str, config: str, take: Callable[[Piece], None]) -> None:
+        super().__init__(library, take)
         self._config, self._dialog = c_void_p(), c_void_p()
         self._checked("GenieDialogConfig_createFromJson", config.encode(), byref(self._config))
         self._checked("GenieDialog_create", self._config, byref(self._dialog))
 
     def query(self, text: str) -> None:
         """Continue a text."""
-
-        def on_text(piece: bytes | None, code: int, user_data: object) -> None:
-            if piece:
-                self._take(piece.decode("utf-8", "replace"))
-
-        self._call("query", text.encode(), _COMPLETE, _OnText(on_text), None)
+        self._call("query", text.encode(), _COMPLETE, _OnText(self._on_text), None)
 
     def token_query(self, tokens: Sequence[int]) -> None:
         """Continue tokens."""
-
-        def on_tokens(found: Sequence[int], count: int, code: int, user_data: object) -> None:
-            if count:
-                self._take([int(found[i]) for i in range(count)])
-
         array = (c_uint32 * len(tokens))(*tokens)
-        self._call("tokenQuery", array, len(tokens), _COMPLETE, _OnTokens(on_tokens), None)
+        self._call("tokenQuery", array, len(tokens), _COMPLETE, _OnTokens(self._on_tokens), None)
 
     def set_max_new_tokens(self, count: int) -> None:
         self._call("setMaxNumTokens", count)
@@ -116,10 +185,6 @@ class LoadedDialog:
     def _call(self, name: str, *arguments: object) -> None:
         self._checked(f"GenieDialog_{name}", self._dialog, *arguments)
 
-    def _checked(self, name: str, *arguments: object) -> None:
-        if status := getattr(self._library, name)(*arguments):
-            raise GenieStatusError(name, status)
-
 
 def main() -> None:
     """Serve until standard input ends. What the library prints goes to standard error."""
@@ -130,21 +195,32 @@ def main() -> None:
     def send(reply: Reply) -> None:
         replies.write(msgspec.json.encode(reply) + b"\n")
 
-    dialog: LoadedDialog | None = None
+    loaded: _Loaded | None = None
+
+    def take(piece: Piece) -> None:
+        send(Reply(piece))
+
     for line in sys.stdin.buffer:
         request, end = msgspec.json.decode(line, type=Request), Reply()
         try:
             if request.method == "create":
                 library, folder, config = map(str, request.arguments)
                 os.chdir(folder)
-                dialog = LoadedDialog(library, config, lambda piece: send(Reply(piece)))
+                loaded = LoadedDialog(library, config, take)
+            elif request.method == "create_pipeline":
+                as_tokens = request.arguments[0] == 1
+                library, folder, *nodes = map(str, request.arguments[1:])
+                os.chdir(folder)
+                loaded = LoadedPipeline(library, *nodes, as_tokens=as_tokens, take=take)
             else:
-                getattr(dialog, request.method)(*request.arguments)
+                getattr(loaded, request.method)(*request.arguments)
         except GenieStatusError as failure:
             end = Reply(function=failure.function, status=failure.status)
         send(end)
-    if dialog is not None:
-        dialog.free()
+    if isinstance(loaded, LoadedPipeline):
+        os._exit(0)  # libGenie 1.21 aborts in the destructors of a pipeline
+    if loaded is not None:
+        loaded.free()
 
 
 def _unbuffer_stdout() -> None:

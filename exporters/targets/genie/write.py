@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from msgspec import UNSET, structs
 
 from edgekv import qnn
 from edgekv.bundle import (
+    ENCODER,
     Bundle,
     CompiledBinary,
     EmbeddingTable,
@@ -21,6 +23,7 @@ from edgekv.bundle import (
 )
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
+from edgekv.spec import PIXELS_PORT
 from exporters.compile import compile_folder
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm
@@ -29,18 +32,25 @@ from exporters.progress import Progress, silent
 from exporters.targets.genie.adapters import reads_adapters, write_adapters
 from exporters.targets.genie.config import (
     CONFIG,
+    ENCODER_BINARY,
     EXTENSIONS,
+    GENERATOR_NODE,
+    IMAGE_NODE,
     LAYER_TABLE,
     SHARED_CONFIG,
+    SHARED_GENERATOR_NODE,
     TABLE,
+    TEXT_NODE,
     GenieConfig,
     HtpExtensions,
+    Nodes,
     genie_config,
 )
-from exporters.targets.genie.folder import GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink
+from exporters.targets.genie.folder import GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink, GenieVision
 from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.names import name_graphs
 from exporters.targets.genie.options import GenieOptions
+from exporters.targets.genie.pictures import prove_pictures
 from exporters.targets.genie.plan import GeniePlan
 from exporters.targets.genie.ports import GeniePorts
 from exporters.targets.genie.proof import prove_in_genie
@@ -123,8 +133,14 @@ def write_genie(
             return config
 
         config = write_config(CONFIG, [*dict.fromkeys(binary.file for binary in holders.values())])
+        vision = _vision(bundle)
+        if vision is not None:
+            _write_nodes(folder, config, TEXT_NODE, IMAGE_NODE, GENERATOR_NODE)
+            encoder = _compile_encoder(bundle, plan, folder, scratch, progress)
         if shared:
-            write_config(SHARED_CONFIG, shared)
+            with_weights_once = write_config(SHARED_CONFIG, shared)
+            if vision is not None:
+                _write_nodes(folder, with_weights_once, TEXT_NODE, IMAGE_NODE, SHARED_GENERATOR_NODE)
         (folder / EXTENSIONS).write_bytes(readable_json(HtpExtensions.of(plan.device)))
         shutil.copyfile(bundle.path / _TOKENIZER, folder / _TOKENIZER)
         if plan.sink is not None:
@@ -137,12 +153,16 @@ def write_genie(
             reads_alike = same_cache and (not looks_up or manifest.host_embeds) and not adapters
             compiled = plan.compiled(bundle, wrappers)
             engine = HtpEngine(plan.device, compiled) if reads_alike else HtpEngine.on(plan.device, bundle)
+            if vision is not None:
+                engine = replace(engine, compiled={**engine.compiled, **encoder})
             prompt = _prompt(bundle, plan)
             count = min(_CHECKED_TOKENS, plan.context - len(plan.first) - len(prompt))
             state = None if plan.sink is None else folder / STATE
             graphs = {named[name]: ports[name] for name in ports}
             states = {each.name: None if each.state is None else folder / each.state for each in adapters}
-            prove_in_genie(folder, config, graphs, bundle, engine, plan.first, state, prompt, count, states)
+            dialog = prove_in_genie(folder, config, graphs, bundle, engine, plan.first, state, prompt, count, states)
+            if vision is not None:
+                prove_pictures(folder, dialog, vision, bundle, engine, _CHECKED_TOKENS, plan.context)
             progress("check on Genie", 1, 1)
         _remove_wrappers(folder, binaries)
         return write_record(
@@ -163,7 +183,31 @@ def write_genie(
             shared=shared,
             sink=None if plan.sink is None else _sink(bundle, plan.sink.tokens),
             adapters=adapters or UNSET,
+            vision=UNSET if vision is None else vision,
         )
+
+
+def _vision(bundle: Bundle) -> GenieVision | None:
+    if (vision := bundle.manifest.vision) is None:
+        return None
+    return GenieVision(encoder=vision.encoder, pictures=vision.pictures, pixels=vision.encodings[PIXELS_PORT])
+
+
+def _write_nodes(folder: Path, config: GenieConfig, *names: str) -> None:
+    for name, content in zip(names, Nodes.of(config.dialog).content(), strict=True):
+        (folder / name).write_bytes(content)
+
+
+def _compile_encoder(
+    bundle: Bundle, plan: GeniePlan, folder: Path, scratch: Path, progress: Progress
+) -> dict[Path, Path]:
+    """Write the binary of the vision encoder; answers its wrapper, by the bundle's graph."""
+    assert bundle.manifest.vision is not None, "it has one"
+    graph, compiled = bundle.path / bundle.manifest.vision.file, scratch / "encoder"
+    compiled.mkdir()
+    (binary,) = compile_folder([{ENCODER: graph}], plan.device, compiled, progress)
+    shutil.copyfile(compiled / binary.file, folder / ENCODER_BINARY)
+    return {graph: compiled / binary.wrappers[ENCODER]}
 
 
 def _write_table(table: EmbeddingTable, path: Path) -> None:

@@ -1,0 +1,145 @@
+"""Pictures in Genie: a pipeline of an image encoder, a text encoder and a text generator, and its proof."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import Bundle
+from edgekv.errors import BundleError
+from edgekv.pictures import Picture, Tile, TiledPicture, cut_tiles, expand, read_picture
+from edgekv.runtime import HtpEngine
+from edgekv.scratch import scratch_folder
+from edgekv.spec import PictureSpec
+from exporters.quantize.pictures import drawn_picture
+from exporters.targets.genie.config import Dialog, Nodes
+from exporters.targets.genie.dialog import GenieChild
+from exporters.targets.genie.folder import GenieFolder, GenieVision
+from exporters.targets.genie.worker import Piece
+from exporters.targets.prove import own_tokens, prove
+
+Tiles = NDArray[np.uint8]
+
+
+class GeniePipeline(GenieChild):
+    """Genie with an encoder for pictures, for one prompt; a context manager."""
+
+    def __init__(self, folder: Path, nodes: Nodes, *, as_tokens: bool = False, arch: int | None = None) -> None:
+        """Load the binaries that the nodes name.
+
+        Args:
+            folder: against which their paths are resolved.
+            nodes: as `GenieFolder.nodes` gives them.
+            as_tokens: whether answers are tokens instead of text.
+            arch: HTP version of the binaries, for which this machine's libraries are checked; None for no check.
+
+        Raises:
+            EngineError: Genie is missing, refused the folder, or crashed, or the libraries here do not fit the HTP.
+        """
+        super().__init__(arch)
+        given = (str(self._library), str(folder.absolute()), *(each.decode() for each in nodes.content()))
+        try:
+            self._do("create_pipeline", int(as_tokens), *given)
+        except BaseException:
+            self.close()
+            raise
+
+    def query(self, prompt: Sequence[str | NDArray[np.float32]]) -> Iterator[Piece]:
+        """The answer to texts and pictures, the latter as `GenieVision.input_of` gives their tiles.
+
+        Raises:
+            EngineError: the prompt does not fit the context, or Genie failed.
+        """
+        with scratch_folder("genie") as scratch:
+            for number, piece in enumerate(prompt):
+                if isinstance(piece, str):
+                    self._do("text", piece)
+                else:
+                    piece.tofile(file := scratch / f"{number}.raw")
+                    self._do("image", str(file))
+            yield from self._request("execute")
+
+
+def pieces_of(text: str, pictures: Sequence[TiledPicture], rows: int, spec: PictureSpec) -> list[str | Tiles]:
+    """A prompt as the texts and tiles that a pipeline is given one after the other.
+
+    Args:
+        text: with the picture's token where each stands, or with none to have them in front.
+        pictures: in order.
+        rows: of a tile.
+        spec: how a prompt names them.
+
+    Raises:
+        UsageError: the text has another number of these tokens.
+    """
+    opened = [Picture(tuple(Tile(each, rows) for each in p.tiles), p.rows, p.columns, p.size) for p in pictures]
+    tiles = iter([tile for picture in pictures for tile in picture.tiles])
+    found = list[str | Tiles]()
+    for part in re.split(f"((?:{re.escape(spec.token)})+)", expand(text, opened, spec)):
+        if part.startswith(spec.token):
+            found += [next(tiles) for _ in range(part.count(spec.token) // rows)]
+        elif part:
+            found.append(part)
+    return found
+
+
+def prompt_of(folder: GenieFolder, text: str, files: Sequence[Path]) -> list[str | NDArray[np.float32]]:
+    """A prompt with pictures from files.
+
+    Raises:
+        UsageError: the folder reads text alone, a picture cannot be read, or the text has another number of tokens for
+            pictures.
+    """
+    vision = folder.vision()
+    pictures = [cut_tiles(read_picture(each, "--image"), vision.pictures, vision.encoder.image) for each in files]
+    pieces = pieces_of(text, pictures, vision.encoder.rows, vision.pictures)
+    return [each if isinstance(each, str) else vision.input_of(each) for each in pieces]
+
+
+def prove_pictures(
+    folder: Path, generator: Dialog, vision: GenieVision, bundle: Bundle, engine: HtpEngine, count: int, context: int
+) -> None:
+    """Let Genie continue a prompt with a drawn tile greedily, and compare with edgekv's own loop.
+
+    Args:
+        folder: the folder.
+        generator: what ends no text, and chooses greedily.
+        vision: its encoder.
+        bundle: the source of the folder.
+        engine: for edgekv's own loop.
+        count: of tokens to compare.
+        context: that Genie uses.
+
+    Raises:
+        BundleError: the context has no room for a tile and some text.
+        EngineError: Genie refused the folder, crashed, or chose other tokens.
+    """
+    tile, edge, tokenizer = drawn_picture(0, vision.encoder.image), vision.encoder.image, bundle.tokenizer()
+    shown = TiledPicture((tile,), 0, 0, (edge, edge))
+    pieces = pieces_of(f"See {vision.pictures.token} and say:", [shown], vision.encoder.rows, vision.pictures)
+    ids = list[int]()
+    for piece in pieces:
+        if isinstance(piece, str):
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        else:
+            ids += Tile(piece, vision.encoder.rows).ids
+    largest = max(graph.ar for graph in bundle.manifest.graphs)
+    if (needed := len(ids) + count + largest) > context:
+        raise BundleError(
+            "context",
+            got=context,
+            expected=f"at least {needed}, for a tile of {vision.encoder.rows} rows and some text",
+            fix=f"Export the bundle with --context {needed} or more.",
+        )
+    wanted = own_tokens(bundle, engine, ids, count, tiles=[tile])
+    found = list[int]()
+    dialog = msgspec.structs.replace(generator, max_num_tokens=count)
+    with GeniePipeline(folder, Nodes.of(dialog), as_tokens=True) as genie:
+        for tokens in genie.query([each if isinstance(each, str) else vision.input_of(each) for each in pieces]):
+            found += map(int, tokens)
+    prove("Genie", {"tokens behind a picture": found}, {"tokens behind a picture": wanted})
