@@ -206,7 +206,7 @@ class _Divergence:
 
     def read(self, store: PieceStore, name: str) -> float:
         """The divergence on the text that loses most."""
-        return max(each.kl_nats for each in store.answer(name, Quality).records)
+        return max(each.kl_nats for each in store.answer(name, Quality).records if each.text != "template")
 
     def is_reached(self, chosen: Allocation, found_nats: float) -> bool:
         """Whether the goal is reached; if not, the next proposal is larger.

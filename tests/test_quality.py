@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from edgekv.bundle import QualityRecord, open_bundle
 from edgekv.cli import run
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.evaluate import evaluate
-from exporters.pipeline.quality import held_out_texts
+from exporters.inspect.held_out import HeldOutChat, held_out_chat, held_out_prose
 from exporters.quantize.recipe import Recipe, WeightRule
 from tests.checkpoints import NEWER, write_sinking
 from tests.exports import ROOT, export_options, exported
@@ -37,14 +38,50 @@ def measured(bundle: Path) -> tuple[QualityRecord, ...]:
 @pytest.mark.parametrize("changes", [{}, {"graph_format": "tflite", "kv_dtype": "s8"}])
 def test_an_export_says_what_eval_finds(talker: Path, changes: dict[str, str]) -> None:
     bundle, opened = exported(talker, export_options(**SMALL | changes)), Checkpoint.open(str(talker))
-    texts, found = held_out_texts(opened), measured(bundle)
-    assert [(each.text, each.tokens) for each in found] == [("prose", 512), ("chat", 256)]
+    texts, found = {"prose": held_out_prose(), "chat": held_out_chat(opened.chat)}, measured(bundle)
+    assert [(each.text, each.tokens) for each in found[:2]] == [("prose", 512), ("chat", 256)]
     with edgekv.load(bundle, engine="litert" if changes else "cpu") as model:
-        for each in found:
+        for each in found[:2]:
             wanted = evaluate(model, opened, texts[each.text], "", tokens=each.tokens)
             assert each.kl_nats == pytest.approx(wanted.kl_nats, rel=0.06)
             assert each.top1_agreement == pytest.approx(wanted.top1_agreement, abs=1e-4)
             assert each.least_token_sqnr_db == pytest.approx(wanted.least_token_sqnr_db, abs=0.06)
+
+
+@pytest.mark.parametrize("first", [(), (300,), (300, 301)])
+def test_tokens_of_the_template_are_those_outside_of_messages(talker: Path, first: tuple[int, ...]) -> None:
+    opened = Checkpoint.open(str(talker))
+    chat = HeldOutChat.of(opened.tokenizer, opened.chat)
+    assert chat is not None
+    texts = ["".join(opened.tokenizer.decode([chat.ids[place]]) for place in chat.template)]
+    for length in (64, 2048):
+        windows = chat.windows(length, first, tokens=len(chat.ids))
+        marked = [each.window.targets[each.of_template].tolist() for each in windows]
+        texts.append(opened.tokenizer.decode([token for each in marked for token in each]))
+    whole = "<user></s><assistant></s>" * 3
+    assert texts[0] == whole
+    assert texts[2] in (whole, whole[1:]), "the first token of a text without a sink is given"
+    assert len(texts[1]) > 0.9 * len(whole)
+
+
+def test_eval_and_compare_have_rows_for_chats(talker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, text = exported(talker, export_options(**SMALL)), tmp_path / "text.txt"
+    text.write_text(held_out_prose())
+    (chat, template) = measured(bundle)[1:]
+    assert template.text == "template" and 20 < template.tokens < chat.tokens / 2
+    assert run(["eval", str(bundle), "--text", str(text), "--json"]) == 0
+    of_eval = json.loads(capsys.readouterr().out)["chat"]
+    assert (
+        run(["compare", str(talker), str(bundle), "--text", str(text), "--window", "64", "--new", "0", "--json"]) == 0
+    )
+    of_compare = json.loads(capsys.readouterr().out)["chat"]
+    for found in (of_eval, of_compare):
+        assert [(each["text"], each["tokens"]) for each in found] == [("chat", 256), ("template", template.tokens)]
+        for each, wanted in zip(found, (chat, template), strict=True):
+            assert each["kl_nats"] == pytest.approx(wanted.kl_nats, rel=0.15)
+    assert run(["eval", str(bundle), "--text", str(text), "--tokens", "100"]) == 0
+    shown = capsys.readouterr().out
+    assert "  chat            0." in shown and "  chat's template 0." in shown
 
 
 def test_a_model_without_a_template_is_measured_on_prose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ class QualityRecord(Record, frozen=True):
     """How close a bundle is to its float model on a text, measured at the end of the export.
 
     Attributes:
-        text: `prose` or `chat`.
+        text: `prose`, `chat`, or `template`: the tokens of the chat that its template adds.
         tokens: number of tokens predicted.
         kl_nats: mean Kullback-Leibler divergence of the float model's next-token distribution from the bundle's, nats.
         kl_most_nats: the largest divergence of a token, nats.
@@ -155,7 +155,7 @@ class QualityRecord(Record, frozen=True):
         least_token_sqnr_db: lowest SQNR of a token's logits, dB.
     """
 
-    text: Literal["prose", "chat"]
+    text: Literal["prose", "chat", "template"]
     tokens: Tokens
     kl_nats: float
     kl_most_nats: float
@@ -163,8 +163,9 @@ class QualityRecord(Record, frozen=True):
     least_token_sqnr_db: float
 
     def __str__(self) -> str:
+        what = "of the chat's template" if self.text == "template" else f"of {self.text}"
         return (
-            f"{self.tokens} tokens of {self.text}: KL {self.kl_nats:.2g} nats a token, {self.kl_most_nats:.2g} at "
+            f"{self.tokens} tokens {what}: KL {self.kl_nats:.2g} nats a token, {self.kl_most_nats:.2g} at "
             f"most; top-1 {self.top1_agreement:.1%}, least token {self.least_token_sqnr_db:.1f} dB"
         )
 

@@ -62,6 +62,7 @@ def eval_(
     from exporters.checkpoint.folded import transformed_as
     from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
     from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
+    from exporters.inspect.held_out import MEASURED_TOKENS, HeldOutChat, measure_chat
     from exporters.inspect.page import check_page_path, write_page
     from exporters.inspect.show import figures
     from exporters.inspect.wikitext import Pages
@@ -94,6 +95,12 @@ def eval_(
         windows = pages.windows
     else:
         windows = evaluation_windows(source, content, manifest, tokens)
+    sink = () if manifest.sink is None else manifest.sink.tokens
+    bos = () if source.special.bos is None else (source.special.bos,)
+    chat = HeldOutChat.of(source.tokenizer, source.chat)
+    chat_windows = (
+        [] if chat is None else chat.windows(manifest.context, sink or bos, min(tokens, MEASURED_TOKENS["chat"]))
+    )
     with progress_bars(output.is_quiet) as progress:
         if by_layer:
             tensors = transformed_as(model.bundle, source)
@@ -108,6 +115,12 @@ def eval_(
             result = evaluate_windows(
                 model, exact, windows, text.name, pages=pages, emulated=emulated, progress=progress
             )
+        inputs = [each.window.inputs for each in chat_windows]
+        scored = (model.score(each.tolist()) for each in inputs)
+        lost = measure_chat(chat_windows, zip(Reference(source, manifest.context).logits(inputs), scored, strict=True))
+        result = msgspec.structs.replace(result, chat=lost)
+        if report is not None:
+            report = msgspec.structs.replace(report, evaluation=result)
     if html is not None and report is not None:
         write_page(html, model.bundle, report)
     if proposal is not None and suggest_recipe is not None:

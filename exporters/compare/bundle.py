@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import edgekv
 from edgekv.cli.summary import engine_and_mode
+from edgekv.spec.chat import ChatTemplates, read_bundle_templates
 from exporters.compare.contender import Described, Timing, bytes_on_disk
 from exporters.quantize.reference import Floats
 
@@ -38,6 +39,7 @@ class BundleContender:
         if manifest.sink is not None:
             self.first, self.must_begin = manifest.sink.tokens, True
         self.tokenizer: Tokenizer | None = self._model.tokenizer
+        self.chat: ChatTemplates | None = read_bundle_templates(path)
         self.described = Described(
             path=str(path),
             kind=f"bundle, {manifest.recipe.name}",

@@ -8,10 +8,12 @@ from statistics import median
 import msgspec
 import numpy as np
 
+from edgekv.bundle import QualityRecord
 from edgekv.errors import UsageError
 from edgekv.spec.text import encode
 from exporters.compare.contender import Contender, Described, TimedContender, Timing
 from exporters.compare.plan import ComparePlan
+from exporters.inspect.held_out import MEASURED_TOKENS, HeldOutChat, measure_chat
 from exporters.inspect.tally import Tally
 from exporters.inspect.wikitext import Window, measured_windows
 from exporters.progress import Progress, silent
@@ -55,6 +57,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         kl_99_nats: 99 % of the tokens have at most this divergence, nats.
         kl_most_nats: the largest divergence of a token, nats.
         top1_agreement: share of positions with the same most likely token.
+        chat: on a conversation in a chat template that one of them has, and on the tokens of the template alone.
     """
 
     text: str
@@ -68,6 +71,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     kl_99_nats: float
     kl_most_nats: float
     top1_agreement: float
+    chat: tuple[QualityRecord, ...] = ()
 
 
 def compare(
@@ -89,6 +93,7 @@ def compare(
         tally.add(window, *_same_width(ours, theirs, b.described.path))
     progress("compare", len(windows), len(windows))
     result = tally.evaluation(b.described.engine, text_name)
+    chat = _chat(a, b, plan)
     speeds = _speeds([a, b], plan, progress)
     sides = [
         Side(model=each.described, perplexity=perplexity, prefill_tokens_per_s=prefill, decode_tokens_per_s=decode)
@@ -108,6 +113,7 @@ def compare(
         kl_99_nats=result.kl_99_nats,
         kl_most_nats=result.kl_most_nats,
         top1_agreement=result.top1_agreement,
+        chat=chat,
     )
 
 
@@ -137,9 +143,28 @@ def text_windows(a: Contender, b: Contender, text: str, plan: ComparePlan) -> li
             expected=f"{encoded[0][at]}, as {a.described.path} has it",
             fix=_ONE_VOCABULARY,
         )
-    length = min(plan.window, a.described.context, b.described.context)
+    length = _length(a, b, plan)
     field = "--window" if length == plan.window else "context"
     return measured_windows(cut_windows(ids, length, first, field), first, plan.tokens)
+
+
+def _chat(a: Contender, b: Contender, plan: ComparePlan) -> tuple[QualityRecord, ...]:
+    """On a conversation; nothing if neither has a chat template, or its tokens are unknown."""
+    found = next((each for each in (a, b) if each.chat is not None and each.tokenizer is not None), None)
+    if found is None or found.tokenizer is None:
+        return ()
+    chat = HeldOutChat.of(found.tokenizer, found.chat)
+    if chat is None:
+        return ()
+    windows = chat.windows(_length(a, b, plan), _first(a, b), min(plan.tokens, MEASURED_TOKENS["chat"]))
+    inputs = [each.window.inputs for each in windows]
+    logits = zip(a.logits(inputs), b.logits(inputs), strict=True)
+    return measure_chat(windows, (_same_width(*each, b.described.path) for each in logits))
+
+
+def _length(a: Contender, b: Contender, plan: ComparePlan) -> int:
+    """Most tokens of a window."""
+    return min(plan.window, a.described.context, b.described.context)
 
 
 def _first(a: Contender, b: Contender) -> Sequence[int]:

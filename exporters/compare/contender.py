@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.spec.chat import ChatTemplates
 from exporters.quantize.reference import Floats
 
 if TYPE_CHECKING:
@@ -64,12 +65,14 @@ class Contender(Protocol):
     Attributes:
         described: what it is.
         tokenizer: of its text; None if only the runtime has it.
+        chat: its chat templates; None if it has none here.
         first: the tokens that its texts begin with.
         must_begin: whether the runtime computes no text that begins otherwise.
     """
 
     described: Described
     tokenizer: Tokenizer | None
+    chat: ChatTemplates | None
     first: Sequence[int]
     must_begin: bool
 

@@ -15,6 +15,7 @@ from edgekv.child import TIMEOUT_VARIABLE
 from edgekv.child_dialog import ChildDialog
 from edgekv.errors import EngineError
 from edgekv.scratch import scratch_folder
+from edgekv.spec.chat import ChatTemplates
 from exporters.compare.contender import Described, Timing
 from exporters.compare.messages import Answer, Measure, Open, Request, RuntimeName, Score
 from exporters.quantize.reference import Floats
@@ -35,8 +36,10 @@ class ForeignContender:
         tokenizer: Tokenizer | None,
         first: Sequence[int],
         threads: int | None,
+        chat: ChatTemplates | None = None,
     ) -> None:
         self.described = described
+        self.chat = chat
         self.tokenizer = tokenizer
         self.first = first
         self._open = Open(runtime=runtime, path=described.path, context=described.context, threads=threads)

@@ -100,7 +100,9 @@ def _gguf(path: Path, options: ContenderOptions) -> Contender:
         engine=f"llama-cpp-python {version}",
         context=min(options.context, opened.spec.max_positions),
     )
-    return ForeignContender("llama-cpp-python", described, opened.tokenizer, reference.first, options.threads)
+    return ForeignContender(
+        "llama-cpp-python", described, opened.tokenizer, reference.first, options.threads, opened.chat
+    )
 
 
 def _genai(path: Path, options: ContenderOptions) -> Contender:

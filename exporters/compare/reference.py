@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.spec.chat import ChatTemplates
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compare.contender import Described
 from exporters.quantize.reference import Floats, Reference
@@ -26,6 +27,7 @@ class ReferenceContender:
     def __init__(self, checkpoint: Checkpoint, kind: str, size_bytes: int) -> None:
         self._reference = Reference(checkpoint)
         self.tokenizer: Tokenizer | None = checkpoint.tokenizer
+        self.chat: ChatTemplates | None = checkpoint.chat
         bos = checkpoint.special.bos
         self.first: Sequence[int] = [] if bos is None else [bos]
         self.described = Described(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from exporters.compare.comparison import Comparison, Side
+from exporters.inspect.show import chat_figure
 
 _LABEL, _COLUMN = 16, 34
 
@@ -31,6 +32,8 @@ def comparison_lines(found: Comparison) -> Iterator[str]:
         f"99 % of tokens at most {found.kl_99_nats:.4f}, all at most {found.kl_most_nats:.4f}"
     )
     yield f"  {'top-1 agreement':<{_LABEL}}{found.top1_agreement:.2%}"
+    for each in found.chat:
+        yield f"  {chat_figure(each)}"
 
 
 def _row(label: str, a: str, b: str, ratio: str = "") -> str:

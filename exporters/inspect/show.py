@@ -6,9 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from edgekv.bundle import QualityRecord
 from exporters.inspect.propose import Proposal
 from exporters.inspect.report import Kind, LayersReport, TokenSpan
 from exporters.inspect.tally import Evaluation
+
+CHAT_LABELS = {"prose": "prose", "chat": "chat", "template": "chat's template"}
+"""What is measured beside the text."""
 
 _COLUMN = 15
 _SPANS_SHOWN = 10
@@ -48,6 +52,7 @@ def figures(result: Evaluation) -> list[Figure]:
             "SQNR", f"{result.token_sqnr_db:.1f} dB", f" per token, {result.least_token_sqnr_db:.1f} at least{first}"
         ),
     ]
+    found += [chat_figure(each) for each in result.chat]
     if (mode := result.agreement) is not None:
         found.append(
             Figure(f"{mode.mode}, emulate", f"{mode.kl_nats:.5f}", f" nats a token, top-1 {mode.top1_agreement:.2%}")
@@ -60,6 +65,12 @@ def figures(result: Evaluation) -> list[Figure]:
             Figure("words", f"{words.words:,}", f" in {words.pages} of {words.pages_in_text} pages"),
         ]
     return found
+
+
+def chat_figure(found: QualityRecord) -> Figure:
+    """The figures of a chat, or of its template's tokens, in one line."""
+    detail = f"{found.kl_most_nats:.4f} at most; top-1 {found.top1_agreement:.2%}, {found.tokens} tokens"
+    return Figure(CHAT_LABELS[found.text], f"{found.kl_nats:.5f}", f" nats a token, {detail}")
 
 
 def layer_lines(report: LayersReport) -> Iterator[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.bundle import QualityRecord
 from exporters.inspect.wikitext import Pages, Window, WordPerplexity
 from exporters.quantize.reference import Floats
 
@@ -51,6 +53,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         text: name of the text.
         words: WikiText word perplexity, if it was asked for.
         agreement: with the mode `emulate`, if the engine computed in another one.
+        chat: on a conversation in the checkpoint's chat template, and on the tokens of the template alone; empty
+            without a template.
     """
 
     tokens: int
@@ -70,6 +74,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     first_sqnr_db: float | None = None
     words: WordPerplexity | None = None
     agreement: ModeAgreement | None = None
+    chat: tuple[QualityRecord, ...] = ()
 
 
 class Tally:
@@ -84,30 +89,51 @@ class Tally:
         self._is_first: list[NDArray[np.bool_]] = []
         self._agreed = 0
 
-    def add(self, window: Window, expected: Floats, actual: Floats) -> None:
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return bool(self._kl)
+
+    def add(self, window: Window, expected: Floats, actual: Floats, counted: NDArray[np.bool_] | None = None) -> None:
         """Add one window.
 
         Args:
             window: T tokens and what they predict.
             expected: logits of the reference `[T, V]`.
             actual: logits of the bundle `[T, V]`.
+            counted: which of its targets count; None for all, and all rows.
         """
         expected, actual = expected[window.first :], actual[window.first :]
-        count = len(window.targets)
+        positions, targets = np.arange(len(expected)) + window.first + window.position, window.targets
+        if counted is not None:
+            rows = np.flatnonzero(counted)
+            expected, actual, positions, targets = expected[rows], actual[rows], positions[rows], targets[rows]
+        count = len(targets)
         for first in range(0, count, _ROWS):
-            tokens = window.targets[first : first + _ROWS]
-            rows = slice(first, first + len(tokens))
-            exact, other = log_softmax(expected[rows]), log_softmax(actual[rows])
+            tokens = targets[first : first + _ROWS]
+            part = slice(first, first + len(tokens))
+            exact, other = log_softmax(expected[part]), log_softmax(actual[part])
             chosen = np.arange(len(tokens)), tokens
             self._reference_nll.append(-exact[chosen])
             self._nll.append(-other[chosen])
             self._kl.append((np.exp(exact) * (exact - other)).sum(-1))
         self._agreed += int((actual[:count].argmax(-1) == expected[:count].argmax(-1)).sum())
-        self._is_first.append(np.arange(len(expected)) + window.first + window.position == 0)
+        self._is_first.append(positions == 0)
         for first in range(0, len(expected), _ROWS):
-            rows = slice(first, first + _ROWS)
-            self._signal.append(np.square(expected[rows], dtype=np.float64).sum(-1))
-            self._noise.append(np.square(actual[rows] - expected[rows], dtype=np.float64).sum(-1))
+            part = slice(first, first + _ROWS)
+            self._signal.append(np.square(expected[part], dtype=np.float64).sum(-1))
+            self._noise.append(np.square(actual[part] - expected[part], dtype=np.float64).sum(-1))
+
+    def record(self, name: Literal["prose", "chat", "template"]) -> QualityRecord:
+        """What a manifest keeps; rounded, so that threads and processors hardly change it."""
+        found = self.evaluation("", "")
+        return QualityRecord(
+            text=name,
+            tokens=found.tokens,
+            kl_nats=_rounded(found.kl_nats),
+            kl_most_nats=_rounded(found.kl_most_nats),
+            top1_agreement=round(found.top1_agreement, 4),
+            least_token_sqnr_db=round(found.least_token_sqnr_db, 1),
+        )
 
     def evaluation(self, engine: str, text: str, pages: Pages | None = None) -> Evaluation:
         """The metrics over all windows, with word perplexity if they are those of `pages`."""
@@ -156,6 +182,10 @@ def log_softmax(logits: Floats) -> NDArray[np.float64]:
     shifted -= shifted.max(-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
     return shifted
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.2g}")
 
 
 def _exp(nats: float) -> float:

@@ -46,6 +46,8 @@ from exporters.quantize.reference import NO_CHANGES
 from exporters.quantize.survey import survey
 from quant import Range
 
+_ADAPTED_WINDOWS = 3  # one of so many runs with an adapter: headroom covers the others
+
 
 @dataclass(frozen=True, slots=True)
 class SurveyPiece(Piece):
@@ -208,7 +210,8 @@ class RangesPiece(Piece):
         tensors, surveyed = inputs.folded(self.folded), inputs.surveyed(self.folded)
         changes, told = inputs.changes(self.adapter, self.folded.exact, tensors), partial(inputs.progress, "adapter")
         sink, context = surveyed.sink_tokens, self.folded.exact.context
-        ranges = adapted_ranges(tensors, changes, surveyed.tokens, context, sink, told)
+        tokens = surveyed.tokens[::_ADAPTED_WINDOWS]
+        ranges = adapted_ranges(tensors, changes, tokens, context, sink, told)
         LayerFile.write(folder / LAYER, {}, ranges, None)
         return None
 

@@ -23,6 +23,7 @@ from edgekv.system import link_or_copy, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
+from exporters.inspect.held_out import MEASURED_TOKENS, TextName, held_out_chat, held_out_prose, template_tokens
 from exporters.pipeline.division import MIXED, JoinPiece, MatrixPiece, RunPiece
 from exporters.pipeline.encoder import TILES, EncoderPiece, encoder_bytes
 from exporters.pipeline.inputs import BUNDLE, TEXT, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
@@ -41,13 +42,11 @@ from exporters.pipeline.pieces import (
 )
 from exporters.pipeline.place import Identity
 from exporters.pipeline.quality import (
-    MEASURED_TOKENS,
     EncodePiece,
     Measured,
     QualityPiece,
     ReferencePiece,
     Text,
-    held_out_texts,
     quality_bytes,
 )
 from exporters.pipeline.sensitivity import SensitivityPiece
@@ -260,11 +259,14 @@ class Planner:
 
     def _quality(self, prepared: Prepared, folded: Folded, write: str) -> str | None:
         checkpoint, context = prepared.checkpoint, prepared.options.contexts[-1]
-        texts = held_out_texts(checkpoint) if prepared.options.check_quality else {}
-        measured = {
-            name: self.measured(prepared, folded, Text(name, text, MEASURED_TOKENS[name]))
-            for name, text in texts.items()
-        }
+        measured: dict[TextName, Measured] = {}
+        if prepared.options.check_quality:
+            prose = Text("prose", held_out_prose(), MEASURED_TOKENS["prose"])
+            measured["prose"] = self.measured(prepared, folded, prose)
+            if (chat := held_out_chat(checkpoint.chat)) is not None:
+                text = Text("chat", chat, MEASURED_TOKENS["chat"])
+                marks = template_tokens(checkpoint.tokenizer, chat)
+                measured["chat"] = replace(self.measured(prepared, folded, text), template=marks)
         ram_bytes, reference, by_layer = quality_bytes(checkpoint.spec, context), None, None
         if self._swept is not None:
             least = replace(self._swept, tokens=min(self._swept.tokens, _LAYER_TOKENS))

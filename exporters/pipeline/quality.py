@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -18,17 +16,16 @@ from numpy.typing import NDArray
 import edgekv
 from edgekv.bundle import Bundle, QualityRecord, open_bundle
 from edgekv.engine.sink import read_sink
-from edgekv.errors import UsageError
 from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from edgekv.scratch import scratch_folder
 from edgekv.spec import LOGITS, DecoderSpec
-from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import heads_of, transformed
+from exporters.inspect.held_out import MEASURED_TOKENS, ChatTally, ChatWindow, TextName, chat_windows
 from exporters.inspect.layers import LayerMeter
 from exporters.inspect.probe import Probe
 from exporters.inspect.report import LayerLoss
-from exporters.inspect.tally import Evaluation, Tally
+from exporters.inspect.tally import Tally
 from exporters.inspect.wikitext import Window, measured_windows
 from exporters.pipeline.inputs import TOKENS, Exact, Inputs, SinkChoice
 from exporters.pipeline.piece import Piece
@@ -51,13 +48,8 @@ class Text:
     tokens: int
 
 
-TextName = Literal["prose", "chat"]
-MEASURED_TOKENS: dict[TextName, int] = {"prose": 512, "chat": 256}
-"""Predicted tokens of each text."""
-
 _PROCESS_BYTES = 250_000_000
 _COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS = 3, 3
-_PROSE, _CHAT = "held_out.txt", "held_out_chat.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +90,7 @@ class Measured:
         ids: name of the text's token ids.
         title: of the text.
         tokens: number of tokens to predict.
+        template: places of the tokens that a chat template has added, if it is a chat.
     """
 
     exact: Exact
@@ -107,6 +100,7 @@ class Measured:
     ids: str
     title: str
     tokens: int
+    template: tuple[int, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -115,10 +109,19 @@ class Measured:
 
     def windows(self, inputs: Inputs) -> list[Window]:
         """Those that `edgekv eval` measures: of the context length, with `tokens` predicted tokens in all."""
+        ids, sink = self._read(inputs)
+        return measured_windows(cut_windows(ids, self.context, sink or self.bos), sink, self.tokens)
+
+    def chat_windows(self, inputs: Inputs) -> list[ChatWindow]:
+        """The same, of a chat."""
+        ids, sink = self._read(inputs)
+        return chat_windows(ids, self.template, self.context, sink or self.bos, self.tokens)
+
+    def _read(self, inputs: Inputs) -> tuple[list[int], tuple[int, ...]]:
+        """The token ids, and the sink."""
         has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
         (ids,) = inputs.tokens(self.ids).tolist()
-        windows = cut_windows(ids, self.context, self.sink.first if has_sink else self.bos)
-        return measured_windows(windows, self.sink.first if has_sink else (), self.tokens)
+        return ids, self.sink.first if has_sink else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,19 +204,24 @@ class QualityPiece(Piece):
         return self.bundle, *shared, *(name for each in measured for name in each.needs)
 
     def make(self, folder: Path, inputs: Inputs) -> Quality:
-        named = [(name, window) for name, each in self.texts for window in each.windows(inputs)]
-        windows = [window.inputs for _, window in named]
+        prose = [window for name, each in self.texts if name == "prose" for window in each.windows(inputs)]
+        chat = [window for name, each in self.texts if name == "chat" for window in each.chat_windows(inputs)]
+        every: list[Window | ChatWindow] = [*prose, *chat]
+        windows = [each.window.inputs if isinstance(each, ChatWindow) else each.inputs for each in every]
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
         run = _TracedRun(bundle, inputs.threads, *self._by_layer(bundle, inputs))
-        tallies: dict[TextName, Tally] = {}
+        tally, of_chat = Tally(), ChatTally()
         with scratch_folder("quality") as scratch:
             # One head in memory at a time: all logits of the reference come first.
             exact = self._exact(windows, bundle, inputs, scratch).logits(windows)
-            for (name, window), expected, found in zip(named, exact, run.logits(windows), strict=True):
-                tallies.setdefault(name, Tally()).add(window, expected, found)
+            for window, expected, found in zip(every, exact, run.logits(windows), strict=True):
+                if isinstance(window, ChatWindow):
+                    of_chat.add(window, expected, found)
+                else:
+                    tally.add(window, expected, found)
         self._told(inputs, bundle, 2 * bundle.manifest.model.layers)
-        records = (_record(name, tally.evaluation("", "")) for name, tally in tallies.items())
-        return Quality(records=tuple(records), layers=tuple(run.losses))
+        of_prose = (tally.record("prose"),) if tally else ()
+        return Quality(records=(*of_prose, *of_chat.records), layers=tuple(run.losses))
 
     def _exact(
         self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs, scratch: Path
@@ -235,20 +243,6 @@ class QualityPiece(Piece):
 
     def _told(self, inputs: Inputs, bundle: Bundle, layers: int) -> None:
         inputs.progress("measure", layers, 2 * bundle.manifest.model.layers)
-
-
-def held_out_texts(checkpoint: Checkpoint) -> dict[TextName, str]:
-    """The texts that a `QualityPiece` measures; no chat if the checkpoint has no template, or one that refuses it.
-
-    No model is calibrated on them.
-    """
-    files, found = resources.files("exporters.quantize"), dict[TextName, str]()
-    found["prose"] = files.joinpath(_PROSE).read_text("utf-8")
-    if checkpoint.chat is not None:
-        messages = msgspec.json.decode(files.joinpath(_CHAT).read_bytes(), type=list[dict[str, str]])
-        with suppress(UsageError):
-            found["chat"] = checkpoint.chat.render(messages, add_generation_prompt=False)
-    return found
 
 
 def quality_bytes(spec: DecoderSpec, context: int) -> int:
@@ -304,19 +298,3 @@ class _TracedRun:
                     yield np.concatenate([*restored, trace["logits"]])
         if meter is not None:
             self.losses = meter.losses
-
-
-def _record(name: TextName, found: Evaluation) -> QualityRecord:
-    """Rounded, so that threads and processors hardly change a manifest."""
-    return QualityRecord(
-        text=name,
-        tokens=found.tokens,
-        kl_nats=_rounded(found.kl_nats),
-        kl_most_nats=_rounded(found.kl_most_nats),
-        top1_agreement=round(found.top1_agreement, 4),
-        least_token_sqnr_db=round(found.least_token_sqnr_db, 1),
-    )
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.2g}")

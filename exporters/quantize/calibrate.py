@@ -108,21 +108,30 @@ def cut_windows(
     Raises:
         UsageError: there are fewer than two tokens, or a window has no room for one behind `first`.
     """
+    return [np.array([*first, *ids[each.start : each.stop]]) for each in cut_ranges(ids, length, first, field)]
+
+
+def cut_ranges(ids: Sequence[int], length: int, first: Sequence[int], field: str = "--context") -> list[range]:
+    """The places of the ids that follow `first` in each window of `cut_windows`.
+
+    Raises:
+        UsageError: as `cut_windows`.
+    """
     least = max(1, len(first)) + 1
     if length < least:
         wanted = f"at least {least}: the first {least - 1} of every text, and one more"
         raise UsageError(field, got=f"{length} tokens", expected=wanted, fix=f"Use {least} or more.")
-    windows, at = [], 0
+    found, at = list[range](), 0
     while at < len(ids):
         if begins_with(ids, first, at):
             at += len(first)
-        windows.append(np.array([*first, *ids[at : at + length - len(first)]]))
+        found.append(range(at, max(at, min(at + length - len(first), len(ids)))))
         at += length - len(first)
-    if windows and len(windows[-1]) < least:
-        windows.pop()
-    if len(ids) < 2 or not windows:
+    if found and len(first) + len(found[-1]) < least:
+        found.pop()
+    if len(ids) < 2 or not found:
         raise UsageError("text", got=f"{len(ids)} tokens", expected="at least 2", fix="Give a longer text.")
-    return windows
+    return found
 
 
 def calibration_windows(ids: Sequence[int], length: int, tokens: int, first: Sequence[int]) -> NDArray[np.int64]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
+from edgekv.bundle import QualityRecord
 from edgekv.kv import KvDtype
 from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
@@ -35,6 +37,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         roofline_tokens_per_s: at the peak bandwidth of the chip's DRAM, with a full cache.
         export_seconds: of its pieces, shared ones in full: the time of a separate export on one worker.
         evaluation: quality.
+        quality: what the export measured at its end: on prose, on a chat, and on the tokens of its template.
         layers: error of each layer.
         command: reproduces the bundle.
         on_front: no other of this chip and these contexts has less KL divergence in as few bytes, to 0.5 %.
@@ -56,7 +59,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: Evaluation
     layers: list[LayerLoss]
     command: str
+    quality: tuple[QualityRecord, ...] = ()
     on_front: bool = False
+
+    def lost_on(self, text: Literal["prose", "chat", "template"]) -> str:
+        """KL divergence on a text that the export measured, in nats a token; a dash if it did not."""
+        return next((f"{each.kl_nats:.2g}" for each in self.quality if each.text == text), "-")
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):

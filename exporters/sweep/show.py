@@ -7,7 +7,19 @@ from collections.abc import Iterator
 from edgekv.system import format_bytes
 from exporters.sweep.result import SweepReport
 
-_HEADS = ("", "combination", "KL, nats", "top-1", "perplexity ratio", "bytes", "RAM", "export", "tokens/s")
+_HEADS = (
+    "",
+    "combination",
+    "KL, nats",
+    "chat",
+    "template",
+    "top-1",
+    "perplexity ratio",
+    "bytes",
+    "RAM",
+    "export",
+    "tokens/s",
+)
 
 
 def lines(report: SweepReport) -> Iterator[str]:
@@ -20,6 +32,8 @@ def lines(report: SweepReport) -> Iterator[str]:
                 "*" if each.on_front else "",
                 each.name,
                 f"{quality.kl_nats:.5f}",
+                each.lost_on("chat"),
+                each.lost_on("template"),
                 f"{quality.top1_agreement:.2%}",
                 f"{quality.perplexity_ratio:.4f} +- {quality.perplexity_ratio_error:.4f}",
                 format_bytes(each.bytes),

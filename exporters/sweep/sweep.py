@@ -170,6 +170,7 @@ def _finished(
     assert subject.decoder is not None and subject.weights is not None, "a bundle says both"
     speed = estimate_speed(subject, subject.decoder, subject.weights, combination.device)
     seconds = sum(store.seconds(name) for name in plan.under(member.exported.names))
+    measured = store.answer(quality, Quality)
     return Result(
         name=combination.name,
         recipe=combination.recipe_name,
@@ -185,7 +186,8 @@ def _finished(
         roofline_tokens_per_s=speed.static_roofline_tokens_per_s,
         export_seconds=round(seconds, 3),
         evaluation=store.answer(member.evaluate, Evaluation),
-        layers=list(store.answer(quality, Quality).layers),
+        layers=list(measured.layers),
+        quality=measured.records,
         command=_command(member, checkpoint, bundle, template),
     )
 
