@@ -164,7 +164,7 @@ def _check_resources(prepared: Prepared, target: Path, store: PieceStore, run: R
         in_memory,
         run.max_ram_bytes,
         generates=prepared.learned_windows > 0,
-        quality_bytes=quality_bytes(spec, options.contexts[-1]) if options.check_quality else 0,
+        quality_bytes=quality_bytes(spec) if options.check_quality else 0,
     )
     check_disk({target: disk_bytes, store.folder: stage_bytes(spec, tokens)})
     return disk_bytes

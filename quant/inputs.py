@@ -18,6 +18,7 @@ _DRIFTING_DAMPING = 0.3  # with inputs that drifted, as 4 bits leave them: large
 _LEAST_DRIFT = 3e-3  # of the inputs' energy; below it, what predicts the error on one text does not on others
 
 _ROWS_AT_ONCE = 1024
+_COLUMNS_AT_ONCE = 512
 
 
 class LayerInputs:
@@ -68,7 +69,10 @@ class LayerInputs:
             rows = self._quantized[tokens, self.order]
             if self._weights is not None:
                 rows *= np.sqrt(self._weights[tokens])[:, None]
-            hessian += rows.T @ rows
+            # Nothing further below the diagonal: `cholesky` does not read it.
+            for start in range(0, len(hessian), _COLUMNS_AT_ONCE):
+                here, stop = slice(start, start + _COLUMNS_AT_ONCE), start + _COLUMNS_AT_ONCE
+                hessian[:stop, here] += product(rows[:, :stop].T, rows[:, here])
         hessian[np.diag_indices(len(hessian))] += self.damping
         return cholesky(hessian)
 

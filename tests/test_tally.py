@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from exporters.inspect.tally import Evaluation, Tally
+from exporters.inspect.tally import Evaluation, Tally, TokenSums
 from exporters.inspect.wikitext import Window
 
 VOCAB = 50
@@ -53,6 +53,23 @@ def test_metrics_follow_their_definitions(logits):
     assert found.token_sqnr_db == pytest.approx(rest.mean(), abs=1e-3)
     assert found.least_token_sqnr_db == pytest.approx(rest.min(), abs=1e-3)
     assert found.first_sqnr_db == pytest.approx((levels[0] + levels[100]) / 2, abs=1e-3)
+
+
+def test_logits_may_come_some_columns_at_a_time(logits):
+    expected, actual, tokens = logits
+    expected[:, 30] += 80  # the largest of a later block: sums until then are scaled anew
+    whole, parts, window = Tally(), Tally(), Window(tokens, tokens[5:], 4, 1000)
+    whole.add(window, expected, actual)
+    sums = TokenSums(window)
+    for first in range(0, VOCAB, 7):
+        sums.add(expected[:, first : first + 7], actual[:, first : first + 7])
+    parts.add_sums(sums)
+    wanted, found = (each.evaluation("cpu", "text") for each in (whole, parts))
+    numbers = {
+        name: value for name in Evaluation.__struct_fields__ if isinstance(value := getattr(wanted, name), float)
+    }
+    assert len(numbers) == 11
+    assert {name: getattr(found, name) for name in numbers} == pytest.approx(numbers, rel=1e-9, abs=1e-12)
 
 
 def test_equal_logits_have_no_divergence(logits):

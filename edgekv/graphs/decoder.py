@@ -336,7 +336,11 @@ def head_inputs(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
 
 def logits(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
     """The last norm and the head."""
-    x = head_inputs(ops, spec, hidden)
+    return head_logits(ops, spec, head_inputs(ops, spec, hidden))
+
+
+def head_logits(ops: Ops[V], spec: DecoderSpec, x: V) -> V:
+    """The head on its inputs: as many logits as its matrix has rows."""
     if spec.logits_cap is None:
         return ops.linear(x, HEAD, "head")
     gain = 1.0 if spec.shares_vocabulary else 1 / spec.logits_cap

@@ -20,7 +20,7 @@ from edgekv.bundle import QualityRecord
 from edgekv.errors import UsageError
 from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.text import encode
-from exporters.inspect.tally import Tally
+from exporters.inspect.tally import Tally, TokenSums
 from exporters.inspect.wikitext import Window, measured_windows
 from exporters.quantize.calibrate import cut_ranges
 from exporters.quantize.reference import Floats
@@ -128,9 +128,15 @@ class ChatTally:
 
     def add(self, each: ChatWindow, expected: Floats, actual: Floats) -> None:
         """See `Tally.add`."""
-        self._chat.add(each.window, expected, actual)
+        sums = TokenSums(each.window)
+        sums.add(expected, actual)
+        self.add_sums(each, sums)
+
+    def add_sums(self, each: ChatWindow, sums: TokenSums) -> None:
+        """See `Tally.add_sums`."""
+        self._chat.add_sums(sums)
         if each.of_template.any():
-            self._template.add(each.window, expected, actual, each.of_template)
+            self._template.add_sums(sums, each.of_template)
 
     @property
     def records(self) -> tuple[QualityRecord, ...]:

@@ -72,8 +72,8 @@ class _Piece:
         return path
 
 
-def _cut(bundle: Bundle, record: GraphRecord) -> list[_Piece]:
-    """A graph as one piece per layer, and the head."""
+def _cut(bundle: Bundle, record: GraphRecord, *, embeds: bool) -> list[_Piece]:
+    """A graph as one piece per layer, the first one with the embeddings or without, and the head."""
     manifest, form = bundle.manifest, GraphForm(gives_results=True)
     layers, pieces = manifest.model.layers, []
     for first in range(layers + 1):
@@ -82,7 +82,7 @@ def _cut(bundle: Bundle, record: GraphRecord) -> list[_Piece]:
             file="",
             first_layer=first,
             stop_layer=min(first + 1, layers),
-            embeds=first == 0 and not manifest.host_embeds,
+            embeds=first == 0 and embeds,
             head=first == layers,
         )
         tensors = [*manifest.interface.tensors(part.layers)]
@@ -128,12 +128,14 @@ class Probe:
         self._bundle = bundle
         self._engine = engine
         self._record = record
-        self._pieces = _cut(bundle, record)
+        # ONNX Runtime would hold a float table; looked up here, the integers are the same.
+        host_embeds = manifest.host_embeds or isinstance(engine, CpuEngine)
+        self._pieces = _cut(bundle, record, embeds=not host_embeds)
         interfaces = [manifest.interface.graph(all_rows(record), piece.part) for piece in self._pieces]
         self._inputs = {port.name: port for each in interfaces for port in each.inputs}
         self._layer_inputs = bundle.layer_inputs()
         self._windows = manifest.interface.masks()
-        self._table = bundle.embeddings() if manifest.host_embeds else None
+        self._table = bundle.embeddings() if host_embeds else None
         self._ropes = rope_tables(manifest)
         self._sink = read_sink(bundle)
         self._rule = manifest.model.delta_rule
@@ -154,7 +156,7 @@ class Probe:
         kept = {name.removesuffix("_q"): encoding for piece in self._pieces for name, encoding in piece.results.items()}
         held = self._bundle.manifest.encodings
         if self._table is not None:
-            kept[_EMBEDDING] = held[EMBEDDINGS]
+            kept[_EMBEDDING] = self._table.encoding
         return kept | {tensor.past: held[tensor.past] for p in self._pieces for tensor in p.tensors}
 
     def run(self, tokens: Sequence[int]) -> Trace:
@@ -236,7 +238,7 @@ class Probe:
         results = {name: np.concatenate(parts) for name, parts in rows.items()}
         found = {name.removesuffix("_q"): (piece.results[name], values) for name, values in results.items()}
         if piece.is_first and self._table is not None:
-            found[_EMBEDDING] = manifest.encodings[EMBEDDINGS], self._table.rows(state)
+            found[_EMBEDDING] = self._table.encoding, self._table.rows(state)
         for tensor, values in past.items():
             if tensor.is_written:
                 found[tensor.past] = manifest.encodings[tensor.past], values[self.first :]

@@ -13,9 +13,11 @@ from edgekv.bundle import QualityRecord
 from exporters.inspect.wikitext import Pages, Window, WordPerplexity
 from exporters.quantize.reference import Floats
 
+Doubles = NDArray[np.float64]
+
 _TINY = 1e-30
 _MOST_NATS = 700.0
-_ROWS = 64  # tokens at a time: probabilities are float64
+_ROWS = 64  # tokens at a time: sums are float64
 
 
 class ModeAgreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,15 +79,108 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     chat: tuple[QualityRecord, ...] = ()
 
 
+class _Softmax:
+    """What the softmax of each of `n` rows of logits needs, some columns at a time, and their largest element.
+
+    Attributes:
+        total: sum of exp(logit - peak).
+        top: column of the largest logit, the first of equal ones.
+        chosen: logit of the target.
+    """
+
+    __slots__ = ("_peak", "_targets", "chosen", "top", "total")
+
+    def __init__(self, targets: NDArray[np.int64]) -> None:
+        self._targets = targets
+        self._peak = np.full(len(targets), -np.inf)
+        self.total, self.chosen = np.zeros(len(targets)), np.zeros(len(targets))
+        self.top = np.zeros(len(targets), np.int64)
+
+    def add(self, rows: slice, first: int, logits: Doubles) -> tuple[Doubles, Doubles]:
+        """Add the columns `[n, columns]` from `first` on of some rows.
+
+        Returns:
+            exp(logit - peak), and what sums of it until now are to be multiplied by.
+        """
+        highest, before = logits.max(-1), self._peak[rows].copy()
+        peak = self._peak[rows] = np.maximum(before, highest)
+        self.top[rows] = np.where(highest > before, first + logits.argmax(-1), self.top[rows])
+        weights, kept = np.exp(logits - peak[:, None]), np.exp(before - peak)
+        self.total[rows] = self.total[rows] * kept + weights.sum(-1)
+        targets = self._targets[rows] - first
+        (here,) = np.nonzero((targets >= 0) & (targets < logits.shape[1]))
+        self.chosen[rows.start + here] = logits[here, targets[here]]
+        return weights, kept
+
+    @property
+    def normalizer(self) -> Doubles:
+        """The logarithm of the sum of exp(logit), `[n]`."""
+        found: Doubles = self._peak + np.log(self.total)
+        return found
+
+
+class TokenSums:
+    """Sums over the vocabulary for each token of one window, some columns of the logits at a time.
+
+    The divergence is sum p (a - b) - log sum exp a + log sum exp b, with logits a and b and p = softmax a.
+    """
+
+    def __init__(self, window: Window) -> None:
+        rows = len(window.inputs) - window.first
+        self._first = window.first
+        self._columns = 0
+        self._exact, self._other = _Softmax(window.targets), _Softmax(window.targets)
+        self._apart = np.zeros(len(window.targets))
+        self.signal, self.noise = np.zeros(rows), np.zeros(rows)
+        self.is_first: NDArray[np.bool_] = np.arange(rows) + window.first + window.position == 0
+
+    def add(self, expected: Floats, actual: Floats) -> None:
+        """Add the next columns.
+
+        Args:
+            expected: logits of the reference `[T, columns]`.
+            actual: logits of the bundle `[T, columns]`.
+        """
+        expected, actual = expected[self._first :], actual[self._first :]
+        for start in range(0, len(expected), _ROWS):
+            rows = slice(start, start + _ROWS)
+            exact, other = expected[rows].astype(np.float64), actual[rows].astype(np.float64)
+            error = exact - other
+            self.signal[rows] += np.square(exact).sum(-1)
+            self.noise[rows] += np.square(error).sum(-1)
+            if count := len(self._apart[rows]):
+                weights, kept = self._exact.add(rows, self._columns, exact[:count])
+                self._apart[rows] = self._apart[rows] * kept + (weights * error[:count]).sum(-1)
+                self._other.add(rows, self._columns, other[:count])
+        self._columns += expected.shape[1]
+
+    @property
+    def kl(self) -> Doubles:
+        """Divergence of the reference's distribution from the bundle's at each target, nats."""
+        apart: Doubles = self._apart / self._exact.total - self._exact.normalizer + self._other.normalizer
+        return apart
+
+    @property
+    def nll(self) -> tuple[Doubles, Doubles]:
+        """Negative log-likelihood of each target under the reference and under the bundle."""
+        return self._exact.normalizer - self._exact.chosen, self._other.normalizer - self._other.chosen
+
+    @property
+    def agrees(self) -> NDArray[np.bool_]:
+        """Whether both have the same most likely token at each target."""
+        same: NDArray[np.bool_] = self._exact.top == self._other.top
+        return same
+
+
 class Tally:
     """Accumulates the metrics window by window."""
 
     def __init__(self) -> None:
-        self._nll: list[NDArray[np.float64]] = []
-        self._reference_nll: list[NDArray[np.float64]] = []
-        self._kl: list[NDArray[np.float64]] = []
-        self._signal: list[NDArray[np.float64]] = []
-        self._noise: list[NDArray[np.float64]] = []
+        self._nll: list[Doubles] = []
+        self._reference_nll: list[Doubles] = []
+        self._kl: list[Doubles] = []
+        self._signal: list[Doubles] = []
+        self._noise: list[Doubles] = []
         self._is_first: list[NDArray[np.bool_]] = []
         self._agreed = 0
 
@@ -102,26 +197,21 @@ class Tally:
             actual: logits of the bundle `[T, V]`.
             counted: which of its targets count; None for all, and all rows.
         """
-        expected, actual = expected[window.first :], actual[window.first :]
-        positions, targets = np.arange(len(expected)) + window.first + window.position, window.targets
-        if counted is not None:
-            rows = np.flatnonzero(counted)
-            expected, actual, positions, targets = expected[rows], actual[rows], positions[rows], targets[rows]
-        count = len(targets)
-        for first in range(0, count, _ROWS):
-            tokens = targets[first : first + _ROWS]
-            part = slice(first, first + len(tokens))
-            exact, other = log_softmax(expected[part]), log_softmax(actual[part])
-            chosen = np.arange(len(tokens)), tokens
-            self._reference_nll.append(-exact[chosen])
-            self._nll.append(-other[chosen])
-            self._kl.append((np.exp(exact) * (exact - other)).sum(-1))
-        self._agreed += int((actual[:count].argmax(-1) == expected[:count].argmax(-1)).sum())
-        self._is_first.append(positions == 0)
-        for first in range(0, len(expected), _ROWS):
-            part = slice(first, first + _ROWS)
-            self._signal.append(np.square(expected[part], dtype=np.float64).sum(-1))
-            self._noise.append(np.square(actual[part] - expected[part], dtype=np.float64).sum(-1))
+        sums = TokenSums(window)
+        sums.add(expected, actual)
+        self.add_sums(sums, counted)
+
+    def add_sums(self, sums: TokenSums, counted: NDArray[np.bool_] | None = None) -> None:
+        """Add one window, of which all columns were added; `counted` as for `add`."""
+        targets: slice | NDArray[np.intp] = slice(None) if counted is None else np.flatnonzero(counted)
+        reference_nll, nll = sums.nll
+        self._reference_nll.append(reference_nll[targets])
+        self._nll.append(nll[targets])
+        self._kl.append(sums.kl[targets])
+        self._agreed += int(sums.agrees[targets].sum())
+        self._is_first.append(sums.is_first[targets])
+        self._signal.append(sums.signal[targets])
+        self._noise.append(sums.noise[targets])
 
     def record(self, name: Literal["prose", "chat", "template"]) -> QualityRecord:
         """What a manifest keeps; rounded, so that threads and processors hardly change it."""
@@ -162,7 +252,7 @@ class Tally:
         )
 
 
-def _words(pages: Pages, nll: NDArray[np.float64], reference: NDArray[np.float64]) -> WordPerplexity:
+def _words(pages: Pages, nll: Doubles, reference: Doubles) -> WordPerplexity:
     difference = nll - reference
     ratio = _exp(float(difference.sum()) / pages.words)
     return WordPerplexity(
@@ -176,7 +266,7 @@ def _words(pages: Pages, nll: NDArray[np.float64], reference: NDArray[np.float64
     )
 
 
-def log_softmax(logits: Floats) -> NDArray[np.float64]:
+def log_softmax(logits: Floats) -> Doubles:
     """Log-probabilities of logits `[..., V]`, in float64."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(-1, keepdims=True)

@@ -48,6 +48,7 @@ from exporters.pipeline.quality import (
     ReferencePiece,
     Text,
     quality_bytes,
+    reference_bytes,
 )
 from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
@@ -258,7 +259,7 @@ class Planner:
         )
 
     def _quality(self, prepared: Prepared, folded: Folded, write: str) -> str | None:
-        checkpoint, context = prepared.checkpoint, prepared.options.contexts[-1]
+        checkpoint = prepared.checkpoint
         measured: dict[TextName, Measured] = {}
         if prepared.options.check_quality:
             prose = Text("prose", held_out_prose(), MEASURED_TOKENS["prose"])
@@ -267,13 +268,14 @@ class Planner:
                 text = Text("chat", chat, MEASURED_TOKENS["chat"])
                 marks = template_tokens(checkpoint.tokenizer, chat)
                 measured["chat"] = replace(self.measured(prepared, folded, text), template=marks)
-        ram_bytes, reference, by_layer = quality_bytes(checkpoint.spec, context), None, None
+        ram_bytes, reference, by_layer = quality_bytes(checkpoint.spec), None, None
         if self._swept is not None:
             least = replace(self._swept, tokens=min(self._swept.tokens, _LAYER_TOKENS))
             by_layer = self.measured(prepared, folded, least)
             ram_bytes += quantizing_bytes(prepared)
             if measured:
-                reference = self.plan.put(ReferencePiece(tuple(measured.values())), ram_bytes)
+                most = reference_bytes(checkpoint.spec, prepared.options.contexts[-1])
+                reference = self.plan.put(ReferencePiece(tuple(measured.values())), most)
         if not measured and by_layer is None:
             return None
         return self.plan.put(QualityPiece(write, tuple(measured.items()), reference, by_layer), ram_bytes)

@@ -15,17 +15,19 @@ from numpy.typing import NDArray
 
 import edgekv
 from edgekv.bundle import Bundle, QualityRecord, open_bundle
-from edgekv.engine.sink import read_sink
+from edgekv.graphs.decoder import layer_result
 from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
 from edgekv.scratch import scratch_folder
-from edgekv.spec import LOGITS, DecoderSpec
+from edgekv.spec import DecoderSpec
+from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.folded import heads_of, transformed
+from exporters.inspect.head import BundleHead
 from exporters.inspect.held_out import MEASURED_TOKENS, ChatTally, ChatWindow, TextName, chat_windows
 from exporters.inspect.layers import LayerMeter
 from exporters.inspect.probe import Probe
 from exporters.inspect.report import LayerLoss
-from exporters.inspect.tally import Tally
+from exporters.inspect.tally import Tally, TokenSums
 from exporters.inspect.wikitext import Window, measured_windows
 from exporters.pipeline.inputs import TOKENS, Exact, Inputs, SinkChoice
 from exporters.pipeline.piece import Piece
@@ -49,7 +51,7 @@ class Text:
 
 
 _PROCESS_BYTES = 250_000_000
-_COPIES_OF_WEIGHTS, _COPIES_OF_LOGITS = 3, 3
+_COPIES_OF_WEIGHTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,11 @@ class StoredLogits:
         for number in range(len(windows)):
             yield np.load(self.folder / f"{number}.npy")
 
+    def blocks(self, windows: Sequence[NDArray[np.int64]], vocab: int) -> Iterator[list[Floats]]:
+        """The logits `[T, rows]` of every window, for some rows of the vocabulary after the others."""
+        mapped = [np.load(self.folder / f"{number}.npy", mmap_mode="r") for number in range(len(windows))]
+        return ([np.array(each[:, rows]) for each in mapped] for rows in blocks_of_rows(vocab))
+
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
     """What a bundle lost.
@@ -206,33 +213,33 @@ class QualityPiece(Piece):
     def make(self, folder: Path, inputs: Inputs) -> Quality:
         prose = [window for name, each in self.texts if name == "prose" for window in each.windows(inputs)]
         chat = [window for name, each in self.texts if name == "chat" for window in each.chat_windows(inputs)]
-        every: list[Window | ChatWindow] = [*prose, *chat]
-        windows = [each.window.inputs if isinstance(each, ChatWindow) else each.inputs for each in every]
+        every = [*prose, *(each.window for each in chat)]
+        windows, sums = [each.inputs for each in every], [TokenSums(each) for each in every]
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
         run = _TracedRun(bundle, inputs.threads, *self._by_layer(bundle, inputs))
-        tally, of_chat = Tally(), ChatTally()
         with scratch_folder("quality") as scratch:
-            # One head in memory at a time: all logits of the reference come first.
-            exact = self._exact(windows, bundle, inputs, scratch).logits(windows)
-            for window, expected, found in zip(every, exact, run.logits(windows), strict=True):
-                if isinstance(window, ChatWindow):
-                    of_chat.add(window, expected, found)
-                else:
-                    tally.add(window, expected, found)
+            exact = self._exact(windows, bundle, inputs) if windows else ()
+            found = run.blocks(windows, scratch)
+            for expected, actual in zip(exact, found, strict=True):
+                for each, one, other in zip(sums, expected, actual, strict=True):
+                    each.add(one, other)
         self._told(inputs, bundle, 2 * bundle.manifest.model.layers)
-        of_prose = (tally.record("prose"),) if tally else ()
-        return Quality(records=(*of_prose, *of_chat.records), layers=tuple(run.losses))
+        tally, of_chat = Tally(), ChatTally()
+        for of_prose in sums[: len(prose)]:
+            tally.add_sums(of_prose)
+        for window, of_window in zip(chat, sums[len(prose) :], strict=True):
+            of_chat.add_sums(window, of_window)
+        records = (tally.record("prose"),) if tally else ()
+        return Quality(records=(*records, *of_chat.records), layers=tuple(run.losses))
 
-    def _exact(
-        self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs, scratch: Path
-    ) -> StoredLogits:
+    def _exact(self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs) -> Iterator[list[Floats]]:
+        """The reference's logits of every window, for some rows of the vocabulary after the others."""
         if self.reference is not None:
-            return StoredLogits(inputs.store.path(self.reference))
-        if windows:
-            measured = self.texts[0][1]
-            reference = Reference(inputs.exact(measured.exact), measured.context)
-            store_logits(reference.logits(windows, progress=partial(self._told, inputs, bundle)), scratch)
-        return StoredLogits(scratch)
+            stored = StoredLogits(inputs.store.path(self.reference))
+            return stored.blocks(windows, bundle.manifest.model.vocab)
+        measured = self.texts[0][1]
+        reference = Reference(inputs.exact(measured.exact), measured.context)
+        return reference.head_blocks(reference.states(windows, progress=partial(self._told, inputs, bundle)))
 
     def _by_layer(self, bundle: Bundle, inputs: Inputs) -> tuple[Tensors | None, list[Window]]:
         if self.by_layer is None:
@@ -245,11 +252,17 @@ class QualityPiece(Piece):
         inputs.progress("measure", layers, 2 * bundle.manifest.model.layers)
 
 
-def quality_bytes(spec: DecoderSpec, context: int) -> int:
-    """RAM that a `QualityPiece` takes: the head while it is loaded, and logits of a window from both models."""
+def quality_bytes(spec: DecoderSpec) -> int:
+    """RAM that a `QualityPiece` takes: a layer while it is loaded, and the integers of the head, which are mapped."""
+    layer = _COPIES_OF_WEIGHTS * 4 * spec.sizes.layer_parameters
+    return _PROCESS_BYTES + layer + spec.sizes.table_parameters
+
+
+def reference_bytes(spec: DecoderSpec, context: int) -> int:
+    """RAM that a `ReferencePiece` takes: a layer, or the head and the logits of a window."""
     window = min(context, MEASURED_TOKENS["prose"] + 1)
     largest = max(spec.sizes.layer_parameters, spec.sizes.table_parameters)
-    return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest + _COPIES_OF_LOGITS * 4 * window * spec.vocab
+    return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest + 2 * 4 * window * spec.vocab
 
 
 class _TracedRun:
@@ -272,29 +285,39 @@ class _TracedRun:
         self._tensors = tensors
         self._by_layer = by_layer
 
-    def logits(self, windows: Sequence[NDArray[np.int64]]) -> Iterator[Floats]:
-        """The logits `[T, V]` of each window."""
-        if self._bundle.manifest.graph_format == "onnx":
-            yield from self._probed(windows)
-            return
-        with edgekv.load(self._bundle, engine="litert", threads=self._threads) as model:
-            for window in windows:
-                yield model.score(window.tolist())
+    def blocks(self, windows: Sequence[NDArray[np.int64]], scratch: Path) -> Iterator[list[Floats]]:
+        """The logits `[T, rows]` of every window, for some rows of the vocabulary after the others.
 
-    def _probed(self, windows: Sequence[NDArray[np.int64]]) -> Iterator[Floats]:
+        Args:
+            windows: token ids.
+            scratch: a folder for logits.
+        """
+        manifest = self._bundle.manifest
+        if manifest.graph_format == "onnx":
+            states = self._states(windows)
+            return BundleHead(self._bundle).blocks(states) if windows else iter(())
+        with edgekv.load(self._bundle, engine="litert", threads=self._threads) as model:
+            store_logits((model.score(window.tolist()) for window in windows), scratch)
+        return StoredLogits(scratch).blocks(windows, manifest.model.vocab) if windows else iter(())
+
+    def _states(self, windows: Sequence[NDArray[np.int64]]) -> list[Floats]:
+        """What the last layer gives for each window, `[T - first, hidden]`; layers are measured meanwhile."""
         bundle, measured = self._bundle, self._by_layer
-        manifest, sink = bundle.manifest, read_sink(bundle)
+        spec = bundle.manifest.model
         probe = Probe(bundle, make_engine(bundle, EngineOptions(threads=self._threads)))
         meter = None if self._tensors is None else LayerMeter(bundle, probe.first, self._tensors, measured)
-        restored = [] if sink is None else [manifest.encodings[LOGITS].dequantize(sink.logits)]
+        states = list[Floats]()
         stages = probe.stages([*(window.inputs for window in measured), *windows])
-        for stage in range(manifest.model.layers + 1):
+        for stage in range(spec.layers + 1):
             found = [*islice(stages, len(measured))]
             if meter is not None:
                 meter.add(found)
             del found
+            if stage == spec.layers:
+                break  # the head's graph holds all of it
             for trace in islice(stages, len(windows)):
-                if stage == manifest.model.layers:
-                    yield np.concatenate([*restored, trace["logits"]])
+                if stage == spec.layers - 1:
+                    states.append(trace[layer_result(spec, stage)])
         if meter is not None:
             self.losses = meter.losses
+        return states

@@ -18,8 +18,8 @@ from edgekv.graphs.decoder import (
     feed_forward_inputs,
     gated_layer_input,
     head_inputs,
+    head_logits,
     last_norm,
-    logits,
     mixer,
     mixer_inputs,
 )
@@ -346,6 +346,7 @@ class Quantizer:
             inputs = self.inputs(np.stack([head_inputs(ops, spec, self.hidden[:, w]) for w in windows], axis=1))
         table = self._table if spec.shares_vocabulary else None
         integers = np.empty((0 if table else spec.hidden, spec.vocab), np.int8)
+        ends = [head_inputs(ops, spec, self.hidden[-1:, window]) for window in windows]
         grids = []
         for rows in blocks_of_rows(spec.vocab):
             if table is not None:
@@ -358,8 +359,8 @@ class Quantizer:
                 integers[:, rows] = part.integers
                 grids.append(part.grid)
             ops.quantized[key] = by_outputs(part.dequantize())
-            for window in windows:
-                logits(ops, spec, self.hidden[-1:, window])
+            for end in ends:
+                head_logits(ops, spec, end)
         ops.drop()
         if table is None:
             yield key, QuantizedWeight(integers, Grid.joined(grids))

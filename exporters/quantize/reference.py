@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.decoder import decoder_layer, head_inputs, head_logits, logits
 from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, Recalled, between_blocks, recall
 from edgekv.kv import KvTensor
 from edgekv.spec import LAYER_INPUTS_PORT
@@ -20,7 +20,8 @@ from edgekv.spec.geometry import CHECKPOINT_TOKENS, DELTA_KINDS
 from edgekv.spec.linear import DeltaRule
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
-from edgekv.spec.tensors import EMBEDDING, LAYER_INPUTS, by_inputs, head_width
+from edgekv.spec.tensors import EMBEDDING, HEAD, LAYER_INPUTS, by_inputs, head_width
+from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.fold import EVERY, Factors, Rows
 from exporters.quantize.tail import Tail
 from quant import QuantizedWeight
@@ -95,9 +96,12 @@ class Weights:
         return self._read[key]
 
     def embeddings(self, tokens: NDArray[Any]) -> Floats:
-        """Rows of the embedding, or of pictures behind it, `[T, hidden]`."""
-        table = self[EMBEDDING]
-        return table[tokens] if (tokens < len(table)).all() else self._tensors.tensor(EMBEDDING, tokens)
+        """Rows of the embedding, or of pictures behind it, `[T, hidden]`; no others are read."""
+        return self._tensors.tensor(EMBEDDING, tokens)
+
+    def put(self, key: str, values: Floats) -> None:
+        """Use other values of a tensor until it is dropped, such as some rows of the head."""
+        self._read[key] = values
 
     def drop(self) -> None:
         """Free the tensors read so far, so that one layer is in memory at a time."""
@@ -462,6 +466,18 @@ class Reference:
         for state in states:
             ops = self._ops(weights, {len(state)}, observe)
             yield logits(ops[len(state)], self._tensors.spec, state)
+
+    def head_blocks(self, states: Sequence[Floats]) -> Iterator[list[Floats]]:
+        """The logits of `head`, some rows of the vocabulary at a time: `[T, rows]` of each output of the last layer.
+
+        Neither the head nor the logits of a window are whole in memory.
+        """
+        weights, spec = Weights(self._tensors), self._tensors.spec
+        ops = self._ops(weights, {len(state) for state in states}, None)
+        inputs = [head_inputs(ops[len(state)], spec, state) for state in states]
+        for rows in blocks_of_rows(spec.vocab):
+            weights.put(HEAD, self._tensors.tensor(HEAD, rows))
+            yield [head_logits(ops[len(x)], spec, x) for x in inputs]
 
     def _ops(self, weights: Weights, lengths: Iterable[int], observe: Observer | None) -> dict[int, NumpyOps]:
         return {n: NumpyOps(self._tensors.spec, weights, n, self._context or n, observe) for n in lengths}
