@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +100,29 @@ async def complete(
         if leave_after is not None and events >= leave_after and answer.reason is None:
             break
     return answer
+
+
+def stream_times(port: int, prompt: str, tokens: int) -> tuple[float, float]:
+    """Time to the first token of a greedy stream of a number of tokens, with the connection, and per further token, ms.
+
+    An event may have the text of several tokens; only its arrival is noted.
+    """
+    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    first = last = 0.0
+    began, end = time.perf_counter(), b""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        while b"data: [DONE]" not in end:
+            part = connection.recv(1 << 16)
+            if not part:
+                raise ConnectionResetError("the server has gone")
+            if b"data: {" in part:
+                last = time.perf_counter()
+                first = first or last
+            end = (end + part)[-32:]
+    return (first - began) * 1e3, (last - first) * 1e3 / (tokens - 1)
 
 
 async def metrics(port: int) -> dict[str, float]:

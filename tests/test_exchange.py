@@ -228,6 +228,12 @@ def test_bodies_are_limited(server: Server):
 def test_headers_are_limited(server: Server):
     assert b" 400 " in server.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 9000)
     assert b" 400 " in server.raw(b"\x16\x03\x01\x00\x00\r\n\r\n")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(head + b"transfer-encoding: chunked\r\nexpect: 100-continue\r\n\r\n")
+        assert b" 100 " in client.recv(4096)
+        client.sendall(b"0\r\n" + b"x: y\r\n" * 900)  # headers behind a body
+        assert b" 400 " in client.recv(4096)
 
 
 def test_slow_clients_are_cut_off(server: Server):

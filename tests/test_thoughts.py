@@ -20,6 +20,8 @@ from edgekv.text.sampler import Sampler
 from edgekv.text.thoughts import ThoughtFormat, ThoughtReader, thought_format
 from edgekv.text.tools.format import GEMMA4
 from edgekv.text.tools.grammar import tools_grammar
+from tests.browser import Browser
+from tests.chat_page import FIGURES, KEPT, TURNS, change_settings, new_chat, say
 from tests.serving import NAME, served, talking_bundle
 
 THINK, CHANNEL = ThoughtFormat("<think>", "</think>"), ThoughtFormat("<|channel>thought", "<channel|>")
@@ -165,8 +167,11 @@ def test_a_server_has_fields_for_thoughts(bundle: Path, model: edgekv.Model, say
     with served(bundle) as server:
         client = server.client()
         wanted: dict[str, Any] = {"model": NAME, "messages": asked, "max_tokens": count}
-        message: Any = client.chat.completions.create(**wanted).choices[0].message
+        completion: Any = client.chat.completions.create(**wanted)
+        message = completion.choices[0].message
         assert (message.content, message.reasoning_content) == ("Because.", "It is so.")
+        of_thoughts = sum(t.thoughts is not None for t in model.generate(messages=ASKED, max_new_tokens=count))
+        assert 0 < completion.usage.completion_tokens_details.reasoning_tokens == of_thoughts < count
         with client.chat.completions.create(**wanted, stream=True) as stream:
             deltas: list[Any] = [chunk.choices[0].delta for chunk in stream]
         thoughts = [getattr(delta, "reasoning_content", None) for delta in deltas]
@@ -176,7 +181,7 @@ def test_a_server_has_fields_for_thoughts(bundle: Path, model: edgekv.Model, say
         answer: Any = client.responses.create(model=NAME, input="Why?", max_output_tokens=count)
         assert [item.type for item in answer.output] == ["reasoning", "message"]
         assert (answer.output[0].content[0].text, answer.output_text) == ("It is so.", "Because.")
-        assert 0 < answer.usage.output_tokens_details.reasoning_tokens < count
+        assert answer.usage.output_tokens_details.reasoning_tokens == of_thoughts
         with client.responses.stream(model=NAME, input="Why?", max_output_tokens=count) as events:
             found: list[Any] = [*events]
         assert "".join(each.delta for each in found if each.type == "response.reasoning_text.delta") == "It is so."
@@ -192,3 +197,31 @@ def test_a_server_has_fields_for_thoughts(bundle: Path, model: edgekv.Model, say
         again = client.responses.create(model=NAME, input=given, max_output_tokens=1)
         seen = "<user>Why?</s><assistant><think>It is so.</think>Because.</s><assistant>"
         assert again.usage is not None and again.usage.input_tokens == tokens(seen)
+
+
+def test_the_chat_page_folds_thoughts(bundle: Path, says: Callable[[str], int], chromium: Browser) -> None:
+    """They are shown as they come, in a block that opens with a click, and stay after a reload."""
+    count, folded = says(SAID), "document.querySelector('.assistant details')"
+    watch = "new MutationObserver(() => shown.push(document.querySelector('.assistant .thoughts div')?.textContent))"
+    with served(bundle) as server, new_chat(chromium, server) as chat:
+        change_settings(chat, max_tokens=count, temperature=0)
+        target = "document.getElementById('log'), { childList: true, subtree: true, characterData: true }"
+        chat.run(f"globalThis.shown = [], {watch}.observe({target}), undefined")
+        say(chat, "Why?", turns=2)
+        seen = list(dict.fromkeys(filter(None, chat.run("shown"))))
+        assert seen and all("It is so.".startswith(each) for each in seen)
+        assert chat.run(TURNS)[1] == ["assistant", "Because."] and chat.run(FIGURES)
+        assert chat.run(f"[{folded}.open, {folded}.hidden, {folded}.lastChild.textContent]") == [
+            False,
+            False,
+            "It is so.",
+        ]
+        chat.click(".assistant summary")
+        assert chat.run(f"{folded}.open && {folded}.lastChild.offsetHeight > 0")
+        chat.open(f"{server.serving.url}/?later")
+        chat.wait(f"document.title === {NAME!r}")
+        assert chat.run(f"{folded}.lastChild.textContent") == "It is so."
+        assert chat.run(f"{KEPT}.messages[1].thoughts") == "It is so."
+        assert chat.run("document.querySelector('.user details').hidden")
+        sent = "request().messages[1]"
+        assert chat.run(sent) == {"role": "assistant", "content": "Because.", "reasoning_content": "It is so."}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
+import socket
+import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Literal
@@ -20,6 +23,11 @@ from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
 from edgekv.text import StopReason, Token, ToolCall
+
+_WRITE: Callable[[int, bytes, int], int] | None = None
+"""`write` of the C library, called with the interpreter's lock."""
+if sys.platform != "win32":
+    _WRITE = ctypes.PyDLL(None).write
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -68,6 +76,7 @@ class Finished:
         generated_tokens: tokens generated, with the end-of-sequence token.
         accepted_drafts: those of them that speculation proposed.
         rejected_drafts: proposed tokens that were wrong, or not needed.
+        thought_tokens: those of the model's thoughts.
     """
 
     reason: FinishReason
@@ -76,43 +85,116 @@ class Finished:
     generated_tokens: int
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    thought_tokens: int = 0
 
 
 Told = Piece | PromptLogprobs | Finished | ApiError
 """What the thread tells the coroutine that waits for an answer."""
 
+Sink = Callable[[list[tuple[int, Told]]], bool]
+"""Takes events of the answers with these indices, all of them or none; whether it did."""
+
+
+class Bell:
+    """Tells the readers of channels in an event loop that events have arrived, from any thread.
+
+    asyncio's own way gives up the interpreter's lock while it writes to the loop: the loop's thread takes it, and the
+    engine's waits for its work in front of every step. Here the lock is kept during the write, so that the loop's
+    thread gets it once the engine computes.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """For a loop that runs in this thread."""
+        self._loop = loop
+        self._told: deque[Channel] = deque()
+        self._is_rung = False
+        self._lock = threading.Lock()
+        self._pipe: tuple[socket.socket, socket.socket] | None = None
+        if _WRITE is not None:
+            self._pipe = socket.socketpair()
+            for each in self._pipe:
+                each.setblocking(False)
+            loop.add_reader(self._pipe[0], self._hear)
+
+    def ring(self, channels: Iterable[Channel]) -> None:
+        """Wake the readers of channels."""
+        self._told.extend(channels)
+        if self._is_rung or not self._told:
+            return
+        self._is_rung = True
+        with self._lock:  # nobody closes the descriptor meanwhile
+            if self._pipe is not None and _WRITE is not None:
+                _WRITE(self._pipe[1].fileno(), b"\0", 1)
+                return
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def close(self) -> None:
+        """Free its descriptors, in the loop's thread."""
+        with self._lock:
+            pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            self._loop.remove_reader(pipe[0])
+            for each in pipe:
+                each.close()
+
+    def _hear(self) -> None:
+        if self._pipe is not None:
+            self._pipe[0].recv(64)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._is_rung = False  # before reading: what arrives now rings again
+        while self._told:
+            self._told.popleft().deliver()
+
 
 class Channel:
-    """A queue that other threads write and one coroutine reads: `put` adds events, and `wake` tells the reader.
+    """A queue that other threads write and one coroutine reads: `put` adds events, and a `Bell` tells the reader.
 
     It has the events of all answers to a request, each with the index of its answer.
     """
 
     def __init__(self) -> None:
-        """For the running loop."""
-        self._loop = asyncio.get_running_loop()
+        self._sink: Sink | None = None
         self._events: deque[tuple[int, Told]] = deque()
         self._arrived = asyncio.Event()
-        self._is_woken = self._is_late = False
+        self._is_late = False
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, index: int, event: Told) -> None:
-        """Add an event of an answer, from any thread; the reader learns of it with `wake`."""
+        """Add an event of an answer, from any thread."""
         self._events.append((index, event))
 
-    async def take(self, within_s: float | None = None) -> list[tuple[int, Told]]:
+    def deliver(self) -> None:
+        """Give events to the sink or wake the reader, in the loop's thread."""
+        if not self._events:  # told twice
+            return
+        if self._sink is not None and not self._arrived.is_set():
+            events = [self._events.popleft() for _ in range(len(self._events))]
+            if self._sink(events):
+                return
+            self._events.extendleft(reversed(events))
+        self._arrived.set()
+
+    async def take(self, within_s: float | None = None, sink: Sink | None = None) -> list[tuple[int, Told]]:
         """All events that have arrived, at least one; or none, at least once within some seconds.
+
+        Args:
+            within_s: None to wait without end.
+            sink: takes events while this waits, which saves a task switch for each.
 
         Raises:
             DisconnectedError: the job was cancelled, as the client has gone.
         """
         if within_s is not None and self._timer is None:  # it runs on over several calls: setting it costs time
-            self._timer = self._loop.call_later(within_s, self._end_wait)
+            self._timer = asyncio.get_running_loop().call_later(within_s, self._end_wait)
         taken: list[tuple[int, Told]] = []
         while True:
+            self._sink = sink
             await self._arrived.wait()
+            self._sink = None
             self._arrived.clear()
-            self._is_woken = False  # before reading: an event that arrives now wakes the reader again
             while self._events:
                 index, event = self._events.popleft()
                 if isinstance(event, ApiError) and event.code == CANCELLED:
@@ -124,6 +206,7 @@ class Channel:
 
     def close(self) -> None:
         """Nobody reads it any more."""
+        self._sink = None
         if self._timer is not None:
             self._timer.cancel()
 
@@ -131,21 +214,6 @@ class Channel:
         self._timer = None
         self._is_late = True
         self._arrived.set()
-
-    @staticmethod
-    def wake(channels: Iterable[Channel]) -> None:
-        """Tell the readers of channels of one loop that events have arrived, from any thread."""
-        asleep = [each for each in channels if not each._is_woken]
-        for each in asleep:
-            each._is_woken = True
-        if asleep:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                asleep[0]._loop.call_soon_threadsafe(_set, [each._arrived for each in asleep])
-
-
-def _set(arrived: Iterable[asyncio.Event]) -> None:
-    for each in arrived:
-        each.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +248,7 @@ class Ticket:
         sequence: what the engine has made of it; None while it is in the inbox.
         last_token: when the last token came; before, when the request did.
         generated_tokens: that it has sent.
+        thought_tokens: those of the model's thoughts.
         scored: log-probabilities of the prompt so far.
     """
 
@@ -191,6 +260,7 @@ class Ticket:
     sequence: Sequence | None = None
     last_token: float = field(default_factory=perf_counter)
     generated_tokens: int = 0
+    thought_tokens: int = 0
     scored: list[TokenLogprob] = field(default_factory=list)
 
     def tell(self, event: Told) -> None:
@@ -212,6 +282,8 @@ class Ticket:
         """Send a token; the seconds since the one before, or since the arrival."""
         now = perf_counter()
         seconds, self.last_token = now - self.last_token, now
+        self.generated_tokens += 1
+        self.thought_tokens += token.thoughts is not None
         logprob = None
         if token.logits is not None and not is_eos:
             logprob = token_logprob(token.logits, token.id, self.wanted.top_logprobs)
@@ -243,11 +315,21 @@ class EngineThread:
         self._arrived: deque[Ticket] = deque()
         self._tickets: dict[Sequence, Ticket] = {}
         self._told: list[Channel] = []
+        self._bell: Bell | None = None
         self._is_closed = False
         self._mean_s = 1.0
         self._measured = (0, 0)
         self._thread = threading.Thread(target=self._drive, name="edgekv-engine", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def heard_by(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Let channels be read in a loop, in whose thread this is called, until the block ends."""
+        self._bell = Bell(loop)
+        try:
+            yield
+        finally:
+            self._bell.close()
 
     @property
     def queued(self) -> int:
@@ -303,9 +385,11 @@ class EngineThread:
 
     def give_up(self) -> None:
         """End the answers of a thread that does not end, from another thread."""
-        for ticket in (*self._tickets.values(), *self._arrived):
+        waiting = (*self._tickets.values(), *self._arrived)
+        for ticket in waiting:
             ticket.tell(_stopping())
-            Channel.wake([ticket.channel])
+        if self._bell is not None:
+            self._bell.ring([ticket.channel for ticket in waiting])
 
     def _drive(self) -> None:
         try:
@@ -373,8 +457,7 @@ class EngineThread:
         elif isinstance(event, Token):
             output = sequence.output
             assert output is not None, "it gives tokens"
-            ticket.generated_tokens += 1
-            is_last = sequence.has_ended and ticket.generated_tokens == len(output.tokens)
+            is_last = sequence.has_ended and ticket.generated_tokens + 1 == len(output.tokens)
             seconds = ticket.add_token(event, is_eos=is_last and output.stop_reason == "eos")
             self._metrics.count_token(seconds, is_first=ticket.generated_tokens == 1)
             if not is_last:
@@ -396,7 +479,8 @@ class EngineThread:
         drafts = stats.speculation
         accepted, rejected = (0, 0) if drafts is None else (drafts.accepted, drafts.proposed - drafts.accepted)
         reason, cached, generated = _REASONS[stats.stop_reason], stats.cache.reused_tokens, stats.generated_tokens
-        ticket.tell(Finished(reason, stats.prompt_tokens, cached, generated, accepted, rejected))
+        thoughts = ticket.thought_tokens
+        ticket.tell(Finished(reason, stats.prompt_tokens, cached, generated, accepted, rejected, thoughts))
 
     def _fail(self, ticket: Ticket, error: ApiError) -> None:
         if (sequence := ticket.sequence) is not None:
@@ -412,9 +496,9 @@ class EngineThread:
 
     def _wake(self) -> None:
         """Wake those who got an event since the last call."""
-        if self._told:
-            Channel.wake(self._told)
-            self._told.clear()
+        if self._told and self._bell is not None:
+            self._bell.ring(self._told)
+        self._told.clear()
 
     def _measure(self) -> None:
         """Note what the engine holds: other threads must not look at it."""

@@ -10,7 +10,6 @@ from dataclasses import fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from edgekv.engine import POOLED, Request
 from edgekv.pictures import Picture
@@ -173,8 +172,9 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):
-    """Part of `usage` with speculation: drafts that are part of the answer, and drafts that are not."""
+    """Part of `usage`: tokens of thoughts, drafts that are part of the answer, and drafts that are not."""
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -186,7 +186,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionDetails
 
     @classmethod
     def of(cls, ends: Sequence[Finished], n: int) -> Usage:
@@ -200,8 +200,11 @@ class Usage(msgspec.Struct, frozen=True):
         prompt = sum(end.prompt_tokens for end in firsts)
         generated = sum(end.generated_tokens for end in ends)
         cached = PromptDetails(sum(end.cached_tokens for end in firsts))
-        accepted, rejected = sum(end.accepted_drafts for end in ends), sum(end.rejected_drafts for end in ends)
-        details = CompletionDetails(accepted, rejected) if accepted or rejected else UNSET
+        details = CompletionDetails(
+            sum(end.thought_tokens for end in ends),
+            sum(end.accepted_drafts for end in ends),
+            sum(end.rejected_drafts for end in ends),
+        )
         return cls(prompt, generated, prompt + generated, cached, details)
 
 
@@ -324,11 +327,20 @@ async def answer(
 
 
 async def _stream(exchange: Exchange, channel: Channel, answers: _Answers) -> None:
+    def send_tokens(events: list[tuple[int, Told]]) -> bool:
+        """Nearly all events are tokens and find room in the connection's buffer."""
+        if not (exchange.has_room and all(isinstance(event, Piece) for _, event in events)):
+            return False
+        data, _ = answers.add(events)
+        if data:
+            exchange.send_now(data)
+        return True
+
     await exchange.begin_events()
     if head := answers.reply.head():
         await exchange.send_events(head)
     while True:
-        events = await channel.take(WAITING_S)
+        events = await channel.take(WAITING_S, send_tokens)
         data, error = answers.add(events)
         if error is not None:
             await exchange.send_events(data + answers.reply.failed(error.renamed(exchange.name_of)), more=False)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from hashlib import sha256
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edgekv.errors import EdgeKVError
 from edgekv.serve.errors import ApiError, DisconnectedError, api_error, refused
@@ -132,6 +132,7 @@ class Exchange:
         self.name_of: Callable[[str], str | None] = _same
         self.body_bytes = 0
         self.headers: list[tuple[bytes, bytes]] = []
+        self._connection: Connection = scope["state"]["connection"]
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -210,6 +211,15 @@ class Exchange:
         """
         await self._write(data, more=more)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the connection takes more of a stream that has begun, without waiting for the client."""
+        return self._connection.has_room
+
+    def send_now(self, data: bytes) -> None:
+        """Send events of a stream that has begun, if `has_room`: past ASGI, which costs more than all else here."""
+        self._connection.send_chunk(data)
+
     async def wait_until_gone(self) -> None:
         """Return when the client has gone. The body must have been read."""
         while (await self._receive())["type"] != "http.disconnect":
@@ -266,7 +276,7 @@ class Exchange:
             self._watch = loop.call_later(left_s, self._check_write)
         else:
             self._is_aborted = True
-            self.scope["state"]["abort"]()
+            self._connection.abort()
 
 
 class ApiKeys:
@@ -403,37 +413,63 @@ class Endpoint:
             raise api_error(error).renamed(exchange.name_of) from None
 
 
-def protocol(limits: Limits) -> type[H11Protocol]:
-    """HTTP/1.1 on a connection."""
+class Connection(HttpToolsProtocol):
+    """HTTP/1.1 on a connection, which is closed if headers are too long or take too long."""
 
-    class Protocol(H11Protocol):
-        """Closes a connection whose headers take too long, and lets an answer that nobody takes abort it."""
+    limits: ClassVar[Limits]
+    _deadline: asyncio.TimerHandle | None = None
+    _head_bytes = 0  # since the parser has passed something on: of headers, trailers, or what frames a body
 
-        _deadline: asyncio.TimerHandle | None = None
+    @classmethod
+    def within(cls, limits: Limits) -> type[Connection]:
+        """The same with limits: uvicorn makes the connections."""
+        return type(cls.__name__, (cls,), {"limits": limits})
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self.app_state = {**self.app_state, "abort": transport.abort}
-            self._deadline = self.loop.call_later(limits.header_s, transport.abort)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "connection": self}
+        self._deadline = self.loop.call_later(self.limits.header_s, transport.abort)
 
-        def data_received(self, data: bytes) -> None:
-            before = self.cycle
-            super().data_received(data)
-            if self.cycle is not before:
-                self._disarm()
-            elif self._deadline is None and (before is None or before.response_complete):
-                self._deadline = self.loop.call_later(limits.header_s, self.transport.abort)
-
-        def connection_lost(self, exc: Exception | None) -> None:
+    def data_received(self, data: bytes) -> None:
+        before, most = self.cycle, self.limits.header_bytes
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > most and not self.transport.is_closing():
+            self.send_400_response(f"headers: got more than {most:,} bytes; expected at most that. Send less.")
+        if self.cycle is not before:
             self._disarm()
-            super().connection_lost(exc)
+        elif self._deadline is None and (before is None or before.response_complete):
+            self._deadline = self.loop.call_later(self.limits.header_s, self.abort)
 
-        def _disarm(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_headers_complete()
 
-    return Protocol
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it is open and the client has not too much unread."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def send_chunk(self, data: bytes) -> None:
+        """Send a part of an answer of unknown length, which has begun."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def abort(self) -> None:
+        """End it at once."""
+        self.transport.abort()
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
 
 def write_line(line: str) -> None:

@@ -104,11 +104,11 @@ class ResponseUsage(msgspec.Struct, frozen=True):
     total_tokens: int
 
     @classmethod
-    def of(cls, end: Finished, thought_tokens: int) -> ResponseUsage:
+    def of(cls, end: Finished) -> ResponseUsage:
         """Of an answer."""
         total = end.prompt_tokens + end.generated_tokens
         cached = PromptDetails(end.cached_tokens)
-        return cls(end.prompt_tokens, cached, end.generated_tokens, OutputDetails(thought_tokens), total)
+        return cls(end.prompt_tokens, cached, end.generated_tokens, OutputDetails(end.thought_tokens), total)
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
@@ -523,7 +523,6 @@ class _Reply:
         self._items: list[Item] = []
         self._written: Literal["message", "reasoning"] | None = None  # the item that is open
         self._name = self._text = ""  # its id, and its text so far
-        self._thought_tokens = 0
 
     def head(self) -> bytes:
         return b"".join(
@@ -535,7 +534,6 @@ class _Reply:
         data = b""
         if not isinstance(happened, Piece):
             return data
-        self._thought_tokens += happened.thoughts is not None
         if happened.thoughts:
             data += self._opened("reasoning")
             self._text += happened.thoughts
@@ -568,7 +566,7 @@ class _Reply:
             self.record,
             status=status,
             output=self._items,
-            usage=ResponseUsage.of(end, self._thought_tokens),
+            usage=ResponseUsage.of(end),
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
         )
         self._store(self.record)

@@ -23,7 +23,7 @@ from edgekv.model import Model
 from edgekv.serve.app import make_app
 from edgekv.serve.engine_thread import EngineThread
 from edgekv.serve.errors import OUT_OF_FILES, is_out_of_files
-from edgekv.serve.http import App, protocol
+from edgekv.serve.http import App, Connection
 from edgekv.serve.options import Limits, ServeOptions
 from edgekv.serve.service import Service
 
@@ -114,7 +114,7 @@ class HttpServer(Server):
     def __init__(self, app: App, limits: Limits, engine: EngineThread) -> None:
         config = Config(
             app,
-            http=protocol(limits),
+            http=Connection.within(limits),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -124,7 +124,6 @@ class HttpServer(Server):
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            h11_max_incomplete_event_size=limits.header_bytes,
             limit_concurrency=limits.connections,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
@@ -134,6 +133,11 @@ class HttpServer(Server):
         self._is_impatient = False
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until it is to stop and all connections have ended."""
+        with self._engine.heard_by(asyncio.get_running_loop()):
+            await super().serve(sockets)
 
     async def main_loop(self) -> None:
         """Wait until the server is to stop; uvicorn would look ten times a second.
