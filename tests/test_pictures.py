@@ -21,6 +21,7 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.conversation import Conversation
 from edgekv.errors import ContextFullError, EngineError, UsageError
+from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.model import Model
 from edgekv.pictures import (
     Picture,
@@ -293,6 +294,20 @@ def test_openai_clients_send_pictures(model: Model, bundle: Path):
 def test_a_bundle_of_text_refuses_pictures():
     with edgekv.load(exported_architecture("smollm3")) as model, pytest.raises(UsageError, match="reads text alone"):
         model.generate("What?", pictures=[png(photo(8, 8))])
+
+
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+@pytest.mark.parametrize(("mode", "least_db"), [("exact16", 45), ("fast", 30)])
+def test_each_mode_of_the_cpu_gives_the_rows(
+    write: Callable[[Path], Path], mode: CpuMode, least_db: float, tmp_path: Path
+):
+    """Against `emulate`; `fast` rounds the results of norms to 8 bits."""
+    bundle = open_bundle(exported(write(tmp_path / "checkpoint"), export_options(context=96, ar=(1, 16))))
+    engines, tile = (CpuEngine(1, mode=mode), CpuEngine(1)), photo(32, 32)
+    rows, wanted = (PictureEncoder(bundle, engine).encode(tile).astype(np.int64) for engine in engines)
+    noise = np.square(rows - wanted).sum(-1)
+    power = np.square(wanted - bundle.manifest.encodings["embedding"].zero_point).sum(-1)
+    assert (10 * np.log10(power / np.maximum(noise, 1))).min() > least_db
 
 
 def test_an_encoder_is_calibrated_on_a_folder(tmp_path: Path):

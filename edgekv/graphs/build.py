@@ -8,8 +8,9 @@ from edgekv.bundle import BundleWeights
 from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.graphs.emulated import EmulatedOps
+from edgekv.graphs.float_encoder import float_encoder
 from edgekv.graphs.floats import FloatOps
-from edgekv.graphs.source import PartSource
+from edgekv.graphs.source import EncoderSource, PartSource, Source
 from edgekv.graphs.stacks import StackedOps
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.graphs.wide import WideOps
@@ -23,20 +24,22 @@ def emulated(source: PartSource, *, alike_rows: bool = False) -> onnx.ModelProto
         alike_rows: whether a row has the same bits in graphs of every AR, which may differ from those of the exported
             graph.
     """
-    weights = BundleWeights(source.folder, source.manifest.weights)
+    weights = BundleWeights(source.folder, source.weights)
     return _built(source, EmulatedOps(source, weights, alike_rows=alike_rows))
 
 
-def rendered(source: PartSource, mode: RenderedMode, file: WeightFile, *, alike_rows: bool = False) -> onnx.ModelProto:
-    """The part's graph with the bundle's integers as weights, and floats between the operations.
+def rendered(source: Source, mode: RenderedMode, file: WeightFile, *, alike_rows: bool = False) -> onnx.ModelProto:
+    """A graph with the bundle's integers as weights, and floats between the operations.
 
     Args:
-        source: the part.
+        source: the part, or the encoder.
         mode: how activations are rounded in products of a few rows with weights; those of many rows are 16 bits.
         file: takes all large weights.
         alike_rows: whether a row has the same bits in graphs of every AR.
     """
-    weights = BundleWeights(source.folder, source.manifest.weights)
+    weights = BundleWeights(source.folder, source.weights)
+    if isinstance(source, EncoderSource):
+        return float_encoder(source.vision, weights, mode, file)
     ops = WideOps if source.takes_fewer else FloatOps
     return _built(source, ops(source, weights, mode=mode, file=file, alike_rows=alike_rows))
 

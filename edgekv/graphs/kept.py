@@ -16,7 +16,7 @@ from edgekv.bundle import FileHashes, atomic_file, file_hashes
 from edgekv.errors import EngineError
 from edgekv.graphs.cpu_mode import BUILDING_EXTRA, RenderedMode, can_build
 from edgekv.graphs.processor import processor
-from edgekv.graphs.source import PartSource
+from edgekv.graphs.source import PartSource, Source
 from edgekv.steps import step
 from edgekv.system import MIB, cache_folder, read_file
 
@@ -48,7 +48,7 @@ def emulated_bytes(source: PartSource, *, alike_rows: bool = False) -> bytes:
     # Importing onnx takes a third of a second; kept graphs do not need it.
     from edgekv.graphs.build import emulated
 
-    with step(f"build {source.part.name} for emulate"):
+    with step(f"build {source.name} for emulate"):
         content: bytes = emulated(source, alike_rows=alike_rows).SerializeToString()
     with suppress(OSError):
         _keep(kept, content)
@@ -56,8 +56,8 @@ def emulated_bytes(source: PartSource, *, alike_rows: bool = False) -> bytes:
 
 
 @contextmanager
-def rendered_graph(source: PartSource, mode: RenderedMode, *, alike_rows: bool = False) -> Iterator[tuple[bytes, Path]]:
-    """The part's graph for a mode, serialized, and the folder of its weights; see `rendered`.
+def rendered_graph(source: Source, mode: RenderedMode, *, alike_rows: bool = False) -> Iterator[tuple[bytes, Path]]:
+    """The graph of a part or an encoder for a mode, serialized, and the folder of its weights; see `rendered`.
 
     It is built once for each content of the manifest and the weights, each mode, each version of the builder and of the
     runtime, and each kind of processor. Without a usable cache folder, the weights are removed when the block ends.
@@ -67,12 +67,12 @@ def rendered_graph(source: PartSource, mode: RenderedMode, *, alike_rows: bool =
     """
     folder = cache_folder() / RENDERED
     with file_hashes() as hashes:
-        weights = [hashes.sha256_of(source.folder / name) for name in source.manifest.weights.files]
+        weights = [hashes.sha256_of(source.folder / name) for name in source.weights.files]
         kept = folder / f"{_key(source, mode, processor(), ort.__version__, *_ALIKE * alike_rows, *weights)}.onnx"
         content = _read_rendered(kept, hashes)
     if content is None and not can_build():
         raise EngineError(
-            f"{source.part.name} in the mode {mode}",
+            f"{source.name} in the mode {mode}",
             got="no package onnx",
             expected="it: graphs for this mode are built with it",
             fix=f'Run pip install "edgekv[{BUILDING_EXTRA}]", or use the mode emulate.',
@@ -90,7 +90,7 @@ def rendered_graph(source: PartSource, mode: RenderedMode, *, alike_rows: bool =
         yield _render(source, mode, Path(scratch), alike_rows)[0], Path(scratch)
 
 
-def _render(source: PartSource, mode: RenderedMode, folder: Path, alike_rows: bool) -> tuple[bytes, tuple[str, ...]]:
+def _render(source: Source, mode: RenderedMode, folder: Path, alike_rows: bool) -> tuple[bytes, tuple[str, ...]]:
     """The serialized model and the names of its weights, which are written to a folder."""
     from edgekv.graphs.build import rendered
     from edgekv.graphs.packed_weights import SCRATCH, pack_weights
@@ -98,7 +98,7 @@ def _render(source: PartSource, mode: RenderedMode, folder: Path, alike_rows: bo
 
     with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
         data = Path(scratch, "weights")
-        with step(f"build {source.part.name} for {mode}"), data.open("wb") as file:
+        with step(f"build {source.name} for {mode}"), data.open("wb") as file:
             model = rendered(source, mode, WeightFile(file, data.name), alike_rows=alike_rows)
         return pack_weights(model.SerializeToString(), Path(scratch), folder)
 
@@ -158,7 +158,7 @@ def _remove_oldest(folder: Path, suffix: str, most: int) -> None:
         old.unlink()
 
 
-def _key(source: PartSource, *parts: str) -> str:
+def _key(source: Source, *parts: str) -> str:
     """The name of what this version of the builder makes of a part."""
     return sha256(b"\0".join([_program(), *(part.encode() for part in parts), source.content])).hexdigest()
 

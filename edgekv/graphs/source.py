@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from edgekv.bundle import GraphRecord, Manifest, PartRecord
+from edgekv.bundle import ENCODER, GraphRecord, Manifest, PartRecord, VisionRecord, WeightPlaces
 
 WIDE_ROWS = 256
 """Most tokens of a step: from here on, attention takes as much longer as all else gets shorter."""
@@ -53,6 +53,16 @@ class PartSource:
         raise ValueError(f"file: got {file}; expected a graph of the bundle {folder}")
 
     @property
+    def name(self) -> str:
+        """The part's."""
+        return self.part.name
+
+    @property
+    def weights(self) -> WeightPlaces:
+        """Of the bundle."""
+        return self.manifest.weights
+
+    @property
     def file(self) -> Path:
         """The part's ONNX file, for the HTP."""
         return self.folder / self.part.file
@@ -65,6 +75,37 @@ class PartSource:
         cache = manifest.context, manifest.kv_dtype, manifest.key_layout
         sizes = graph.ar, graph.context, graph.role, self.takes_fewer
         return msgspec.json.encode((said, cache, sizes, self.part), order="deterministic")
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSource:
+    """A vision encoder of a bundle.
+
+    Attributes:
+        folder: of the bundle.
+        vision: in its manifest.
+    """
+
+    folder: Path
+    vision: VisionRecord
+
+    @property
+    def name(self) -> str:
+        """Of its graph."""
+        return ENCODER
+
+    @property
+    def weights(self) -> WeightPlaces:
+        """Of the encoder."""
+        return self.vision.weights
+
+    @property
+    def content(self) -> bytes:
+        """As that of a part."""
+        return msgspec.json.encode(self.vision, order="deterministic")
+
+
+Source = PartSource | EncoderSource
 
 
 def wide_prefill(manifest: Manifest) -> list[GraphRecord]:

@@ -12,7 +12,7 @@ from edgekv.errors import EngineError
 from edgekv.kv.memory import aligned_zeros
 from edgekv.pictures.patches import patches_of
 from edgekv.runtime.binding import Binding
-from edgekv.runtime.engine import open_graph
+from edgekv.runtime.engine import open_encoder
 from edgekv.spec import PIXELS_PORT, ROWS_PORT, EncoderSpec
 from quant import DTYPES
 
@@ -61,7 +61,7 @@ class PictureEncoder:
 
     def _bound(self) -> Binding:
         spec, encodings = self.spec, self._vision.encodings
-        binding = open_graph(self._engine, self._file)
+        binding = open_encoder(self._engine, self._file)
         pixels, rows = (DTYPES[encodings[name].dtype] for name in (PIXELS_PORT, ROWS_PORT))
         self._pixels = aligned_zeros((1, 1, spec.inputs, spec.patch_values), pixels.name)
         self._rows = aligned_zeros((1, 1, spec.rows, spec.output), rows.name)

@@ -10,11 +10,11 @@ import onnxruntime as ort
 
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest, read_manifest
 from edgekv.errors import EdgeKVError, EngineError, UsageError
-from edgekv.graphs.cpu_mode import CpuMode, can_build
+from edgekv.graphs.cpu_mode import CpuMode, RenderedMode, can_build
 from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
-from edgekv.graphs.source import PartSource, wide_prefill
+from edgekv.graphs.source import EncoderSource, PartSource, Source, wide_prefill
 from edgekv.runtime.binding import Binding, MemoryBinding, RowBits
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.steps import step
@@ -93,6 +93,23 @@ class CpuEngine:
                 self._sessions[file] = self._load(file)
         return MemoryBinding(*self._sessions[file])
 
+    def encoder(self, file: Path) -> Binding:
+        """A vision encoder: in `emulate` its graph as it is, else one that is built for the mode.
+
+        Raises:
+            EngineError: the runtime refused the graph.
+        """
+        if file not in self._sessions:
+            with step(f"load {file.name} on {self.name}"):
+                self._sessions[file] = self._load_encoder(file)
+        return MemoryBinding(*self._sessions[file])
+
+    def _load_encoder(self, file: Path) -> _Loaded:
+        vision = self._manifest(file.parent).vision
+        if self.mode == "emulate" or vision is None:
+            return self.session(file), None
+        return self._rendered(file, EncoderSource(file.parent, vision), self.mode)
+
     def session(self, graph: Path) -> ort.InferenceSession:
         """A session of an ONNX file as it is; `load` builds another graph, which gives the same results in `emulate`.
 
@@ -106,12 +123,16 @@ class CpuEngine:
         source = self._source(file)
         if not self._sessions:
             self._check_memory(source)
+        if self.mode != "emulate":
+            return self._rendered(file, source, self.mode, has_shapes=not source.takes_fewer)
+        return self._session(file, emulated_bytes(source, alike_rows=self.alike_rows), file.parent), None
+
+    def _rendered(self, file: Path, source: Source, mode: RenderedMode, *, has_shapes: bool = True) -> _Loaded:
+        """A session of the graph that is built for a mode, and the weights that it maps."""
         try:
-            if self.mode == "emulate":
-                return self._session(file, emulated_bytes(source, alike_rows=self.alike_rows), file.parent), None
-            built = rendered_graph(source, self.mode, alike_rows=self.alike_rows)
+            built = rendered_graph(source, mode, alike_rows=self.alike_rows)
             with built as (content, folder), MappedWeights.within(folder) as weights:
-                session = self._session(file, content, folder, has_shapes=not source.takes_fewer)
+                session = self._session(file, content, folder, has_shapes=has_shapes)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
             return session, weights
@@ -122,11 +143,13 @@ class CpuEngine:
 
     def _source(self, file: Path) -> PartSource:
         """What a bundle's manifest says of a file."""
-        folder = file.parent
+        manifest = self._manifest(file.parent)
+        return PartSource.of(file.parent, manifest, file.name, self.wide_prefill(manifest))
+
+    def _manifest(self, folder: Path) -> Manifest:
         if folder not in self._manifests:
             self._manifests[folder] = read_manifest(folder)
-        manifest = self._manifests[folder]
-        return PartSource.of(folder, manifest, file.name, self.wide_prefill(manifest))
+        return self._manifests[folder]
 
     def _check_memory(self, source: PartSource) -> None:
         """Refuse weights that cannot fit: `emulate` makes floats of their integers.

@@ -10,7 +10,7 @@ from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.load_options import EngineOptions
-from edgekv.runtime.binding import Binding, MemoryBinding, RowBits
+from edgekv.runtime.binding import Binding, RowBits
 
 GROUP = "edgekv.engines"
 
@@ -57,18 +57,19 @@ def wide_prefill_of(engine: Engine, manifest: Manifest) -> list[GraphRecord]:
     return [] if own is None else own(manifest)
 
 
-def open_graph(engine: Engine, file: Path) -> Binding:
-    """A graph that is no part of the decoder, as it is in its file.
+def open_encoder(engine: Engine, file: Path) -> Binding:
+    """A vision encoder on an engine.
 
     Raises:
-        EngineError: the engine has none but the decoder's, or refused the graph.
+        EngineError: the engine has none but the decoder's graphs, or refused it.
     """
-    session = getattr(engine, "session", None)
-    if session is None:
+    encoder = getattr(engine, "encoder", None)
+    if encoder is None:
         fix = "Use --engine cpu or htp."
         at = f"{file.name} on {engine.name}"
         raise EngineError(at, got="an engine for text alone", expected="one with picture encoders", fix=fix)
-    return MemoryBinding(session(file))
+    found: Binding = encoder(file)
+    return found
 
 
 class EngineType(Protocol):

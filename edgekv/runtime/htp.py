@@ -125,6 +125,14 @@ class HtpEngine:
                 self._sessions[file] = self.session(file)
         return MemoryBinding(self._sessions[file], shared=self.shared)
 
+    def encoder(self, file: Path) -> Binding:
+        """A vision encoder.
+
+        Raises:
+            EngineError: the runtime is missing or refused the graph.
+        """
+        return self.load(file, file.stem)
+
     def _any_session(self) -> ort.InferenceSession:
         if not self._sessions and self.first is not None:
             self.load(self.first, self.first.stem)
