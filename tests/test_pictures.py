@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -28,9 +29,11 @@ from edgekv.pictures import (
     PictureEncoder,
     Tile,
     TiledPicture,
+    apart,
     cut_tiles,
     expand,
     normalized,
+    open_tiles,
     patches_of,
     read_picture,
 )
@@ -199,6 +202,9 @@ def test_prompts_and_pictures_must_agree(model: Model):
         (png(photo(40, 30))[:200], "a damaged file"),
         (png(photo(40, 30), "JPEG")[:300], "a damaged file"),
         (b"GIF89a" + bytes(20), "a damaged file|another kind|0 x 0"),
+        (png(photo(40, 30), "WEBP")[:200], "a damaged file|another kind"),
+        (png(photo(40, 30), "BMP")[:200], "a damaged file"),
+        (png(photo(40, 30), "TIFF"), "a file of another kind"),
         (b"\x00\x01 no picture", "a file of another kind"),
         (b"%PDF-1.7 a document that says it is a picture", "a file of another kind"),
         (b"", "a file of another kind"),
@@ -212,7 +218,7 @@ def test_bad_pictures_are_refused_by_name(content: bytes, found: str):
         read_picture(content, "picture")
 
 
-def test_odd_pictures_are_read_as_they_look(tmp_path: Path):
+def test_odd_pictures_are_read_as_they_look():
     pixels = photo(40, 24)
     turned = Image.Exif()
     turned[0x0112] = 6  # shown turned by 90 degrees
@@ -227,11 +233,34 @@ def test_odd_pictures_are_read_as_they_look(tmp_path: Path):
     for width, height in ((1, 1), (20_000, 1), (1, 20_000)):
         picture = cut_tiles(np.zeros((height, width, 3), np.uint8), PICTURES, 512)
         assert picture.tiles[-1].shape == (512, 512, 3) and len(picture.tiles) in (5, 17)
-    file = tmp_path / "picture.png"
+
+
+def test_pictures_are_decoded_in_a_child_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file, pixels = tmp_path / "picture.png", photo(700, 3)
     file.write_bytes(png(pixels))
-    assert (read_picture(file, "p") == pixels).all()
+    found, wanted = open_tiles(file, "p", PICTURES, 512), cut_tiles(pixels, PICTURES, 512)
+    assert len(found.tiles) == len(wanted.tiles) and all(map(np.array_equal, found.tiles, wanted.tiles))
+    assert (found.rows, found.columns, found.size) == (wanted.rows, wanted.columns, (700, 3))
     with pytest.raises(UsageError, match="No such file"):
-        read_picture(tmp_path / "none.png", "--image")
+        open_tiles(tmp_path / "none.png", "--image", PICTURES, 512)
+    with pytest.raises(UsageError, match=r"^picture: got a damaged file: .*\. Save or fetch it again"):
+        open_tiles(png(pixels)[:100], "picture", PICTURES, 512)
+    with pytest.raises(UsageError, match="at most 32 MiB"):
+        open_tiles(bytes(33 << 20), "picture", PICTURES, 512)
+    monkeypatch.setattr(apart, "LIMIT_S", 0.001)
+    with pytest.raises(UsageError, match=r"a picture whose decoding ended with no answer within 0\.001 s"):
+        open_tiles(file, "picture", PICTURES, 512)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux limits the memory of a process")
+def test_the_memory_of_a_picture_is_limited():
+    """Few bytes of many pixels, within the limit of pixels; libwebp takes two copies of them beside Pillow's."""
+    content = BytesIO()
+    Image.new("RGBA", (8192, 4096), (1, 2, 3, 4)).save(content, "WEBP", lossless=True, method=0)
+    assert len(content.getvalue()) < 100
+    with pytest.raises(UsageError, match="a picture that takes more memory; expected one that is decoded in 1,024 MiB"):
+        open_tiles(content.getvalue(), "picture", PICTURES, 512)
 
 
 def test_a_conversation_encodes_each_picture_once(model: Model):

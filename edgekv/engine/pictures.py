@@ -7,8 +7,8 @@ from pathlib import Path
 
 from edgekv.bundle import Bundle
 from edgekv.engine.request import Request
-from edgekv.errors import EngineError, UsageError
-from edgekv.pictures import Picture, PictureRows, expand, place
+from edgekv.errors import UsageError
+from edgekv.pictures import Picture, PictureRows, expand, open_tiles, place
 from edgekv.spec import PictureSpec
 from edgekv.text.params import BeamParams
 
@@ -42,19 +42,13 @@ class Pictures:
         """A picture, resized and cut into tiles; its rows are computed when they are run.
 
         Raises:
-            UsageError: the bundle reads text alone, or the picture cannot be read; see `read_picture`.
+            UsageError: the bundle reads text alone, or the picture cannot be read; see `open_tiles`.
             EngineError: Pillow is not installed.
         """
         spec, rows = self.spec, self._rows
         assert rows is not None, "it has a spec"
-        try:
-            from edgekv.pictures import cut_tiles, read_picture  # its package is optional
-
-            pixels = read_picture(Path(source) if isinstance(source, str) else source, field)
-        except ModuleNotFoundError:
-            fix = 'pip install "edgekv[pictures]"'
-            raise EngineError(field, got="no Pillow", expected="the package that reads pictures", fix=fix) from None
-        return rows.open(cut_tiles(pixels, spec, rows.encoder.spec.image))
+        found = Path(source) if isinstance(source, str) else source
+        return rows.open(open_tiles(found, field, spec, rows.encoder.spec.image))
 
     def expanded(self, text: str, pictures: Sequence[Picture], field: str = "messages") -> str:
         """See `expand`; a text without pictures stays as it is.

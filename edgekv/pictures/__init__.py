@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
+    from edgekv.pictures.apart import open_tiles
     from edgekv.pictures.decode import read_picture
     from edgekv.pictures.encoder import PictureEncoder
     from edgekv.pictures.patches import block_order, normalized, patches_of
     from edgekv.pictures.prompt import expand, place
     from edgekv.pictures.rows import Picture, PictureRows, Tile
-    from edgekv.pictures.tiles import TiledPicture, cut_tiles
+    from edgekv.pictures.tiled import TiledPicture
+    from edgekv.pictures.tiles import cut_tiles
 
 __all__ = [
     "Picture",
@@ -22,6 +24,7 @@ __all__ = [
     "cut_tiles",
     "expand",
     "normalized",
+    "open_tiles",
     "patches_of",
     "place",
     "read_picture",
@@ -30,11 +33,13 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
+        "apart": "open_tiles",
         "decode": "read_picture",
         "encoder": "PictureEncoder",
         "patches": "block_order normalized patches_of",
         "prompt": "expand place",
         "rows": "Picture PictureRows Tile",
-        "tiles": "TiledPicture cut_tiles",
+        "tiled": "TiledPicture",
+        "tiles": "cut_tiles",
     },
 )

@@ -7,49 +7,34 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from edgekv.errors import UsageError
-from edgekv.system import MIB, read_file
+from edgekv.pictures.tiled import WANTED, Pixels
 
-MAX_FILE_BYTES = 32 * MIB
 MAX_PIXELS = 1 << 25
 """Of a picture before it is resized; it takes at most about 12 bytes a pixel while it is read."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _STILL = frozenset({"MPO"})  # a JPEG with previews or a second view: its first picture is the photo
-_WANTED = "a picture: PNG, JPEG, WebP, GIF or BMP"
 
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # a limit of our own follows
 
-Pixels = NDArray[np.uint8]
 
-
-def read_picture(source: Path | bytes, field: str) -> Pixels:
-    """The pixels `[height, width, 3]` of a file or of its content, turned as its EXIF says, on white.
+def read_picture(content: bytes, field: str) -> Pixels:
+    """The pixels `[height, width, 3]` of a file's content, turned as its EXIF says, on white.
 
     As transformers reads them; 16 bits of gray become 8.
 
     Args:
-        source: a file, or its content.
+        content: of the file.
         field: for errors.
 
     Raises:
-        UsageError: the file cannot be read, is no picture of a known format, truncated, animated, or too large.
+        UsageError: it is no picture of a known format, truncated, animated, or too large.
     """
-    if isinstance(source, Path):
-        try:
-            content = read_file(source, MAX_FILE_BYTES)
-        except OSError as error:
-            found, fix = f"{source}: {error.strerror or error}", "Check the path."
-            raise UsageError(field, got=found, expected=_WANTED, fix=fix) from None
-    elif len(content := source) > MAX_FILE_BYTES:
-        wanted = f"at most {MAX_FILE_BYTES // MIB} MiB"
-        raise UsageError(field, got=f"{len(content):,} bytes", expected=wanted, fix="Use a smaller picture.")
     with _named(field), Image.open(BytesIO(content), formats=FORMATS) as image:
         _check(image, field)
         return _pixels(image)
@@ -69,7 +54,7 @@ def _pixels(image: Image.Image) -> Pixels:
     image.load()
     turned = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I"):
-        gray = (np.asarray(turned).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+        gray = (np.asarray(turned) >> 8).clip(0, 255).astype(np.uint8)
         return np.repeat(gray[..., None], 3, axis=-1)
     if turned.has_transparency_data:
         over = turned.convert("RGBA")
@@ -86,7 +71,7 @@ def _named(field: str) -> Iterator[None]:
         raise
     except UnidentifiedImageError:
         fix = "Convert it to PNG or JPEG."
-        raise UsageError(field, got="a file of another kind", expected=_WANTED, fix=fix) from None
+        raise UsageError(field, got="a file of another kind", expected=WANTED, fix=fix) from None
     except Image.DecompressionBombError:
         wanted = f"at most {MAX_PIXELS:,} pixels"
         raise UsageError(field, got="a picture of far more", expected=wanted, fix="Resize it first.") from None

@@ -18,7 +18,7 @@ from edgekv.bundle import EmbeddingTable
 from edgekv.pictures.encoder import PictureEncoder
 
 if TYPE_CHECKING:
-    from edgekv.pictures.tiles import TiledPicture  # imports Pillow
+    from edgekv.pictures.tiled import TiledPicture
 
 _FIRST_ID = 1 << 62
 """Ids of rows have this bit and 62 bits of a hash: no vocabulary reaches them, and no two pictures share one."""

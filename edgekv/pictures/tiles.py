@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from edgekv.pictures.tiled import TiledPicture
 from edgekv.spec import PictureSpec
 
 Pixels = NDArray[np.uint8]
 
 _LONGEST_EDGE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class TiledPicture:
-    """A picture as an encoder reads it.
-
-    Attributes:
-        tiles: `[edge, edge, 3]` each: row by row, and the whole picture last.
-        rows: of tiles; 0 if there is only the whole picture.
-        columns: of tiles.
-        size: width and height of the picture as it was given.
-    """
-
-    tiles: tuple[Pixels, ...]
-    rows: int
-    columns: int
-    size: tuple[int, int]
 
 
 def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int) -> TiledPicture:

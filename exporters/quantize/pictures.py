@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from edgekv.pictures import cut_tiles, read_picture
+from edgekv.pictures import open_tiles
 from edgekv.spec import PictureSpec
 
 CALIBRATION_TILES = 6
@@ -53,7 +53,7 @@ def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> C
         raise UsageError(_FIELD, got=f"{len(files)} pictures in {folder}", expected=wanted, fix=fix)
     tiles = list[NDArray[np.uint8]]()
     for file in files:
-        cut = cut_tiles(read_picture(file, f"{_FIELD}: {file.name}"), spec, edge).tiles
+        cut = open_tiles(file, f"{_FIELD}: {file.name}", spec, edge).tiles
         tiles += [cut[-1], *cut[:-1][:1]]
     return CalibrationPictures(folder.name, np.stack(tiles))
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
-from edgekv.pictures import Picture, Tile, TiledPicture, cut_tiles, expand, read_picture
+from edgekv.pictures import Picture, Tile, TiledPicture, expand, open_tiles
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
 from edgekv.spec import PictureSpec
@@ -96,7 +96,7 @@ def prompt_of(folder: GenieFolder, text: str, files: Sequence[Path]) -> list[str
             pictures.
     """
     vision = folder.vision()
-    pictures = [cut_tiles(read_picture(each, "--image"), vision.pictures, vision.encoder.image) for each in files]
+    pictures = [open_tiles(each, "--image", vision.pictures, vision.encoder.image) for each in files]
     pieces = pieces_of(text, pictures, vision.encoder.rows, vision.pictures)
     return [each if isinstance(each, str) else vision.input_of(each) for each in pieces]
 
