@@ -1,5 +1,6 @@
 """Values of the sink come to lie on the grid of an 8-bit cache, also with adapters that the slots are calibrated on."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from exporters.lora.quantize import folded_factors
 from exporters.lora.sink import exact_sink
 from exporters.quantize.reference import Reference
 from exporters.quantize.survey import survey
+from quant import Encoding
 from tests.adapters import write_adapter
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported
@@ -34,6 +36,10 @@ def rotation_of(turn: np.ndarray, step: np.float32) -> np.ndarray:
 def off_grid(rows: np.ndarray, step: float) -> float:
     """Energy of rounding, in squared steps."""
     return float(np.square(rows / step - np.rint(rows / step)).sum())
+
+
+def off_grid_of(kind: str, rows: Mapping[str, np.ndarray], encodings: Mapping[str, Encoding]) -> float:
+    return sum(off_grid(row, encodings[name].scale) for name, row in rows.items() if kind in name)
 
 
 @pytest.mark.parametrize("count", [2, 4, 7])
@@ -92,5 +98,7 @@ def test_slots_are_calibrated_for_the_sink_of_their_adapters(tmp_path: Path) -> 
         opened = LoraBase.open(bundle)
         rows = exact_sink(bundle, opened, folded_factors(Adapter.open(choice), opened))
         steps = bundle.manifest.encodings
-        energy.append(sum(off_grid(row, steps[name].scale) for name, row in rows.items() if "value" in name))
-    assert 0 < energy[1] < 0.3 * energy[0]
+        energy.append([off_grid_of(kind, rows, steps) for kind in KINDS])
+    (keys, values), (calibrated_keys, calibrated_values) = energy
+    assert 0 < calibrated_values < 0.3 * values
+    assert 0 < calibrated_keys < 0.7 * keys

@@ -47,6 +47,7 @@ _LEAST = 1 / 64  # of the mean range: a floor, so near-zero pairs are not amplif
 _MOST_SHRUNK = 0.6  # least radius of a lattice point, relative to the pair's
 _FINE = 20.0  # steps; above this radius lattice points lie densely enough for the bound below
 _LEAST_FINE = 0.93
+_LEAST_FOR_ADAPTERS = 0.95  # of the best factor
 
 Doubles = NDArray[np.float64]
 
@@ -187,7 +188,8 @@ def align(
                 straight = np.max([each.pairs[:, :1] for each in shared], axis=0)
                 rest = np.max([each.rest for each in shared], axis=0)
                 seen = replace(seen, pairs=np.repeat(straight, len(ANGLES), axis=1), rest=rest)
-            gains, rest = _gains(seen, key[0] if snaps and not spec.qk_norm else None, limit)
+            rows = [each[KvTensor(layer, "key", head)][0] for each in (first, *adapted)] if snaps else []
+            gains, rest = _gains(seen, [] if spec.qk_norm else rows, limit)
             step = np.float32(1 / np.concatenate([np.hypot(*gains.T), rest]).mean())
             if snaps and adapted:
                 value_rows = [each[KvTensor(layer, "value", head)][0] for each in adapted]
@@ -247,32 +249,40 @@ def _filled(limit: int) -> float:
     return limit / (HEADROOM_8BIT if limit < 256 else HEADROOM_16BIT)
 
 
-def _gains(seen: HeadRange, row: Floats | None, limit: int) -> tuple[Doubles, Doubles]:
-    """Steps for each unit of a key: with the cosine and sine of the turn for pairs, `[R/2, 2]`, and of the rest."""
+def _gains(seen: HeadRange, rows: Sequence[Floats], limit: int) -> tuple[Doubles, Doubles]:
+    """Steps for each unit of a key: with the cosine and sine of the turn for pairs, `[R/2, 2]`, and of the rest.
+
+    Args:
+        seen: what keys reach.
+        rows: that of the sink, which is moved onto the grid, and with adapters, which come close; empty without a sink.
+        limit: the greatest integer of the cache.
+    """
     most = _filled(limit)
     least = max(_LEAST * float(np.concatenate([seen.pairs.min(axis=1), seen.rest]).mean()), 1e-30)
     pairs, half = np.empty((len(seen.pairs), 2)), len(seen.pairs)
     for number, reach in enumerate(np.maximum(seen.pairs, least)):
         best = int(reach.argmin())
         angle, gain = float(ANGLES[best]), most / float(reach[best])
-        if row is not None:
-            angle, gain = _on_lattice(reach, row[number], row[number + half], angle, gain, limit)
+        if rows:
+            each = np.stack([row[[number, number + half]] for row in rows])
+            angle, gain = _on_lattice(reach, each, angle, gain, limit)
         pairs[number] = gain * np.cos(angle), gain * np.sin(angle)
     rest: Doubles = most / np.maximum(seen.rest.astype(np.float64), least)
-    if row is not None:
-        steps = np.abs(row[2 * half :]) * rest
+    if rows:
+        steps = np.abs(rows[0][2 * half :]) * rest
         whole = np.minimum(np.floor(steps), limit)
         rest = np.where(whole > 0, rest * whole / np.maximum(steps, 1), rest)
     return pairs, rest
 
 
-def _on_lattice(
-    reach: Floats, first: np.float32, second: np.float32, angle: float, gain: float, limit: int
-) -> tuple[float, float]:
-    """The angle and the factor that put a pair on a lattice point; unchanged if its radius is below 1 step.
+def _on_lattice(reach: Floats, rows: Floats, angle: float, gain: float, limit: int) -> tuple[float, float]:
+    """The angle and the factor that put the first of some pairs `[n, 2]` on a lattice point; unchanged if its radius is
+    below 1 step.
 
-    Of the lattice points with about its radius, the one that loses the least range.
+    Of the lattice points with about its radius, the one that loses the least range; with further pairs, of those that
+    lose little the one that brings them closest to lattice points.
     """
+    first, second = rows[0]
     radius = float(np.hypot(first, second))
     steps = radius * gain
     if steps < 1:
@@ -289,4 +299,13 @@ def _on_lattice(
     gains = norms / radius
     gains[reached * gains > _filled(limit) * 1.01] = 0
     best = int(gains.argmax())
-    return (float(turns[best]), float(gains[best])) if gains[best] else (angle, gain)
+    if not gains[best]:
+        return angle, gain
+    if len(rows) > 1:
+        close = np.flatnonzero(gains >= _LEAST_FOR_ADAPTERS * gains[best])
+        cos, sin = gains[close] * np.cos(turns[close]), gains[close] * np.sin(turns[close])
+        x, y = rows[1:].T[..., None]
+        steps = np.stack([cos * x - sin * y, sin * x + cos * y])
+        errors = np.square((steps - np.rint(steps)) / gains[close]).sum(axis=(0, 1))
+        best = int(close[errors.argmin()])
+    return float(turns[best]), float(gains[best])
