@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from edgekv.conversation import Conversation
     from edgekv.draft import Speculation
     from edgekv.errors import EdgeKVError
-    from edgekv.loading import load
+    from edgekv.loading import load, load_drafter
     from edgekv.model import Model
     from edgekv.runtime import HtpOptions
     from edgekv.text.grammar import Grammar
@@ -44,6 +44,7 @@ __all__ = [
     "Tools",
     "__version__",
     "load",
+    "load_drafter",
 ]
 
 _HOMES = {
@@ -57,6 +58,7 @@ _HOMES = {
     "Speculation": "edgekv.draft",
     "Tools": "edgekv.text.tools",
     "load": "edgekv.loading",
+    "load_drafter": "edgekv.loading",
 }
 
 # ONNX Runtime and onnxruntime-genai write files and upload events unless this is set before they are loaded.

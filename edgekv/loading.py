@@ -8,6 +8,8 @@ from typing import Any
 
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.engine import CacheSetup
+from edgekv.engine.cache_drafter import CacheDraftModel
+from edgekv.errors import UsageError
 from edgekv.htp_options import HtpOptions
 from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.model import Model
@@ -57,6 +59,38 @@ def load(
     return open_model(bundle, replace(chosen, **of_engine), replace(cache, **options), prefix_cache, verify=verify)
 
 
+def load_drafter(bundle: str | Path | Bundle, engine: str | EngineOptions = "cpu", **options: Any) -> CacheDraftModel:
+    """Open the bundle of a drafter that reads its target's cache, for `Speculation.draft`.
+
+    Args:
+        bundle: its folder, or what `open_bundle` returned.
+        engine: its name, or all its options: that of the target.
+        options: fields of `EngineOptions` that replace those of `engine`.
+
+    Raises:
+        BundleError: the bundle is incomplete, changed or of another format version.
+        UsageError: it is a model of its own, an unknown name, or a number out of range.
+        EngineError: the engine is missing.
+        TypeError: an unknown option.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    if opened.manifest.target is None:
+        fix = "Load it with edgekv.load."
+        raise UsageError(str(opened.path), got="a model of its own", expected="a drafter's bundle", fix=fix)
+    chosen = replace(EngineOptions(engine) if isinstance(engine, str) else engine, **options)
+    return CacheDraftModel(opened, make_engine(opened, chosen))
+
+
+def open_draft(path: Path, engine: EngineOptions) -> Model | CacheDraftModel:
+    """A bundle that drafts for another model: a smaller one, or one that reads the other's cache.
+
+    Raises:
+        EdgeKVError: as `load` and `load_drafter`.
+    """
+    opened = open_bundle(path)
+    return open_model(opened, engine) if opened.manifest.target is None else load_drafter(opened, engine)
+
+
 def open_model(
     bundle: str | Path | Bundle,
     engine: EngineOptions,
@@ -67,5 +101,8 @@ def open_model(
 ) -> Model:
     """`load` without keywords."""
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
+    if opened.manifest.target is not None:
+        fix = "Load its target, and give this as --draft, or with edgekv.load_drafter."
+        raise UsageError(str(opened.path), got="a drafter", expected="a model with a cache of its own", fix=fix)
     made = make_engine(opened, engine)
     return Model(opened, made, CacheSetup.read(opened, made, cache), prefix_cache)

@@ -91,6 +91,10 @@ class ExportOptions:
             group=_GRAPHS,
         ),
     ] = ()
+    give_hidden: Annotated[
+        bool,
+        Option("Let graphs also give the last hidden state, which drafters that read the cache need.", group=_GRAPHS),
+    ] = False
     max_attention_window: Annotated[
         Sequence[int],
         Option(

@@ -72,6 +72,9 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
     if options.lora is not None:
         for choice in options.lora.calibrate:
             check_fits(Adapter.open(choice), ExportedBase(checkpoint, checkpoint), options.lora.slots(spec))
+    if options.give_hidden and options.graph_format == "tflite":
+        fix = "Leave it out, or use --format onnx."
+        raise UsageError("--give-hidden", got="it with --format tflite", expected="ONNX graphs", fix=fix)
     if options.graph_format == "tflite":
         check_tflite(checkpoint)
 

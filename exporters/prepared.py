@@ -101,6 +101,8 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
         UsageError: the options do not fit the checkpoint.
     """
     checkpoint = checkpoint.limited(options.max_attention_window).with_states(options.state_dtype)
+    if options.give_hidden:
+        checkpoint = checkpoint.giving_hidden()
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
     options = replace(options, recipe=options.recipe.with_effort(options.effort))
     pictures = None

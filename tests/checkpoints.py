@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from edgekv.spec import Config, describe, views
+from edgekv.spec import TARGET_IN, Config, describe, describe_drafter, views
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,6 +94,26 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": 320,
     "final_logit_softcapping": 3.0,
 }
+GEMMA4_ASSISTANT: dict[str, Any] = {
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 64,
+    "use_ordered_embeddings": False,
+    "tie_word_embeddings": True,
+    "text_config": {
+        **GEMMA4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "final_logit_softcapping": None,
+    },
+}
+"""A drafter for `GEMMA4`."""
 EVERY_OPERATION = ("llama-biased", "phi4-mini", "gemma2", "gemma3", "smollm3", "granite", "olmo2", "gemma4")
 """Architectures with attention that have every operation between them."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -430,6 +450,32 @@ def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = matrix(vocab, hidden)
     return weights
+
+
+def write_drafter(folder: Path, target: Path, *, seed: int = 7, gain: float = 1.0, **changes: Any) -> Path:
+    """A drafter of random weights for a checkpoint; `changes` of its text_config, whose None removes a field."""
+    config = {**GEMMA4_ASSISTANT, "text_config": CONFIG | GEMMA4_ASSISTANT["text_config"] | changes}
+    text = config["text_config"] = {key: each for key, each in config["text_config"].items() if each is not None}
+    spec = describe_drafter(Config(config), describe(Config(json.loads((target / "config.json").read_text()))))
+    random = np.random.Generator(np.random.PCG64(seed))
+    weights: dict[str, np.ndarray[Any, Any]] = {}
+    for view in views(spec):
+        shape, is_gain = view.stored_shape, "norm" in view.role or view.role == "layer_scalar"
+        if view.name == TARGET_IN:
+            shape = (text["hidden_size"], 2 * config["backbone_hidden_size"])
+        scale = 0.1 if is_gain else gain / np.sqrt(shape[-1])
+        values = scale * random.standard_normal(shape) + is_gain
+        if view.role == "q_norm":
+            values /= 4  # scores of noise would be too sharp
+        layer = view.layer
+        key = view.key if layer is None else view.key.replace(f".{layer}.", f".{layer - spec.first_layer}.")
+        weights[key] = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    weights["model.embed_tokens.weight"] = weights.pop("lm_head.weight")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({key: each.astype(ml_dtypes.bfloat16) for key, each in weights.items()}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_bytes((target / "tokenizer.json").read_bytes())
+    return folder
 
 
 def _described_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgekv.bundle import RecipeRecord
+from edgekv.bundle import HEADS_FILE, RecipeRecord
 from edgekv.errors import BundleError
 from edgekv.spec import KvTensor
 from exporters.checkpoint.aligned import (
     ANGLES,
     HEADROOM_8BIT,
-    HEADS_FILE,
     AlignedHead,
     AlignedHeads,
     align,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from edgekv.bundle.bundle import Bundle, open_bundle
     from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, all_compiled, open_compiled
     from edgekv.bundle.files import is_plain_path, record_files
-    from edgekv.bundle.formats import FORMAT, GraphFormat
+    from edgekv.bundle.formats import FORMAT, HEADS_FILE, GraphFormat
     from edgekv.bundle.manifest import MANIFEST, HtpCheck, Manifest
     from edgekv.bundle.manifest_file import read_manifest, write_manifest
     from edgekv.bundle.records import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         SinkRecord,
         SourceRecord,
         StoredRecord,
+        TargetRecord,
         TokenRecord,
         WeightRecord,
     )
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMPILED",
     "FORMAT",
+    "HEADS_FILE",
     "MANIFEST",
     "AdapterError",
     "AdapterRecord",
@@ -90,6 +92,7 @@ __all__ = [
     "RotationName",
     "SinkRecord",
     "SourceRecord",
+    "TargetRecord",
     "StoredRecord",
     "TokenRecord",
     "WeightRecord",
@@ -130,13 +133,13 @@ __getattr__ = lazy(
         "bundle": "Bundle open_bundle",
         "compiled": "COMPILED Compiled CompiledBinary CompiledManifest all_compiled open_compiled",
         "files": "is_plain_path record_files",
-        "formats": "FORMAT GraphFormat",
+        "formats": "FORMAT HEADS_FILE GraphFormat",
         "manifest": "MANIFEST HtpCheck Manifest GraphRecord PartRecord Role",
         "vision": "ENCODER ENCODER_FILE VisionRecord",
         "manifest_file": "read_manifest write_manifest",
         "records": "AdapterRecord FileRecord GenerationRecord HeadsName KeyScalingName MatrixMethod "
         "NeuronScalingName OutlierChannels QualityRecord RecipeRecord RotationName SinkRecord "
-        "SourceRecord StoredRecord TokenRecord WeightRecord",
+        "SourceRecord StoredRecord TargetRecord TokenRecord WeightRecord",
         "verified": "FileHashes file_hashes force_rehash rehashing",
         "weights": "BundleWeights EmbeddingTable Extent MatrixPlace TensorPlace WeightPlaces",
     },

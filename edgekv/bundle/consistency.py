@@ -52,6 +52,10 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     except ValueError as error:
         fail("model", error, "sizes that can exist")
     _check_graphs(manifest, fail)
+    if (manifest.target is None) != (model.target is None):
+        fail("target", manifest.target, "one of a drafter, and none of another model")
+    if model.target is not None and {graph.ar for graph in manifest.graphs} != {1}:
+        fail("graphs", "a drafter's graph of several tokens", "graphs of one token")
     decode = manifest.graph("decode")
     if decode is None:
         fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
@@ -150,9 +154,13 @@ def _check_graphs(manifest: Manifest, fail: Fail) -> None:
         held = [layer for part in graph.parts for layer in part.layers]
         heads = [part.head for part in graph.parts]
         empty = any(not part.layers and not part.head for part in graph.parts)
-        if held != [*range(layers)] or empty or heads != [False] * (len(heads) - 1) + [True]:
+        if held != [*manifest.model.own_layers] or empty or heads != [False] * (len(heads) - 1) + [True]:
             found = ", ".join(f"{part.first_layer}:{part.stop_layer}{' head' * part.head}" for part in graph.parts)
-            fail(f"{at}: parts", found or "none", f"layers 0 to {layers}, in order, and a head at the end")
+            fail(
+                f"{at}: parts",
+                found or "none",
+                f"layers {manifest.model.first_layer} to {layers}, in order, and a head at the end",
+            )
         if [part.embeds for part in graph.parts] != [not manifest.host_embeds] + [False] * (len(heads) - 1):
             fail(f"{at}: embeds", [part.embeds for part in graph.parts], "the first part alone, or the host for all")
 
@@ -164,8 +172,8 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         if stray := [*places.matrices, *places.tensors]:
             fail("weights", stray[0], f"none beside {manifest.graph_format} graphs")
         return
-    if len(places.matrices) + len(places.tensors) < 8 * spec.layers:
-        fail("weights", len(places.matrices) + len(places.tensors), f"those of {spec.layers} layers")
+    if len(places.matrices) + len(places.tensors) < 8 * len(spec.own_layers):
+        fail("weights", len(places.matrices) + len(places.tensors), f"those of {len(spec.own_layers)} layers")
     dtypes = {each.tensor: each.dtype for each in manifest.recipe.weights}
     biases = set[str]()
     read_norms = {FINAL_NORM, *(view.norm for view in views(spec))}

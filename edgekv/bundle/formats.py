@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 FORMAT = 5
 SEAL = "seal"
+HEADS_FILE = "heads.safetensors"
+"""What an export has folded into queries, keys and values."""
 
 GraphFormat = Literal["onnx", "tflite"]
 """Format of the graphs."""

@@ -13,6 +13,7 @@ from edgekv.bundle.records import (
     Record,
     SinkRecord,
     SourceRecord,
+    TargetRecord,
     TokenRecord,
     Tokens,
 )
@@ -63,6 +64,7 @@ class Manifest(Record, frozen=True):
         lora: the inputs for adapters; null if the graphs have none.
         quality: what the export lost, on each text; empty if it was not measured.
         vision: the encoder of pictures; null if the bundle reads text alone.
+        target: of a drafter, the bundle that it was made for; null for a model of its own.
     """
 
     format: int
@@ -87,6 +89,7 @@ class Manifest(Record, frozen=True):
     lora: LoraSlots | None = None
     quality: tuple[QualityRecord, ...] = ()
     vision: VisionRecord | None = None
+    target: TargetRecord | None = None
 
     @property
     def rotations(self) -> dict[str, Rotation]:

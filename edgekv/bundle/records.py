@@ -143,6 +143,18 @@ class SourceRecord(Record, frozen=True):
     generated_tokens: Count = 0
 
 
+class TargetRecord(Record, frozen=True):
+    """The bundle that a drafter reads the cache of.
+
+    Attributes:
+        weights_sha256: hash of its checkpoint's weights.
+        heads_sha256: hash of what was folded into its keys and values; null if nothing was.
+    """
+
+    weights_sha256: str
+    heads_sha256: str | None = None
+
+
 class QualityRecord(Record, frozen=True):
     """How close a bundle is to its float model on a text, measured at the end of the export.
 

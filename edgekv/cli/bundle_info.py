@@ -94,6 +94,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
         windows: how many layers attend to how many tokens, if any attends to less than the context.
         states: the layers with a state in place of keys and values, in words.
         pictures: the vision encoder, in words; null if the bundle reads text alone.
+        reads: what a drafter reads of its target, in words; null for a model of its own.
         recipe: its name.
         matrices: number of matrices by integer type and rounding method, such as `int8 (gptq)`.
         calibration: name of the calibration text.
@@ -131,6 +132,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     windows: dict[int, int]
     states: list[str]
     pictures: str | None
+    reads: str | None
     recipe: str
     matrices: dict[str, int]
     calibration: str
@@ -178,10 +180,11 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
         merged=[each.folder for each in manifest.source.adapters],
         model_type=spec.model_type,
         parameters=spec.sizes.parameters,
-        sizes={name: getattr(spec, name) for name in sizes},
+        sizes={name: getattr(spec, name) for name in sizes} | {"layers": len(spec.own_layers)},
         windows=dict(Counter(window or manifest.context for window in manifest.windows)),
         states=list(_states(manifest.model)),
         pictures=None if manifest.vision is None else _pictures(manifest.vision),
+        reads=_reads(manifest),
         recipe=manifest.recipe.name,
         matrices=dict(matrices),
         calibration=manifest.source.calibration,
@@ -261,6 +264,14 @@ def _pictures(vision: VisionRecord) -> str:
         f"{spec.hidden}, {parameters / 1e6:.1f} M parameters, w8a16, calibrated on {vision.calibration_tiles} "
         f"{vision.calibration} pictures"
     )
+
+
+def _reads(manifest: Manifest) -> str | None:
+    if manifest.target is None:
+        return None
+    layers = sorted({manifest.model.cache_layer(layer) for layer in manifest.model.own_layers})
+    listed = " and ".join(map(str, layers))
+    return f"keys and values of layers {listed}, and the last hidden state, of {manifest.target.weights_sha256[:12]}..."
 
 
 def _states(model: DecoderSpec) -> Iterator[str]:

@@ -32,7 +32,7 @@ def opened_drafts(wanted: Speculation | None, model: Model, engine: EngineOption
         EdgeKVError: a corpus or a draft bundle that cannot be used.
     """
     from edgekv.engine.speculation import EXPORT_FIX
-    from edgekv.loading import open_model
+    from edgekv.loading import open_draft
 
     if wanted is None or wanted.mode == "off":
         yield None
@@ -41,7 +41,9 @@ def opened_drafts(wanted: Speculation | None, model: Model, engine: EngineOption
         if isinstance(wanted.corpus, str):
             wanted = replace(wanted, corpus=model.open_corpus(wanted.corpus, "--draft-corpus"))
         if isinstance(wanted.draft, str):
-            wanted = replace(wanted, draft=stack.enter_context(open_model(Path(wanted.draft), engine)))
+            draft = open_draft(Path(wanted.draft), engine)
+            stack.callback(draft.close)
+            wanted = replace(wanted, draft=draft)
         model.engine.target.check(wanted)
         if not model.verify_rows:
             click.echo(f"[no speculation: the bundle has no verify graphs. {EXPORT_FIX}]", err=True)

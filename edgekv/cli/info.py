@@ -48,6 +48,8 @@ def _lines(found: BundleInfo) -> Iterator[tuple[str, str]]:
         yield "states", ", ".join(found.states)
     if found.pictures is not None:
         yield "pictures", found.pictures
+    if found.reads is not None:
+        yield "drafter", found.reads
     yield "recipe", f"{found.recipe}: {', '.join(f'{count} matrices {kind}' for kind, count in found.matrices.items())}"
     yield "calibration", f"{found.calibration_tokens:,} tokens of {found.calibration} text"
     yield "KV cache", f"{found.kv_dtype}, keys in {found.key_layout}"

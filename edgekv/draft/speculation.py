@@ -16,11 +16,11 @@ SpeculationMode = Literal["auto", "lookup", "corpus", "draft", "off"]
 
 
 class HasDraftModel(Protocol):
-    """Such as a `Model`."""
+    """Such as a `Model`, or what `edgekv.load_drafter` gives."""
 
     @property
     def draft_model(self) -> Any:
-        """What drafts: a `DraftModel` of the engine."""
+        """What drafts: a `DraftModel` of the engine, or a `CacheDraftModel`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Speculation:
         corpus: an indexed text, see `Model.open_corpus`; needed by `corpus`, optional with `auto`. Commands give its
             path, and open it.
         draft: a model with the same tokenizer, which nothing else uses meanwhile; needed by `draft`, optional with
-            `auto`. It stays open. Commands give the path of its bundle, and load it.
+            `auto`; or what `edgekv.load_drafter` gives. It stays open. Commands give the path of its bundle, and load
+            it.
         tokens: drafts of a pass at most; None for as many as the largest verify graph has room for.
         tree: let the drafts of `lookup` and `corpus` branch, into what followed the same words in other places.
         drafter: your own, which serves one text and is asked instead of the others; with it the mode stays `auto`.
@@ -56,7 +57,8 @@ class Speculation:
         Option("A UTF-8 text or source file to copy drafts from; indexed once.", "--draft-corpus", metavar="FILE"),
     ] = None
     draft: Annotated[
-        HasDraftModel | str | None, Option("Bundle of a smaller model with the same tokenizer.", metavar="BUNDLE")
+        HasDraftModel | str | None,
+        Option("Bundle of a smaller model with the same tokenizer, or of a drafter for this model.", metavar="BUNDLE"),
     ] = None
     tokens: Annotated[
         int | None,

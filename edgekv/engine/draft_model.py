@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 
+from edgekv.bundle import Bundle
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.session import Session, common_tokens
 from edgekv.errors import UsageError
@@ -27,12 +27,12 @@ class DraftModel:
     """What a model offers to others that it drafts for. Not thread-safe.
 
     Attributes:
-        path: of its bundle.
+        bundle: its bundle.
         texts: its tokenizer.
         pool: its sessions.
     """
 
-    path: Path
+    bundle: Bundle
     texts: Texts
     pool: SessionPool
     _ids: list[int | None] = field(default_factory=lambda: [None])  # least recently used first; None is the own session
@@ -50,14 +50,18 @@ class DraftModel:
         our_ids, their_ids = (each.get_vocab(with_added_tokens=True) for each in (ours, theirs))
         if our_ids != their_ids:
             differing = len({*our_ids.items()} ^ {*their_ids.items()})
-            found = f"{self.path}: a tokenizer with {len(their_ids):,} tokens, {differing:,} entries differ"
-            raise UsageError(name, got=found, expected=f"the {len(our_ids):,} tokens of {target.path}", fix=_FIX)
+            found = f"{self.bundle.path}: a tokenizer with {len(their_ids):,} tokens, {differing:,} entries differ"
+            raise UsageError(name, got=found, expected=f"the {len(our_ids):,} tokens of {target.bundle.path}", fix=_FIX)
         if ours.to_str() != theirs.to_str():
-            found = f"{self.path}: a tokenizer that divides texts in another way"
-            raise UsageError(name, got=found, expected=f"that of {target.path}", fix=_FIX)
+            found = f"{self.bundle.path}: a tokenizer that divides texts in another way"
+            raise UsageError(name, got=found, expected=f"that of {target.bundle.path}", fix=_FIX)
         if self.pool.own.cache.room_tokens is None:
             fix = "Load it with the policy fail."
             raise UsageError(name, got="a context policy that drops tokens", expected="the policy fail", fix=fix)
+
+    def drafter(self, vocab: int) -> BundleDrafter:
+        """What drafts for one text; see `BundleDrafter`."""
+        return BundleDrafter(self, vocab)
 
     def session_of(self, tokens: Sequence[int]) -> Session:
         """The session that holds the beginning of a text, so that texts which take turns keep their caches.

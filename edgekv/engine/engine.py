@@ -83,7 +83,7 @@ class Engine:
         self.window = graphs.most("prefill") if caches.reproducible and graphs.row_bits != "equal" else 0
         own = Session(graphs.cache, graphs, self.window)
         self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, lock)
-        self.draft_model = DraftModel(bundle.path, self.texts, self.pool)
+        self.draft_model = DraftModel(bundle, self.texts, self.pool)
         verify = sorted({graph.ar for graph in bundle.manifest.graphs if graph.role == "verify"})
         vocab, takes_trees = bundle.manifest.model.vocab, graphs.row_bits == "equal"
         self.target = DraftTarget(self.draft_model, self.name, verify, vocab, takes_trees)

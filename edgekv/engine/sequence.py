@@ -498,7 +498,7 @@ class Sequence:
     def _propose(self, speculation: SpeculationRun) -> DraftTree:
         """What the next pass checks."""
         room = min(self._draft_room(), self.most_tokens - len(self.tokens) - 1)
-        drafts = speculation.propose(self.tokens, room, self._graphs.vocab)
+        drafts = speculation.propose(self.tokens, room, self._graphs.vocab, self._held_session())
         constraint = None if self.output is None else self.output.constraint
         if constraint is not None and len(drafts):
             return DraftTree.chain(constraint.continued(drafts.trunk().tokens, room))

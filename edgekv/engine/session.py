@@ -20,6 +20,8 @@ from edgekv.runtime import Engine, RowBits, StaticGraph, StepTimes, tree_views
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import wide_prefill_of
 from edgekv.runtime.graph import Embeddings, rope_tables
+from edgekv.spec import FINAL_NORM_RESULT
+from quant import Encoding
 
 
 def choose_ar(remaining: int, available: Iterable[int], room: Callable[[int], bool]) -> int:
@@ -95,6 +97,11 @@ class Graphs:
     def vocab(self) -> int:
         """Number of the logits."""
         return self._bundle.manifest.model.vocab
+
+    @property
+    def hidden_encoding(self) -> Encoding:
+        """The encoding of the last hidden states that graphs give."""
+        return self._bundle.manifest.encodings[FINAL_NORM_RESULT]
 
     @property
     def times(self) -> StepTimes:
@@ -319,6 +326,7 @@ class Session:
         self._own_sink = cache.sink
         self._graphs = graphs
         self._pass: DraftPass | None = None
+        self._hidden: tuple[int, NDArray[Any]] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -387,8 +395,24 @@ class Session:
                 raise
             if take is not None:
                 take(graph.logits)
+        if logits:
+            self._keep_hidden(graph.hidden)
         last: NDArray[Any] = graph.logits[-1]
         return last
+
+    @property
+    def last_hidden(self) -> NDArray[Any] | None:
+        """The last hidden state behind the tokens, as integers `[H]`; None if their last pass gave none."""
+        return None if self._hidden is None or self._hidden[0] != len(self.tokens) else self._hidden[1]
+
+    @property
+    def hidden_encoding(self) -> Encoding:
+        """The encoding of `last_hidden`."""
+        return self._graphs.hidden_encoding
+
+    def _keep_hidden(self, rows: NDArray[Any] | None) -> None:
+        """Keep the last of these rows for drafters: the next step of another text would overwrite it."""
+        self._hidden = None if rows is None else (len(self.tokens), rows[-1].copy())
 
     @property
     def draft_room(self) -> int:
@@ -454,6 +478,7 @@ class Session:
         try:
             self.cache.commit(done.rows)
             self.tokens += done.tokens
+            self._keep_hidden(done.hidden)
         except BaseException:  # such as Ctrl-C
             self._finish_or_drop(done.tokens)
             raise
@@ -484,7 +509,7 @@ class Session:
 
     def reset(self) -> None:
         """Hold nothing but the sink."""
-        self._pass = None
+        self._pass = self._hidden = None
         self.cache.reset()
         self.tokens = self._first
         self._stable = len(self.tokens)
@@ -507,6 +532,7 @@ class Session:
             common = max(first, min(common, self._stable) // self.window * self.window)
         surplus = len(self.tokens) - common
         if surplus:
+            self._hidden = None
             common = self.cache.rewind_to(common)
             del self.tokens[common:]
             self._stable = min(self._stable, common)
@@ -516,7 +542,7 @@ class Session:
 
     def adopt(self, tokens: Sequence[int], stable_tokens: int = 0) -> None:
         """Record that the cache now contains these tokens, so many of them stable."""
-        self._pass = None
+        self._pass = self._hidden = None
         self.tokens = list(tokens)
         self._stable = stable_tokens
         self.writer = None
@@ -606,7 +632,7 @@ class DraftPass:
         else:
             parents = (*range(-1, len(known) - 1), *(len(known) + parent for parent in drafts.parents))
             graph.run(rows, windows, position, tree_views(parents, position))
-        self._logits = graph.logits
+        self._logits, self._hidden = graph.logits, graph.hidden
         graph.before_next_run(self._keep_logits)
 
     @property
@@ -614,6 +640,11 @@ class DraftPass:
         """Of the last row that counts, as integers `[V]`."""
         row: NDArray[Any] = self._logits[self.rows[-1]]
         return row
+
+    @property
+    def hidden(self) -> NDArray[Any] | None:
+        """The last hidden states of the rows up to the last one that counts, `[rows, H]`; None if there are none."""
+        return None if self._hidden is None else self._hidden[: self.rows[-1] + 1]
 
     def has(self, tokens: Sequence[int]) -> bool:
         """Whether the next rows have drafts of exactly these tokens."""
@@ -630,6 +661,7 @@ class DraftPass:
     def _keep_logits(self) -> None:
         """Another step is about to overwrite the logits."""
         self._logits = self._logits.copy()
+        self._hidden = None if self._hidden is None else self._hidden.copy()
 
 
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:

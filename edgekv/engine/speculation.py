@@ -19,7 +19,9 @@ from edgekv.draft import (
     Speculation,
     as_tree,
 )
-from edgekv.engine.draft_model import BundleDrafter, DraftModel
+from edgekv.engine.cache_drafter import CacheDrafter
+from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.session import Session
 from edgekv.errors import refuse, shown
 
 EXPORT_FIX = "Export it with --draft-rows 8."
@@ -86,18 +88,21 @@ class DraftTarget:
         if not self.rows:
             return None
         sources: list[Source] = []
+        reader: CacheDrafter | None = None
         if wanted.mode in ("lookup", "auto"):
             sources.append(PromptLookup(tree=wanted.tree))
         if wanted.corpus is not None and not isinstance(wanted.corpus, str):
             sources.append(CorpusDrafter(wanted.corpus, tree=wanted.tree))
         if wanted.draft is not None and not isinstance(wanted.draft, str):
-            sources.append(BundleDrafter(wanted.draft.draft_model, self.vocab))
+            drafter: Source = wanted.draft.draft_model.drafter(self.vocab)
+            sources.append(drafter)
+            reader = drafter if isinstance(drafter, CacheDrafter) else None
         most = wanted.tokens or self.rows[-1] - 1
         if wanted.mode == "auto":
-            drafter = AdaptiveDrafter(sources, self.rows, self.record, most)
-            return SpeculationRun(drafter, drafter)
+            adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
+            return SpeculationRun(adaptive, adaptive, reader)
         (source,) = sources
-        return SpeculationRun(source, AtMost(most))
+        return SpeculationRun(source, AtMost(most), reader)
 
 
 @dataclass(slots=True)
@@ -170,10 +175,12 @@ class SpeculationRun:
     Attributes:
         drafter: guesses.
         pacer: decides how many tokens to guess; None for as many as the graphs take.
+        reader: the drafter that reads the text's cache; None if none does.
     """
 
     drafter: Drafter
     pacer: Pacer | None = None
+    reader: CacheDrafter | None = None
     _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
     _passes: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
@@ -186,13 +193,14 @@ class SpeculationRun:
         """So far."""
         return SpeculationStats(self._passes, self._tokens, self._drafters, self._draft_ns, self._accept_ns)
 
-    def propose(self, tokens: Sequence[int], k: int, vocab: int) -> DraftTree:
+    def propose(self, tokens: Sequence[int], k: int, vocab: int, session: Session | None = None) -> DraftTree:
         """Drafts for the next pass, at most k; none if k is 0 or less.
 
         Args:
             tokens: the text so far.
             k: the most.
             vocab: number of the model's logits; drafts end before a token beyond it.
+            session: that holds what has run of the text; None if there is none.
 
         Raises:
             UsageError: the drafter gave something else than token ids.
@@ -200,6 +208,8 @@ class SpeculationRun:
         self.end()
         if k < 1:
             return DraftTree.chain(())
+        if self.reader is not None:
+            self.reader.session = session
         started = perf_counter_ns()
         most = k if self.pacer is None else min(k, self.pacer.most(k))
         found = self.drafter.propose(tokens, most) if most > 0 else ()

@@ -6,7 +6,7 @@ import onnx
 
 from edgekv.bundle import BundleWeights
 from edgekv.graphs.cpu_mode import RenderedMode
-from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.decoder import decoder_layer, drafter_input, logits
 from edgekv.graphs.emulated import EmulatedOps
 from edgekv.graphs.float_encoder import float_encoder
 from edgekv.graphs.floats import FloatOps
@@ -46,7 +46,7 @@ def rendered(source: Source, mode: RenderedMode, file: WeightFile, *, alike_rows
 
 def _built(source: PartSource, ops: StackedOps) -> onnx.ModelProto:
     spec, part = ops.spec, source.part
-    hidden = ops.entry()
+    hidden = drafter_input(ops, spec, ops.entry())
     for layer in part.layers:
         hidden = decoder_layer(ops, spec, layer, hidden)
     if part.head:

@@ -14,8 +14,12 @@ from edgekv.kv import KvTensor
 from edgekv.spec import (
     CONVOLUTION_INPUTS,
     FINAL_NORM,
+    FINAL_NORM_RESULT,
     HEAD,
     HEAD_TURN,
+    TARGET_IN,
+    TARGET_OUT,
+    TARGET_OUT_RESULT,
     DecoderSpec,
     LoraTarget,
     attention_norm,
@@ -130,6 +134,16 @@ class Ops(BlockOps[V], Protocol[V]):
     def delta_rule(self, spec: DecoderSpec, layer: int, x: V) -> V:
         """All heads' outputs of a gated delta rule, `[1, 1, AR, values]`; see `edgekv.graphs.delta_rule`."""
 
+    # What a runtime may not have.
+
+    def target_hidden(self) -> V:
+        """The last hidden state of the model that a drafter drafts for, `[1, 1, AR, H]`."""
+        raise ValueError("target_hidden: got a drafter; expected a model of its own")
+
+    def give_hidden(self, x: V) -> None:
+        """Give a hidden state beside the logits, as `last_hidden`."""
+        raise ValueError("give_hidden: got a model with two outputs; expected logits alone")
+
     # What a runtime may have an operation of its own for.
 
     def heads_of(self, x: V, count: int) -> list[V]:
@@ -157,6 +171,13 @@ class Ops(BlockOps[V], Protocol[V]):
         turned = self.subtract(x_cos, y_sin, rotated)
         y_cos, x_sin = self.multiply(second, cos, name + ".y_cos"), self.multiply(first, sin, name + ".x_sin")
         return self.join([turned, self.add(y_cos, x_sin, rotated), *still], rotated)
+
+
+def drafter_input(ops: Ops[V], spec: DecoderSpec, embedding: V) -> V:
+    """The hidden state before the first layer: of a drafter, embedding and projected state of its target."""
+    if spec.target is None:
+        return embedding
+    return ops.add(embedding, ops.linear(ops.target_hidden(), TARGET_IN, "target_in"), "drafter_input")
 
 
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
@@ -325,18 +346,26 @@ def _scaled(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
 
 def last_norm(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
     """The normalized result of the last layer."""
-    return _residual_norm(ops, spec, hidden, FINAL_NORM, "final_norm", gain=spec.head_gain)
+    return _residual_norm(ops, spec, hidden, FINAL_NORM, FINAL_NORM_RESULT, gain=spec.head_gain)
 
 
 def head_inputs(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
     """The input of the head: the last norm x, and `x + x @ turn.T` if a matrix turns it."""
-    x = last_norm(ops, spec, hidden)
+    return _turned(ops, spec, last_norm(ops, spec, hidden))
+
+
+def _turned(ops: Ops[V], spec: DecoderSpec, x: V) -> V:
     return ops.add(x, ops.linear(x, HEAD_TURN, "head.turn"), "head.input") if spec.vocabulary == "turned" else x
 
 
 def logits(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
-    """The last norm and the head."""
-    return head_logits(ops, spec, head_inputs(ops, spec, hidden))
+    """The last norm and the head; what drafters read is given between them."""
+    x = last_norm(ops, spec, hidden)
+    if spec.target is not None:
+        ops.give_hidden(ops.linear(x, TARGET_OUT, TARGET_OUT_RESULT))
+    elif spec.gives_hidden:
+        ops.give_hidden(x)
+    return head_logits(ops, spec, _turned(ops, spec, x))
 
 
 def head_logits(ops: Ops[V], spec: DecoderSpec, x: V) -> V:

@@ -39,12 +39,14 @@ from edgekv.spec import (
     DELTA_KINDS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
+    LAST_HIDDEN,
     LAYER_INPUTS_PORT,
     LOGITS,
     LOGITS_INDEX,
     OPEN_ROWS,
     OPEN_TOKENS,
     STACK,
+    TARGET_HIDDEN,
     ConvolutionStates,
     KvTensor,
     LoraTarget,
@@ -654,6 +656,16 @@ class StackedOps(DeltaOps[View]):
         encoding = self._port_encoding(port)
         floats = self._nodes.dequantize(port.name, [encoding], f"{port.name}.floats")
         return View(self._nodes.reshape(floats, [1, -1, self.spec.hidden]), encodings=(encoding,))
+
+    def target_hidden(self) -> View:
+        encodings = (self._encoding(TARGET_HIDDEN),)
+        floats = self._nodes.reshape(self._input(TARGET_HIDDEN), [1, -1, self._decoder.given_hidden])
+        return View(floats, encodings=encodings)
+
+    def give_hidden(self, x: View) -> None:
+        port = self._ports[LAST_HIDDEN]
+        floats = self._nodes.reshape(self._tensor(x), [1, 1, -1, self._decoder.given_hidden])
+        self._nodes.quantize(floats, [self._port_encoding(port)], port.name)
 
     def _embedded(self, ids: str) -> str:
         """The rows of the embedding table for ids, `[1, AR, hidden]`."""

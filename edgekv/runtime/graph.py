@@ -16,7 +16,16 @@ from edgekv.kv import KVCache, Window
 from edgekv.kv.memory import aligned_zeros
 from edgekv.runtime.adapter import NO_ADAPTER, AdapterMemory
 from edgekv.runtime.binding import Binding, BoundPart
-from edgekv.spec import CONV_ROWS, LAYER_INPUTS_PORT, LOGITS_INDEX, MASK, STEP_KINDS, rope_inputs
+from edgekv.spec import (
+    CONV_ROWS,
+    LAST_HIDDEN,
+    LAYER_INPUTS_PORT,
+    LOGITS_INDEX,
+    MASK,
+    STEP_KINDS,
+    TARGET_HIDDEN,
+    rope_inputs,
+)
 from quant import DTYPES, Encoding
 
 _ROW_BLOCK = 64  # other sizes cost time when they are bound
@@ -133,7 +142,9 @@ class StaticGraph:
         self.takes_fewer = any(binding.takes_fewer for binding in bindings)
         self._inputs = StepInputs(manifest, record, ropes, embeddings, layer_inputs, takes_fewer=self.takes_fewer)
         interfaces = manifest.interface.parts(record)
-        exits = {each.exit.name: aligned_zeros(each.exit.shape, each.exit.dtype) for each in interfaces}
+        own = ("hidden", "logits", "last_hidden")
+        given = [port for each in interfaces for port in each.outputs if port.kind in own]
+        exits = {port.name: aligned_zeros(port.shape, port.dtype) for port in given}
         stop = manifest.model.first_without_cache or manifest.model.layers
         self._parts = [
             BoundPart(
@@ -148,6 +159,7 @@ class StaticGraph:
             for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)
         ]
         self._logits = exits[interfaces[-1].exit.name][0]
+        self._hidden = exits[LAST_HIDDEN][0, 0] if LAST_HIDDEN in exits else None
         reads_used_rows = all(part.reads_used_rows for part in self._parts)
         self.row_block = 0 if not reads_used_rows else _ROW_BLOCK if manifest.graph("verify") is None else 1
         self._before_next_run: Callable[[], None] | None = None
@@ -161,6 +173,17 @@ class StaticGraph:
         One row, for the last token; graphs of the roles `score` and `verify` return one for each token of the step.
         """
         rows: NDArray[Any] = self._logits[: self._inputs.filled]
+        return rows
+
+    @property
+    def hidden(self) -> NDArray[Any] | None:
+        """The last hidden states that belong to `logits`, as integers `[rows, H]`; None if the graph gives none."""
+        return None if self._hidden is None else self._hidden[: self._inputs.filled]
+
+    @property
+    def target_hidden(self) -> NDArray[Any]:
+        """Where a drafter's graph reads its target's last hidden state, `[AR, H]`."""
+        rows: NDArray[Any] = self._inputs.arrays[TARGET_HIDDEN][0, 0]
         return rows
 
     def release(self) -> None:

@@ -8,8 +8,8 @@ from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
     from edgekv.spec.config import CONFIG, Config, read_config, read_json
-    from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes, SplitChannel, Vocabulary
-    from edgekv.spec.described import CacheSpec, describe, describe_cache
+    from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes, SplitChannel, TargetState, Vocabulary
+    from edgekv.spec.described import CacheSpec, describe, describe_cache, describe_drafter
     from edgekv.spec.encoders import ENCODERS
     from edgekv.spec.families import ARCHITECTURES
     from edgekv.spec.folders import FolderKind, identify
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     )
     from edgekv.spec.graph import (
         CONV_ROWS,
+        FINAL_NORM_RESULT,
+        LAST_HIDDEN,
         LAYER_INPUTS_PORT,
         LOGITS_INDEX,
         MASK,
         ROPE_SUFFIXES,
         STEP_KINDS,
+        TARGET_HIDDEN,
+        TARGET_OUT_RESULT,
         DecoderInterface,
         RotaryInputs,
         mask_name,
@@ -83,6 +87,8 @@ if TYPE_CHECKING:
         LAYER_TABLE,
         LAYER_TABLE_NORM,
         LAYER_TABLE_PROJECTION,
+        TARGET_IN,
+        TARGET_OUT,
         View,
         attention_norm,
         by_inputs,
@@ -137,6 +143,13 @@ __all__ = [
     "EMBEDDING_COLUMNS",
     "EMBEDDING_STEPS",
     "FINAL_NORM",
+    "FINAL_NORM_RESULT",
+    "LAST_HIDDEN",
+    "TARGET_HIDDEN",
+    "TARGET_IN",
+    "TARGET_OUT",
+    "TARGET_OUT_RESULT",
+    "TargetState",
     "FLOAT",
     "EMBEDDINGS",
     "HEAD",
@@ -213,6 +226,7 @@ __all__ = [
     "convolution_kernel",
     "describe",
     "describe_cache",
+    "describe_drafter",
     "feed_forward_norm",
     "head_width",
     "hidden_name",
@@ -243,14 +257,14 @@ __getattr__ = lazy(
     __name__,
     {
         "config": "CONFIG Config read_config read_json",
-        "decoder": "Convolution DecoderSpec LayerSizes SplitChannel Vocabulary",
-        "described": "CacheSpec describe describe_cache",
+        "decoder": "Convolution DecoderSpec LayerSizes SplitChannel TargetState Vocabulary",
+        "described": "CacheSpec describe describe_cache describe_drafter",
         "encoders": "ENCODERS",
         "families": "ARCHITECTURES",
         "folders": "FolderKind identify",
         "geometry": "CHECKPOINT_TOKENS DELTA_KINDS KINDS STATE_KINDS Geometry KeyLayout Kind KvDtype KvTensor",
-        "graph": "CONV_ROWS LAYER_INPUTS_PORT LOGITS_INDEX MASK ROPE_SUFFIXES STEP_KINDS DecoderInterface "
-        "RotaryInputs mask_name rope_inputs",
+        "graph": "CONV_ROWS FINAL_NORM_RESULT LAST_HIDDEN LAYER_INPUTS_PORT LOGITS_INDEX MASK ROPE_SUFFIXES STEP_KINDS "
+        "TARGET_HIDDEN TARGET_OUT_RESULT DecoderInterface RotaryInputs mask_name rope_inputs",
         "layers": "ConvolutionStates LayeredGeometry",
         "linear": "DeltaRule",
         "lora": "LORA_A LORA_GROUPS LORA_PREFIX LORA_TARGETS STACK LoraGroup LoraSlot LoraSlots LoraTarget "
@@ -262,7 +276,8 @@ __getattr__ = lazy(
         "rope": "Rope Rotation",
         "sizes": "RECIPE_TYPES Decoder Weights recipe_weights",
         "tensors": "CONVOLUTION_INPUTS DELTA_INPUTS EMBEDDING EMBEDDING_COLUMNS EMBEDDING_STEPS FINAL_NORM HEAD "
-        "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION View attention_norm "
+        "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION TARGET_IN TARGET_OUT "
+        "View attention_norm "
         "by_inputs by_outputs convolution_kernel delta_kernel delta_rates feed_forward_norm head_width "
         "layer_of layer_scalar matrices part_name table_key text_tensor views",
         "vision": "MERGED_MEANS PATCHES PIXELS_PORT POSITIONS PROJECTOR PROJECTOR_BIAS PROJECTOR_OUT "

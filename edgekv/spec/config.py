@@ -214,6 +214,10 @@ class Config:
         explicit_none = dict.fromkeys(self._none)
         return Config({**defaults, **self._fields, **explicit_none}, self._path)
 
+    def changed(self, **fields: object) -> Config:
+        """The configuration with other values of some fields."""
+        return Config({**dict.fromkeys(self._none), **self._fields, **fields}, self._path)
+
     def text_decoder(self) -> Config:
         """The configuration of the language model: `text_config` of a multimodal model, else this one.
 

@@ -73,6 +73,21 @@ class Convolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.state_dtype in ("u8", "s8")
 
 
+class TargetState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a drafter reads of the model that it drafts for, its target.
+
+    Its layers are numbered after the target's: those have no weights here, and the drafter's own layers read their
+    keys and values.
+
+    Attributes:
+        layers: of the target.
+        hidden: H, the width of the target's last hidden state, which is projected and added to the embeddings.
+    """
+
+    layers: _Layers
+    hidden: _Width
+
+
 class LayerSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sizes in which the layers of a decoder may differ.
 
@@ -128,6 +143,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         output_gates: whether every channel of the heads' outputs is. Checkpoints store the gates' matrix within q_proj.
         stored_names: parts of the tensors' names, and what checkpoints of the architecture have in their place.
         multimodal: whether the checkpoint includes a vision model, and the decoder's tensors have a prefix.
+        target: of a drafter, what it reads of its target; None for a model of its own.
+        gives_hidden: whether graphs also give the normalized result of the last layer, which drafters read. Set by
+            export.
     """
 
     model_type: str
@@ -173,12 +191,17 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     head_gates: bool = False
     output_gates: bool = False
     stored_names: tuple[tuple[str, str], ...] = ()
+    target: TargetState | None = None
+    gives_hidden: bool = False
 
     def __post_init__(self) -> None:
         for name in ("windows", "layer_sizes", "cache_owners"):
             if len(found := getattr(self, name)) not in (0, self.layers):
                 raise ValueError(f"{name}: got {len(found)}; expected none or {self.layers}, one for each layer")
-        if wrong := [each.kv_heads for each in self._all_sizes if self.heads % each.kv_heads]:
+        if self.target is not None and not 0 < self.first_layer < self.layers:
+            raise ValueError(f"target: layers: got {self.first_layer}; expected 1 to {self.layers - 1}")
+        own = [self.of_layer(layer) for layer in self.own_layers] if self.target is not None else self._all_sizes
+        if wrong := [each.kv_heads for each in own if self.heads % each.kv_heads]:
             raise ValueError(f"kv_heads: got {wrong[0]}; expected a divisor of {self.heads} heads")
         if foreign := [layer for layer in self.unrotated if layer >= self.layers]:
             raise ValueError(f"unrotated: got {foreign[0]}; expected layers below {self.layers}")
@@ -241,10 +264,20 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return owners[-1] + 1 if owners[-1] + 1 < self.layers else None
 
     @property
+    def first_layer(self) -> int:
+        """The first layer with weights: of a drafter, the one after its target's."""
+        return 0 if self.target is None else self.target.layers
+
+    @property
+    def own_layers(self) -> range:
+        """The layers with weights."""
+        return range(self.first_layer, self.layers)
+
+    @property
     def sizes(self) -> Decoder:
         """The sizes that plans and estimates need."""
         kinds: dict[tuple[LayerMatrix, ...], list[int]] = {}
-        for layer in self._layers:
+        for layer in self.own_layers:
             kinds.setdefault(self._matrices(layer), []).append(layer)
         return Decoder(
             layers=self.layers,
@@ -261,10 +294,6 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             layer_inputs=self.layers * self.layer_inputs,
             first_without_cache=self.first_without_cache,
         )
-
-    @property
-    def _layers(self) -> range:
-        return range(self.layers)
 
     def _matrices(self, layer: int) -> tuple[LayerMatrix, ...]:
         sizes, hidden = self.of_layer(layer), self.hidden

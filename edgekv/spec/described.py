@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.families import ARCHITECTURES
+from edgekv.spec.families import ARCHITECTURES, DRAFTERS
 
 LARGEST_PARAMETERS = 1 << 42
 """Maximum elements of all matrices, above every published model."""
@@ -18,7 +18,6 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CONVOLUTION, _DELTA_RULE = "conv", "linear_attention"
 _LACKING = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "Laurel, AltUp and activation sparsity"),
-    "gemma4_assistant": "layers that read the cache and the last hidden state of another model",
 }
 """What architectures have that cannot be exported."""
 
@@ -55,6 +54,7 @@ def describe(config: Config) -> DecoderSpec:
     model_type = config.text("model_type")
     family = ARCHITECTURES.get(model_type)
     if family is None:
+        _check_no_drafter(config)
         if model_type in _LACKING:
             fix = f"It needs {_LACKING[model_type]}, which graphs do not have. Use Gemma 4, which dropped them."
             raise config.refusal("model_type", "an architecture without them", fix=fix)
@@ -63,6 +63,22 @@ def describe(config: Config) -> DecoderSpec:
     spec = family(config)
     more = (_CONVOLUTION, spec.convolution), (_DELTA_RULE, spec.delta_rule)
     _check_layers(config, *(kind for kind, layers in more if layers is not None))
+    _check_products(config, spec)
+    return spec
+
+
+def describe_drafter(config: Config, target: DecoderSpec) -> DecoderSpec:
+    """The drafter of a configuration, for a target.
+
+    Raises:
+        CheckpointError: it is no drafter, one for another target, or a field is missing, too large or not supported.
+    """
+    model_type = config.text("model_type")
+    if (family := DRAFTERS.get(model_type)) is None:
+        fix = "Leave --draft-for out: other models draft with their own caches."
+        raise config.refusal("model_type", " or ".join(sorted(DRAFTERS)), fix=fix)
+    spec = family(config, target)
+    _check_layers(config.text_decoder())
     _check_products(config, spec)
     return spec
 
@@ -79,6 +95,7 @@ def describe_cache(config: Config) -> CacheSpec:
         return CacheSpec(
             spec.layers, spec.heads, spec.kv_heads, spec.head_dim, spec.max_positions, max(windows, default=None), spec
         )
+    _check_no_drafter(config)
     config = config.text_decoder()
     if config.text("model_type", "") in ARCHITECTURES:
         return describe_cache(config)
@@ -99,6 +116,12 @@ def describe_cache(config: Config) -> CacheSpec:
         config.optional_size("sliding_window"),
         None,
     )
+
+
+def _check_no_drafter(config: Config) -> None:
+    if config.text("model_type", "") in DRAFTERS:
+        fix = "It is a drafter. Export its target with --give-hidden, then this with --draft-for BUNDLE."
+        raise config.refusal("model_type", "a model that needs no target", fix=fix)
 
 
 def _check_layers(config: Config, *more: str) -> None:

@@ -20,12 +20,16 @@ from quant import DTYPES, Dtype
 
 MASK, LOGITS_INDEX = "attention_mask", "logits_index"
 CONV_ROWS = "conv_rows"
+FINAL_NORM_RESULT, TARGET_OUT_RESULT = "final_norm", "target_out"
+"""The results of the last norm, and of a drafter's projection back to its target's width."""
 LAYER_INPUTS_PORT = "per_layer_inputs"
+TARGET_HIDDEN, LAST_HIDDEN = "target_hidden", "last_hidden"
+"""The input of a drafter, and an output: a target's last hidden state, or a drafter's guess of the next one."""
 ROPE_SUFFIXES = ("", "_local")
 """Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
 STEP_KINDS: frozenset[PortKind] = frozenset(
-    {"ids", "embeddings", "layer_inputs", "mask", "cos", "sin", "conv_rows", "others", "logits_index"}
+    {"ids", "embeddings", "layer_inputs", "mask", "cos", "sin", "conv_rows", "others", "logits_index", "target_hidden"}
 )
 """The inputs that the host writes before a step. The others are in the cache or come from the previous part."""
 
@@ -73,6 +77,8 @@ class DecoderInterface:
         lora: the inputs for adapters; None if the graphs have none.
         cache_owners: see `DecoderSpec`.
         layer_inputs: width of what the host gathers for all layers of a token; 0 without.
+        given_hidden: width of the hidden state that graphs give beside the logits; 0 if they give none.
+        reads_hidden: whether they read one of the target's, of the same width.
     """
 
     hidden: int
@@ -83,6 +89,8 @@ class DecoderInterface:
     lora: LoraSlots | None = None
     cache_owners: tuple[int, ...] = ()
     layer_inputs: int = 0
+    given_hidden: int = 0
+    reads_hidden: bool = False
 
     @classmethod
     def of(
@@ -118,6 +126,8 @@ class DecoderInterface:
             lora,
             spec.cache_owners,
             spec.layers * spec.layer_inputs,
+            spec.target.hidden if spec.target is not None else spec.hidden if spec.gives_hidden else 0,
+            spec.target is not None,
         )
 
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
@@ -133,10 +143,12 @@ class DecoderInterface:
         new and others' rows; and for each layer the others, [1, 1, (K-1) * AR, hidden], states of further sequences.
         With a gated delta rule there are no others. Where layers have inputs of their own: `per_layer_inputs`
         [1, 1, AR, layers * P]. Where a layer reads the cache of one in an earlier part: that past, and its new rows,
-        under the name of the earlier part's output. In graphs with slots: the A's and B's of `LoraSlots.tensors`. In
-        prefill graphs whose last part has layers: `logits_index` [1].
+        under the name of the earlier part's output. In a drafter's graphs `target_hidden` [1, 1, AR, H], and the rows
+        of the target's layers as if those were an earlier part. In graphs with slots: the A's and B's of
+        `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1].
 
-        Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; and `logits` [1, AR or 1, V] or `hidden_{L}`.
+        Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; `last_hidden` [1, 1, AR or 1, H], if graphs give
+        it; and `logits` [1, AR or 1, V] or `hidden_{L}`.
 
         Args:
             graph: AR, context and role.
@@ -193,6 +205,8 @@ class DecoderInterface:
         else:
             kind: PortKind = "embeddings" if part.entry == EMBEDDINGS else "hidden"
             yield self._activation(kind, part.entry, (1, 1, rows, self.hidden))
+        if self.reads_hidden:
+            yield self._activation("target_hidden", TARGET_HIDDEN, (1, 1, ar, self.given_hidden))
         if self.layer_inputs and part.layers:
             yield self._activation("layer_inputs", LAYER_INPUTS_PORT, (1, 1, ar, self.layer_inputs))
         for mask, past_rows in masks.items():
@@ -223,6 +237,10 @@ class DecoderInterface:
         for tensor in self.tensors(part.layers):
             if tensor.is_written:
                 yield self._cached("new", tensor, graph.ar)
+        if part.head and self.given_hidden:
+            encoding = TARGET_OUT_RESULT if self.reads_hidden else FINAL_NORM_RESULT
+            shape = (1, 1, graph.logit_rows, self.given_hidden)
+            yield self._activation("last_hidden", LAST_HIDDEN, shape, encoding)
         if part.head:
             yield self._activation("logits", LOGITS, (1, graph.logit_rows, self.vocab))
         else:

@@ -14,6 +14,8 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD_TURN = "lm_head.turn.weight"
+TARGET_IN, TARGET_OUT = "pre_projection.weight", "post_projection.weight"
+"""Of a drafter: from the last hidden state of its target, and back to it."""
 CONVOLUTION_INPUTS = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 """The gates before and after a short convolution, and what it filters, in the order of the stored matrix."""
 DELTA_INPUTS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
@@ -35,6 +37,7 @@ TensorRole = Literal[
     "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
     "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
     "gate", "up", "down", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
+    "target_in", "target_out",
 ]  # fmt: skip
 
 _ROLES: dict[str, TensorRole] = {
@@ -156,9 +159,14 @@ def _views(spec: DecoderSpec) -> Iterator[View]:
         }
         for name, shape in shapes.items():
             yield View(name, shape, name, shape[0], "layer_inputs")
-    for layer in range(spec.layers):
+    target = spec.target
+    if target is not None:
+        yield View(TARGET_IN, (spec.hidden, target.hidden), TARGET_IN, spec.hidden, "target_in")
+    for layer in spec.own_layers:
         yield from _layer(spec, layer)
     yield View(norm, (spec.hidden,), norm, spec.hidden, "norm", offset=spec.norm_offset)
+    if target is not None:
+        yield View(TARGET_OUT, (target.hidden, spec.hidden), TARGET_OUT, target.hidden, "target_out")
     if spec.vocabulary == "turned":
         yield View(HEAD_TURN, (spec.hidden, spec.hidden), HEAD_TURN, spec.hidden, "turn")
     if spec.shares_vocabulary:

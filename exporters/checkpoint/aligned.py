@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
+from edgekv.bundle import HEADS_FILE
 from edgekv.errors import BundleError
 from edgekv.spec import KINDS, DecoderSpec, KvTensor, View
 from edgekv.spec.geometry import Kind, KvDtype
@@ -34,8 +35,6 @@ from exporters.checkpoint.head_range import ANGLES, HeadNumber, HeadRange
 from exporters.checkpoint.rotate import hadamard
 from exporters.checkpoint.sink_rotation import sink_rotation, sink_rotations, turned
 from quant import Encoding
-
-HEADS_FILE = "heads.safetensors"
 
 HEADROOM_8BIT = 1.1
 """How far the range reaches beyond the values seen: a cache of 8 bits has little room."""

@@ -33,6 +33,7 @@ from edgekv.spec import (
     Vocabulary,
     by_inputs,
     describe,
+    describe_drafter,
     read_json,
     text_tensor,
     views,
@@ -43,6 +44,7 @@ from edgekv.spec.text import encode
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.check_tensors import check_tensors, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
+from exporters.checkpoint.drafter import drafter_tensors
 from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
@@ -146,6 +148,38 @@ class Checkpoint:
         return replace(opened, quantization=quantization, adapters=merged, vision=vision, predicts_further=bool(ahead))
 
     @classmethod
+    def open_drafter(cls, name: str, target: Checkpoint) -> Checkpoint:
+        """Open the folder or hub id of a drafter that reads the state of another model.
+
+        Its embeddings are those of the target, projected: the first half of the columns of `TARGET_IN` is multiplied
+        with the target's table, the others stay. What drafter and target exchange is what the target's head reads.
+
+        Args:
+            name: of the folder or id.
+            target: as its bundle has it: with its vocabulary, channels and attention windows.
+
+        Raises:
+            CheckpointError: naming the file or field that is missing, broken, unsupported, or of another target.
+        """
+        folder = locate(name)
+        spec = describe_drafter(Config(config := read_json(folder / CONFIG)), target.spec)
+        generation = read_json(folder / GENERATION_CONFIG, optional=True)
+        tokenizer = open_checkpoint_tokenizer(folder / "tokenizer.json", spec.vocab)
+        if tokenizer.get_vocab(with_added_tokens=True) != target.tokenizer.get_vocab(with_added_tokens=True):
+            fix = "Give the target that the drafter was trained for."
+            raise CheckpointError(
+                f"{folder / 'tokenizer.json'}", got="another vocabulary", expected=f"that of {target.name}", fix=fix
+            )
+        stored = stored_tensors(folder)
+        check_floats(stored)
+        tensors = drafter_tensors(stored, spec, target)
+        check_tensors(tensors, views(spec), spec)
+        special = special_tokens(config, generation, tokenizer, spec.vocab)
+        files = tuple(sorted({each.file for each in stored.values()}))
+        wanted = {view.name: view for view in views(spec)}
+        return cls(name, folder, spec, special, tokenizer, None, None, config, tensors, wanted, files)
+
+    @classmethod
     def _open_gguf(cls, path: Path, adapters: Sequence[AdapterChoice]) -> Checkpoint:
         file = GgufFile(path)
         config = hugging_face_config(file)
@@ -191,6 +225,10 @@ class Checkpoint:
             spec = msgspec.structs.replace(spec, delta_rule=rule)
         return replace(self, spec=spec)
 
+    def giving_hidden(self) -> Checkpoint:
+        """The same model whose graphs also give their last hidden state; see `DecoderSpec.gives_hidden`."""
+        return replace(self, spec=msgspec.structs.replace(self.spec, gives_hidden=True))
+
     def with_pictures(self, rows: Floats) -> Checkpoint:
         """The same model whose table of embeddings goes on with rows of pictures `[rows, hidden]`, for calibration."""
         return replace(self, _pictured=rows)
@@ -225,6 +263,13 @@ class Checkpoint:
         if key == LAYER_INPUTS:
             return self._layer_inputs(rows)
         return folded(self._stored, self._views, self._transforms)(key, rows)
+
+    def as_head(self, rows: Floats) -> Floats:
+        """Rows `[n, hidden]` that multiply the last hidden state, with all that the head's rows are changed by."""
+        for fold in folds(self._views[HEAD], self._transforms):
+            if fold.in_map is not None:
+                rows = fold.in_map(rows.copy())
+        return rows / np.float32(self.spec.head_gain)
 
     def change(self, key: str, change: Factors) -> Factors:
         """A change of a stored matrix, such as an adapter's, as `tensor` reads the matrix."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgekv.bundle import Bundle, RecipeRecord
+from edgekv.bundle import HEADS_FILE, Bundle, RecipeRecord
 from edgekv.spec import views
-from exporters.checkpoint.aligned import HEADS_FILE, AlignedHeads, AlignedTransforms, read_heads
+from exporters.checkpoint.aligned import AlignedHeads, AlignedTransforms, read_heads
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
 from exporters.checkpoint.heads import HeadTransforms

@@ -42,6 +42,14 @@ def export(
             collect=tuple,
         ),
     ] = (),
+    draft_for: Annotated[
+        Path | None,
+        Option(
+            "The checkpoint is a drafter that reads the cache of this bundle, which was exported with --give-hidden.",
+            metavar="BUNDLE",
+            group="Target",
+        ),
+    ] = None,
     force: ForceOption = False,
 ) -> None:
     """Every graph is compiled with the HTP compiler; the export is refused if any node would compute in float."""
@@ -56,6 +64,9 @@ def export(
     from exporters.quantize.calibrate import read_calibration
     from exporters.quantize.scripts import script_warnings
 
+    if draft_for is not None:
+        _export_drafter(checkpoint, draft_for, target, given, output, lora=lora, force=force)
+        return
     kv_dtype = KV_DTYPES[given.get("graph_format", "onnx")][0]
     options = ExportOptions(**{"kv_dtype": kv_dtype, **given})
     run = ready_to_run(run)
@@ -85,3 +96,35 @@ def export(
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
     click.echo(next_line(target, manifest, is_compiled=options.compile))
+
+
+_TARGETS_OWN = ("context", "ar", "kv_dtype", "state_bits", "key_layout", "max_attention_window", "sink")
+"""Options that the target has decided."""
+
+
+def _export_drafter(
+    checkpoint: str,
+    draft_for: Path,
+    folder: Path,
+    given: Given[ExportOptions],
+    output: Output,
+    *,
+    lora: Sequence[AdapterChoice],
+    force: bool,
+) -> None:
+    from edgekv.bundle import open_bundle
+    from edgekv.errors import UsageError
+    from exporters.cli.exported import drafter_lines
+    from exporters.drafter import Drafter, export_drafter
+
+    if wrong := [name for name in _TARGETS_OWN if name in given] or (["lora"] if lora else []):
+        option = {"kv_dtype": "--kv"}.get(wrong[0], f"--{wrong[0].replace('_', '-')}")
+        raise UsageError(option, got="it with --draft-for", expected="what the target has", fix="Leave it out.")
+    with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
+        drafter = Drafter.open(checkpoint, open_bundle(draft_for))
+        manifest = export_drafter(drafter, folder, ExportOptions(**given), force=force, progress=progress)
+    if output.as_json:
+        print_json(manifest)
+        return
+    for line in drafter_lines(folder, manifest, drafter):
+        click.echo(line)

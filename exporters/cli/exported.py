@@ -8,6 +8,7 @@ from pathlib import Path
 from edgekv.bundle import Manifest, SinkRecord
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.drafter import Drafter
 from exporters.quantize.as_stored import describe_stored
 from exporters.quantize.recipe import describe_recipe
 
@@ -47,12 +48,19 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
         yield f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}"
     for each in manifest.quality:
         yield f"  quality, {each}"
-    verdict = {
-        "integers-only": f"every graph compiles for {manifest.device}, integers only",
-        "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
-        "not-run": "not checked on the HTP compiler",
-    }
-    yield f"  {verdict[manifest.htp_check]}"
+    yield f"  {_verdict(manifest)}"
+
+
+def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterator[str]:
+    """Size, what it reads of its target, calibration and the verdict of the float check, a line each."""
+    held, spec = sum(record.bytes for record in manifest.files.values()), drafter.spec
+    yield f"{output}: a drafter of {len(spec.own_layers)} layers, {manifest.recipe.name}, {held / 1e6:.1f} MB"
+    layers = sorted({tensor.layer for tensor in drafter.read})
+    names = " and ".join(map(str, layers))
+    yield f"  reads the last hidden state and the keys and values of layers {names} of {drafter.target.path.name}"
+    yield f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text"
+    yield f"  {_verdict(manifest)}"
+    yield f"Next: edgekv generate {drafter.target.path} --draft {output} --prompt TEXT"
 
 
 def export_warnings(manifest: Manifest) -> Iterator[str]:
@@ -72,6 +80,14 @@ def export_warnings(manifest: Manifest) -> Iterator[str]:
                 f"quality: KL divergence {each.kl_nats:.2g} nats a token on {each.text}, above {BROKEN_NATS}: "
                 f"a wrong --sink, --calibration of another kind, or too few bits (--recipe w8a16)"
             )
+
+
+def _verdict(manifest: Manifest) -> str:
+    return {
+        "integers-only": f"every graph compiles for {manifest.device}, integers only",
+        "float-allowed": f"compiles for {manifest.device}; {len(manifest.floating_nodes)} nodes compute in float",
+        "not-run": "not checked on the HTP compiler",
+    }[manifest.htp_check]
 
 
 def _sink_line(sink: SinkRecord, checkpoint: Checkpoint) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 
 from edgekv.bundle import GraphFormat, WeightPlaces
-from edgekv.graphs.decoder import decoder_layer
+from edgekv.graphs.decoder import decoder_layer, drafter_input
 from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role, head_width
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
@@ -135,7 +135,7 @@ def write_graphs(
             stages.setdefault(part.layers, {})[part.name] = graph, part
     for layers, parts in stages.items():
         builders = [QdqOps(graph, part, decoder, spec, encodings, store) for graph, part in parts.values()]
-        hidden = [ops.entry for ops in builders]
+        hidden = [drafter_input(ops, spec, ops.entry) for ops in builders]
         for layer in layers:
             hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]
             store.flush(f"weights-layer-{layer:02d}")

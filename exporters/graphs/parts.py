@@ -9,7 +9,7 @@ import onnx
 from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
-from edgekv.graphs.decoder import decoder_layer, layer_result, logits
+from edgekv.graphs.decoder import decoder_layer, drafter_input, layer_result, logits
 from edgekv.spec import EMBEDDINGS, KeyLayout, hidden_name
 from edgekv.system import link_or_copy
 from exporters.graphs.nodes import Tensor
@@ -41,9 +41,9 @@ def build_part(
     if key_layout is not None:
         decoder = replace(decoder, cache=replace(decoder.cache, key_layout=key_layout))
     encodings = manifest.encodings | {EMBEDDINGS: manifest.encodings["embedding"]}
-    encodings |= {hidden_name(layer + 1): encodings[layer_result(spec, layer)] for layer in range(spec.layers)}
+    encodings |= {hidden_name(layer + 1): encodings[layer_result(spec, layer)] for layer in spec.own_layers}
     ops = QdqOps(graph, part, decoder, spec, encodings, PlacedWeights(manifest.weights), form)
-    hidden = ops.entry
+    hidden = drafter_input(ops, spec, ops.entry)
     for layer in part.layers:
         hidden = decoder_layer(ops, spec, layer, hidden)
     end_part(ops, graph, part, hidden)

@@ -30,9 +30,11 @@ from edgekv.spec import (
     CONV_ROWS,
     EMBEDDING_COLUMNS,
     EMBEDDING_STEPS,
+    LAST_HIDDEN,
     LAYER_INPUTS_PORT,
     LOGITS,
     LOGITS_INDEX,
+    TARGET_HIDDEN,
     DecoderInterface,
     DecoderSpec,
     GraphInterface,
@@ -184,7 +186,8 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         self._ar = graph.ar
         self._by_row = gives_rows_by_step(graph)
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
-        shared = (port for port in self._ports.inputs if port.kind in ("layer_inputs", "mask", "cos", "sin"))
+        kinds = ("layer_inputs", "mask", "cos", "sin", "target_hidden")
+        shared = (port for port in self._ports.inputs if port.kind in kinds)
         self._shared = {port.name: self._read(port) for port in shared}
         self._cached: dict[KvTensor, Tensor] = {}
 
@@ -547,6 +550,14 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         self._nodes.node("Reshape", [logits.name, shape], ["logits_f"])
         self._nodes.quantize("logits_f", LOGITS, logits.encoding)
         self._nodes.quantized[LOGITS] = logits.encoding
+
+    def target_hidden(self) -> Tensor:
+        return self._shared[TARGET_HIDDEN]
+
+    def give_hidden(self, x: Tensor) -> None:
+        shape = self._nodes.constant("shape_hidden", np.array(self._ports[LAST_HIDDEN].shape, np.int64))
+        self._nodes.node("Reshape", [x.name, shape], ["last_hidden_f"])
+        self._nodes.quantize("last_hidden_f", LAST_HIDDEN, x.encoding)
 
     @property
     def results(self) -> dict[str, Encoding]:

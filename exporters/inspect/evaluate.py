@@ -59,6 +59,8 @@ def open_source(manifest: Manifest, checkpoint: str | None, adapters: Sequence[P
     _check_hash(f"weights of {opened.name}", found, manifest.source.weights_sha256, "the weights", "--checkpoint")
     if manifest.model.convolution is not None:
         opened = opened.with_states(manifest.model.convolution.state_dtype)
+    if manifest.model.gives_hidden:
+        opened = opened.giving_hidden()
     return opened.limited(manifest.model.limits).split(manifest.model.split)
 
 

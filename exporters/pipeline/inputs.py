@@ -92,6 +92,8 @@ class Exact:
         spec = self.spec
         if spec.convolution_states is not None:
             checkpoint = checkpoint.with_states(spec.convolution_states.dtype)
+        if spec.gives_hidden:
+            checkpoint = checkpoint.giving_hidden()
         decoder = checkpoint.limited(spec.limits).split(spec.split).with_vocabulary(spec.vocabulary)
         if decoder.spec != spec:
             raise ValueError(f"decoder: got {decoder.spec}; expected {spec}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.graphs.decoder import decoder_layer, drafter_input, logits
 from edgekv.graphs.delta_rule import DeltaInputs, DeltaOps, Recalled
 from edgekv.spec import (
     DELTA_KINDS,
@@ -14,6 +14,7 @@ from edgekv.spec import (
     MASK,
     ROPE_SUFFIXES,
     RULES,
+    TARGET_HIDDEN,
     UNOBSERVED,
     DecoderSpec,
     DeltaRule,
@@ -33,8 +34,8 @@ from quant import Encoding, Range
 def decoder_results(spec: DecoderSpec) -> Mapping[str, Result]:
     """Every result of a decoder that has an encoding, by name, in the order in which they are computed."""
     ops = ResultRecorder()
-    hidden = ops.embed("embedding")
-    for layer in range(spec.layers):
+    hidden = drafter_input(ops, spec, ops.embed("embedding"))
+    for layer in spec.own_layers:
         hidden = decoder_layer(ops, spec, layer, hidden)
     last = logits(ops, spec, hidden)
     return ops.results | {LOGITS: replace(ops.results[last], source=last)}
@@ -129,6 +130,12 @@ class ResultRecorder(DeltaOps[str]):
 
     def layer_input(self, layer: int) -> str:
         return self._record("gathered", LAYER_INPUTS_PORT)
+
+    def target_hidden(self) -> str:
+        return self._record("gathered", TARGET_HIDDEN)
+
+    def give_hidden(self, x: str) -> None:
+        """Nothing: it has its name."""
 
     def cached(self, tensor: KvTensor) -> str:
         return tensor.past

@@ -14,6 +14,7 @@ from edgekv.graphs.decoder import (
     add_feed_forward,
     add_layer_input,
     add_mixer,
+    drafter_input,
     feed_forward,
     feed_forward_inputs,
     gated_layer_input,
@@ -24,10 +25,20 @@ from edgekv.graphs.decoder import (
     mixer_inputs,
 )
 from edgekv.kv import KvTensor
-from edgekv.spec import DecoderInterface
+from edgekv.spec import TARGET_OUT_RESULT, DecoderInterface
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraGroup, lora_reach
-from edgekv.spec.tensors import CONVOLUTION_INPUTS, DELTA_INPUTS, EMBEDDING, HEAD, HEAD_TURN, by_inputs, by_outputs
+from edgekv.spec.tensors import (
+    CONVOLUTION_INPUTS,
+    DELTA_INPUTS,
+    EMBEDDING,
+    HEAD,
+    HEAD_TURN,
+    TARGET_IN,
+    TARGET_OUT,
+    by_inputs,
+    by_outputs,
+)
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
@@ -242,6 +253,25 @@ class Quantizer:
         self._ops.ranges["embedding"] = Range()
         self._ops.ranges["embedding"].observe(rows[:, sink:])
 
+    def enter(self, hidden: Floats, rows: Mapping[KvTensor, Floats]) -> Iterator[tuple[str, QuantizedWeight]]:
+        """Add what a drafter reads of its target to the embeddings; yields the matrix that projects it, by name.
+
+        Args:
+            hidden: the target's last hidden states, `[windows, T, H]`.
+            rows: its keys and values, `[windows, T, D]`.
+        """
+        ops, spec, decoders = self._ops, self._spec, len(self.hidden)
+        paired = np.stack([hidden] * decoders)
+        weight = self.quantized(TARGET_IN, self.inputs(paired))
+        self.use(TARGET_IN, weight)
+        for window, tokens in enumerate(self._tokens):
+            ops.begin(window, tokens)
+            seen = {tensor: np.stack([each[window]] * decoders) for tensor, each in rows.items()}
+            ops.read_target(paired[:, window], seen)
+            self.hidden[:, window] = drafter_input(ops, spec, self.hidden[:, window])
+        ops.drop()
+        yield TARGET_IN, weight
+
     def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
         """Run the residual through the next layer; yields its matrices by name."""
         x = self.run_to(layer, 0)
@@ -341,6 +371,13 @@ class Quantizer:
             turn = self._turn()
             ops.quantized[HEAD_TURN] = by_outputs(turn.dequantize())
             yield HEAD_TURN, turn
+        if spec.target is not None:
+            x = np.stack([last_norm(ops, spec, self.hidden[:, window]) for window in windows], axis=1)
+            back = self.quantized(TARGET_OUT, self.inputs(x))
+            self.use(TARGET_OUT, back)
+            for window in windows:
+                ops.linear(x[-1:, window], TARGET_OUT, TARGET_OUT_RESULT)
+            yield TARGET_OUT, back
         inputs = None
         if rule.method not in ("nearest", "stored"):
             inputs = self.inputs(np.stack([head_inputs(ops, spec, self.hidden[:, w]) for w in windows], axis=1))

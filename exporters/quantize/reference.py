@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from edgekv.graphs.decoder import decoder_layer, head_inputs, head_logits, logits
 from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, Recalled, between_blocks, recall
 from edgekv.kv import KvTensor
-from edgekv.spec import LAYER_INPUTS_PORT
+from edgekv.spec import LAYER_INPUTS_PORT, TARGET_HIDDEN
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.geometry import CHECKPOINT_TOKENS, DELTA_KINDS
 from edgekv.spec.linear import DeltaRule
@@ -206,7 +206,9 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         self._spec = spec
         self._changes = changes
         self._weights = weights
-        self._rotations = [_cos_sin(rope.rotation(context), tokens) for rope in spec.ropes]
+        first = 0 if spec.target is None else 1  # a drafter's token follows the one whose keys are the last it reads
+        self._rotations = [_cos_sin(rope.rotation(context), first, tokens) for rope in spec.ropes]
+        self._target_hidden: Floats = np.zeros((tokens, 0), np.float32)
         self._tail = Tail(0)
         self._window: tuple[Hashable, NDArray[Any]] = None, np.zeros(0, np.int64)
         self._shared: dict[tuple[Hashable, KvTensor], Floats] = {}
@@ -296,6 +298,22 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         if tensor.layer in self._spec.shared_layers:
             self._shared[self._window[0], tensor] = new
         return self._tail.append(tensor, new) if tensor.kind in DELTA_KINDS else new
+
+    def read_target(self, hidden: Floats, rows: Mapping[KvTensor, Floats]) -> None:
+        """What a drafter reads of its target in the window from now on.
+
+        Args:
+            hidden: the target's last hidden states `[..., T, H]`.
+            rows: its keys and values `[..., T, D]`.
+        """
+        self._target_hidden = hidden
+        self._shared |= {(self._window[0], tensor): each for tensor, each in rows.items()}
+
+    def target_hidden(self) -> Floats:
+        return self._seen(TARGET_HIDDEN, self._target_hidden)
+
+    def give_hidden(self, x: Floats) -> None:
+        """Nothing: nobody reads it."""
 
     def cached(self, tensor: KvTensor) -> Floats:
         return self._shared[self._window[0], tensor]
@@ -391,8 +409,8 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         return scores + self._masks[self._spec.window(layer)]
 
 
-def _cos_sin(rotation: Rotation, tokens: int) -> tuple[Floats, Floats]:
-    angles = np.arange(tokens)[:, None] * rotation.inverse_frequencies
+def _cos_sin(rotation: Rotation, first: int, tokens: int) -> tuple[Floats, Floats]:
+    angles = np.arange(first, first + tokens)[:, None] * rotation.inverse_frequencies
     cos, sin = np.cos(angles) * rotation.attention_factor, np.sin(angles) * rotation.attention_factor
     return cos.astype(np.float32), sin.astype(np.float32)
 

@@ -28,6 +28,7 @@ class Capabilities:
         layered: layers that differ in size or share a cache, as Gemma 4's.
         layer_inputs: layers with inputs that the host gathers, as Gemma 4's.
         pictures: a vision encoder, whose rows stand among the embeddings.
+        hidden: graphs that also give their last hidden state.
         decode_alone: bundles without a prefill graph.
     """
 
@@ -43,6 +44,7 @@ class Capabilities:
     layered: bool = False
     layer_inputs: bool = False
     pictures: bool = False
+    hidden: bool = False
     decode_alone: bool = True
 
     def check(self, bundle: Bundle) -> None:
@@ -56,6 +58,12 @@ class Capabilities:
 
     def _obstacles(self, manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
         """Field, what was found, what is wanted, and the fix."""
+        if manifest.target is not None:
+            fix = "Give it as --draft to edgekv generate, chat or serve, with its target."
+            yield "drafter", "graphs that read the cache of another model", "a model of its own", fix
+        if manifest.model.gives_hidden and not self.hidden:
+            wanted = f"logits alone, all that {self.reader} reads"
+            yield "graphs", "graphs that give a hidden state too", wanted, "Export it without --give-hidden."
         if manifest.graph_format != "onnx":
             wanted = f"onnx graphs, which {self.reader} reads"
             yield "graphs", f"{manifest.graph_format} graphs", wanted, "Export it with --format onnx."
@@ -120,6 +128,7 @@ ONNX = Capabilities(
     layered=True,
     layer_inputs=True,
     pictures=True,
+    hidden=True,
 )
 GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True, layer_inputs=True, pictures=True)
 GENIEX = replace(

@@ -1,0 +1,280 @@
+"""From a drafter's checkpoint and the bundle of its target to a bundle that reads the target's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from edgekv.bundle import (
+    FORMAT,
+    HEADS_FILE,
+    Bundle,
+    GraphRecord,
+    HtpCheck,
+    Manifest,
+    RecipeRecord,
+    SourceRecord,
+    TargetRecord,
+    atomic_directory,
+    check_output,
+    record_files,
+    write_manifest,
+)
+from edgekv.errors import UsageError
+from edgekv.graphs.decoder import last_norm
+from edgekv.kv import KvTensor
+from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
+from edgekv.spec import TARGET_HIDDEN, TARGET_OUT_RESULT, DecoderInterface, DecoderSpec, EncodingTypes, PartRecord
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.folded import heads_of, transformed, transformed_as
+from exporters.graphs.onnx import write_graphs
+from exporters.htp.check import float_verdict, floating_nodes
+from exporters.inspect.evaluate import open_source
+from exporters.options import ExportOptions
+from exporters.preconditions import check_compiler
+from exporters.progress import Progress, one_step, silent
+from exporters.quantize.calibrate import calibration_windows, read_calibration
+from exporters.quantize.encodings import choose_encodings, decoder_results
+from exporters.quantize.matrices import Quantizer
+from exporters.quantize.reference import Floats, NumpyOps, Reference, Tensors, Weights
+from exporters.records import recipe_record, source_name, token_record
+from quant import QuantizedWeight, Range
+
+
+@dataclass(frozen=True, slots=True)
+class TargetText:
+    """What a drafter reads of its target on a calibration text.
+
+    Attributes:
+        tokens: the token of each row, which follows the ones that the target has run, `[windows, T]`.
+        hidden: the target's last hidden states before it, `[windows, T, H]`, as its graphs give them.
+        rows: the target's keys and values up to there, `[windows, T, D]`, as its cache holds them.
+    """
+
+    tokens: NDArray[np.int64]
+    hidden: Floats
+    rows: Mapping[KvTensor, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """A drafter and its target.
+
+    Attributes:
+        checkpoint: the drafter.
+        target: the bundle whose cache it reads.
+        source: the checkpoint of the target, as the bundle has it.
+    """
+
+    checkpoint: Checkpoint
+    target: Bundle
+    source: Checkpoint
+
+    @classmethod
+    def open(cls, name: str, target: Bundle) -> Drafter:
+        """Open a drafter for a target, whose checkpoint is where it was when the bundle was exported.
+
+        Raises:
+            UsageError: the bundle gives no hidden state, or its keys and values have transforms that it does not hold.
+            CheckpointError: the drafter or the target's checkpoint cannot be read, or they do not belong together.
+        """
+        manifest, at = target.manifest, f"--draft-for {target.path}"
+        if manifest.target is not None or not manifest.model.gives_hidden:
+            fix = "Export the target with --give-hidden."
+            found = "a drafter" if manifest.target is not None else "graphs that give logits alone"
+            raise UsageError(at, got=found, expected="graphs that give the last hidden state", fix=fix)
+        recipe = manifest.recipe
+        if {recipe.rotation, recipe.value_rotation, recipe.key_scaling} != {"none"}:
+            names = ", ".join(sorted({recipe.rotation, recipe.value_rotation, recipe.key_scaling} - {"none"}))
+            fix = 'Export the target with a recipe whose heads are "aligned" or "none", and nothing else rotated.'
+            raise UsageError(
+                at, got=f"a recipe with {names}", expected="one with neither rotation nor scaling", fix=fix
+            )
+        source = open_source(manifest, None).with_vocabulary(manifest.model.vocabulary)
+        return cls(Checkpoint.open_drafter(name, source), target, source)
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The drafter's layers, behind those of its target."""
+        return self.checkpoint.spec
+
+    @property
+    def read(self) -> list[KvTensor]:
+        """The tensors of the target's cache that it reads."""
+        owners = sorted({self.spec.cache_layer(layer) for layer in self.spec.own_layers})
+        return [*self.target.manifest.interface.tensors(owners)]
+
+    @property
+    def tensors(self) -> Tensors:
+        """Its weights, with the transforms that the target's keys and values have."""
+        return transformed(self.checkpoint, self.transforms(self.target.manifest.recipe), heads_of(self.target))
+
+    def transforms(self, recipe: RecipeRecord) -> RecipeRecord:
+        """A recipe's transforms, as far as they are the target's."""
+        return msgspec.structs.replace(
+            recipe,
+            rotation="none",
+            neuron_scaling="none",
+            outlier_channels="keep",
+            value_rotation="none",
+            key_scaling="none",
+            heads=self.target.manifest.recipe.heads,
+        )
+
+    def text(self, windows: NDArray[np.int64]) -> TargetText:
+        """Run the target in float on windows of tokens `[windows, T+1]`."""
+        tensors, spec, context = transformed_as(self.target, self.source), self.source.spec, windows.shape[1] - 1
+        seen: dict[str, list[Floats]] = {tensor.past: [] for tensor in self.read}
+
+        def observe(name: str, value: Floats) -> None:
+            if name in seen:
+                seen[name].append(value)
+
+        runs = [*windows[:, :-1]]
+        limit = self.target.manifest.context
+        states = Reference(tensors, limit).states(runs, observe=observe)
+        ops = NumpyOps(spec, Weights(tensors), context, limit)
+        hidden = np.stack([last_norm(ops, spec, state) for state in states])
+        encodings = self.target.manifest.encodings
+        rows = {}
+        for tensor in self.read:
+            encoding, found = encodings[tensor.past], np.stack(seen[tensor.past])
+            rows[tensor] = encoding.dequantize(encoding.quantize(found)).astype(np.float32)
+        return TargetText(windows[:, 1:], hidden, rows)
+
+
+@dataclass(slots=True)
+class _Quantized:
+    """Matrices by name, and the ranges of all results."""
+
+    matrices: dict[str, QuantizedWeight] = field(default_factory=dict)
+    ranges: dict[str, Range] = field(default_factory=dict)
+
+
+def export_drafter(
+    drafter: Drafter, output: Path, options: ExportOptions, *, force: bool = False, progress: Progress = silent
+) -> Manifest:
+    """Calibrate and quantize a drafter, and write its bundle: a graph of one token for each context of its target.
+
+    Args:
+        drafter: and its target.
+        output: the bundle's folder; it appears atomically.
+        options: recipe, calibration and checks; what concerns the cache is the target's.
+        force: replace an existing bundle.
+        progress: called for each step.
+
+    Raises:
+        UsageError: options that a drafter does not have, or the folder exists.
+        EngineError: the HTP compiler is not installed, refused a graph, or computes part of it in float.
+    """
+    _check(options)
+    check_output(output, force=force)
+    check_compiler(options)
+    target, spec = drafter.target.manifest, drafter.spec
+    options.recipe.check(spec)
+    recipe = drafter.transforms(recipe_record(spec, options.recipe))
+    calibration = read_calibration(options.calibration, drafter.source.folder)
+    sink = () if target.sink is None else tuple(target.sink.tokens)
+    bos = drafter.source.special.bos
+    first = sink or (() if bos is None else (bos,))
+    tokens = options.calibration_tokens or default_calibration_tokens(drafter.source.spec.sizes)
+    length = min(CALIBRATION_WINDOW, target.context, tokens)
+    windows = calibration_windows(drafter.source.encode(calibration.text), length, tokens, first)
+    with one_step("run target", progress):
+        text = drafter.text(windows)
+    tensors = drafter.tensors
+    found = _quantized(tensors, text, options, len(sink), target.context, progress)
+    graphs = _graphs(spec, target.contexts)
+    types = EncodingTypes(options.recipe.activations, target.kv_dtype)
+    decoder = DecoderInterface.of(spec, target.context, target.kv_dtype, target.key_layout, types.activations)
+    factors = [rope.rotation(target.context).attention_factor for rope in spec.ropes]
+    # The next step of a draft reads what this one gives.
+    reached = found.ranges[TARGET_OUT_RESULT]
+    found.ranges[TARGET_HIDDEN].observe(np.array([reached.low, reached.high], np.float32))
+    encodings = choose_encodings(decoder_results(spec), found.ranges, factors, types)
+    encodings |= {tensor.past: target.encodings[tensor.past] for tensor in target.cache_geometry.names()}
+    heads = target.files.get(HEADS_FILE)
+    with atomic_directory(output, force=force) as folder, one_step("write", progress):
+        encodings, places = write_graphs(tensors, found.matrices, decoder, encodings, graphs, folder)
+        drafter.checkpoint.write_tokenizer(folder / "tokenizer.json")
+        nodes = list[str]()
+        verdict: HtpCheck = "not-run"
+        if options.check_on_htp:
+            nodes = floating_nodes([folder / graph.file for graph in graphs], options.device)
+            verdict, nodes = float_verdict(nodes, allow_float=options.allow_float)
+        manifest = Manifest(
+            format=FORMAT,
+            producer=f"edgekv {metadata.version('edgekv')}",
+            device=options.device.soc,
+            recipe=recipe,
+            kv_dtype=target.kv_dtype,
+            key_layout=target.key_layout,
+            context=target.context,
+            htp_check=verdict,
+            floating_nodes=nodes,
+            model=spec,
+            tokens=token_record(drafter.checkpoint),
+            graphs=graphs,
+            encodings=encodings,
+            weights=places,
+            source=SourceRecord(
+                checkpoint=source_name(drafter.checkpoint),
+                weights_sha256=drafter.checkpoint.weights_sha256(),
+                calibration=calibration.name,
+                calibration_tokens=text.tokens.size,
+            ),
+            files=record_files(folder),
+            target=TargetRecord(target.source.weights_sha256, None if heads is None else heads.sha256),
+        )
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def _quantized(
+    tensors: Tensors, text: TargetText, options: ExportOptions, sink: int, context: int, progress: Progress
+) -> _Quantized:
+    """Quantize the matrices one after another, each on the results of those before it."""
+    quantizer, spec, found = Quantizer(tensors, text.tokens, context, options.recipe, sink), tensors.spec, _Quantized()
+    layers = spec.own_layers
+    steps = [quantizer.enter(text.hidden, text.rows), *map(quantizer.layer, layers), quantizer.head()]
+    for done, step in enumerate(steps):
+        progress("quantize", done, len(steps))
+        found.matrices |= dict(step)
+        found.ranges |= quantizer.take_ranges()
+    progress("quantize", len(steps), len(steps))
+    return found
+
+
+def _graphs(spec: DecoderSpec, contexts: Sequence[int]) -> list[GraphRecord]:
+    found = []
+    for context in contexts:
+        name = f"ar1_cl{context}"
+        part = PartRecord(
+            name=name, file=f"{name}.onnx", first_layer=spec.first_layer, stop_layer=spec.layers, embeds=True, head=True
+        )
+        found.append(GraphRecord(name=name, parts=[part], ar=1, context=context, role="decode"))
+    return found
+
+
+def _check(options: ExportOptions) -> None:
+    """Refuse options that a drafter's export does not have."""
+    fix = "Leave it out."
+    for option, given in (
+        ("--lora-slots", options.lora is not None),
+        ("--draft-rows", bool(options.draft_rows)),
+        ("--give-hidden", options.give_hidden),
+        ("--target-mb, --max-kl", options.allocates),
+        ("--format tflite", options.graph_format != "onnx"),
+        ("--splits, --embedding, --head", any((options.splits, options.embedding, options.head))),
+    ):
+        if given:
+            raise UsageError(option, got="it with --draft-for", expected="a model of its own", fix=fix)
+    if options.compile:
+        fix = "Leave it out, and run edgekv compile on the bundle."
+        raise UsageError("--compile", got="it with --draft-for", expected="a model of its own", fix=fix)
