@@ -161,13 +161,13 @@ def second_turn(bundle: Path, folder: Path) -> dict[str, float]:
     turns = [(tokens[at : at + 400], tokens[at + 2000 : at + 2008]) for at in range(0, 1500, 300)]
     server = ServerProcess(bundle, *options)
     for first, added in turns:
-        times["without reuse"].append(asyncio.run(complete(server.port, first, 4)).first_ms)
-        times["second turn"].append(asyncio.run(complete(server.port, [*first, *added], 2)).first_ms)
+        times["without reuse"].append(stream_times(server.port, first, 4)[0])
+        times["second turn"].append(stream_times(server.port, [*first, *added], 2)[0])
     server.stop()
     server = ServerProcess(bundle, *options)
     asyncio.run(complete(server.port, "warm", 2))
     for first, added in turns:
-        times["after a restart"].append(asyncio.run(complete(server.port, [*first, *added], 2)).first_ms)
+        times["after a restart"].append(stream_times(server.port, [*first, *added], 2)[0])
     server.stop()
     return {name: statistics.median(each) for name, each in times.items()}
 

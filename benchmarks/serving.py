@@ -102,7 +102,7 @@ async def complete(
     return answer
 
 
-def stream_times(port: int, prompt: str, tokens: int) -> tuple[float, float]:
+def stream_times(port: int, prompt: str | Sequence[int], tokens: int) -> tuple[float, float]:
     """Time to the first token of a greedy stream of a number of tokens, with the connection, and per further token, ms.
 
     An event may have the text of several tokens; only its arrival is noted.

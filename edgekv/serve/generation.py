@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -314,7 +313,7 @@ async def answer(
     """
     exchange.record.prompt_tokens = sum(len(each.request.tokens) for each in wanted)
     each_answer = [each.for_answer(number) for each in wanted for number in range(n)]
-    async with _submitted(service.engine, exchange, each_answer) as channel:
+    with _submitted(service.engine, exchange, each_answer) as channel:
         answers = _Answers(reply, len(each_answer), n, exchange.record)
         if streams:
             await _stream(exchange, channel, answers)
@@ -392,8 +391,8 @@ class _Answers:
         return data, None
 
 
-@asynccontextmanager
-async def _submitted(engine: EngineThread, exchange: Exchange, wanted: Sequence[Wanted]) -> AsyncIterator[Channel]:
+@contextmanager
+def _submitted(engine: EngineThread, exchange: Exchange, wanted: Sequence[Wanted]) -> Iterator[Channel]:
     """The events of a request's answers, which end with the block or when the client goes.
 
     Raises:
@@ -401,17 +400,9 @@ async def _submitted(engine: EngineThread, exchange: Exchange, wanted: Sequence[
     """
     channel = Channel()
     tickets = engine.submit(wanted, channel)
-
-    async def watch() -> None:
-        await exchange.wait_until_gone()
-        engine.cancel(tickets)
-
-    watcher = asyncio.create_task(watch())
     try:
-        yield channel
+        with exchange.watched(lambda: engine.cancel(tickets)):
+            yield channel
     finally:
-        watcher.cancel()
         engine.cancel(tickets)
         channel.close()
-        with suppress(asyncio.CancelledError):
-            await watcher

@@ -10,8 +10,8 @@ import hmac
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from hashlib import sha256
@@ -220,10 +220,18 @@ class Exchange:
         """Send events of a stream that has begun, if `has_room`: past ASGI, which costs more than all else here."""
         self._connection.send_chunk(data)
 
-    async def wait_until_gone(self) -> None:
-        """Return when the client has gone. The body must have been read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    @contextmanager
+    def watched(self, leave: Callable[[], None]) -> Iterator[None]:
+        """Call a function if the client goes before the block ends, or has gone."""
+        connection = self._connection
+        connection.on_lost = leave
+        connection.flow.resume_reading()  # uvicorn pauses it at a long body, and would not see the client leave
+        if connection.is_lost:
+            leave()
+        try:
+            yield
+        finally:
+            connection.on_lost = None
 
     async def _body(self) -> bytes:
         limit = self._limits.body_bytes
@@ -414,9 +422,17 @@ class Endpoint:
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP/1.1 on a connection, which is closed if headers are too long or take too long."""
+    """HTTP/1.1 on a connection, which is closed if headers are too long or take too long.
+
+    Attributes:
+        limits: of headers and times.
+        is_lost: whether it has ended.
+        on_lost: called when it ends; None if nobody has to know.
+    """
 
     limits: ClassVar[Limits]
+    is_lost = False
+    on_lost: Callable[[], None] | None = None
     _deadline: asyncio.TimerHandle | None = None
     _head_bytes = 0  # since the parser has passed something on: of headers, trailers, or what frames a body
 
@@ -452,6 +468,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         super().connection_lost(exc)
+        self.is_lost = True
+        if self.on_lost is not None:
+            self.on_lost()
 
     @property
     def has_room(self) -> bool:

@@ -1,7 +1,12 @@
-"""What a request may be: bad input gets an answer that names the field, and no client can hold the server up."""
+"""HTTP: what a request may be, who may ask, and a line of the log for each.
+
+Bad input gets an answer that names the field, and no client can hold the server up.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 import signal
 import socket
@@ -15,11 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
-from edgekv.engine import Engine
-from edgekv.errors import UsageError
-from edgekv.serve import Limits
+from edgekv.cli import run
+from edgekv.engine import Engine, Event, Sequence
+from edgekv.errors import EngineError, UsageError
+from edgekv.serve import Limits, ServeOptions
+from edgekv.serve.http import ApiKeys, RequestRecord, write_line
+from edgekv.serve.options import accepted_keys, read_keys
 from edgekv.spec.chat import ChatTemplates
 from tests.serving import NAME, Server, served
 
@@ -29,16 +38,17 @@ HELLO = {"model": NAME, "prompt": "Hello", "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
-def server(talking: Path) -> Iterator[Server]:
+def limited(talking: Path) -> Iterator[Server]:
     limits = Limits(body_bytes=20_000, header_bytes=4096, header_s=0.3, body_s=0.3, send_s=0.5)
     with served(talking, limits) as server:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def still_answers(server: Server) -> Iterator[None]:
-    yield
-    assert server.post(COMPLETIONS, HELLO)[0] == 200
+@pytest.fixture
+def server(limited: Server) -> Iterator[Server]:
+    """It still answers after each test."""
+    yield limited
+    assert limited.post(COMPLETIONS, HELLO)[0] == 200
 
 
 def _messages(*messages: Any, **fields: Any) -> dict[str, Any]:
@@ -319,3 +329,275 @@ def _is_closed(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+# Who may ask.
+
+GET = "GET {} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{}\r\n"
+
+
+def _status(server: Server, path: str = "/v1/models", host: str = "localhost", header: str = "") -> int:
+    return int(server.raw(GET.format(path, host, header and header + "\r\n").encode()).split()[1])
+
+
+def test_a_key_is_needed_if_there_are_some(talking: Path, capfd: pytest.CaptureFixture[str]):
+    with served(talking, keys=("right", "other")) as server:
+        assert _status(server) == 401 and _status(server, "/metrics") == 401
+        assert _status(server, "/health") == 200
+        for wrong in ("Bearer wrong", "Bearer ", "right", "Basic right", "Bearer right2", "Bearer \xff"):
+            assert _status(server, header=f"authorization: {wrong}") == 401
+        assert b"\r\nwww-authenticate: Bearer\r\n" in server.raw(GET.format("/v1/models", "localhost", "").encode())
+        for right in ("Bearer right", "bearer other"):
+            assert _status(server, header=f"authorization: {right}") == 200
+        assert "right" not in server.get("/health") + repr(server.serving.service.engine)
+    printed = capfd.readouterr()
+    assert "right" not in printed.out + printed.err
+
+
+def test_salts_tell_keys_apart_and_do_not_tell_them():
+    keys = ApiKeys(["one", "two"])
+    salts = {keys.salt(b"Bearer one"), keys.salt(b"Bearer two")}
+    assert len(salts) == 2 and None not in salts and not any("one" in (salt or "") for salt in salts)
+    assert keys.salt(None) is None and ApiKeys([]).are_required is False
+    assert "secret" not in repr(ServeOptions(keys=("secret",)))
+
+
+def test_a_file_of_keys(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text("# mine\nfirst\n\n second \n")
+    assert read_keys(path) == ("first", "second")
+    for content, found in (("", "no key"), ("a b", "other characters"), ("\u00e9", "other characters")):
+        path.write_text(content)
+        with pytest.raises(UsageError, match=found):
+            read_keys(path)
+    with pytest.raises(UsageError, match="a file of API keys"):
+        read_keys(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="not a regular file"):
+        read_keys(tmp_path / "pipe")
+
+
+def test_a_key_and_a_file_of_keys_add_up(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text("first\nsecond\n")
+    assert accepted_keys(None, None) == () and accepted_keys("mine", None) == ("mine",)
+    assert accepted_keys("mine", path) == ("mine", "first", "second")
+    for wrong in ("", "a b", "tab\t", "\u00e9"):
+        with pytest.raises(UsageError, match="API key: got") as refused:
+            accepted_keys(wrong, None)
+        assert not wrong or wrong not in str(refused.value)
+
+
+def test_the_key_of_the_environment_is_needed(talking: Path):
+    """Only that of the command line if both are given, and neither is printed."""
+    command = [sys.executable, "-m", "edgekv", "serve", str(talking), "--port", "0", "--threads", "1"]
+    for options, accepted, refused in (
+        ([], "from-env", "from-line"),
+        (["--api-key", "from-line"], "from-line", "from-env"),
+    ):
+        process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "EDGEKV_API_KEY": "from-env"},
+        )
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            assert openai.OpenAI(base_url=url, api_key=accepted).models.list().data
+            with pytest.raises(openai.AuthenticationError, match="no accepted key"):
+                openai.OpenAI(base_url=url, api_key=refused).models.list()
+        finally:
+            process.terminate()
+            assert process.stdout is not None
+            printed = process.stdout.read()
+            process.wait(30)
+        assert "from-" not in printed and "API keys   1\n" in printed
+        assert "GET /v1/models 401, invalid_api_key, total" in printed
+
+
+def test_a_foreign_page_cannot_reach_a_local_server(talking: Path):
+    """Neither under a name of its own that resolves to this machine, nor by asking across origins."""
+    with served(talking) as server:
+        assert _status(server, host="evil.example") == 403 and _status(server, host="") == 403
+        for host in ("127.0.0.1", f"localhost:{server.port}", "[::1]:80", "LOCALHOST"):
+            assert _status(server, host=host) == 200
+        answer = server.raw(GET.format("/v1/models", "localhost", "origin: http://evil.example\r\n").encode())
+        assert b"access-control" not in answer.lower()
+
+
+def test_an_origin_that_is_allowed(talking: Path):
+    with served(talking, origins=("http://page.example",), keys=("k",)) as server:
+        for origin, is_allowed in (("http://page.example", True), ("http://evil.example", False)):
+            head = f"OPTIONS /v1/models HTTP/1.1\r\nhost: localhost\r\norigin: {origin}\r\nconnection: close\r\n"
+            answer = server.raw(f"{head}access-control-request-method: GET\r\n\r\n".encode())
+            assert (b"access-control-allow-origin: " + origin.encode() in answer) is is_allowed
+
+
+def test_an_allowed_page_can_read_refusals(talking: Path):
+    """Without the headers of CORS a browser shows it a failed connection, not the status."""
+    allowed = b"access-control-allow-origin: http://page.example"
+    with served(talking, origins=("http://page.example",), keys=("k",)) as server:
+        for path, header, status in (("/v1/models", "", b" 401 "), ("/no", "authorization: Bearer k\r\n", b" 404 ")):
+            answer = server.raw(GET.format(path, "localhost", f"origin: http://page.example\r\n{header}").encode())
+            assert status in answer and allowed in answer
+
+
+def test_a_server_for_all_without_keys_warns(
+    talking: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "keys").write_text("mine")
+    monkeypatch.delenv("EDGEKV_API_KEY", raising=False)
+    wrong = ["serve", str(talking), "--cache-budget", "lots"]  # refused before it would serve
+    for options, warns in (([], False), (["--host", "0.0.0.0"], True)):
+        assert run([*wrong, *options]) == 2
+        assert ("warning: --host 0.0.0.0 without API keys" in capsys.readouterr().err) is warns
+    for keys in (["--api-key-file", str(tmp_path / "keys")], ["--api-key", "mine"]):
+        assert run([*wrong, "--host", "0.0.0.0", *keys]) == 2
+        assert "warning" not in capsys.readouterr().err
+    monkeypatch.setenv("EDGEKV_API_KEY", "mine")
+    assert run([*wrong, "--host", "0.0.0.0"]) == 2
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--port", "70000"], "--port: got 70000"),
+        (["--max-sessions", "0"], "--max-sessions: got 0"),
+        (["--timeout", "0"], "--timeout: got 0"),
+        (["--cache-budget", "lots"], "memory budget: got 'lots'"),
+        (["--api-key", "a b"], "API key: got other characters"),
+        (["--api-key-file", "nowhere"], "nowhere: got No such file"),
+        (["--host", "no.such.host.invalid"], "address: got no.such.host.invalid"),
+    ],
+)
+def test_options_are_checked(talking: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert run(["serve", str(talking), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_limits_are_checked():
+    for wrong in ({"queue": 0}, {"send_s": float("nan")}, {"header_s": float("inf")}):
+        with pytest.raises(UsageError):
+            Limits(**wrong)  # type: ignore[arg-type]
+
+
+# The log.
+
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+KEY = "a-secret-key"
+
+
+@pytest.fixture(scope="module")
+def logged(talking: Path) -> Iterator[Server]:
+    with served(talking, logs_requests=True, keys=(KEY,)) as server:
+        yield server
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines that the server writes. pytest's capture loses what another thread writes while it is read."""
+    lines: list[str] = []
+    monkeypatch.setattr("edgekv.serve.http.write_line", lines.append)
+    return lines
+
+
+def _line(log: list[str], pattern: str) -> re.Match[str]:
+    """The line that a pattern fits; it may come a moment after the answer."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        if fitting := [found for each in log if (found := re.fullmatch(pattern, each))]:
+            assert len(fitting) == 1, log
+            return fitting[0]
+        time.sleep(0.005)
+    raise AssertionError(f"{pattern} is not in {log}")
+
+
+def test_a_line_has_the_time_of_day(capsys: pytest.CaptureFixture[str]):
+    write_line("GET / 200")
+    assert re.fullmatch(TIME + "GET / 200\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_its_tokens_and_times(logged: Server, log: list[str], stream: bool):
+    client, prompt = logged.client(KEY), f"{stream}, a prompt that is asked for twice"
+    tokens = len(logged.model.encode(prompt))
+    for cached in (0, tokens - 1):
+        answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=5, stream=stream)
+        if stream:
+            assert list(answer)
+        counts = rf"{tokens} tokens in \({cached} cached\), 5 out"
+        found = _line(log, rf"POST /v1/completions 200, {counts}, first token (\d+) ms, total (\d+) ms")
+        assert int(found[1]) <= int(found[2])
+
+
+def test_several_answers_are_one_line(logged: Server, log: list[str]):
+    usage = logged.client(KEY).completions.create(model=NAME, prompt=["One", "Two"], max_tokens=4, n=2).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    cached = usage.prompt_tokens_details.cached_tokens
+    counts = rf"{usage.prompt_tokens} tokens in \({cached} cached\), 16 out"
+    _line(log, f"POST /v1/completions 200, {counts}, first token .*")
+
+
+def test_refusals_say_why_and_no_secret(logged: Server, log: list[str]):
+    for path, headers, line in (
+        ("/v1/models", "", "GET /v1/models 401, invalid_api_key, total "),
+        ("/v1/models?key=x", f"authorization: Bearer {KEY}\r\n", "GET /v1/models 200, total "),
+        ("/none%0A2026", f"authorization: Bearer {KEY}\r\n", "GET /none%0A2026 404, not_found, total "),
+        ("/metrics", "", "GET /metrics 401, invalid_api_key, total "),
+    ):
+        logged.raw(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n".encode())
+        assert KEY not in _line(log, f"{re.escape(line)}.*")[0]
+    bearer = {"authorization": f"Bearer {KEY}"}
+    assert logged.post("/v1/completions", {"model": NAME, "prompt": []}, **bearer)[0] == 400
+    _line(log, "POST /v1/completions 400, invalid_request_error, total .*")
+
+
+def test_probes_are_not_logged(logged: Server, log: list[str]):
+    assert "ok" in logged.get("/health")
+    logged.raw(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    _line(log, "GET /v1/models 401.*")
+    assert not [line for line in log if "/health" in line]
+
+
+@pytest.mark.parametrize("space", [0, 200_000])
+def test_a_client_that_leaves_is_logged(logged: Server, log: list[str], space: int):
+    """Also behind a long body, at which uvicorn stops to read."""
+    asked = {"model": NAME, "prompt": "Leaves", "max_tokens": 500, "ignore_eos": True}
+    body = msgspec.json.encode(asked) + b" " * space
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", logged.port), timeout=10) as connection:
+        connection.sendall(
+            f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        )
+        while not logged.serving.service.engine.running:
+            time.sleep(0.001)
+    _line(log, "POST /v1/completions 499, client left, 6 tokens in, .*")
+
+
+def test_an_error_in_a_stream_is_logged(logged: Server, log: list[str]):
+    real, steps = Sequence.advance, 0
+
+    def fail(sequence: Sequence, most: int | None = None) -> Event | None:
+        nonlocal steps
+        steps += 1
+        if steps > 3:
+            raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
+        return real(sequence, most)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequence, "advance", fail)
+        stream = logged.client(KEY).completions.create(model=NAME, prompt="Fails", stream=True)
+        with pytest.raises(openai.APIError, match="log says why"):
+            list(stream)
+    _line(log, r"POST /v1/completions 200, engine_failed, 5 tokens in, [123] out, first token \d+ ms.*")
+
+
+def test_what_is_not_known_is_left_out():
+    record = RequestRecord(status=200)
+    assert re.fullmatch(r"GET / 200, total \d+ ms", record.line("GET", "/"))
+    record.prompt_tokens = 3
+    record.count_token()
+    assert "200, 3 tokens in, 1 out, first token 0 ms, total" in record.line("GET", "/")
