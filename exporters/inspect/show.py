@@ -69,8 +69,8 @@ def figures(result: Evaluation) -> list[Figure]:
 
 def chat_figure(found: QualityRecord) -> Figure:
     """The figures of a chat, or of its template's tokens, in one line."""
-    detail = f"{found.kl_most_nats:.4f} at most; top-1 {found.top1_agreement:.2%}, {found.tokens} tokens"
-    return Figure(CHAT_LABELS[found.text], f"{found.kl_nats:.5f}", f" nats a token, {detail}")
+    detail = f"{found.kl_most_nats:.2g} at most; top-1 {found.top1_agreement:.2%}, {found.tokens} tokens"
+    return Figure(CHAT_LABELS[found.text], f"{found.kl_nats:.2g}", f" nats a token, {detail}")
 
 
 def layer_lines(report: LayersReport) -> Iterator[str]:
