@@ -171,6 +171,7 @@ def export_drafter(
 
     Raises:
         UsageError: options that a drafter does not have, or the folder exists.
+        CheckpointError: a tensor of the drafter has values that no graph can represent.
         EngineError: the HTP compiler is not installed, refused a graph, or computes part of it in float.
     """
     _check(options)
@@ -186,6 +187,8 @@ def export_drafter(
     tokens = options.calibration_tokens or default_calibration_tokens(drafter.source.spec.sizes)
     length = min(CALIBRATION_WINDOW, target.context, tokens)
     windows = calibration_windows(drafter.source.encode(calibration.text), length, tokens, first)
+    with one_step("check weights", progress):
+        drafter.checkpoint.check_values()
     with one_step("run target", progress):
         text = drafter.text(windows)
     tensors = drafter.tensors

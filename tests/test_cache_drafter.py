@@ -359,6 +359,12 @@ def test_broken_drafters_are_refused_by_name(checkpoints: tuple[Path, Path], tar
         with pytest.raises(CheckpointError) as refusal:
             Checkpoint.open_drafter(str(folder), source)
         assert words in str(refusal.value)
+    folder = shutil.copytree(of_drafter, tmp_path / "infinite")
+    tensors = dict(load_file(folder / "model.safetensors"))
+    tensors["post_projection.weight"] = np.full_like(tensors["post_projection.weight"], np.nan)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"post_projection.weight: got 2048 elements that are NaN"):
+        export_drafter(Drafter.open(str(folder), open_bundle(target)), tmp_path / "out", export_options())
     folder = shutil.copytree(of_drafter, tmp_path / "width")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": 128}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterato
     yield f"  reads the last hidden state and the keys and values of layers {names} of {drafter.target.path.name}"
     yield f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text"
     yield f"  {_verdict(manifest)}"
-    yield f"Next: edgekv generate {drafter.target.path} --draft {output} --prompt TEXT"
+    target, folder = (shlex.quote(str(each)) for each in (drafter.target.path, output))
+    yield f'next: edgekv generate {target} --draft {folder} --prompt "Once upon a time"'
 
 
 def export_warnings(manifest: Manifest) -> Iterator[str]:

@@ -20,6 +20,8 @@ def next_line(bundle: Path, manifest: Manifest, *, is_compiled: bool) -> str:
     folder = shlex.quote(str(bundle))
     if not is_compiled:
         return f"next: edgekv compile {folder} --device {manifest.device}"
+    if manifest.target is not None:
+        return f'next: edgekv generate TARGET --draft {folder} --prompt "Once upon a time" --engine htp'
     engine = ""
     if manifest.graph_format == "tflite":
         engine = " --engine litert"
