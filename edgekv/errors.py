@@ -39,6 +39,10 @@ class UsageError(EdgeKVError):
     exit_code = 2
 
 
+class PrefixError(UsageError, ValueError):
+    """An invalid setting or argument of the prefix store."""
+
+
 class CheckpointError(EdgeKVError):
     """A checkpoint that cannot be read or is not supported."""
 

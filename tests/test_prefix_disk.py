@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,7 +34,8 @@ from edgekv.prefix import (
 )
 from edgekv.prefix.block import encode_block
 from edgekv.prefix.keys import TOKEN_BYTES
-from edgekv.prefix.table import INDEX, file_name
+from edgekv.prefix.table import INDEX, Row, Table, file_name
+from edgekv.private_file import read_private
 from tests.prefix_cases import (
     BLOCK_BYTES,
     GEOMETRY,
@@ -254,6 +257,61 @@ def test_a_file_that_somebody_removed_is_a_miss(tmp_path: Path) -> None:
     assert found(store, LONG) == 2 * STEP
     assert store.stats.rejected_files == 0
     audit(tmp_path, whole=False)
+
+
+def test_a_file_that_another_process_evicts_and_writes_again_while_it_is_read_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = saved(tmp_path, (0, 1))
+    store, other = opened(tmp_path), opened(tmp_path)
+    content, rows = path.read_bytes(), table_rows(tmp_path)
+    assert found(other, (0, 1)) == 2
+
+    def read_late(file: Path, limit_bytes: int) -> bytes:
+        monkeypatch.undo()
+        other._disk.drop(rows)
+        with pytest.raises(FileNotFoundError):
+            read_private(file, limit_bytes)
+        for block in other._memory:
+            block.is_saved = False
+        assert other.save() == 1
+        raise FileNotFoundError
+
+    monkeypatch.setattr("edgekv.prefix.disk.read_private", read_late)
+    assert (found(store, (0, 1)), store.stats.rejected_files) == (2, 0)
+    assert (path.read_bytes(), table_rows(tmp_path)[0].key) == (content, rows[0].key)
+
+
+def test_a_change_that_fails_leaves_what_another_process_has_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = opened(tmp_path), opened(tmp_path)
+    for each in (store, other):
+        insert(each, (0, 1))
+    assert store._disk is not None
+    put = store._disk._table.put
+
+    def fail(row: Row) -> None:
+        put(row)
+        raise OSError(errno.EIO, "a disk that fails")
+
+    original = Table.transaction
+    monkeypatch.setattr(store._disk._table, "put", fail)
+
+    @contextmanager
+    def transaction(table: Table) -> Iterator[None]:
+        try:
+            with original(table):
+                yield
+        except OSError:
+            monkeypatch.setattr(Table, "transaction", original)
+            assert other.save() == 1
+            raise
+
+    monkeypatch.setattr(Table, "transaction", transaction)
+    store.save()
+    assert (store.stats.failed_writes, len(files(tmp_path))) == (1, 1)
+    assert found(opened(tmp_path), (0, 1)) == 2
 
 
 @pytest.mark.parametrize("damage", ["removed", "garbage", "another table", "a page", "a short secret"])

@@ -22,11 +22,15 @@ _in_use: set[Path] = set()
 
 
 @contextmanager
-def atomic_file(target: Path) -> Iterator[Path]:
+def atomic_file(target: Path, *, flush: bool = False) -> Iterator[Path]:
     """A temporary path beside `target`, renamed to `target` when the block ends without an exception.
 
-    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. It is not flushed to disk. Leftovers of a
-    killed process are removed by the next one with the same target.
+    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. Leftovers of a killed process are removed by
+    the next one with the same target.
+
+    Args:
+        target: the file; replaced if it exists.
+        flush: write it to the disk before it is renamed.
 
     Raises:
         OSError: the folder cannot be written.
@@ -39,6 +43,8 @@ def atomic_file(target: Path) -> Iterator[Path]:
                 path.unlink()
     try:
         yield partial
+        if flush:
+            _flush(partial)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

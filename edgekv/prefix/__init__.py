@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgekv.errors import PrefixError
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
     from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
     from edgekv.prefix.config import StoreConfig
-    from edgekv.prefix.errors import PrefixError
     from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
     from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
     from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
@@ -56,7 +56,6 @@ __getattr__ = lazy(
     {
         "baked": "BakedPrefix add_baked baked_prefixes remove_baked",
         "config": "StoreConfig",
-        "errors": "PrefixError",
         "listing": "StoredPrefix remove_stored stored_prefixes",
         "prefixes": "PrefixCache Prefixes SharedStore open_prefixes open_store prefix_fingerprint",
         "retention": "RetentionPolicy TokenRangeRetentionConfig",

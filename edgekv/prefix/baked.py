@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from edgekv.bundle import Bundle, readable_json
+from edgekv.bundle.atomic import atomic_file
 from edgekv.bundle.files import is_plain_path
 from edgekv.errors import BundleError, UsageError
 from edgekv.json_file import read_json
@@ -35,7 +36,9 @@ _TOKENS = "tokens"
 _GROUP = "group_"
 _LARGEST_TOKEN = 2**32 - 1  # above every vocabulary: baked prefixes have no pictures
 _STATE = "state/"
-_OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial")  # what `add_baked` writes; other files are others'
+_OWN = re.compile(
+    r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial-\d+-\d+"
+)  # other files are others'
 # Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
 BAKED_TOKENS_PER_BLOCK = 32
 _KEPT_LONGEST = RetentionPolicy((TokenRangeRetentionConfig(0, None, MAX_PRIORITY),))
@@ -114,7 +117,8 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
         digest = hashlib.sha256(content).hexdigest()
         # A unique name: the old file stays intact until the record names the new one.
         file = f"{digest[:8]}.{name}-{engine}.safetensors"
-        _write(bundle / FOLDER / file, content)
+        with atomic_file(bundle / FOLDER / file, flush=True) as partial:
+            partial.write_bytes(content)
         entry = BakedPrefix(
             name=name,
             engine=engine,
@@ -259,19 +263,10 @@ def locked(file: Path) -> Iterator[None]:
 def _replace_record(bundle: Path, record: BakedRecord) -> None:
     """Commit a change: replace the record, then remove files of prefixes that it no longer lists."""
     folder = bundle / FOLDER
-    _write(folder / RECORD, readable_json(record))
+    with atomic_file(folder / RECORD, flush=True) as partial:
+        partial.write_bytes(readable_json(record))
     named = {entry.file for entry in record.prefixes}
     for path in folder.iterdir():
         if path.name not in named and _OWN.fullmatch(path.name) and path.is_file():
             with suppress(OSError):  # on Windows a reader may have it open; the next change removes it
                 path.unlink()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably (flushed to disk)."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

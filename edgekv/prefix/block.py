@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from time import monotonic_ns, time_ns
 from typing import Any
@@ -39,6 +39,7 @@ class Block:
         expires_ms: when the priority returns to the default; None for never.
         used: last use: ns since the epoch, strictly increasing. Parents are touched after their children.
         is_saved: whether it has been written to the folder, or read from it.
+        size_bytes: bytes of its arrays.
     """
 
     link: Link
@@ -49,6 +50,10 @@ class Block:
     expires_ms: int | None = None
     used: int = 0
     is_saved: bool = False
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(array.nbytes for array in self.arrays.values())
 
     @property
     def id(self) -> BlockId:
@@ -59,11 +64,6 @@ class Block:
     def parent(self) -> BlockId:
         """The block that it follows."""
         return self.link.parent, self.part
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
 
     @property
     def lasting_priority(self) -> int:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from edgekv.errors import EngineError
+from edgekv.errors import EngineError, PrefixError
 from edgekv.option import Option
-from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
 from edgekv.system import free_memory_bytes
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edgekv.errors import EdgeKVWarning
+from edgekv.errors import EdgeKVWarning, PrefixError
 from edgekv.prefix.block import SNAPSHOT, Arrays, Block, BlockId, decode_block, encode_block
-from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.keys import Keys
 from edgekv.prefix.stats import StoreStats
-from edgekv.prefix.table import INDEX, LOCKED, Row, Table
+from edgekv.prefix.table import INDEX, LOCKED, Row, Table, file_name
 from edgekv.private_file import NotPrivateError, check_folder, make_folder, read_private, write_private
 
 _OWN = re.compile(r"\.?[0-9a-f]{32}-(?:g\d+|s)\.safetensors(?:\.partial-\d+)?")
@@ -98,19 +97,16 @@ class Disk:
 
         `is_right` checks names, types and shapes, which a valid checksum does not.
         """
-        try:
-            content = read_private(self._folder / row.file, row.size_bytes + 1)
-        except FileNotFoundError:
-            self.drop([row])
-            return None
-        except OSError:
-            content = b""
-        arrays = decode_block((row.key, row.part), content, self.keys)
-        if arrays is None or not is_right(arrays):
-            self._counters.rejected_files += 1
-            self.drop([row])
-            return None
-        self._counters.disk.bytes_out += len(content)
+        arrays, is_there = self._read(row, is_right)
+        if arrays is None:
+            # Another process may have removed the file and written it again: look once more while none can.
+            with suppress(OSError), self._table.transaction():
+                arrays, is_there = self._read(row, is_right)
+                if arrays is None:
+                    self._remove([row])
+            self._counters.rejected_files += arrays is None and is_there
+        if arrays is not None:
+            self._counters.disk.bytes_out += row.size_bytes
         return arrays
 
     def used(self, block: Block) -> None:
@@ -125,7 +121,7 @@ class Disk:
         the most important one comes first. `find` has the blocks in memory.
         """
         done: list[Block] = []
-        written: list[str] = []
+        written: list[BlockId] = []
         try:
             with self._table.transaction():
                 self._flush()
@@ -139,11 +135,24 @@ class Disk:
                     done += [block, *chain]
         except OSError:
             self._counters.failed_writes += 1
-            for name in written:
-                self._unlink(name)
+            with suppress(OSError), self._table.transaction():  # another process may have written the same since
+                for id in written:
+                    if not self._table.has(id):
+                        self._unlink(file_name(id))
             return
         for block in done:
             block.is_saved = True
+
+    def _read(self, row: Row, is_right: Callable[[Arrays], bool]) -> tuple[Arrays | None, bool]:
+        """The verified arrays of a block, or None; and whether there is a file."""
+        try:
+            content = read_private(self._folder / row.file, row.size_bytes + 1)
+        except FileNotFoundError:
+            return None, False
+        except OSError:
+            return None, True
+        arrays = decode_block((row.key, row.part), content, self.keys)
+        return arrays if arrays is not None and is_right(arrays) else None, True
 
     def drop(self, rows: Sequence[Row]) -> None:
         """Remove blocks. Those after them are found again when these are."""
@@ -163,7 +172,7 @@ class Disk:
             block = before
         return chain[::-1]
 
-    def _write_one(self, block: Block, keep: Container[BlockId], written: list[str]) -> bool:
+    def _write_one(self, block: Block, keep: Container[BlockId], written: list[BlockId]) -> bool:
         """Write a file and its row; False if there is no room. An incomplete block of the same tokens makes way."""
         for row in self._table.neighbours(block.parent, block.link.tokens) if block.part != SNAPSHOT else ():
             if row.tokens.startswith(block.link.tokens):
@@ -186,7 +195,7 @@ class Disk:
         except OSError:
             partial.unlink(missing_ok=True)
             raise
-        written.append(row.file)
+        written.append(block.id)
         self._total_bytes += len(content)
         self._table.put(row)
         self._counters.disk.bytes_in += len(content)

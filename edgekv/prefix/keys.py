@@ -69,6 +69,7 @@ class Keys:
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
+        self._new_block = blake2b(key=self._secret, digest_size=KEY_BYTES, person=b"block")
 
     def root(self, layout: bytes, salt: str | None, adapter: str | None = None) -> bytes:
         """The root of all sequences of one salt and one adapter; None counts as a separate one."""
@@ -77,8 +78,9 @@ class Keys:
 
     def link(self, parent: bytes, tokens: bytes, start: int) -> Link:
         """The block of these tokens after a parent."""
-        key = blake2b(parent + tokens, key=self._secret, digest_size=KEY_BYTES, person=b"block").digest()
-        return Link(key, parent, tokens, start)
+        digest = self._new_block.copy()
+        digest.update(parent + tokens)
+        return Link(digest.digest(), parent, tokens, start)
 
     def chain(self, root: bytes, tokens: bytes, step: int) -> list[Link]:
         """The full blocks of a sequence."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
+from edgekv.errors import PrefixError
 from edgekv.option import Option
-from edgekv.prefix.errors import PrefixError
 
 MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
 _FIX = "Correct the retention policy."

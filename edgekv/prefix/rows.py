@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.kv import Arena, KVCache
+from edgekv.kv import KVCache
 from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
 
@@ -49,9 +49,10 @@ class BlockGroup:
         """
         shape = self.shape(tokens)
         size_bytes = math.prod(shape) * dtype.itemsize
-        page = mmap.PAGESIZE if size_bytes >= _ALIGNED_PAGES * mmap.PAGESIZE else 1
-        memory = np.empty(size_bytes + page, np.uint8)
-        start = -memory.ctypes.data % page
+        if size_bytes < _ALIGNED_PAGES * mmap.PAGESIZE:
+            return np.empty(shape, dtype)
+        memory = np.empty(size_bytes + mmap.PAGESIZE, np.uint8)
+        start = -memory.ctypes.data % mmap.PAGESIZE
         return memory[start : start + size_bytes].view(dtype).reshape(shape)
 
     def first_needed(self, tokens: int) -> int:
@@ -110,43 +111,28 @@ class CacheRows:
 
     def __init__(self, cache: KVCache, groups: Sequence[BlockGroup]) -> None:
         """Find the groups' tensors in a cache of the same layers."""
-        self._first: list[int] = []
-        self._runs: list[list[_Run]] = []
-        rows = [None if home.geometry.is_state else home.strategy.held_rows() for home in cache.groups]
-        for spans in _spans(cache, tuple(groups)):
-            self._first.append(cache.tokens_seen - cache.groups[spans[0].home].length)
-            runs: list[_Run] = []
-            for span in spans:
-                held = rows[span.home]
-                assert held is not None, "states have no rows"
-                runs.append(_Run(cache.groups[span.home].arenas[span.arena], held, span.tensors, span.part))
-            self._runs.append(runs)
+        self._homes = cache.groups
+        self._rows = [() if home.geometry.is_state else home.strategy.held_rows() for home in cache.groups]
+        self._spans = _spans(cache, tuple(groups))
+        self._first = [cache.tokens_seen - cache.groups[spans[0].home].length for spans in self._spans]
 
     def first(self, group: int) -> int:
         return self._first[group]
 
     def read(self, group: int, token: int, out: Rows) -> None:
         start = token - self._first[group]
-        for run in self._runs[group]:
-            run.arena.copy_out(run.tensors, run.rows[start : start + out.shape[1]], out[run.part])
+        for span in self._spans[group]:
+            held = self._rows[span.home][start : start + out.shape[1]]
+            self._homes[span.home].arenas[span.arena].copy_out(span.tensors, held, out[span.part])
 
     def write(self, group: int, token: int, rows: Rows) -> None:
         """As in `Target`; tokens outside the layers' window are skipped."""
         skipped = max(self._first[group] - token, 0)
         start = max(token - self._first[group], 0)
-        for run in self._runs[group]:
-            held = run.rows[start : start + max(rows.shape[1] - skipped, 0)]
-            run.arena.copy_in(run.tensors, held, rows[run.part, skipped : skipped + len(held)])
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Consecutive tensors of an arena, their rows, and their index range in a block."""
-
-    arena: Arena
-    rows: Sequence[int]
-    tensors: slice
-    part: slice
+        for span in self._spans[group]:
+            held = self._rows[span.home][start : start + max(rows.shape[1] - skipped, 0)]
+            piece = rows[span.part, skipped : skipped + len(held)]
+            self._homes[span.home].arenas[span.arena].copy_in(span.tensors, held, piece)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,16 +50,13 @@ class StoreStats:
     memory: TierStats = field(default_factory=TierStats)
     disk: TierStats = field(default_factory=TierStats)
 
-    def copy(self) -> StoreStats:
-        """The counts so far."""
-        return replace(self, memory=replace(self.memory), disk=replace(self.disk))
-
     def held(self, memory: tuple[int, int], disk: tuple[int, int]) -> StoreStats:
         """A copy, with the blocks and bytes that are held now."""
-        copied = self.copy()
-        copied.memory.blocks, copied.memory.bytes_held = memory
-        copied.disk.blocks, copied.disk.bytes_held = disk
-        return copied
+        return replace(
+            self,
+            memory=replace(self.memory, blocks=memory[0], bytes_held=memory[1]),
+            disk=replace(self.disk, blocks=disk[0], bytes_held=disk[1]),
+        )
 
 
 _PLACES = tuple(

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from edgekv.errors import PrefixError
 from edgekv.kv.arena import DTYPES
 from edgekv.prefix.block import ROWS, SNAPSHOT, Arrays, Block, BlockId, IsPinned, Memory, now_ms
 from edgekv.prefix.config import StoreConfig
 from edgekv.prefix.disk import Disk
-from edgekv.prefix.errors import PrefixError
 from edgekv.prefix.keys import TOKEN_BYTES, Keys, Link, common_tokens, tail, token_bytes
 from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import Rows, Source, Target, split_layers
@@ -233,14 +233,17 @@ class PrefixStore:
         """Store the missing blocks while there is memory; for each link up to the last one stored, its blocks."""
         first = [-(-source.first(part) // self._step) for part in self._parts]
         numbers = {link.key: number for number, link in enumerate(links)}
-        needed: list[int] = []
+        end = 0
 
         def is_pinned(id: BlockId) -> bool:  # what has left a limited window may be evicted
-            return id[0] in numbers and id[1] != SNAPSHOT and numbers[id[0]] >= needed[id[1]]
+            key, part = id
+            if key not in numbers or part == SNAPSHOT:
+                return False
+            return numbers[key] >= self.groups[part].first_needed(end) // self._step
 
         kept: list[list[Block]] = []
         for number, link in enumerate(links):
-            needed[:] = [group.first_needed(link.end) // self._step for group in self.groups]
+            end = link.end
             wanted = None if retention is None else retention.of(link.start, prompt_tokens)
             blocks = []
             for part, group in enumerate(self.groups):
@@ -248,7 +251,6 @@ class PrefixStore:
                 if block is None and number >= first[part]:
                     block = self._insert_block(link, part, source, is_pinned)
                 if block is not None:
-                    self._memory.touch(block)
                     blocks.append(block)
                     if wanted is not None:
                         self._memory.retain(block, wanted)
@@ -263,11 +265,12 @@ class PrefixStore:
         rows = group.empty(link.end - link.start, self._dtype)
         source.read(part, link.start, rows)
         block = Block(link, part, group.window is None, {ROWS: rows})
+        siblings = self._memory.neighbours(block.parent, link.tokens)
         if not self._add(block, is_pinned):
             self.counters.blocks_refused += 1
             return None
-        for tokens in self._memory.neighbours((link.parent, part), link.tokens):
-            if tokens != link.tokens and link.tokens.startswith(tokens):
+        for tokens in siblings:
+            if link.tokens.startswith(tokens):
                 self._memory.remove((self._keys.link(link.parent, tokens, link.start).key, part))
         return block
 
@@ -319,7 +322,7 @@ class PrefixStore:
         self._look_up([link.key for link in links], rows)
         while links and not self._has((links[-1].key, 0), rows):
             links.pop()
-        ends = [link.end for link in reversed(links)]
+        ends = [number * self._step for number in range(len(links), 0, -1)]
         states = self._states(root, links, asked, rows) if self.snapshots else {}
         start = len(links) * self._step
         rest = asked[start * TOKEN_BYTES : (start + self._step) * TOKEN_BYTES]
@@ -409,7 +412,6 @@ class PrefixStore:
                     block = self._load(link, part, rows.pop((link.key, part), None))
                     if block is None or not self._add(block, pinned.__contains__):
                         return None
-                self._memory.touch(block)
                 spans[-1].append(block)
         self._touch(spans)
         return spans
