@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +200,20 @@ def test_memory_is_released_by_no_library_on_windows(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     MappedWeights().release()
     system.return_freed_memory()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what is mapped")
+def test_only_pages_that_nobody_wrote_to_are_given_back(tmp_path: Path) -> None:
+    for name in ("read", "written"):
+        (tmp_path / name).write_bytes(b"w" * MIB)
+    with MappedWeights.within(tmp_path) as weights, ExitStack() as opened:
+        files = [opened.enter_context((tmp_path / name).open("r+b")) for name in ("read", "written")]
+        read, written = (mmap.mmap(file.fileno(), MIB, access=mmap.ACCESS_COPY) for file in files)
+        assert read[MIB // 2] == written[MIB // 2] == ord("w")
+        written[0] = ord("x")
+    assert [length for _, length in weights._places] == [MIB]
+    weights.release()
+    assert (written[0], read[0]) == (ord("x"), ord("w"))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory as they like")

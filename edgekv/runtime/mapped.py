@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 _PROCESS = Path("/proc/self")
+_ENTRY = np.dtype(np.uint64)  # of `pagemap`, one for each page
 _DONTNEED = 4  # MADV_DONTNEED: pages of files are read again when they are needed
 
 
@@ -22,10 +26,10 @@ class MappedWeights:
     @contextmanager
     def within(cls, folder: Path) -> Iterator[MappedWeights]:
         """What is mapped from files of the folder between the begin and the end of the block."""
-        found, before = cls(), {place for place, _ in _mapped(folder, "maps")}
+        found, before = cls(), _mapped(folder)
         yield found
         # Pages that were written to are no longer the file's.
-        found._places = {place for place, own_bytes in _mapped(folder, "smaps") if own_bytes == 0} - before
+        found._places = {place for place in _mapped(folder) - before if _is_as_in_file(*place)}
 
     def release(self) -> None:
         """Let the system take the pages. What other sessions and processes map of the same files stays."""
@@ -35,20 +39,28 @@ class MappedWeights:
                 advise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED))
 
 
-def _mapped(folder: Path, table: str) -> Iterator[tuple[tuple[int, int], int]]:
-    """Start and length of each private mapping of a file in the folder, and its written bytes if `smaps` tells them."""
-    prefix, place = f"{folder.resolve()}{os.sep}", None
-    try:
-        lines = (_PROCESS / table).read_text("utf-8", "surrogateescape").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        first, *rest = line.split(maxsplit=5)
-        if not first.endswith(":"):
-            is_ours = rest[0].endswith("p") and rest[-1].startswith(prefix)
-            start, end = (int(each, 16) for each in first.split("-"))
-            place = (start, end - start) if is_ours else None
-            if place is not None and table == "maps":
-                yield place, 0
-        elif first == "Anonymous:" and place is not None:
-            yield place, int(rest[0]) << 10
+def _mapped(folder: Path) -> set[tuple[int, int]]:
+    """Start and length of each private mapping of a file in the folder."""
+    prefix, found = os.fsencode(f"{folder.resolve()}{os.sep}"), set()
+    with suppress(OSError):
+        for line in (_PROCESS / "maps").read_bytes().splitlines():
+            if prefix in line:
+                span, rights, *_, path = line.split(maxsplit=5)
+                if rights.endswith(b"p") and path.startswith(prefix):
+                    start, end = (int(each, 16) for each in span.split(b"-"))
+                    found.add((start, end - start))
+    return found
+
+
+def _is_as_in_file(start: int, length: int) -> bool:
+    """Whether no page of a mapping was written to; False if the system does not tell.
+
+    `smaps` tells as well, but walks the pages of all mappings of the process. Bits of a page's entry: 63 present, 62
+    swapped, 61 of a file (https://docs.kernel.org/admin-guide/mm/pagemap.html).
+    """
+    with suppress(OSError), (_PROCESS / "pagemap").open("rb", buffering=0) as table:
+        table.seek(start // mmap.PAGESIZE * _ENTRY.itemsize)
+        entries = np.frombuffer(table.read(length // mmap.PAGESIZE * _ENTRY.itemsize), _ENTRY)
+        is_own = (entries >> 62 != 0) & (entries >> 61 & 1 == 0)
+        return entries.size == length // mmap.PAGESIZE and not is_own.any()
+    return False
