@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -55,6 +56,7 @@ class OneThread(ort.SessionOptions):  # type: ignore[misc]
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # thousands of tests and modules are made, and stay
     if WORKER is None:
         exports.prune()
     else:
@@ -75,6 +77,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         if any(isinstance(value, str) and value == "htp" for value in parameters):
             item.add_marker(pytest.mark.htp)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -17,11 +17,11 @@ from exporters.inspect.wikitext import Window, count_words, detokenize, rolling_
 from exporters.quantize.reference import Reference
 from tests.exports import export_options, exported
 
-CONTEXT = 32
+CONTEXT = 16
 PAGES = [
-    " = The Bill = \n Boulter 's guest @-@ starring role ( in 2000 ) cost 1 @,@ 250 @.@ 5 dollars . \n"
-    " = = Career = = \n It was 5 ° north of the brothers ' N farms , was it ? \n",
-    " = Lists = \n" + " A list is a sequence , and a tuple is one that cannot change ; both have a length . \n" * 2,
+    " = The Bill = \n Boulter 's guest @-@ starring role cost 1 @,@ 250 dollars . \n"
+    " = = Career = = \n It was long . \n",
+    " = Lists = \n A list is a sequence . \n",
     " = Short = \n An end . \n",
 ]
 TEXT = " \n" + "".join(PAGES)

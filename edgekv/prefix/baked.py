@@ -36,9 +36,7 @@ _TOKENS = "tokens"
 _GROUP = "group_"
 _LARGEST_TOKEN = 2**32 - 1  # above every vocabulary: baked prefixes have no pictures
 _STATE = "state/"
-_OWN = re.compile(
-    r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial-\d+-\d+"
-)  # other files are others'
+_OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial-\d+-\d+")  # other files are others'
 # Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
 BAKED_TOKENS_PER_BLOCK = 32
 _KEPT_LONGEST = RetentionPolicy((TokenRangeRetentionConfig(0, None, MAX_PRIORITY),))
