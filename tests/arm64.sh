@@ -28,7 +28,7 @@ if [ ! -e "$folder/ready" ]; then
         --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
         --platform manylinux2014_aarch64 numpy onnxruntime==1.27.0 tokenizers msgspec jinja2 onnx \
         safetensors ml_dtypes click rich packaging huggingface_hub pytest filelock hypothesis 'llguidance>=1.9' \
-        gguf jsonschema matplotlib openai httptools starlette uvicorn dask distributed fsspec bokeh aiobotocore==2.24.0 \
+        gguf jsonschema matplotlib openai starlette uvicorn dask distributed fsspec bokeh aiobotocore==2.24.0 \
         boto3==1.39.11 moto[server]
     cp -r "$("$python" -c 'from importlib.metadata import distribution as d; print(d("edgekv")._path)')" "$folder/site"
     touch "$folder/ready"

@@ -246,6 +246,20 @@ def test_headers_are_limited(server: Server):
         assert b" 400 " in client.recv(4096)
 
 
+def test_clients_of_other_versions_are_answered(server: Server):
+    """HTTP/1.0 knows no chunks; and who asks for HTTP/2, as Java's client and curl can, gets HTTP/1.1."""
+    body = msgspec.json.encode({**HELLO, "stream": True})
+    for version, header in (("1.0", ""), ("1.1", "connection: upgrade, http2-settings\r\nupgrade: h2c\r\n")):
+        head = f"POST {COMPLETIONS} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n{header}"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            answer = b""
+            while b"[DONE]" not in answer and (part := client.recv(4096)):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer
+        assert (b"transfer-encoding: chunked" in answer.lower()) is (version == "1.1")
+
+
 def test_slow_clients_are_cut_off(server: Server):
     """Those that send their headers byte by byte, also after a request that was answered."""
     request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -27,7 +27,7 @@ from edgekv.serve.options import KEY_VARIABLE, ServeOptions, accepted_keys
 if TYPE_CHECKING:
     from edgekv.serve import Serving
 
-_NEEDED = ("httptools", "starlette", "uvicorn")
+_NEEDED = ("starlette", "uvicorn")
 _SWITCH_S = 0.0002
 """How long the engine's thread may keep the interpreter from that of the connections; Python's 5 ms are tokens."""
 
@@ -62,7 +62,7 @@ def serve(
     it.
     """
     if missing := [each for each in _NEEDED if find_spec(each) is None]:
-        wanted, fix = "httptools, starlette and uvicorn", 'Run pip install "edgekv[serve]".'
+        wanted, fix = "starlette and uvicorn", 'Run pip install "edgekv[serve]".'
         raise UsageError("packages", got=f"no {' and no '.join(missing)}", expected=wanted, fix=fix)
     from edgekv.engine import Adaptive, parse_budget
     from edgekv.loading import open_model

@@ -18,10 +18,11 @@ from hashlib import sha256
 from time import perf_counter
 from typing import Any, ClassVar, TypeVar
 
+import h11
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgekv.errors import EdgeKVError
 from edgekv.serve.errors import ApiError, DisconnectedError, api_error, refused
@@ -218,7 +219,7 @@ class Exchange:
 
     def send_now(self, data: bytes) -> None:
         """Send events of a stream that has begun, if `has_room`: past ASGI, which costs more than all else here."""
-        self._connection.send_chunk(data)
+        self._connection.send_part(data)
 
     @contextmanager
     def watched(self, leave: Callable[[], None]) -> Iterator[None]:
@@ -421,8 +422,8 @@ class Endpoint:
             raise api_error(error).renamed(exchange.name_of) from None
 
 
-class Connection(HttpToolsProtocol):
-    """HTTP/1.1 on a connection, which is closed if headers are too long or take too long.
+class Connection(H11Protocol):
+    """HTTP/1.1 on a connection, which is closed if headers take too long.
 
     Attributes:
         limits: of headers and times.
@@ -434,7 +435,6 @@ class Connection(HttpToolsProtocol):
     is_lost = False
     on_lost: Callable[[], None] | None = None
     _deadline: asyncio.TimerHandle | None = None
-    _head_bytes = 0  # since the parser has passed something on: of headers, trailers, or what frames a body
 
     @classmethod
     def within(cls, limits: Limits) -> type[Connection]:
@@ -447,23 +447,12 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(self.limits.header_s, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        before, most = self.cycle, self.limits.header_bytes
-        self._head_bytes += len(data)
+        before = self.cycle
         super().data_received(data)
-        if self._head_bytes > most and not self.transport.is_closing():
-            self.send_400_response(f"headers: got more than {most:,} bytes; expected at most that. Send less.")
         if self.cycle is not before:
             self._disarm()
         elif self._deadline is None and (before is None or before.response_complete):
             self._deadline = self.loop.call_later(self.limits.header_s, self.abort)
-
-    def on_headers_complete(self) -> None:
-        self._head_bytes = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._head_bytes = 0
-        super().on_body(body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -477,9 +466,9 @@ class Connection(HttpToolsProtocol):
         """Whether it is open and the client has not too much unread."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
-    def send_chunk(self, data: bytes) -> None:
-        """Send a part of an answer of unknown length, which has begun."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    def send_part(self, data: bytes) -> None:
+        """Send a part of an answer that has begun."""
+        self.transport.write(self.conn.send(h11.Data(data=data)))
 
     def abort(self) -> None:
         """End it at once."""

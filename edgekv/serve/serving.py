@@ -124,6 +124,7 @@ class HttpServer(Server):
             proxy_headers=False,
             server_header=False,
             date_header=False,
+            h11_max_incomplete_event_size=limits.header_bytes,
             limit_concurrency=limits.connections,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
