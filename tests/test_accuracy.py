@@ -73,11 +73,11 @@ def test_learning_the_rounding_costs_less_on_text_it_never_saw(measured):
 
 
 def test_the_htp_agrees_with_the_cpu(embedded_on_htp, embedded, held_out):
-    """Over 256 held-out tokens: 98 % of the top tokens, and caches less than 0.1 LSB apart on average."""
+    """Over 128 held-out tokens: 98 % of the top tokens, and caches less than 0.1 LSB apart on average."""
     checkpoint = Checkpoint.open(str(embedded))
     cpu, htp = edgekv.load(embedded_on_htp), edgekv.load(embedded_on_htp, engine="htp")
     agreed, differences = [], []
-    for window in token_windows(checkpoint, (embedded / "heldout.txt").read_text("utf-8"), 128, 2):
+    for window in token_windows(checkpoint, (embedded / "heldout.txt").read_text("utf-8"), 128, 1):
         one, other = cpu.score(window.tolist()), htp.score(window.tolist())
         agreed.append(one.argmax(-1) == other.argmax(-1))
         rows = [m.cache.arena.array[:, m.cache.held_rows()].astype(np.int32) for m in (cpu, htp)]
