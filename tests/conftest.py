@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,6 @@ class OneThread(ort.SessionOptions):  # type: ignore[misc]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # thousands of tests and modules are made, and stay
     if WORKER is None:
         exports.prune()
     else:
@@ -68,6 +67,17 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules["onnxruntime_qnn"] = None  # type: ignore[assignment]  # a test that needs it must say so
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among thousands of modules and tests, which stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of each engine need the compiler for one of them."""
@@ -77,11 +87,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         if any(isinstance(value, str) and value == "htp" for value in parameters):
             item.add_marker(pytest.mark.htp)
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
