@@ -1,7 +1,7 @@
 """Host time of a decode step outside the runtime, for each update strategy.
 
     python -m benchmarks.host_step [--tensors 256 512] [--steps 200]
-    python -m benchmarks.host_step --states [--steps 200]
+    python -m benchmarks.host_step --states [--whole] [--strategies slot mirror] [--steps 200]
 
 Runs a real exported decoder of random weights with that many cache tensors (each a past input and a new output),
 and a graph with the same inputs and outputs that only slices them: the decoder leaves the processor's caches cold,
@@ -10,7 +10,8 @@ the slices leave them warm.
 empty, and a pointer-shift slides only after 512 steps or more: `benchmarks.kv_update` counts slides too.
 
 With `--states`, eight layers of small models behind their decoders: attention alone, and gated delta rules or short
-convolutions in six of them.
+convolutions in six of them. With `--whole`, the caches of Qwen3-0.6B and Qwen3.5-0.8B: all layers, heads and
+channels, behind a narrow residual.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,7 +36,8 @@ from benchmarks.large_checkpoint import write_large_checkpoint
 from benchmarks.turns import by_turns, turns_table
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.kv import KVCache
+from edgekv.kv import STRATEGIES as UPDATES
+from edgekv.kv import KVCache, StrategyName
 from edgekv.runtime import CpuEngine, StaticGraph
 from edgekv.runtime.binding import MemoryBinding
 from edgekv.runtime.graph import rope_tables
@@ -143,16 +145,34 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def measure_states(folder: Path, steps: int) -> dict[str, list[float]]:
+NARROW = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 4096}
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "attention": ("qwen3-0.6b", NARROW),
+    "delta rules": ("qwen3.5-0.8b", NARROW),
+}
+
+
+def measure_states(
+    folder: Path, steps: int, strategies: Sequence[StrategyName], *, whole: bool
+) -> dict[str, list[float]]:
     """Microseconds of every decode step, by the kind of most layers; the text restarts before the context is full."""
     options = ExportOptions(
-        device=find("SM8650"), recipe=find_recipe("w8a16"), context=256, ar=(1, 32), check_on_htp=False
+        device=find("SM8650"),
+        recipe=find_recipe("w8a16"),
+        context=256,
+        ar=(1, 32),
+        calibration_tokens=1024,
+        check_on_htp=False,
+        check_quality=False,
     )
     turns = {}
-    for name, (shape, changes) in KINDS.items():
-        checkpoint = Checkpoint.open(str(write_large_checkpoint(folder / name, shape, LAYERS | changes)))
+    kinds = WHOLE if whole else {name: (shape, LAYERS | changes) for name, (shape, changes) in KINDS.items()}
+    for name, (shape, changes) in kinds.items():
+        checkpoint = Checkpoint.open(str(write_large_checkpoint(folder / name, shape, changes)))
         export_bundle(checkpoint, folder / f"{name}.bundle", options)
-        turns[name] = partial(_decode, edgekv.load(folder / f"{name}.bundle", threads=1))
+        for strategy in strategies:
+            model = edgekv.load(folder / f"{name}.bundle", threads=1, kv_update=strategy)
+            turns[f"{name}, {strategy}"] = partial(_decode, model)
     return {name: [*chain.from_iterable(found)] for name, found in by_turns(turns, steps // TURN).items()}
 
 
@@ -186,11 +206,14 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", default=[256, 512], help="cache tensors, multiples of 16")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--states", action="store_true", help="compare layers with states and without")
+    parser.add_argument("--whole", action="store_true", help="with --states: caches of whole models")
+    parser.add_argument("--strategies", nargs="+", default=["slot"], choices=UPDATES, help="with --states")
     args = parser.parse_args()
     if args.states:
         with tempfile.TemporaryDirectory() as scratch:
-            title = "host time of a decode step of eight layers, microseconds"
-            Console(width=100).print(turns_table(title, measure_states(Path(scratch), args.steps), "attention"))
+            title = f"host time of a decode step of {'whole models' if args.whole else 'eight layers'}, microseconds"
+            found = measure_states(Path(scratch), args.steps, args.strategies, whole=args.whole)
+            Console(width=100).print(turns_table(title, found, f"attention, {args.strategies[0]}"))
         return
     for tensors in args.tensors:
         with tempfile.TemporaryDirectory() as scratch:

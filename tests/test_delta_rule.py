@@ -388,6 +388,28 @@ def test_a_trained_model_keeps_its_quality(trained: Path, embedded: Path, capsys
 
 
 @pytest.mark.slow
+def test_each_head_of_a_trained_model_has_a_range_of_its_own_for_decays(trained: Path, embedded: Path) -> None:
+    """66 dB or more each; in the range of the fastest head, the decays of slow ones would have 14 to 22 dB."""
+    bundle = open_bundle(exported(trained, export_options(context=512, ar=(1, 64))))
+    checkpoint, encodings = Checkpoint.open(str(trained)), bundle.manifest.encodings
+    rule = checkpoint.spec.delta_rule
+    assert rule is not None
+    tokens = checkpoint.encode((embedded / "heldout.txt").read_text()[:3000])[:256]
+    trace = trace_reference(checkpoint, tokens, 512)
+    heads = [(layer, head) for layer in sorted(rule.layers) for head in range(rule.value_heads)]
+    own = {at: encodings["decay_state_{}_h{}_in".format(*at)] for at in heads}
+    widest = max(own.values(), key=lambda encoding: encoding.scale)
+
+    def kept_db(at: tuple[int, int], encoding: Encoding) -> float:
+        decays = trace["decay_state_{}_h{}_in".format(*at)]
+        return sqnr_db(decays, encoding.dequantize(encoding.quantize(decays)))
+
+    assert widest.scale > 100 * min(encoding.scale for encoding in own.values())
+    assert min(kept_db(at, own[at]) for at in heads) > 60
+    assert min(kept_db(at, widest) for at in heads) < 25
+
+
+@pytest.mark.slow
 def test_checkpoints_of_a_trained_model_keep_their_quality(trained: Path, embedded: Path) -> None:
     """36.0 dB or more at each of 32, with all errors, those of 8-bit weights too; most have 39 to 46."""
     folder, text = exported(trained, export_options(context=2176, ar=(1, 64))), (embedded / "heldout.txt").read_text()

@@ -72,9 +72,9 @@ class Graphs:
         self._bundle = bundle
         self._engine = engine
         self.row_bits: RowBits = getattr(engine, "row_bits", "unequal")  # engines of other packages may not say
-        self._verifies_anywhere = self.row_bits == "equal"
-        if bundle.manifest.model.delta_rule is not None and self._verifies_anywhere:
-            self.row_bits = "in-place"  # prompts are computed in another way than single tokens
+        if bundle.manifest.model.delta_rule is not None and self.row_bits == "equal":
+            # Products of 16-bit integers depend on their number of columns there, which each graph has of its own.
+            self.row_bits = "unequal"
         self._loaded: dict[str, StaticGraph] = {}
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
@@ -129,7 +129,7 @@ class Graphs:
         if not verify or self.row_bits == "unequal":
             return 0
         least = cache.geometry.context
-        if self.row_bits == "in-place" and not self._verifies_anywhere:
+        if self.row_bits == "in-place":
             if not self._load(next(iter(next(iter(verify.values())).values()))).row_block:
                 return 0
             least = min(group.geometry.context for group in cache.groups if not group.geometry.is_state)
