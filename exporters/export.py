@@ -154,7 +154,8 @@ def _check_resources(prepared: Prepared, target: Path, store: PieceStore, run: R
     spec = prepared.checkpoint.spec
     windows, window = prepared.survey_tokens.shape
     tokens = (windows + prepared.learned_windows) * window
-    disk_bytes = bundle_bytes(spec, prepared.options.recipe, len(prepared.graphs))
+    disk_bytes, encoder = bundle_bytes(spec, prepared.options.recipe, len(prepared.graphs)), prepared.encoder_plan
+    encoder_bytes = 0 if encoder is None else encoder.bundle_bytes
     in_memory = disk_bytes if prepared.options.graph_format == "tflite" else 0
     options = prepared.options
     check_ram(
@@ -165,6 +166,7 @@ def _check_resources(prepared: Prepared, target: Path, store: PieceStore, run: R
         run.max_ram_bytes,
         generates=prepared.learned_windows > 0,
         quality_bytes=quality_bytes(spec) if options.check_quality else 0,
+        encoder=encoder,
     )
-    check_disk({target: disk_bytes, store.folder: stage_bytes(spec, tokens)})
-    return disk_bytes
+    check_disk({target: disk_bytes + encoder_bytes, store.folder: stage_bytes(spec, tokens) + encoder_bytes})
+    return disk_bytes + encoder_bytes

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.errors import UsageError
-from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
+from edgekv.plan import CALIBRATION_WINDOW, EncoderPlan, default_calibration_tokens
 from edgekv.spec import DecoderInterface, Geometry, LayeredGeometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -58,6 +58,12 @@ class Prepared:
     survey_tokens: NDArray[np.int64]
     plain_tokens: NDArray[np.int64]
     pictures: CalibrationPictures | None = None
+
+    @property
+    def encoder_plan(self) -> EncoderPlan | None:
+        """What the vision encoder costs; None if there is none."""
+        vision, shown = self.checkpoint.vision, self.pictures
+        return None if vision is None or shown is None else EncoderPlan.of(vision.spec, len(shown.tiles))
 
     @property
     def survey_windows(self) -> NDArray[np.int64] | None:

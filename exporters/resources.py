@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edgekv.errors import BundleError, UsageError
-from edgekv.plan import graph_bytes, quantization_bytes, writing_bytes
+from edgekv.plan import EncoderPlan, graph_bytes, quantization_bytes, writing_bytes
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -35,6 +35,7 @@ def check_ram(
     *,
     generates: bool = False,
     quality_bytes: int = 0,
+    encoder: EncoderPlan | None = None,
 ) -> None:
     """Refuse a RAM limit that the export would exceed.
 
@@ -48,6 +49,7 @@ def check_ram(
         most_bytes: the limit, or None.
         generates: whether the float model writes calibration text.
         quality_bytes: that the measurement at the end takes; 0 if there is none.
+        encoder: of pictures; None if there is none.
 
     Raises:
         UsageError: naming what the export needs.
@@ -64,6 +66,8 @@ def check_ram(
         needs["the float model, which writes text for --effort"] = generated_bytes(spec, window)
     if quality_bytes:
         needs[_MEASURING] = quality_bytes
+    if encoder is not None:
+        needs["the vision encoder"] = encoder.quantization_peak_bytes
     stage, needed = max(needs.items(), key=lambda each: each[1])
     if needed > most_bytes:
         fewer = quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, min(tokens, 2 * window), window)

@@ -22,6 +22,7 @@ from edgekv.plan import (
     MASK_BYTES,
     PROTOBUF_BYTES,
     RECIPES,
+    EncoderPlan,
     Load,
     Overrides,
     Plan,
@@ -39,6 +40,7 @@ from edgekv.plan import (
     quantization_bytes,
 )
 from edgekv.spec import (
+    ENCODERS,
     Config,
     Decoder,
     DecoderInterface,
@@ -54,11 +56,14 @@ from exporters.checkpoint import columns
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.graphs.split import choose_split
+from exporters.prepared import prepare
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe, recipe_names
+from exporters.resources import check_ram
 from quant import WEIGHT_TYPES, ranges, rounding
 from tests.checkpoints import NEWER, write_checkpoint
-from tests.exports import small_options
+from tests.exports import export_options, exported, small_options
+from tests.picture_models import REAL, write_internvl, write_smolvlm
 
 SM8650 = find("SM8650")
 ROOT = Path(__file__).parent.parent
@@ -657,3 +662,41 @@ def test_wrong_usage_prints_nothing(llama, options):
     result = run(llama, "--device", "SM8650", *options)
     assert isinstance(result.exception, UsageError) and result.exception.exit_code == 2
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+def test_a_vision_encoder_is_counted(tmp_path, write, capsys):
+    """As export writes it."""
+    checkpoint = write(tmp_path / "checkpoint")
+    bundle = exported(checkpoint, export_options(context=96, ar=(1, 16)))
+    made = make_plan(checkpoint, device=find("SM8650"), context=96, ar=(1, 16))
+    assert made.encoder is not None and made.encoder.tokens == 4
+    files = {name: (bundle / name).stat().st_size for name in ("vision.onnx", "weights-vision.safetensors")}
+    assert 0.9 < made.encoder.weights_bytes / files["weights-vision.safetensors"] < 1.1
+    assert 0.6 < made.encoder.graph_bytes / files["vision.onnx"] < 1.4
+    assert made.export.bundle_bytes > made.encoder.bundle_bytes > made.encoder.parameters
+    assert "Its vision encoder takes" in made.summary and "becomes 4 tokens" in made.summary
+    assert program(["plan", str(checkpoint), "--device", "SM8650", "--context", "96", "--ar", "1,16"]) == 0
+    assert "vision encoder" in capsys.readouterr().out
+
+
+def test_the_encoder_of_smolvlm2_by_hand():
+    """97.3 M weights in int8; 0.95 GB of RAM were measured to compile it, and 0.38 GB to quantize it."""
+    spec = ENCODERS["smolvlm"].describe(
+        Config({"model_type": "smolvlm", "scale_factor": 4, "text_config": {"hidden_size": 960}, "vision_config": REAL})
+    )
+    made = EncoderPlan.of(spec)
+    assert (made.image, made.tokens, made.parameters) == (512, 64, 97_320_960)
+    assert made.weights_bytes == pytest.approx(99_396_584, rel=0.01)
+    assert made.graph_bytes == pytest.approx(789_918, rel=0.05)
+    assert made.compile_peak_bytes == pytest.approx(0.95e9, rel=0.1)
+    assert 0.26e9 < made.quantization_peak_bytes < 0.5e9
+
+
+def test_an_export_counts_its_encoder(tmp_path):
+    checkpoint = write_smolvlm(tmp_path / "checkpoint")
+    prepared = prepare(Checkpoint.open(str(checkpoint)), export_options(context=96, ar=(1, 16)))
+    assert prepared.encoder_plan is not None
+    large = msgspec.structs.replace(prepared.encoder_plan, quantization_peak_bytes=7_000_000_000)
+    with pytest.raises(UsageError, match=r"--max-ram: got 2\.00GB; expected 7\.00GB for the vision encoder"):
+        check_ram(prepared.checkpoint.spec, 512, 96, 0, 2_000_000_000, encoder=large)

@@ -14,7 +14,7 @@ from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
 from edgekv.plan.wording import duration, duration_span, gb, span
 
 if TYPE_CHECKING:
-    from edgekv.plan import ExportCost, Plan, SpeculativeSpeed, Speed
+    from edgekv.plan import EncoderPlan, ExportCost, Plan, SpeculativeSpeed, Speed
 
 Row = tuple[str, str, str]
 
@@ -85,11 +85,19 @@ def _memory_rows(made: Plan) -> list[Row]:
         ("total", gb(needed.used_bytes), f"{gb(needed.limit_bytes)} in one HTP context"),
         ("HTP contexts", str(len(parts)) if parts else "none", ", ".join(gb(part.used_bytes) for part in parts)),
         ("RAM to compile", gb(max((part.compile_peak_bytes for part in parts), default=0)), "largest part"),
+        *_encoder_rows(made.encoder),
         ("longest context", _or_none(fit.largest_context), "that fits, at most the model's own"),
     ]
     if fit.largest_in_one != fit.largest_context:
         rows.append(("", _or_none(fit.largest_in_one), "undivided, in one HTP context"))
     return rows
+
+
+def _encoder_rows(encoder: EncoderPlan | None) -> list[Row]:
+    if encoder is None:
+        return []
+    shares = f"weights {gb(encoder.weights_bytes)}, activations {gb(encoder.activations_bytes)}"
+    return [("vision encoder", gb(encoder.used_bytes), f"{shares}; {gb(encoder.compile_peak_bytes)} to compile")]
 
 
 def _export_rows(export: ExportCost) -> list[Row]:

@@ -9,6 +9,7 @@ from edgekv.lazy import lazy
 if TYPE_CHECKING:
     from edgekv.plan.activations import activation_bytes
     from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
+    from edgekv.plan.encoder import EncoderPlan
     from edgekv.plan.export_cost import (
         CALIBRATION_WINDOW,
         ExportCost,
@@ -42,6 +43,7 @@ __all__ = [
     "PROTOBUF_BYTES",
     "RECIPES",
     "Demand",
+    "EncoderPlan",
     "ExportCost",
     "FirstToken",
     "Fit",
@@ -79,6 +81,7 @@ __getattr__ = lazy(
     {
         "activations": "activation_bytes",
         "compiling": "COMPILE_BYTES compile_bytes",
+        "encoder": "EncoderPlan",
         "export_cost": "CALIBRATION_WINDOW ExportCost default_calibration_tokens graph_bytes "
         "layer_graph_bytes quantization_bytes writing_bytes",
         "fit": "Demand Fit MemoryLimit",

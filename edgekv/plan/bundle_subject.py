@@ -59,6 +59,7 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
         _splits(manifest),
         manifest.interface.rotary,
         host_bytes,
+        None if manifest.vision is None else manifest.vision.encoder,
     )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from edgekv.plan.encoder import EncoderPlan
 from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
 
 CALIBRATION_WINDOW = 512
@@ -82,6 +83,18 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
     graphs: int
     graph_bytes: int
     bundle_bytes: int
+
+    def with_encoder(self, encoder: EncoderPlan) -> ExportCost:
+        """The cost with a vision encoder, which is quantized before the decoder; its time is not known."""
+        quantizing = max(self.quantization_peak_bytes, encoder.quantization_peak_bytes)
+        checking = max(self.check_peak_bytes, encoder.compile_peak_bytes)
+        return msgspec.structs.replace(
+            self,
+            quantization_peak_bytes=quantizing,
+            check_peak_bytes=checking,
+            peak_bytes=max(quantizing, checking, self.writing_peak_bytes),
+            bundle_bytes=self.bundle_bytes + encoder.bundle_bytes,
+        )
 
 
 def default_calibration_tokens(decoder: Decoder) -> int:

@@ -11,6 +11,7 @@ import msgspec
 from devices import FASTEST_PASS_S, Device
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.cache import CHOICES, Recommendation, recommend, strategy_cost
+from edgekv.plan.encoder import EncoderPlan
 from edgekv.plan.export_cost import ExportCost, export_cost
 from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, divide_model, fit
 from edgekv.plan.limits import PROTOBUF_BYTES
@@ -53,7 +54,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         strategy: the update strategy used, and why.
         demand: bytes in HTP contexts.
         parts: parts of the graphs; None if a single layer is too large for an HTP context.
-        export: cost of the export.
+        encoder: of pictures, in an HTP context of its own; None if the model reads text alone.
+        export: cost of the export, its encoder included but for the time.
         speed: how fast it can be.
         speculation: how fast with drafts, for each size of verify graphs; None without an acceptance.
         assumptions: what the plan is based on.
@@ -72,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Recommendation
     demand: Demand
     parts: list[Part] | None
+    encoder: EncoderPlan | None
     export: ExportCost
     speed: Speed
     speculation: list[SpeculativeSpeed] | None
@@ -118,11 +121,14 @@ def make_plan(
     check_cache_type(subject.geometry, device)
     limit, default = MemoryLimit.of_htp(), CHOICES[0]
     needed, found, parts = demand(subject, default, limit), fit(subject, default, limit), divide_model(subject, default)
+    encoder = None if subject.encoder is None else EncoderPlan.of(subject.encoder)
     cost = export_cost(decoder, weights, subject.geometry, subject.ar)
+    if encoder is not None:
+        cost = cost.with_encoder(encoder)
     speed = estimate_speed(subject, decoder, weights, device)
     sentences = fit_sentences(subject, default, device, needed, found, _alternatives(subject, found))
     return Plan(
-        summary=" ".join([*sentences, *_further_sentences(parts, cost, speed)]),
+        summary=" ".join([*sentences, *_further_sentences(parts, encoder, cost, speed)]),
         warnings=mask_warnings(subject.geometry, subject.ar, device),
         fit=found,
         source=subject.source,
@@ -135,6 +141,7 @@ def make_plan(
         strategy=recommend([strategy_cost(default, subject.geometry, subject.ar)]),
         demand=needed,
         parts=None if parts is None else list(parts),
+        encoder=encoder,
         export=cost,
         speed=speed,
         speculation=None if acceptance is None else speculative_speed(subject, decoder, device, speed, acceptance),
@@ -173,8 +180,15 @@ def _alternatives(subject: Subject, found: Fit) -> list[str]:
     return ["--kv u8"] if fit(smaller, CHOICES[0], MemoryLimit.of_htp()).fits else []
 
 
-def _further_sentences(parts: Sequence[Part] | None, cost: ExportCost, speed: Speed) -> list[str]:
+def _further_sentences(
+    parts: Sequence[Part] | None, encoder: EncoderPlan | None, cost: ExportCost, speed: Speed
+) -> list[str]:
     sentences = []
+    if encoder is not None:
+        sentences.append(
+            f"Its vision encoder takes {gb(encoder.used_bytes)} in an HTP context of its own; a tile of "
+            f"{encoder.image} x {encoder.image} pixels becomes {encoder.tokens} tokens."
+        )
     if parts is not None and len(parts) > 1:
         most = gb(max(part.compile_peak_bytes for part in parts))
         sentences.append(f"Export divides it into {len(parts)} parts; compiling one needs at most {most} of RAM.")

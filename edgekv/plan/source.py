@@ -21,6 +21,7 @@ from edgekv.plan.subject import (
 )
 from edgekv.spec import (
     CONFIG,
+    ENCODERS,
     CacheSpec,
     Config,
     DecoderInterface,
@@ -121,7 +122,9 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     if spec is None:
         return subject
     interface = DecoderInterface.of(spec, context, geometry.kv_dtype, geometry.key_layout, "u16")
-    return replace(subject, rotary=interface.rotary, host_bytes=host_bytes)
+    family = ENCODERS.get(config.text("model_type"))
+    encoder = None if family is None else family.describe(config)
+    return replace(subject, rotary=interface.rotary, host_bytes=host_bytes, encoder=encoder)
 
 
 def _context(given: Overrides, longest: int | None, assumptions: list[str]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgekv.errors import UsageError
 from edgekv.plan.options import Overrides, option, shortened
-from edgekv.spec import Decoder, Geometry, KvDtype, LayeredGeometry, RotaryInputs, Weights
+from edgekv.spec import Decoder, EncoderSpec, Geometry, KvDtype, LayeredGeometry, RotaryInputs, Weights
 
 _KV_DTYPES: dict[int, KvDtype] = {8: "u8", 16: "s16"}
 
@@ -29,6 +29,7 @@ class Subject:
         splits: number of parts of a bundle's layers; None if it is still to be chosen.
         rotary: the rotary embeddings that the graphs have inputs for.
         host_bytes: a table that the host alone reads, mapped; not among the weights.
+        encoder: of pictures; not among the weights either. None if there is none.
     """
 
     source: str
@@ -42,6 +43,7 @@ class Subject:
     splits: int | None = None
     rotary: tuple[RotaryInputs, ...] = (RotaryInputs("", 1),)
     host_bytes: int = 0
+    encoder: EncoderSpec | None = None
 
     def __post_init__(self) -> None:
         if self.ar != tuple(sorted(set(self.ar))) or not self.ar or self.ar[0] != 1:

@@ -100,12 +100,3 @@ class EncoderPiece(Piece):
             low=found.reach[0],
             high=found.reach[1],
         )
-
-
-def encoder_bytes(spec: EncoderSpec, tiles: int) -> int:
-    """RAM to quantize an encoder: a layer in float32, all matrices as integers, and the largest results of a tile."""
-    integers = sum(rows * columns for rows, columns in spec.matrices.values())
-    layer = 4 * spec.hidden * (4 * spec.hidden + 2 * spec.intermediate)
-    projector = 12 * spec.output * spec.hidden * spec.merged
-    results = 12 * spec.patches * max(spec.patches, spec.intermediate, spec.patch_values)
-    return integers + max(2 * layer, projector) + results + 8 * tiles * spec.patches * spec.patch_values

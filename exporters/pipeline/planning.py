@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from devices import Device
 from edgekv import qnn
 from edgekv.bundle import ENCODER, ENCODER_FILE, MANIFEST, Bundle
-from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
+from edgekv.plan import EncoderPlan, compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
 from edgekv.runtime import HtpOptions
 from edgekv.spec import DecoderSpec
 from edgekv.spec.tensors import HEAD, HEAD_TURN
@@ -25,7 +25,7 @@ from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
 from exporters.inspect.held_out import MEASURED_TOKENS, TextName, held_out_chat, held_out_prose, template_tokens
 from exporters.pipeline.division import MIXED, JoinPiece, MatrixPiece, RunPiece
-from exporters.pipeline.encoder import TILES, EncoderPiece, encoder_bytes
+from exporters.pipeline.encoder import TILES, EncoderPiece
 from exporters.pipeline.inputs import BUNDLE, TEXT, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
 from exporters.pipeline.parallel import compiler_bytes
 from exporters.pipeline.piece import Piece, Plan
@@ -225,7 +225,7 @@ class Planner:
         named = hashlib.sha256(shown.tiles.tobytes()).hexdigest()
         tiles = self.plan.give(partial(_write_tiles, shown.tiles), "tiles", shown.tiles.shape, named)
         piece = EncoderPiece(exact.alone, vision.spec, vision.pictures, prepared.recipe.rotation, tiles, shown.name)
-        return self.plan.put(piece, encoder_bytes(vision.spec, len(shown.tiles)))
+        return self.plan.put(piece, EncoderPlan.of(vision.spec, len(shown.tiles)).quantization_peak_bytes)
 
     def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
         checkpoint, form = prepared.checkpoint, prepared.form
@@ -298,7 +298,9 @@ class Planner:
                 for _, file in files:
                     checked.pop(file, None)
                 piece = CompilePiece(write, files, soc, compiler)
-                binaries.append(self.plan.put(piece, _compiler_bytes(prepared, len(files))))
+                encodes = prepared.encoder_plan if ENCODER in models else None
+                needed = _compiler_bytes(prepared, len(files)) if encodes is None else encodes.compile_peak_bytes
+                binaries.append(self.plan.put(piece, needed))
         checks = {}
         for file in checked:
             checks[file] = self.plan.put(CheckPiece(write, file, soc, compiler), _compiler_bytes(prepared, 1))
