@@ -45,6 +45,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.vision import VisionEncoder
 from exporters.prepared import prepare
 from exporters.quantize.encoder import encode
+from exporters.targets.android.payload import open_payload
 from exporters.targets.genie.folder import GenieVision, open_genie_folder
 from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.write import write_genie
@@ -404,11 +405,26 @@ def test_genie_reads_pictures_as_edgekv_does(
     assert {"vision_encoder.bin", "embedding_weights.raw", "image_encoder.json"} < opened.manifest.files.keys()
     for name in ("text_generator.json", "text_generator_shared.json"):
         assert json.loads((folder / name).read_text())["text-generator"]["embedding"]["type"] == "lut"
+    pushed = open_payload(folder)
+    assert "vision_encoder.bin" in pushed.binaries and "text_generator_shared.json" in pushed.names
+    assert "text_generator.json" not in pushed.names  # it names binaries that stay here
     file.write_bytes(png(photo(32, 30)))
     assert run(["genie", "run", str(folder), "--prompt", "See", "--image", str(file), "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out
     assert run(["bundle", "geniex", str(bundle), "-o", str(tmp_path / "geniex")]) != 0
     assert "GenieX runs no encoder of " in capsys.readouterr().err
+
+
+@pytest.mark.htp
+@pytest.mark.thorough
+def test_a_sweep_on_a_cluster_has_the_encoder_in_its_bundles(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    checkpoint, text, folder = write_smolvlm(tmp_path / "checkpoint"), tmp_path / "text.txt", tmp_path / "sweep"
+    text.write_text("def main(argv=None):\n    return 0\n" * 40)
+    cluster = ["--scheduler", "local", "--workers", "1"]
+    options = ["--recipes", "w8a16", "--contexts", "96", "--ar", "1,16", "--text", str(text)]
+    assert run(["sweep", str(checkpoint), "-o", str(folder), *options, *cluster]) == 0, capsys.readouterr().err
+    (manifest,) = folder.rglob("manifest.json")
+    assert open_bundle(manifest.parent).manifest.vision is not None
 
 
 @pytest.mark.htp

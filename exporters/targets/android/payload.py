@@ -8,7 +8,7 @@ from pathlib import Path
 from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.spec import identify
-from exporters.targets.genie.config import CONFIG, SHARED_CONFIG
+from exporters.targets.genie.config import CONFIG, ENCODER_BINARY, GENERATOR_NODE, SHARED_CONFIG
 from exporters.targets.genie.folder import GENIE_MANIFEST, GenieFolder, open_genie_folder
 
 
@@ -53,9 +53,9 @@ def _genie(path: Path) -> Payload:
     folder = open_genie_folder(path)
     manifest = folder.manifest
     alone = {graph.file for graph in manifest.graphs} - set(manifest.shared)
-    left = {*alone, CONFIG} if manifest.shared else set[str]()
+    left = {*alone, CONFIG, GENERATOR_NODE} if manifest.shared else set[str]()
     names = [GENIE_MANIFEST, *(name for name in sorted(manifest.files) if name not in left)]
-    binaries = manifest.shared or sorted(alone)
+    binaries = [*(manifest.shared or sorted(alone)), *[ENCODER_BINARY] * bool(manifest.vision)]
     return Payload(folder.path, manifest.soc, manifest.arch, tuple(names), tuple(binaries), folder)
 
 
