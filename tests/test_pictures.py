@@ -42,9 +42,11 @@ from edgekv.runtime.htp import HtpEngine
 from edgekv.spec import PictureSpec
 from edgekv.text import SamplingParams
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import VisionEncoder
 from exporters.prepared import prepare
 from exporters.quantize.encoder import encode
+from exporters.quantize.pictures import drawn_picture
 from exporters.targets.android.payload import open_payload
 from exporters.targets.genie.folder import GenieVision, open_genie_folder
 from exporters.targets.genie.options import GenieOptions
@@ -338,6 +340,29 @@ def test_each_mode_of_the_cpu_gives_the_rows(
     noise = np.square(rows - wanted).sum(-1)
     power = np.square(wanted - bundle.manifest.encodings["embedding"].zero_point).sum(-1)
     assert (10 * np.log10(power / np.maximum(noise, 1))).min() > least_db
+
+
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+def test_eval_shows_where_the_error_of_an_encoder_arises(
+    write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The last line is the error of the rows that decoders read."""
+    checkpoint, text = write(tmp_path / "checkpoint"), tmp_path / "text.txt"
+    text.write_text("def main(argv=None):\n    return 0\n" * 20)
+    bundle = exported(checkpoint, export_options(context=96, ar=(1, 16)))
+    assert run(["eval", str(bundle), "--text", str(text), "--tokens", "64", "--layers", "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["encoder"]
+    assert [each["place"] for each in layers] == ["patches", "0", "1", "rows"]
+    levels = [each["rows"]["least_db"] for each in layers]
+    assert levels[0] > max(levels[1:]) and min(levels) > 25
+    opened, source = open_bundle(bundle), Checkpoint.open(str(checkpoint))
+    vision = source.vision
+    assert opened.manifest.recipe.rotation == "hadamard" and vision is not None
+    patches = patches_of(drawn_picture(99, 32), vision.spec, vision.pictures)
+    (wanted,), rows = encode(vision, [patches]), PictureEncoder(opened, CpuEngine(1)).encode(drawn_picture(99, 32))
+    wanted = ResidualRotation(source.spec, source.tensor).writing(wanted.T).T
+    noise = np.square(opened.manifest.encodings["embedding"].dequantize(rows) - wanted).sum(-1)
+    assert levels[-1] == pytest.approx((10 * np.log10(np.square(wanted).sum(-1) / noise)).min(), abs=0.2)
 
 
 def test_an_encoder_is_calibrated_on_a_folder(tmp_path: Path):

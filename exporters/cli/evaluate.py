@@ -61,6 +61,7 @@ def eval_(
     from edgekv.runtime import make_engine
     from exporters.checkpoint.folded import transformed_as
     from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
+    from exporters.inspect.encoder import measure_encoder
     from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
     from exporters.inspect.held_out import MEASURED_TOKENS, HeldOutChat, measure_chat
     from exporters.inspect.page import check_page_path, write_page
@@ -109,7 +110,8 @@ def eval_(
                 proposal = propose(model.bundle, tensors, inputs, budget, progress)
             runner = make_engine(model.bundle, engine)
             report = measure_layers(model.bundle, runner, tensors, windows, text.name, progress, pages=pages)
-            report, result = msgspec.structs.replace(report, proposal=proposal), report.evaluation
+            encoder = measure_encoder(model.bundle, source)
+            report, result = msgspec.structs.replace(report, proposal=proposal, encoder=encoder), report.evaluation
         else:
             exact = Reference(source, manifest.context)
             result = evaluate_windows(

@@ -122,6 +122,27 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     suggestion: str
 
 
+class EncoderMatrix(msgspec.Struct, frozen=True, kw_only=True):
+    """A matrix of a vision encoder, and the SQNR of its product with exact inputs, dB."""
+
+    name: str
+    own_db: float
+
+
+class EncoderLayerLoss(msgspec.Struct, frozen=True, kw_only=True):
+    """SQNR of the rows of a vision encoder's residual behind a layer, with the error of all before.
+
+    Attributes:
+        place: `patches`, the number of the layer, or `rows`: what decoders read.
+        rows: the least row and the median one.
+        worst: the matrix of the layer with the largest error of its own.
+    """
+
+    place: str
+    rows: Levels
+    worst: EncoderMatrix
+
+
 class LayersReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `edgekv eval --layers`.
 
@@ -132,6 +153,7 @@ class LayersReport(msgspec.Struct, frozen=True, kw_only=True):
         spans: results whose range one token spans, the most costly first.
         tensors: all tensors in the order of computation, a layer's matrices first.
         proposal: a suggested recipe, if requested.
+        encoder: the layers of the vision encoder, on a drawn picture; empty for bundles of text.
     """
 
     evaluation: Evaluation
@@ -140,3 +162,4 @@ class LayersReport(msgspec.Struct, frozen=True, kw_only=True):
     tensors: list[TensorLoss]
     spans: list[TokenSpan] = []
     proposal: Proposal | None = None
+    encoder: list[EncoderLayerLoss] = []

@@ -8,7 +8,7 @@ from typing import get_args
 
 from edgekv.bundle import QualityRecord
 from exporters.inspect.propose import Proposal
-from exporters.inspect.report import Kind, LayersReport, TokenSpan
+from exporters.inspect.report import EncoderLayerLoss, Kind, LayersReport, TokenSpan
 from exporters.inspect.tally import Evaluation
 
 CHAT_LABELS = {"prose": "prose", "chat": "chat", "template": "chat's template"}
@@ -89,6 +89,18 @@ def layer_lines(report: LayersReport) -> Iterator[str]:
     yield "largest own quantization error, suggestion, and (SQNR including the error of all inputs):"
     for each in report.worst:
         yield f"  {each.own_db:5.1f} dB  {each.name}: {each.suggestion} ({each.sqnr_db:.1f} dB)"
+    yield from encoder_lines(report.encoder)
+
+
+def encoder_lines(layers: Sequence[EncoderLayerLoss]) -> Iterator[str]:
+    """One line per layer of a vision encoder."""
+    if not layers:
+        return
+    yield "vision encoder on a drawn picture, SQNR against float32 in dB per row, minimum / median; its worst matrix:"
+    for layer in layers:
+        place = f"layer {layer.place}" if layer.place.isdecimal() else layer.place
+        cell = f"{layer.rows.least_db:.1f} / {layer.rows.mean_db:.1f}"
+        yield f"{_row(place, [cell])}   {layer.worst.name} ({layer.worst.own_db:.1f} dB)"
 
 
 def _span_lines(spans: Sequence[TokenSpan]) -> Iterator[str]:

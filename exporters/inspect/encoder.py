@@ -1,0 +1,120 @@
+"""The error of every layer of a bundle's vision encoder against its float32 reference."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import helper
+
+from edgekv.bundle import Bundle, BundleWeights, VisionRecord
+from edgekv.graphs.encoder import encoder_entry, encoder_exit, encoder_layer
+from edgekv.graphs.onnx_session import PROVIDERS, session_options
+from edgekv.pictures import patches_of
+from edgekv.spec import PIXELS_PORT, ROWS_PORT
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.rotate import ResidualRotation
+from exporters.checkpoint.vision import RotatedEncoder
+from exporters.inspect.report import EncoderLayerLoss, EncoderMatrix, Levels
+from exporters.quantize.encoder import EncoderTensors, NumpyEncoder
+from exporters.quantize.pictures import drawn_picture
+from exporters.quantize.reference import Floats, Observer
+from quant import DTYPES
+
+_PICTURE = 99
+"""A drawn one that no export is calibrated on."""
+_ENTRY, _ROWS = "vision.entry", "vision.rows"
+_INTEGERS = "_q"  # behind the name of a result in a graph
+_LEAST = 1e-30
+
+
+def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayerLoss]:
+    """Run a drawn picture through a bundle's encoder and the reference; empty if the bundle reads text alone.
+
+    Levels are of rows: the residual behind the patches and behind each layer, and the rows that decoders read.
+
+    Args:
+        bundle: the bundle.
+        checkpoint: that it was made of.
+    """
+    record, vision = bundle.manifest.vision, checkpoint.vision
+    if record is None or vision is None:
+        return []
+    tensors: EncoderTensors = vision
+    if bundle.manifest.recipe.rotation != "none":
+        tensors = RotatedEncoder(vision, ResidualRotation(checkpoint.spec, checkpoint.tensor).writing)
+    spec = record.encoder
+    patches = patches_of(drawn_picture(_PICTURE, spec.image), spec, record.pictures)
+    wanted = dict[str, Floats]()
+    watched = [_ENTRY, *(f"vision.layers.{layer}.fc2_add" for layer in range(spec.layers)), _ROWS]
+
+    def observe(name: str, values: Floats) -> None:
+        if name in watched:
+            wanted[name] = values
+
+    ops = _MeasuringEncoder(tensors, BundleWeights(bundle.path, record.weights), observe)
+    residual, worst = encoder_entry(ops, spec, patches), [ops.worst()]
+    for layer in range(spec.layers):
+        residual = encoder_layer(ops, spec, layer, residual)
+        worst.append(ops.worst())
+    encoder_exit(ops, spec, residual)
+    worst.append(ops.worst())
+    found = _results(bundle, record, patches, watched)
+    places = ["patches", *map(str, range(spec.layers)), "rows"]
+    return [
+        EncoderLayerLoss(place=place, rows=_levels(wanted[name], found[name]), worst=matrix)
+        for place, name, matrix in zip(places, watched, worst, strict=True)
+    ]
+
+
+class _MeasuringEncoder(NumpyEncoder):
+    """Compares each product with that of the bundle's matrix; one layer's weights are in memory."""
+
+    def __init__(self, tensors: EncoderTensors, weights: BundleWeights, observe: Observer) -> None:
+        super().__init__(tensors, observe)
+        self._signal: defaultdict[str, float] = defaultdict(float)
+        self._noise: defaultdict[str, float] = defaultdict(float)
+        self._stored = lru_cache(maxsize=4)(lambda name: weights.matrix(name).dequantize().T)
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        exact = super().product(x, weight, rows, gain)
+        rounded: Floats = x @ self._stored(weight)[rows].T  # its scales have the gain
+        self._signal[weight] += float(np.square(exact, dtype=np.float64).sum())
+        self._noise[weight] += float(np.square(rounded - exact, dtype=np.float64).sum())
+        return exact
+
+    def worst(self) -> EncoderMatrix:
+        """The matrix with the largest error since the last call; frees the weights."""
+        ratios = {name: 10 * np.log10(self._signal[name] / max(self._noise[name], _LEAST)) for name in self._signal}
+        name = min(ratios, key=lambda each: ratios[each])
+        self._signal.clear()
+        self._noise.clear()
+        self.drop()
+        return EncoderMatrix(name=name, own_db=float(ratios[name]))
+
+
+def _results(bundle: Bundle, record: VisionRecord, patches: Floats, watched: list[str]) -> Mapping[str, Floats]:
+    """What the graph computes."""
+    model = onnx.load(bundle.path / record.file, load_external_data=False)
+    names = {name: ROWS_PORT if name == _ROWS else name + _INTEGERS for name in watched}
+    for name, output in names.items():
+        if output != ROWS_PORT:
+            element = helper.np_dtype_to_tensor_dtype(DTYPES[record.encodings[name].dtype])
+            model.graph.output.append(helper.make_tensor_value_info(output, element, None))
+    options = session_options(bundle.path, None)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
+    pixels = record.encodings[PIXELS_PORT].quantize(patches)[None, None]
+    integers = session.run([*names.values()], {PIXELS_PORT: pixels})
+    return {name: record.encodings[name].dequantize(each[0, 0]) for name, each in zip(names, integers, strict=True)}
+
+
+def _levels(wanted: Floats, found: NDArray[np.float32]) -> Levels:
+    """The least and the median row."""
+    signal, noise = np.square(wanted).sum(-1), np.square(found - wanted).sum(-1)
+    ratios = 10 * np.log10(np.maximum(signal, _LEAST) / np.maximum(noise, _LEAST))
+    return Levels(float(ratios.min()), float(np.median(ratios)))
