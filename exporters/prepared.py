@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.errors import UsageError
 from edgekv.plan import CALIBRATION_WINDOW, EncoderPlan, default_calibration_tokens
-from edgekv.spec import DecoderInterface, Geometry, LayeredGeometry, Vocabulary
+from edgekv.spec import DecoderInterface, EncoderSpec, Geometry, LayeredGeometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
@@ -60,10 +61,19 @@ class Prepared:
     pictures: CalibrationPictures | None = None
 
     @property
+    def encoder(self) -> EncoderSpec | None:
+        """The vision encoder with the matrices that the recipe keeps at 16 bits; None if there is none."""
+        vision = self.checkpoint.vision
+        if vision is None:
+            return None
+        wide = self.options.recipe.wide_matrices(vision.spec)
+        return msgspec.structs.replace(vision.spec, wide=wide)
+
+    @property
     def encoder_plan(self) -> EncoderPlan | None:
         """What the vision encoder costs; None if there is none."""
-        vision, shown = self.checkpoint.vision, self.pictures
-        return None if vision is None or shown is None else EncoderPlan.of(vision.spec, len(shown.tiles))
+        spec, shown = self.encoder, self.pictures
+        return None if spec is None or shown is None else EncoderPlan.of(spec, len(shown.tiles))
 
     @property
     def survey_windows(self) -> NDArray[np.int64] | None:
@@ -114,7 +124,13 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     pictures = None
     if (vision := checkpoint.vision) is not None:
         options = _for_pictures(options)
+        options.recipe.wide_matrices(vision.spec)
         pictures = calibration_pictures(options.calibration_pictures, vision.pictures, vision.spec.image)
+    elif options.recipe.encoder_16bit:
+        found, fix = "encoder_16bit", "Leave it out of the recipe."
+        raise UsageError(
+            f"--recipe {options.recipe.name}", got=found, expected="a checkpoint with a vision encoder", fix=fix
+        )
     elif options.calibration_pictures is not None:
         fix = "Leave it out."
         raise UsageError("--calibration-pictures", got="it", expected="a checkpoint with a vision encoder", fix=fix)

@@ -11,6 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
@@ -39,14 +40,16 @@ from edgekv.pictures import (
 )
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.htp import HtpEngine
-from edgekv.spec import PictureSpec
+from edgekv.spec import PictureSpec, low_of
 from edgekv.text import SamplingParams
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import VisionEncoder
+from exporters.inspect.encoder import measure_encoder
 from exporters.prepared import prepare
 from exporters.quantize.encoder import encode
 from exporters.quantize.pictures import drawn_picture
+from exporters.quantize.recipe import find_recipe
 from exporters.targets.android.payload import open_payload
 from exporters.targets.genie.folder import GenieVision, open_genie_folder
 from exporters.targets.genie.options import GenieOptions
@@ -365,6 +368,43 @@ def test_eval_shows_where_the_error_of_an_encoder_arises(
     assert levels[-1] == pytest.approx((10 * np.log10(np.square(wanted).sum(-1) / noise)).min(), abs=0.2)
 
 
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+def test_a_recipe_keeps_matrices_of_an_encoder_at_16_bits(
+    write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Each is two of 8 bits; with all of them only the rounding of activations is left."""
+    checkpoint, file = write(tmp_path / "checkpoint"), tmp_path / "wide.json"
+    recipe = find_recipe("w8a16")
+    msgspec.structs.replace(recipe, encoder_16bit=("vision.*",)).write(file)
+    measured = []
+    for each in (recipe, find_recipe(str(file))):
+        options = export_options(context=96, ar=(1, 16), recipe=each)
+        bundle = open_bundle(exported(checkpoint, options))
+        assert bundle.manifest.vision is not None
+        layers = measure_encoder(bundle, Checkpoint.open(str(checkpoint)))
+        measured.append((bundle.manifest.vision, layers[-1].rows.least_db))
+        tile = photo(32, 32)
+        rows, wanted = (PictureEncoder(bundle, CpuEngine(1, mode=mode)).encode(tile) for mode in ("exact16", "emulate"))
+        assert np.abs(rows.astype(int) - wanted).max() < 0.01 * np.ptp(wanted)
+    (plain, plain_db), (wide, wide_db) = measured
+    assert wide_db > plain_db + 12  # what is left is the rounding of activations, most in the means of InternVL
+    assert not plain.encoder.wide and len(wide.encoder.wide) == len(
+        [n for n in plain.weights.matrices if "_mean" not in n]
+    )
+    assert wide.weights.matrices[low_of(wide.encoder.wide[0])].dtype == "int8"
+    assert run(["info", str(bundle.path)]) == 0
+    assert f"w8a16 with {len(wide.encoder.wide)} matrices at 16 bits" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_recipe_that_names_no_matrix_of_an_encoder_is_refused(tmp_path: Path):
+    recipe = msgspec.structs.replace(find_recipe("w8a16"), encoder_16bit=("vision.layers.7.*",))
+    options = export_options(context=96, ar=(1, 16), recipe=recipe)
+    with pytest.raises(UsageError, match=r"encoder_16bit: got 'vision.layers.7.\*'; expected a pattern that matches"):
+        prepare(Checkpoint.open(str(write_smolvlm(tmp_path / "smolvlm"))), options)
+    with pytest.raises(UsageError, match="got encoder_16bit; expected a checkpoint with a vision encoder"):
+        prepare(Checkpoint.open(str(write_checkpoint(tmp_path / "text"))), options)
+
+
 def test_an_encoder_is_calibrated_on_a_folder(tmp_path: Path):
     checkpoint, folder = Checkpoint.open(str(write_smolvlm(tmp_path / "checkpoint"))), tmp_path / "photos"
     options = export_options(context=96, ar=(1, 16), calibration_tokens=512, calibration_pictures=folder)
@@ -403,7 +443,8 @@ def test_commands_take_pictures(bundle: Path, tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
 def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], tmp_path: Path):
     """Every graph compiles in integers, the encoder with them, and the binary is what the engine loads."""
-    options = export_options(context=96, ar=(1, 16), check_on_htp=True)
+    recipe = msgspec.structs.replace(find_recipe("w8a16"), encoder_16bit=("vision.layers.*.fc?.weight",))
+    options = export_options(context=96, ar=(1, 16), check_on_htp=True, recipe=recipe)
     bundle = exported(write(tmp_path / "checkpoint"), options, compiled=True)
     opened = open_bundle(bundle)
     assert opened.manifest.vision is not None and opened.manifest.htp_check == "integers-only"
@@ -448,8 +489,8 @@ def test_a_sweep_on_a_cluster_has_the_encoder_in_its_bundles(tmp_path: Path, cap
     cluster = ["--scheduler", "local", "--workers", "1"]
     options = ["--recipes", "w8a16", "--contexts", "96", "--ar", "1,16", "--text", str(text)]
     assert run(["sweep", str(checkpoint), "-o", str(folder), *options, *cluster]) == 0, capsys.readouterr().err
-    (manifest,) = folder.rglob("manifest.json")
-    assert open_bundle(manifest.parent).manifest.vision is not None
+    (bundle,) = (folder / "bundles").iterdir()
+    assert open_bundle(bundle).manifest.vision is not None
 
 
 @pytest.mark.htp

@@ -258,10 +258,12 @@ def _bytes_by_part(folder: Path, manifest: Manifest) -> dict[str, int]:
 
 
 def _pictures(vision: VisionRecord) -> str:
-    spec, parameters = vision.encoder, sum(rows * columns for rows, columns in vision.encoder.matrices.values())
+    spec, wide = vision.encoder, len(vision.encoder.wide)
+    parameters = sum(rows * columns for rows, columns in msgspec.structs.replace(spec, wide=()).matrices.values())
+    bits = f"w8a16 with {wide} matrices at 16 bits" if wide else "w8a16"
     return (
         f"tiles of {spec.image} x {spec.image} pixels become {spec.rows} tokens; {spec.layers} layers of width "
-        f"{spec.hidden}, {parameters / 1e6:.1f} M parameters, w8a16, calibrated on {vision.calibration_tiles} "
+        f"{spec.hidden}, {parameters / 1e6:.1f} M parameters, {bits}, calibrated on {vision.calibration_tiles} "
         f"{vision.calibration} pictures"
     )
 

@@ -21,6 +21,7 @@ from edgekv.spec import (
     PROJECTOR_OUT,
     PROJECTOR_OUT_BIAS,
     EncoderSpec,
+    low_of,
     mean_of,
 )
 
@@ -61,9 +62,27 @@ class Residual(NamedTuple, Generic[V]):
     means: V | None
 
 
+def _linear(
+    ops: EncoderOps[V],
+    spec: EncoderSpec,
+    x: V,
+    weight: str,
+    name: str,
+    *,
+    bias: str | None = None,
+    head: int | None = None,
+    gain: float = 1.0,
+) -> V:
+    """A product with a matrix of 8 or 16 bits; see `BlockOps.linear` and `EncoderSpec.wide`."""
+    if weight not in spec.wide:
+        return ops.linear(x, weight, name, bias=bias, head=head, gain=gain)
+    high = ops.linear(x, weight, name + "_high", bias=bias, head=head, gain=gain)
+    return ops.add(high, ops.linear(x, low_of(weight), name + "_low", head=head, gain=gain), name)
+
+
 def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[V]:
     """The residual before the first layer, from pixels `[1, 1, inputs, 3 * patch**2]`."""
-    rows = ops.plus(ops.linear(pixels, PATCHES, "vision.patches"), POSITIONS, "vision.entry")
+    rows = ops.plus(_linear(ops, spec, pixels, PATCHES, "vision.patches"), POSITIONS, "vision.entry")
     if not spec.keeps_means:
         return Residual(rows, None)
     means = ops.linear(pixels, mean_of(PATCHES), "vision.patch_means")
@@ -79,7 +98,9 @@ def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: R
     x = ops.normalize(residual.rows, spec.hidden, at + "attention_norm")
     for head in range(spec.heads):
         query, key, value = (
-            ops.linear(
+            _linear(
+                ops,
+                spec,
                 x,
                 f"{at}{kind}_proj.weight",
                 f"{at}{kind}.h{head}",
@@ -91,16 +112,16 @@ def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: R
         )
         shares = ops.softmax(ops.scores(query, key, f"{at}scores.h{head}"), "vision.probabilities")
         outputs.append(ops.attend(shares, value, at + "attention"))
-    residual = _added(ops, residual, ops.join(outputs, at + "attention"), at, "o_proj")
+    residual = _added(ops, spec, residual, ops.join(outputs, at + "attention"), at, "o_proj")
     x = ops.normalize(residual.rows, spec.hidden, at + "mlp_norm")
-    inner = _gelu(ops, spec, ops.linear(x, at + "fc1.weight", at + "fc1", bias=at + "fc1.bias"), at + "gelu")
-    return _added(ops, residual, inner, at, "fc2")
+    inner = _gelu(ops, spec, _linear(ops, spec, x, at + "fc1.weight", at + "fc1", bias=at + "fc1.bias"), at + "gelu")
+    return _added(ops, spec, residual, inner, at, "fc2")
 
 
-def _added(ops: EncoderOps[V], residual: Residual[V], x: V, at: str, matrix: str) -> Residual[V]:
+def _added(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V], x: V, at: str, matrix: str) -> Residual[V]:
     """The residual plus the results of a matrix."""
     weight, bias, name, means = f"{at}{matrix}.weight", f"{at}{matrix}.bias", at + matrix, residual.means
-    rows = ops.add(residual.rows, ops.linear(x, weight, name, bias=bias), name + "_add")
+    rows = ops.add(residual.rows, _linear(ops, spec, x, weight, name, bias=bias), name + "_add")
     if means is not None:
         more = ops.linear(x, mean_of(weight), name + "_mean", bias=mean_of(bias))
         means = ops.add(means, more, name + "_mean_add")
@@ -112,12 +133,14 @@ def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -
     x, means = ops.patches(residual.rows), residual.means
     if means is None:
         x = ops.normalize(x, spec.hidden, "vision.last_norm")
-        return ops.linear(ops.merged(x, spec.merged), PROJECTOR, "vision.rows", bias=PROJECTOR_BIAS)
+        return _linear(ops, spec, ops.merged(x, spec.merged), PROJECTOR, "vision.rows", bias=PROJECTOR_BIAS)
     merged = ops.linear(ops.merged(ops.patches(means), spec.merged), MERGED_MEANS, "vision.merged_means")
     x = ops.add(x, ops.unmerged(merged), "vision.with_means")
     x = ops.normalize_merged(ops.merged(x, spec.merged), "vision.last_norm")
-    x = _gelu(ops, spec, ops.linear(x, PROJECTOR, "vision.projector", bias=PROJECTOR_BIAS), "vision.projector_gelu")
-    return ops.linear(x, PROJECTOR_OUT, "vision.rows", bias=PROJECTOR_OUT_BIAS)
+    x = _gelu(
+        ops, spec, _linear(ops, spec, x, PROJECTOR, "vision.projector", bias=PROJECTOR_BIAS), "vision.projector_gelu"
+    )
+    return _linear(ops, spec, x, PROJECTOR_OUT, "vision.rows", bias=PROJECTOR_OUT_BIAS)
 
 
 def _gelu(ops: EncoderOps[V], spec: EncoderSpec, x: V, name: str) -> V:

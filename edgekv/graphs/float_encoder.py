@@ -98,6 +98,9 @@ class FloatEncoderOps(EncoderOps[Activation]):
         return Activation(self._nodes.add("SimplifiedLayerNormalization", [x.tensor, ones], name, **attributes), True)
 
     def add(self, a: Activation, b: Activation, name: str) -> Activation:
+        if a.is_head:
+            key = "add", a.tensor, b.tensor
+            return replace(a, tensor=self._once(key, lambda: self._nodes.add("Add", [a.tensor, b.tensor], name)))
         return Activation(self._nodes.add("Add", [a.tensor, b.tensor], name))
 
     def plus(self, x: Activation, weight: str, name: str) -> Activation:

@@ -118,6 +118,7 @@ if TYPE_CHECKING:
         ROWS_PORT,
         EncoderSpec,
         PictureSpec,
+        low_of,
         mean_of,
     )
 
@@ -134,6 +135,7 @@ __all__ = [
     "ENCODERS",
     "EncoderSpec",
     "PictureSpec",
+    "low_of",
     "mean_of",
     "ARCHITECTURES",
     "CONFIG",
@@ -281,6 +283,6 @@ __getattr__ = lazy(
         "by_inputs by_outputs convolution_kernel delta_kernel delta_rates feed_forward_norm head_width "
         "layer_of layer_scalar matrices part_name table_key text_tensor views",
         "vision": "MERGED_MEANS PATCHES PIXELS_PORT POSITIONS PROJECTOR PROJECTOR_BIAS PROJECTOR_OUT "
-        "PROJECTOR_OUT_BIAS ROWS_PORT EncoderSpec PictureSpec mean_of",
+        "PROJECTOR_OUT_BIAS ROWS_PORT EncoderSpec PictureSpec low_of mean_of",
     },
 )

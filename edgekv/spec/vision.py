@@ -23,6 +23,11 @@ PIXELS_PORT, ROWS_PORT = "pixel_values", "image_features"
 """Input `[1, 1, inputs, 3 * patch**2]` and output `[1, 1, rows, output]` of an encoder's graph."""
 
 
+def low_of(name: str) -> str:
+    """The name of the lower 8 bits of a matrix of 16 bits; see `EncoderSpec.wide`."""
+    return name.replace(".weight", "_low.weight")
+
+
 def mean_of(name: str) -> str:
     """The name of the mean of a tensor's outputs, which is stored by itself; see `EncoderSpec.keeps_means`."""
     return name.replace(".weight", "_mean.weight").replace(".bias", "_mean.bias")
@@ -44,6 +49,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         exact_gelu: whether GELU has the error function; else its approximation with tanh.
         projector: one matrix behind a norm of each patch, or two with a GELU between them behind a norm of merged ones.
         projector_eps: of that norm.
+        wide: names of the matrices of 16 bits: each is two of 8, whose products are added. The lower one is what
+            rounding the matrix to 8 bits left, rounded to 8 bits.
     """
 
     model_type: str
@@ -60,6 +67,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     exact_gelu: bool = False
     projector: Literal["matrix", "mlp"] = "matrix"
     projector_eps: _Epsilon = 1e-5
+    wide: tuple[_Text, ...] = ()
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
@@ -123,7 +131,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             writers = [name for name in found if name == PATCHES or name.endswith(("o_proj.weight", "fc2.weight"))]
             found |= {mean_of(name): (1, found[name][1]) for name in writers}
             found[MERGED_MEANS] = self.merged, self.merged
-        return found
+        return found | {low_of(name): found[name] for name in self.wide}
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

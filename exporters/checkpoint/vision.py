@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,12 +26,14 @@ from edgekv.spec import (
     Config,
     EncoderSpec,
     PictureSpec,
+    by_inputs,
     mean_of,
     read_json,
 )
 from edgekv.spec.encoders.names import EncoderNames
 from exporters.checkpoint.fold import EVERY, Floats
 from exporters.checkpoint.stored import Stored
+from quant import quantize_per_channel
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _LAYER = re.compile(r"vision\.layers\.(\d+)\.(.+)")
@@ -215,6 +218,33 @@ class VisionEncoder:
         found |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in ("weight", "bias")}
         found |= {f"{names.last_norm}.{kind}": (last,) for kind in ("weight", "bias")}
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class WideEncoder:
+    """An encoder some of whose matrices are two: rounded to 8 bits, and what that leaves.
+
+    Attributes:
+        encoder: the encoder, with one of each.
+        wide: their names.
+    """
+
+    encoder: VisionEncoder | RotatedEncoder
+    wide: tuple[str, ...]
+
+    @property
+    def spec(self) -> EncoderSpec:
+        """With the names."""
+        return msgspec.structs.replace(self.encoder.spec, wide=self.wide)
+
+    def tensor(self, name: str) -> Floats:
+        """As `VisionEncoder.tensor`."""
+        high = name.replace("_low.weight", ".weight")
+        found = self.encoder.tensor(high)
+        if high not in self.wide:
+            return found
+        rounded = quantize_per_channel(by_inputs(found)).dequantize().T
+        return rounded if name == high else found - rounded
 
 
 @dataclass(frozen=True, slots=True)

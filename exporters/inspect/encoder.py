@@ -19,7 +19,7 @@ from edgekv.pictures import patches_of
 from edgekv.spec import PIXELS_PORT, ROWS_PORT
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import ResidualRotation
-from exporters.checkpoint.vision import RotatedEncoder
+from exporters.checkpoint.vision import RotatedEncoder, VisionEncoder, WideEncoder
 from exporters.inspect.report import EncoderLayerLoss, EncoderMatrix, Levels
 from exporters.quantize.encoder import EncoderTensors, NumpyEncoder
 from exporters.quantize.pictures import drawn_picture
@@ -45,10 +45,11 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
     record, vision = bundle.manifest.vision, checkpoint.vision
     if record is None or vision is None:
         return []
-    tensors: EncoderTensors = vision
+    base: VisionEncoder | RotatedEncoder = vision
     if bundle.manifest.recipe.rotation != "none":
-        tensors = RotatedEncoder(vision, ResidualRotation(checkpoint.spec, checkpoint.tensor).writing)
+        base = RotatedEncoder(vision, ResidualRotation(checkpoint.spec, checkpoint.tensor).writing)
     spec = record.encoder
+    tensors: EncoderTensors = WideEncoder(base, spec.wide) if spec.wide else base
     patches = patches_of(drawn_picture(_PICTURE, spec.image), spec, record.pictures)
     wanted = dict[str, Floats]()
     watched = [_ENTRY, *(f"vision.layers.{layer}.fc2_add" for layer in range(spec.layers)), _ROWS]
@@ -84,8 +85,9 @@ class _MeasuringEncoder(NumpyEncoder):
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         exact = super().product(x, weight, rows, gain)
         rounded: Floats = x @ self._stored(weight)[rows].T  # its scales have the gain
-        self._signal[weight] += float(np.square(exact, dtype=np.float64).sum())
-        self._noise[weight] += float(np.square(rounded - exact, dtype=np.float64).sum())
+        whole = weight.replace("_low.weight", ".weight")  # of 16 bits: what is rounded is the lower part
+        self._signal[whole] += float(np.square(exact, dtype=np.float64).sum())
+        self._noise[whole] += float(np.square(rounded - exact, dtype=np.float64).sum())
         return exact
 
     def worst(self) -> EncoderMatrix:

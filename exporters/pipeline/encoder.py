@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import onnx
 
@@ -14,7 +15,7 @@ from edgekv.bundle import ENCODER_FILE, RotationName, VisionRecord
 from edgekv.pictures import patches_of
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.checkpoint.rotate import ResidualRotation
-from exporters.checkpoint.vision import RotatedEncoder
+from exporters.checkpoint.vision import RotatedEncoder, VisionEncoder, WideEncoder
 from exporters.graphs.encoder import build_encoder
 from exporters.pipeline.inputs import PICTURE_ROWS, Exact, Inputs
 from exporters.pipeline.piece import Piece
@@ -69,14 +70,18 @@ class EncoderPiece(Piece):
 
     def make(self, folder: Path, inputs: Inputs) -> Encoded:
         vision = inputs.encoder(self.exact)
-        if (vision.spec, vision.pictures) != (self.encoder, self.pictures):
+        if (msgspec.structs.replace(vision.spec, wide=self.encoder.wide), vision.pictures) != (
+            self.encoder,
+            self.pictures,
+        ):
             raise ValueError(f"encoder: got {vision.spec}; expected {self.encoder}")
-        tensors: EncoderTensors = vision
+        base: VisionEncoder | RotatedEncoder = vision
         turn = None
         if self.rotation != "none":
             rotation = ResidualRotation(self.exact.spec, inputs.exact(self.exact).tensor)
-            tensors = RotatedEncoder(vision, rotation.writing)
+            base = RotatedEncoder(vision, rotation.writing)
             turn = rotation.writing(np.eye(self.encoder.output, dtype=np.float32))
+        tensors: EncoderTensors = WideEncoder(base, self.encoder.wide) if self.encoder.wide else base
         tiles = np.load(inputs.store.path(self.tiles) / TILES, allow_pickle=False)
         patches = [patches_of(each, self.encoder, self.pictures) for each in tiles]
         steps = self.encoder.layers + 1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from devices import Device
 from edgekv import qnn
 from edgekv.bundle import ENCODER, ENCODER_FILE, MANIFEST, Bundle
-from edgekv.plan import EncoderPlan, compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
+from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
 from edgekv.runtime import HtpOptions
 from edgekv.spec import DecoderSpec
 from edgekv.spec.tensors import HEAD, HEAD_TURN
@@ -224,8 +224,10 @@ class Planner:
             return None
         named = hashlib.sha256(shown.tiles.tobytes()).hexdigest()
         tiles = self.plan.give(partial(_write_tiles, shown.tiles), "tiles", shown.tiles.shape, named)
-        piece = EncoderPiece(exact.alone, vision.spec, vision.pictures, prepared.recipe.rotation, tiles, shown.name)
-        return self.plan.put(piece, EncoderPlan.of(vision.spec, len(shown.tiles)).quantization_peak_bytes)
+        spec, needed = prepared.encoder, prepared.encoder_plan
+        assert spec is not None and needed is not None, "it has a vision encoder"
+        piece = EncoderPiece(exact.alone, spec, vision.pictures, prepared.recipe.rotation, tiles, shown.name)
+        return self.plan.put(piece, needed.quantization_peak_bytes)
 
     def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
         checkpoint, form = prepared.checkpoint, prepared.form

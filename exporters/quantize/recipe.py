@@ -26,6 +26,7 @@ from edgekv.bundle import (
 from edgekv.errors import UsageError
 from edgekv.spec.decoder import DecoderSpec, SplitChannel
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
+from edgekv.spec.vision import EncoderSpec
 from edgekv.system import MIB, read_file
 from exporters.quantize.effort import Effort
 from quant import WEIGHT_TYPES, WeightDtype
@@ -63,6 +64,7 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keep_stored: bool = False
     heads: HeadsName = "none"
     mean_bits: _MeanBits | None = None
+    encoder_16bit: list[str] = []
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +86,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             `value_rotation` and `key_scaling`.
         mean_bits: bits a weight that the matrices of the layers have at most on average, with their scales; an export
             gives each the type with which they lose least. None for the types of the rules.
+        encoder_16bit: patterns over names of matrices of a vision encoder, such as `vision.layers.*.fc2.weight`, that
+            get 16 bits instead of 8; see `EncoderSpec.wide`.
     """
 
     name: str
@@ -97,6 +101,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     keep_stored: bool = False
     heads: HeadsName = "none"
     mean_bits: float | None = None
+    encoder_16bit: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, record: RecipeRecord) -> Recipe:
@@ -129,7 +134,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         """
         check_recipe_path(file)
         fields = {name: getattr(self, name) for name in _RecipeFile.__struct_fields__}
-        content = _RecipeFile(**{**fields, "weights": list(self.weights)})
+        lists = {"weights": list(self.weights), "encoder_16bit": list(self.encoder_16bit)}
+        content = _RecipeFile(**{**fields, **lists})
         try:
             with atomic_file(file) as partial:
                 partial.write_bytes(readable_json(content, indent=2))
@@ -194,6 +200,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             expected="a rule for every matrix",
             fix='Begin the list of weights with a rule for "*".',
         )
+
+    def wide_matrices(self, encoder: EncoderSpec) -> tuple[str, ...]:
+        """The matrices of a vision encoder that get 16 bits; those of means stay at 8.
+
+        Raises:
+            UsageError: a pattern matches none.
+        """
+        names = [name for name in encoder.matrices if "_mean" not in name]
+        for pattern in self.encoder_16bit:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UsageError(
+                    f"--recipe {self.name}: encoder_16bit",
+                    got=repr(pattern),
+                    expected=f"a pattern that matches a matrix, such as {names[0]} or {names[-1]}",
+                    fix="Correct it, or leave it out; edgekv eval --layers names the worst.",
+                )
+        return tuple(name for name in names if any(fnmatchcase(name, each) for each in self.encoder_16bit))
 
     @property
     def splits_channels(self) -> bool:
@@ -293,6 +316,7 @@ def find_recipe(name: str) -> Recipe:
         keep_stored=read.keep_stored,
         heads=read.heads,
         mean_bits=read.mean_bits,
+        encoder_16bit=tuple(read.encoder_16bit),
     )
 
 
