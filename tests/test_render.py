@@ -93,8 +93,8 @@ def _source(graph: Path) -> PartSource:
     return source_of(graph.parent, graph.name)
 
 
-def _rendered(graph: Path, mode: Any = "fast", *, alike_rows: bool = False) -> onnx.ModelProto:
-    with rendered_graph(_source(graph), mode, alike_rows=alike_rows) as (content, _):
+def _rendered(graph: Path, mode: Any = "fast", *, batch_invariant: bool = False) -> onnx.ModelProto:
+    with rendered_graph(_source(graph), mode, batch_invariant=batch_invariant) as (content, _):
         return onnx.load_from_string(content)
 
 
@@ -110,7 +110,7 @@ def test_no_weight_is_kept_as_float(small: Path, kept: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["exact16", "fast"])
 def test_rows_are_alike_without_a_further_node_where_queries_share_keys(small: Path, kept: Path, mode: str) -> None:
-    graphs = [_rendered(small / "ar1_cl64.onnx", mode, alike_rows=alike).graph for alike in (False, True)]
+    graphs = [_rendered(small / "ar1_cl64.onnx", mode, batch_invariant=invariant).graph for invariant in (False, True)]
     counts = [Counter(node.op_type for node in graph.node) for graph in graphs]
     assert counts[0] == counts[1]
 

@@ -8,7 +8,7 @@ from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
     from edgekv.draft.acceptance import Acceptance
-    from edgekv.draft.adaptive import AdaptiveDrafter, AtMost, Source
+    from edgekv.draft.adaptive import AdaptiveDrafter, FixedLimit, Source
     from edgekv.draft.automaton import Match, SuffixAutomaton
     from edgekv.draft.corpus import CorpusDrafter, open_corpus
     from edgekv.draft.corpus_index import CorpusIndex, build_index
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Acceptance",
     "AdaptiveDrafter",
-    "AtMost",
+    "FixedLimit",
     "CorpusDrafter",
     "CorpusIndex",
     "DraftRecord",
@@ -45,7 +45,7 @@ __getattr__ = lazy(
     __name__,
     {
         "acceptance": "Acceptance",
-        "adaptive": "AdaptiveDrafter AtMost Source",
+        "adaptive": "AdaptiveDrafter FixedLimit Source",
         "automaton": "Match SuffixAutomaton",
         "corpus": "CorpusDrafter open_corpus",
         "corpus_index": "CorpusIndex build_index",

@@ -17,7 +17,7 @@ _PROBE_TOKENS = 256
 """A drafter that takes time and does not pay is tried again after as many tokens of a text."""
 
 
-class AtMost:
+class FixedLimit:
     """A pacer that is always the same."""
 
     def __init__(self, tokens: int) -> None:

@@ -155,7 +155,7 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
         refuse("batch", "a bundle without verify graphs", "verify graphs", "Export it with --draft-rows 8.")
     if manifest.model.delta_rule is not None:
         refuse("batch", "layers with gated delta rules", "layers whose past can be in one window", fix)
-    if graphs.row_bits != "equal":
+    if graphs.batch_invariance != "equal":
         found = "an engine whose sums depend on the columns of tokens"
         refuse("batch", found, "one that gives a token the same bits beside any others, such as htp", fix)
     if caches.growth is not None:

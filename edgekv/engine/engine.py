@@ -80,12 +80,12 @@ class Engine:
         self.caches = caches
         self.graphs = graphs = Graphs(bundle, backend, caches.make())
         self.pictures = Pictures(bundle, graphs.pictures)
-        self.window = graphs.most("prefill") if caches.reproducible and graphs.row_bits != "equal" else 0
+        self.window = graphs.most("prefill") if caches.reproducible and graphs.batch_invariance != "equal" else 0
         own = Session(graphs.cache, graphs, self.window)
         self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, lock)
         self.draft_model = DraftModel(bundle, self.texts, self.pool)
         verify = sorted({graph.ar for graph in bundle.manifest.graphs if graph.role == "verify"})
-        vocab, takes_trees = bundle.manifest.model.vocab, graphs.row_bits == "equal"
+        vocab, takes_trees = bundle.manifest.model.vocab, graphs.batch_invariance == "equal"
         self.target = DraftTarget(self.draft_model, self.name, verify, vocab, takes_trees)
         self.most_sequences = MOST_SEQUENCES
         self.waiting: deque[Sequence] = deque()
@@ -114,7 +114,7 @@ class Engine:
     @property
     def is_reproducible(self) -> bool:
         """Whether a prompt has the same answer whatever is cached of it."""
-        return self.window > 0 or self.graphs.row_bits == "equal"
+        return self.window > 0 or self.graphs.batch_invariance == "equal"
 
     @property
     def prefix_store(self) -> PrefixStore | None:

@@ -503,7 +503,7 @@ class Sequence:
         if constraint is not None and len(drafts):
             return DraftTree.chain(constraint.continued(drafts.trunk().tokens, room))
         # Rows of branches are in other columns than in single steps.
-        return drafts if self._graphs.row_bits == "equal" else drafts.trunk()
+        return drafts if self._graphs.batch_invariance == "equal" else drafts.trunk()
 
     def _draft_room(self) -> int:
         """The most drafts that a pass takes behind the text; 0 if only a plain step can run what is not known.
@@ -537,7 +537,7 @@ class Sequence:
 
     def _runs_as_drafts(self) -> bool:
         """Whether a verify graph gives the bits of the graph for these tokens: two or more are run as a prompt."""
-        return len(self.tokens) - self.known_tokens == 1 or self._graphs.row_bits == "equal"
+        return len(self.tokens) - self.known_tokens == 1 or self._graphs.batch_invariance == "equal"
 
     def _settle(self) -> None:
         """Close the pass that has drafts, if there is one; see `Session.settle`."""

@@ -16,7 +16,7 @@ from edgekv.engine.adapters import BoundAdapter
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureRows
-from edgekv.runtime import Engine, RowBits, StaticGraph, StepTimes, tree_views
+from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_views
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import wide_prefill_of
 from edgekv.runtime.graph import Embeddings, rope_tables
@@ -56,7 +56,7 @@ class Graphs:
 
     Attributes:
         cache: the KV cache that all graphs currently share.
-        row_bits: whether graphs of every AR give the same bits.
+        batch_invariance: whether graphs of every AR give the same bits.
         clock: of the steps of all graphs.
         pictures: the rows of pictures; None if the bundle reads text alone.
     """
@@ -71,10 +71,12 @@ class Graphs:
         self.clock = StepTimes()
         self._bundle = bundle
         self._engine = engine
-        self.row_bits: RowBits = getattr(engine, "row_bits", "unequal")  # engines of other packages may not say
-        if bundle.manifest.model.delta_rule is not None and self.row_bits == "equal":
+        self.batch_invariance: BatchInvariance = getattr(
+            engine, "batch_invariance", "unequal"
+        )  # engines of other packages may not say
+        if bundle.manifest.model.delta_rule is not None and self.batch_invariance == "equal":
             # Products of 16-bit integers depend on their number of columns there, which each graph has of its own.
-            self.row_bits = "unequal"
+            self.batch_invariance = "unequal"
         self._loaded: dict[str, StaticGraph] = {}
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
@@ -123,13 +125,13 @@ class Graphs:
         """The most tokens that a pass of a verify graph may have now; 0 if it must be a step of another graph.
 
         The graph must see all tokens that single steps would see: an eviction for many rows comes earlier than one
-        for a single row. And it must give the bits of single steps, see `RowBits`.
+        for a single row. And it must give the bits of single steps, see `BatchInvariance`.
         """
         cache, verify = self.cache, self._ladders.get("verify", {})
-        if not verify or self.row_bits == "unequal":
+        if not verify or self.batch_invariance == "unequal":
             return 0
         least = cache.geometry.context
-        if self.row_bits == "in-place":
+        if self.batch_invariance == "in-place":
             if not self._load(next(iter(next(iter(verify.values())).values()))).row_block:
                 return 0
             least = min(group.geometry.context for group in cache.groups if not group.geometry.is_state)

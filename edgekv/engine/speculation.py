@@ -8,11 +8,11 @@ from time import perf_counter_ns
 
 from edgekv.draft import (
     AdaptiveDrafter,
-    AtMost,
     CorpusDrafter,
     Drafter,
     DraftRecord,
     DraftTree,
+    FixedLimit,
     Pacer,
     PromptLookup,
     Source,
@@ -84,7 +84,7 @@ class DraftTarget:
             return None
         self.check(wanted)
         if wanted.drafter is not None:
-            return SpeculationRun(wanted.drafter, None if wanted.tokens is None else AtMost(wanted.tokens))
+            return SpeculationRun(wanted.drafter, None if wanted.tokens is None else FixedLimit(wanted.tokens))
         if not self.rows:
             return None
         sources: list[Source] = []
@@ -102,7 +102,7 @@ class DraftTarget:
             adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
             return SpeculationRun(adaptive, adaptive, reader)
         (source,) = sources
-        return SpeculationRun(source, AtMost(most), reader)
+        return SpeculationRun(source, FixedLimit(most), reader)
 
 
 @dataclass(slots=True)

@@ -16,32 +16,32 @@ from edgekv.graphs.weight_file import WeightFile
 from edgekv.graphs.wide import WideOps
 
 
-def emulated(source: PartSource, *, alike_rows: bool = False) -> onnx.ModelProto:
+def emulated(source: PartSource, *, batch_invariant: bool = False) -> onnx.ModelProto:
     """The part's graph with every result rounded as on the HTP; its weights stay in the bundle's files.
 
     Args:
         source: the part.
-        alike_rows: whether a row has the same bits in graphs of every AR, which may differ from those of the exported
-            graph.
+        batch_invariant: whether a row has the same bits in graphs of every AR; they may differ from those of the
+            exported graph.
     """
     weights = BundleWeights(source.folder, source.weights)
-    return _built(source, EmulatedOps(source, weights, alike_rows=alike_rows))
+    return _built(source, EmulatedOps(source, weights, batch_invariant=batch_invariant))
 
 
-def rendered(source: Source, mode: RenderedMode, file: WeightFile, *, alike_rows: bool = False) -> onnx.ModelProto:
+def rendered(source: Source, mode: RenderedMode, file: WeightFile, *, batch_invariant: bool = False) -> onnx.ModelProto:
     """A graph with the bundle's integers as weights, and floats between the operations.
 
     Args:
         source: the part, or the encoder.
         mode: how activations are rounded in products of a few rows with weights; those of many rows are 16 bits.
         file: takes all large weights.
-        alike_rows: whether a row has the same bits in graphs of every AR.
+        batch_invariant: whether a row has the same bits in graphs of every AR.
     """
     weights = BundleWeights(source.folder, source.weights)
     if isinstance(source, EncoderSource):
         return float_encoder(source.vision, weights, mode, file)
     ops = WideOps if source.takes_fewer else FloatOps
-    return _built(source, ops(source, weights, mode=mode, file=file, alike_rows=alike_rows))
+    return _built(source, ops(source, weights, mode=mode, file=file, batch_invariant=batch_invariant))
 
 
 def _built(source: PartSource, ops: StackedOps) -> onnx.ModelProto:

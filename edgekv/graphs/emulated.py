@@ -78,7 +78,7 @@ class EmulatedOps(StackedOps):
 
     def _by_group(self, x: View, shared: View) -> tuple[str, int]:
         each = x.heads // shared.heads
-        if self._alike_rows and self._ar == 1 and each > 1:
+        if self._batch_invariant and self._ar == 1 and each > 1:
             return self._nodes.reshape(x.tensor, [shared.heads, 1, each, -1]), each
         if each == 1 or (shared.heads == 1 and self._ar > 1):
             return x.tensor, self._ar
@@ -91,7 +91,7 @@ class EmulatedOps(StackedOps):
         ONNX Runtime multiplies all rows with a single matrix at once, and sums several rows in another order than one.
         It multiplies one row of each head with a matrix among several.
         """
-        if shared.heads > 1 or self._ar > 1 or self._alike_rows or (heads := self.spec.heads) == 1:
+        if shared.heads > 1 or self._ar > 1 or self._batch_invariant or (heads := self.spec.heads) == 1:
             return 1
         return next(count for count in range(2, heads + 1) if heads % count == 0)
 

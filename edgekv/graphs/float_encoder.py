@@ -49,7 +49,7 @@ class FloatEncoderOps(EncoderOps[Activation]):
         """
         self._spec, self._weights, self._vision = vision.encoder, weights, vision
         self._nodes = Nodes()
-        self._products = Products(self._nodes, file, mode, is_scoring=False, alike_rows=False)
+        self._products = Products(self._nodes, file, mode, is_scoring=False, batch_invariant=False)
         self._made: dict[Hashable, str] = {}
         pixels = self._nodes.dequantize(PIXELS_PORT, [vision.encodings[PIXELS_PORT]], "pixels")
         self.entry = Activation(self._nodes.reshape(pixels, [1, self._spec.inputs, self._spec.patch_values]))

@@ -64,7 +64,7 @@ class FloatOps(StackedOps):
         *,
         mode: RenderedMode,
         file: WeightFile,
-        alike_rows: bool,
+        batch_invariant: bool,
     ) -> None:
         """Start with the inputs that all layers share.
 
@@ -73,11 +73,11 @@ class FloatOps(StackedOps):
             weights: of the bundle.
             mode: how activations are rounded in products.
             file: takes the integers as the products read them.
-            alike_rows: whether the bits of a row must not depend on how many others there are.
+            batch_invariant: whether the bits of a row must not depend on how many others there are.
         """
-        super().__init__(source, weights, alike_rows=alike_rows)
+        super().__init__(source, weights, batch_invariant=batch_invariant)
         is_scoring = source.part.head and source.graph.logit_rows > 1
-        self._products = Products(self._nodes, file, mode, is_scoring=is_scoring, alike_rows=alike_rows)
+        self._products = Products(self._nodes, file, mode, is_scoring=is_scoring, batch_invariant=batch_invariant)
         self._file = file
         self._normal: set[str] = set()
         self._sums: dict[str, tuple[str, str]] = {}

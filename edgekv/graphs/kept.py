@@ -25,13 +25,13 @@ RENDERED = "rendered"
 _MOST_FILES = 64
 _MOST_RENDERED = 16
 _COUNT_BYTES = 4
-_ALIKE = ("alike rows",)
+_INVARIANT = ("batch invariant",)
 _LARGEST_BYTES = 256 * MIB
 _DIGEST_BYTES = sha256().digest_size
 _PROGRAM = (Path(__file__).parent, Path(__file__).parent.parent / "spec")
 
 
-def emulated_bytes(source: PartSource, *, alike_rows: bool = False) -> bytes:
+def emulated_bytes(source: PartSource, *, batch_invariant: bool = False) -> bytes:
     """The part's graph for `emulate`, serialized; see `emulated`.
 
     It is built once for each content of the manifest and each version of the builder, and kept with its own hash. A
@@ -39,24 +39,26 @@ def emulated_bytes(source: PartSource, *, alike_rows: bool = False) -> bytes:
     rows must be alike.
     """
     # The content of weights is not part of the key: they stay in their files.
-    kept = cache_folder() / EMULATED / f"{_key(source, *_ALIKE * alike_rows)}.onnx"
+    kept = cache_folder() / EMULATED / f"{_key(source, *_INVARIANT * batch_invariant)}.onnx"
     with suppress(OSError):
         if (found := _read(kept)) is not None:
             return found
-    if not alike_rows and not can_build():
+    if not batch_invariant and not can_build():
         return read_file(source.file, _LARGEST_BYTES)
     # Importing onnx takes a third of a second; kept graphs do not need it.
     from edgekv.graphs.build import emulated
 
     with step(f"build {source.name} for emulate"):
-        content: bytes = emulated(source, alike_rows=alike_rows).SerializeToString()
+        content: bytes = emulated(source, batch_invariant=batch_invariant).SerializeToString()
     with suppress(OSError):
         _keep(kept, content)
     return content
 
 
 @contextmanager
-def rendered_graph(source: Source, mode: RenderedMode, *, alike_rows: bool = False) -> Iterator[tuple[bytes, Path]]:
+def rendered_graph(
+    source: Source, mode: RenderedMode, *, batch_invariant: bool = False
+) -> Iterator[tuple[bytes, Path]]:
     """The graph of a part or an encoder for a mode, serialized, and the folder of its weights; see `rendered`.
 
     It is built once for each content of the manifest and the weights, each mode, each version of the builder and of the
@@ -68,7 +70,9 @@ def rendered_graph(source: Source, mode: RenderedMode, *, alike_rows: bool = Fal
     folder = cache_folder() / RENDERED
     with file_hashes() as hashes:
         weights = [hashes.sha256_of(source.folder / name) for name in source.weights.files]
-        kept = folder / f"{_key(source, mode, processor(), ort.__version__, *_ALIKE * alike_rows, *weights)}.onnx"
+        kept = (
+            folder / f"{_key(source, mode, processor(), ort.__version__, *_INVARIANT * batch_invariant, *weights)}.onnx"
+        )
         content = _read_rendered(kept, hashes)
     if content is None and not can_build():
         raise EngineError(
@@ -80,17 +84,17 @@ def rendered_graph(source: Source, mode: RenderedMode, *, alike_rows: bool = Fal
     if content is None:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            content, names = _render(source, mode, folder, alike_rows)
+            content, names = _render(source, mode, folder, batch_invariant)
             _keep(kept, _with_names(content, names), _MOST_RENDERED)
             _remove_unused(folder)
     if content is not None:
         yield content, folder
         return
     with TemporaryDirectory(prefix="edgekv-", ignore_cleanup_errors=True) as scratch:
-        yield _render(source, mode, Path(scratch), alike_rows)[0], Path(scratch)
+        yield _render(source, mode, Path(scratch), batch_invariant)[0], Path(scratch)
 
 
-def _render(source: Source, mode: RenderedMode, folder: Path, alike_rows: bool) -> tuple[bytes, tuple[str, ...]]:
+def _render(source: Source, mode: RenderedMode, folder: Path, batch_invariant: bool) -> tuple[bytes, tuple[str, ...]]:
     """The serialized model and the names of its weights, which are written to a folder."""
     from edgekv.graphs.build import rendered
     from edgekv.graphs.packed_weights import SCRATCH, pack_weights
@@ -99,7 +103,7 @@ def _render(source: Source, mode: RenderedMode, folder: Path, alike_rows: bool) 
     with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
         data = Path(scratch, "weights")
         with step(f"build {source.name} for {mode}"), data.open("wb") as file:
-            model = rendered(source, mode, WeightFile(file, data.name), alike_rows=alike_rows)
+            model = rendered(source, mode, WeightFile(file, data.name), batch_invariant=batch_invariant)
         return pack_weights(model.SerializeToString(), Path(scratch), folder)
 
 

@@ -109,7 +109,7 @@ class Products:
     """
 
     def __init__(
-        self, nodes: Nodes, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool, alike_rows: bool
+        self, nodes: Nodes, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool, batch_invariant: bool
     ) -> None:
         """Prepare to multiply.
 
@@ -118,14 +118,14 @@ class Products:
             weights: takes the integers and their scales.
             mode: see above.
             is_scoring: whether to multiply all rows as few ones.
-            alike_rows: whether the bits of a row must not depend on how many others there are: the kernel of 4-bit
+            batch_invariant: whether the bits of a row must not depend on how many others there are: the kernel of 4-bit
                 weights takes rows in pairs, and a single one differently, so that an odd row is multiplied twice.
         """
         self._nodes = nodes
         self._weights = weights
         self._mode = mode
         self._is_scoring = is_scoring
-        self._alike_rows = alike_rows
+        self._batch_invariant = batch_invariant
         self._made: dict[tuple[str, object], Any] = {}
 
     def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
@@ -191,7 +191,7 @@ class Products:
             if x.count > 1:
                 both = nodes.reshape(both, [1, 2, -1, outputs])
             return nodes.add("ReduceSum", [both, nodes.integers([1])], f"{key}.sum", keepdims=int(x.count == 1))
-        if not self._alike_rows or bits == _BITS or x.count % 2 == 0:
+        if not self._batch_invariant or bits == _BITS or x.count % 2 == 0:
             return product(x.name)
         even = self._once(x, "even", lambda: _with_last_twice(nodes, x))
         return nodes.split(product(even), [x.count, 1], 1)[0]

@@ -98,13 +98,13 @@ class StackedOps(DeltaOps[View]):
     projection as one input.
     """
 
-    def __init__(self, source: PartSource, weights: BundleWeights, *, alike_rows: bool) -> None:
+    def __init__(self, source: PartSource, weights: BundleWeights, *, batch_invariant: bool) -> None:
         """Start with the inputs that all layers share.
 
         Args:
             source: the part to build.
             weights: of the bundle.
-            alike_rows: whether the bits of a row must not depend on how many others there are.
+            batch_invariant: whether the bits of a row must not depend on how many others there are.
         """
         manifest, graph = source.manifest, source.graph
         self.spec = manifest.model
@@ -115,7 +115,7 @@ class StackedOps(DeltaOps[View]):
         self._decoder = manifest.interface
         self._ports = self._decoder.graph(graph, source.part)
         self._weights = weights
-        self._alike_rows = alike_rows
+        self._batch_invariant = batch_invariant
         self._nodes = Nodes()
         self._made: dict[tuple[object, ...], Any] = {}
         self._adapters: list[onnx.ValueInfoProto] = []
@@ -640,7 +640,7 @@ class StackedOps(DeltaOps[View]):
                 return nodes.add("FusedMatMul", [left, right], f"{left}.product", transB=1)
             return nodes.add("MatMul", [left, right], f"{left}.product")
 
-        if not self._alike_rows or rows > 1:
+        if not self._batch_invariant or rows > 1:
             return product(left)
         twice = nodes.add("Concat", [left, left], f"{left}.twice", axis=-2)
         return nodes.split(product(twice), [1, 1], -2)[0]
@@ -715,7 +715,7 @@ class StackedOps(DeltaOps[View]):
     @property
     def _reads_used_rows(self) -> bool:
         """Whether past rows and masks may be fewer than the most."""
-        return self._alike_rows and not self._keys_are_columns
+        return self._batch_invariant and not self._keys_are_columns
 
     def _value_info(self, port: Port) -> onnx.ValueInfoProto:
         shape: list[int | str] = [*port.shape]

@@ -9,9 +9,9 @@ from fractions import Fraction
 
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.cache_group import CacheGroup
+from edgekv.kv.cache_memory import CacheMemory
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup
 from edgekv.kv.eviction import Eviction
-from edgekv.kv.footprint import Footprint
 from edgekv.kv.growth import Growth
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy, PolicyName, check_layers, find_policy
@@ -133,7 +133,7 @@ class KVCache:
         self.capacity = chosen.capacity(geometry.context)
         self._evicts = chosen.evicts
         self._first = 0 if sink is None else len(sink.tokens)
-        self._memory = Footprint(geometry, self.ar, strategy, reserve, chosen, growth, allocate, self.encodings)
+        self._memory = CacheMemory(geometry, self.ar, strategy, reserve, chosen, growth, allocate, self.encodings)
         self.groups = self._memory.groups
         self._states = [group for group in self.groups if isinstance(group, StateGroup | TailGroup | CheckpointGroup)]
         self._has_checkpoints = any(isinstance(group, CheckpointGroup) for group in self.groups)

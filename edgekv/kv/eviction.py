@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from edgekv.errors import ContextFullError
-from edgekv.kv.footprint import Footprint
+from edgekv.kv.cache_memory import CacheMemory
 from edgekv.kv.policies.keydiff import mean_similarity
 from edgekv.kv.policies.policy import Policy
 from edgekv.kv.policies.rotation import KvEncoding, Rotation
@@ -24,7 +24,7 @@ class Eviction:
     def __init__(
         self,
         policy: Policy,
-        memory: Footprint,
+        memory: CacheMemory,
         encodings: Sequence[KvEncoding],
     ) -> None:
         """Start without evictions.

@@ -2,7 +2,7 @@
 
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.htp_options import HtpOptions
-from edgekv.runtime.binding import RowBits
+from edgekv.runtime.binding import BatchInvariance
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
 from edgekv.runtime.graph import RowView, StaticGraph, StepTimes, tree_views
@@ -19,7 +19,7 @@ __all__ = [
     "HtpEngine",
     "HtpOptions",
     "LitertEngine",
-    "RowBits",
+    "BatchInvariance",
     "RowView",
     "StaticGraph",
     "StepTimes",

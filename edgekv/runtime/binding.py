@@ -22,7 +22,7 @@ from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.shared_memory import SharedAllocator, shared_device
 from edgekv.spec import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, PartRecord, Port
 
-RowBits: TypeAlias = Literal["equal", "in-place", "unequal"]
+BatchInvariance: TypeAlias = Literal["equal", "in-place", "unequal"]
 """Whether a token's results have the same bits alone and beside others, in graphs of every AR.
 
 - `equal`: always.

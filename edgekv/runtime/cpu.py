@@ -15,7 +15,7 @@ from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
 from edgekv.graphs.source import EncoderSource, PartSource, Source, wide_prefill
-from edgekv.runtime.binding import Binding, MemoryBinding, RowBits
+from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.steps import step
 from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
@@ -32,15 +32,15 @@ class CpuEngine:
     Attributes:
         threads: threads per operation; None for ONNX Runtime's own choice.
         mode: how it computes.
-        alike_rows: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are verified.
-            Only graphs that are built here do, on x86: kernels for Arm were seen to differ in the last bit.
+        batch_invariant: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are
+            verified. Only graphs that are built here do, on x86: kernels for Arm were seen to differ in the last bit.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
 
     threads: int | None = None
     mode: CpuMode = "emulate"
-    alike_rows: bool = False
+    batch_invariant: bool = False
     _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
     _manifests: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -56,7 +56,7 @@ class CpuEngine:
             fix = "Leave --threads out for all of them; no mode is faster with more."
             raise UsageError("threads", got=threads, expected=f"1 to {most}, the processors", fix=fix)
         has_drafts = bundle.manifest.graph("verify") is not None
-        return cls(threads, alike_rows=has_drafts and can_build() and not is_arm())
+        return cls(threads, batch_invariant=has_drafts and can_build() and not is_arm())
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -72,9 +72,9 @@ class CpuEngine:
         return "cpu" if self.mode == "emulate" else f"cpu-{self.mode}"
 
     @property
-    def row_bits(self) -> RowBits:
+    def batch_invariance(self) -> BatchInvariance:
         """`in-place` for bundles with verify graphs: their graphs here avoid what depends on other rows."""
-        return "in-place" if self.alike_rows else "unequal"
+        return "in-place" if self.batch_invariant else "unequal"
 
     @property
     def alignment_bytes(self) -> int:
@@ -125,12 +125,12 @@ class CpuEngine:
             self._check_memory(source)
         if self.mode != "emulate":
             return self._rendered(file, source, self.mode, has_shapes=not source.takes_fewer)
-        return self._session(file, emulated_bytes(source, alike_rows=self.alike_rows), file.parent), None
+        return self._session(file, emulated_bytes(source, batch_invariant=self.batch_invariant), file.parent), None
 
     def _rendered(self, file: Path, source: Source, mode: RenderedMode, *, has_shapes: bool = True) -> _Loaded:
         """A session of the graph that is built for a mode, and the weights that it maps."""
         try:
-            built = rendered_graph(source, mode, alike_rows=self.alike_rows)
+            built = rendered_graph(source, mode, batch_invariant=self.batch_invariant)
             with built as (content, folder), MappedWeights.within(folder) as weights:
                 session = self._session(file, content, folder, has_shapes=has_shapes)
             # The session maps what its kernels made of the weights; their own copies are freed.
@@ -178,7 +178,7 @@ class CpuEngine:
         try:
             options = session_options(weights, self.threads)
             # A pattern for each number of tokens would be kept.
-            options.enable_mem_pattern = has_shapes and not self.alike_rows
+            options.enable_mem_pattern = has_shapes and not self.batch_invariant
             # The planner compares each result with all before it whose sizes it does not know: seconds for a graph.
             options.enable_mem_reuse = has_shapes
             return ort.InferenceSession(model, options, providers=PROVIDERS)

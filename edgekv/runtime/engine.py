@@ -10,7 +10,7 @@ from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.load_options import EngineOptions
-from edgekv.runtime.binding import Binding, RowBits
+from edgekv.runtime.binding import BatchInvariance, Binding
 
 GROUP = "edgekv.engines"
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
         """Addresses that are bound must be a multiple of this."""
 
     @property
-    def row_bits(self) -> RowBits:
+    def batch_invariance(self) -> BatchInvariance:
         """Whether a token's results depend on the graph that computes them; `unequal` if the engine does not say."""
 
     def load(self, file: Path, name: str) -> Binding:

@@ -15,7 +15,7 @@ from edgekv.errors import UsageError
 from edgekv.htp_options import HtpOptions
 from edgekv.library_fault import FOR_GRAPHS, check_libraries
 from edgekv.qnn import compiler, create_session
-from edgekv.runtime.binding import Binding, MemoryBinding, RowBits
+from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.shared_memory import SharedAllocator
 from edgekv.steps import step
 from edgekv.this_chip import find_chip
@@ -111,7 +111,7 @@ class HtpEngine:
         return engine
 
     @property
-    def row_bits(self) -> RowBits:
+    def batch_invariance(self) -> BatchInvariance:
         """`equal`: sums are of integers."""
         return "equal"
 

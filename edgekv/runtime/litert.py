@@ -20,7 +20,7 @@ from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
-from edgekv.runtime.binding import RowBits
+from edgekv.runtime.binding import BatchInvariance
 from edgekv.runtime.foreign_graph import TriedFiles
 from edgekv.spec import GraphInterface, Port
 from edgekv.vendor_libraries import Platform
@@ -63,7 +63,7 @@ class LitertEngine:
         self._models = TriedFiles(self.name, runtime, self._open, tried=tried)
 
     @property
-    def row_bits(self) -> RowBits:
+    def batch_invariance(self) -> BatchInvariance:
         """`unequal`: drafts are not verified."""
         return "unequal"
 

@@ -22,7 +22,7 @@ from edgekv.bundle import Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
-from edgekv.runtime.binding import RowBits
+from edgekv.runtime.binding import BatchInvariance
 from edgekv.runtime.foreign_graph import TriedFiles
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
@@ -81,7 +81,7 @@ class TfliteEngine:
         self._interpreters = TriedFiles(self.name, f"tflite-runtime {TESTED}", self._open, tried=tried)
 
     @property
-    def row_bits(self) -> RowBits:
+    def batch_invariance(self) -> BatchInvariance:
         """`unequal`: drafts are not verified."""
         return "unequal"
 

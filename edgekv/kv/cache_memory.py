@@ -21,7 +21,7 @@ from edgekv.spec.geometry import Geometry
 from edgekv.spec.layers import LayeredGeometry
 
 
-class Footprint:
+class CacheMemory:
     """Allocates the groups of a cache, and reallocates those that grow.
 
     Sessions are still bound to the old memory, so it is kept until `free_outgrown`.
