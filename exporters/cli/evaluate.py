@@ -117,10 +117,11 @@ def eval_(
             result = evaluate_windows(
                 model, exact, windows, text.name, pages=pages, emulated=emulated, progress=progress
             )
-        inputs = [each.window.inputs for each in chat_windows]
-        scored = (model.score(each.tolist()) for each in inputs)
-        lost = measure_chat(chat_windows, zip(Reference(source, manifest.context).logits(inputs), scored, strict=True))
-        result = msgspec.structs.replace(result, chat=lost)
+        if chat_windows:
+            inputs = [each.window.inputs for each in chat_windows]
+            scored = (model.score(each.tolist()) for each in inputs)
+            pairs = zip(Reference(source, manifest.context).logits(inputs), scored, strict=True)
+            result = msgspec.structs.replace(result, chat=measure_chat(chat_windows, pairs))
         if report is not None:
             report = msgspec.structs.replace(report, evaluation=result)
     if html is not None and report is not None:
