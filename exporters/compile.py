@@ -77,13 +77,13 @@ def compile_bundle(
     check_output(target, force=force, marker=COMPILED)
     parts, plan, store = device_parts(bundle.manifest.graphs, bundle.path), Plan(), open_store(run)
     given = give_bundle(plan, bundle)
+    vision = bundle.manifest.vision
+    encoder = [] if vision is None else [{ENCODER: bundle.path / vision.file}]
     if bundle.manifest.graph_format == "tflite":
         compiler = tflite_compiler()
-        names = [plan_tflite(plan, given, parts[0], device, compiler)]
+        names = [plan_tflite(plan, given, models, device, compiler) for models in (parts[0], *encoder)]
     else:
         alone, compiler = bundle.manifest.is_whole if per_graph_binaries is None else per_graph_binaries, qnn.compiler()
-        vision = bundle.manifest.vision
-        encoder = [] if vision is None else [{ENCODER: bundle.path / vision.file}]
         sets = [*binary_sets(parts, per_graph_binaries=alone), *encoder]
         names = plan_binaries(plan, given, sets, device, compiler, options)
     if run.cluster is not None:

@@ -145,13 +145,13 @@ def write_contents(
         adapters = [Adapter.open(choice) for choice in form.lora.calibrate]
         largest = largest_elements(adapters, ExportedBase(checkpoint, tensors))
         encodings |= lora_encodings(slots, tensors.spec, ranges, encodings, form.lora.reach, largest)
-    places = WeightPlaces()
+    inputs = tensors, matrices, decoder, encodings, graphs, folder, done
     if is_tflite:
         from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
 
-        write_tflite(tensors, matrices, decoder, encodings, graphs, folder, done)
+        encodings, places = write_tflite(*inputs, embedded=embedded)
     else:
-        encodings, places = write_graphs(tensors, matrices, decoder, encodings, graphs, folder, done, embedded=embedded)
+        encodings, places = write_graphs(*inputs, embedded=embedded)
     if surveyed.sink is not None:
         surveyed.sink.write(folder, encodings)
     if form.lora is not None:

@@ -37,7 +37,7 @@ ALLOCATED_RECIPE = "w4a16"
 _EXAMPLES = {"--target-mb": 100, "--max-kl": 0.05}
 _GRAPHS, _QUANTIZATION, _CHECK = "Graphs", "Quantization", "Checks"
 """Headings in the help."""
-_TFLITE_SPLITS = [*product((None, 1), (None, "graph"), (None, "last"))]
+_TFLITE_SPLITS = [*product((None, 1), (None, "graph", "host"), (None, "last"))]
 
 
 def read_recipe(name: str) -> Recipe:
@@ -306,7 +306,7 @@ class ExportOptions:
             raise UsageError(
                 "--splits, --embedding, --head",
                 got=", ".join(str(each) for each in (self.splits, self.embedding, self.head) if each is not None),
-                expected="graphs that are whole with --format tflite",
+                expected="one part for each graph with --format tflite",
                 fix="Leave them out, or use --format onnx.",
             )
         if not self.device.supports_kv(self.kv_dtype):

@@ -217,16 +217,14 @@ def _for_pictures(options: ExportOptions) -> ExportOptions:
     Raises:
         UsageError: the options say otherwise.
     """
-    found, fix = "", "Leave it out."
-    if options.graph_format != "onnx":
-        found, fix = f"--format {options.graph_format}", "Leave it out: vision encoders are ONNX graphs."
-    elif options.embedding == "graph":
+    found = ""
+    if options.embedding == "graph":
         found = "--embedding graph"
     elif options.lora is not None:
         found = "slots for adapters"
     if found:
-        wanted = "embeddings on the host, in ONNX graphs without slots"
-        raise UsageError("a checkpoint with a vision encoder", got=found, expected=wanted, fix=fix)
+        wanted = "embeddings on the host, in graphs without slots"
+        raise UsageError("a checkpoint with a vision encoder", got=found, expected=wanted, fix="Leave it out.")
     return replace(options, embedding="host")
 
 
@@ -239,7 +237,7 @@ def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry 
 def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
     spec = checkpoint.spec
     if options.graph_format == "tflite":
-        return Split.whole(spec.layers)
+        return Split.whole(spec.layers, embeds=options.embedding != "host")
     return choose_split(
         spec,
         options.recipe,

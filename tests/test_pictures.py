@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,11 +42,15 @@ from edgekv.pictures import (
 )
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.htp import HtpEngine
+from edgekv.runtime.litert import LitertEngine
+from edgekv.runtime.tflite import TfliteEngine
 from edgekv.spec import PictureSpec, low_of
 from edgekv.text import SamplingParams
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import VisionEncoder
+from exporters.compile import compile_bundle
+from exporters.htp.compile_tflite import _operators
 from exporters.inspect.encoder import measure_encoder
 from exporters.prepared import prepare
 from exporters.quantize.encoder import encode
@@ -345,6 +351,36 @@ def test_each_mode_of_the_cpu_gives_the_rows(
     assert (10 * np.log10(power / np.maximum(noise, 1))).min() > least_db
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+@pytest.mark.parametrize("kind", [LitertEngine, pytest.param(TfliteEngine, marks=pytest.mark.numpy1)])
+def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
+    write: Callable[[Path], Path], kind: type[LitertEngine | TfliteEngine], tmp_path: Path
+):
+    """Both have int8 weights and activations of 16 bits, here with zero point 0."""
+    checkpoint, options = write(tmp_path / "checkpoint"), export_options(context=192, ar=(1, 16))
+    onnx = open_bundle(exported(checkpoint, options))
+    bundle = open_bundle(exported(checkpoint, replace(options, graph_format="tflite", kv_dtype="s8")))
+    rows, wanted = (
+        opened.manifest.encodings["embedding"].dequantize(PictureEncoder(opened, engine).encode(photo(32, 32)))
+        for opened, engine in ((bundle, kind()), (onnx, CpuEngine(1)))
+    )
+    assert {"graphs.tflite", "vision.tflite"} < bundle.manifest.files.keys()
+    assert (10 * np.log10(np.square(wanted).sum(-1) / np.square(rows - wanted).sum(-1))).min() > 55
+    prefix, token = ("internvl_", "<IMG_CONTEXT>") if write is write_internvl else ("", "<image>")
+    with edgekv.load(bundle.path, kind.name) as model:
+        generation = model.generate(
+            f"See {token} and say:",
+            max_new_tokens=1,
+            temperature=0.0,
+            return_logits=True,
+            pictures=[png(photo(*SIZES[0]))],
+        )
+        logits, float_logits = next(generation).logits, GOLDEN[prefix + "logits"][-1]
+    assert logits is not None
+    assert 10 * np.log10(np.square(float_logits).sum() / np.square(logits - float_logits).sum()) > 20
+
+
 @pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
 def test_eval_shows_where_the_error_of_an_encoder_arises(
     write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -454,6 +490,16 @@ def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], t
     rows, wanted = (PictureEncoder(opened, engine).encode(tile).astype(np.int64) for engine in (htp, CpuEngine(1)))
     error = np.square(rows - wanted).sum() / np.square(wanted - opened.manifest.encodings["embedding"].zero_point).sum()
     assert 10 * np.log10(1 / error) > 40
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+def test_the_plugin_of_litert_compiles_an_encoder_into_one_context(write: Callable[[Path], Path], tmp_path: Path):
+    options = export_options(context=192, ar=(1, 16), graph_format="tflite", kv_dtype="s8")
+    bundle = shutil.copytree(exported(write(tmp_path / "checkpoint"), options), tmp_path / "bundle")
+    record = compile_bundle(open_bundle(bundle), find("SM8650"))
+    assert [binary.file for binary in record.binaries] == ["graphs.tflite", "vision.tflite"]
+    assert _operators(bundle / "compiled" / "SM8650" / "vision.tflite") == {"vision": [b"DISPATCH_OP"]}
 
 
 @pytest.mark.htp

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         WeightRecord,
     )
     from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
-    from edgekv.bundle.vision import ENCODER, ENCODER_FILE, VisionRecord
+    from edgekv.bundle.vision import ENCODER, ENCODER_FILES, VisionRecord
     from edgekv.bundle.weights import BundleWeights, EmbeddingTable, Extent, MatrixPlace, TensorPlace, WeightPlaces
     from edgekv.spec import GraphRecord, PartRecord, Role
 
@@ -112,7 +112,7 @@ __all__ = [
     "open_compiled",
     "open_lora",
     "ENCODER",
-    "ENCODER_FILE",
+    "ENCODER_FILES",
     "VisionRecord",
     "read_manifest",
     "readable_json",
@@ -135,7 +135,7 @@ __getattr__ = lazy(
         "files": "is_plain_path record_files",
         "formats": "FORMAT HEADS_FILE GraphFormat",
         "manifest": "MANIFEST HtpCheck Manifest GraphRecord PartRecord Role",
-        "vision": "ENCODER ENCODER_FILE VisionRecord",
+        "vision": "ENCODER ENCODER_FILES VisionRecord",
         "manifest_file": "read_manifest write_manifest",
         "records": "AdapterRecord FileRecord GenerationRecord HeadsName KeyScalingName MatrixMethod "
         "NeuronScalingName OutlierChannels QualityRecord RecipeRecord RotationName SinkRecord "

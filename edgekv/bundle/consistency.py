@@ -105,9 +105,15 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
         fail("graphs", "embeddings looked up in graphs", "the host for all, which puts rows of pictures there")
     if vision.pictures.token_id >= manifest.model.vocab:
         fail("vision: pictures: token_id", vision.pictures.token_id, f"below {manifest.model.vocab}, the vocabulary")
-    for name in (PIXELS_PORT, ROWS_PORT):
-        if (encoding := vision.encodings.get(name)) is None or encoding.dtype != "u16":
-            fail(f"vision: encodings: {name}", "none" if encoding is None else encoding.dtype, "one of u16")
+    activations = manifest.interface.activations
+    for port in (PIXELS_PORT, ROWS_PORT):
+        if (encoding := vision.encodings.get(port)) is None or encoding.dtype != activations:
+            dtype = "none" if encoding is None else encoding.dtype
+            fail(f"vision: encodings: {port}", dtype, f"one of {activations}")
+    if manifest.graph_format != "onnx":
+        if stray := [*places.matrices, *places.tensors]:
+            fail("vision: weights", stray[0], f"none beside a {manifest.graph_format} graph")
+        return
     if len(places.matrices) < 6 * spec.layers:
         fail("vision: weights", len(places.matrices), f"those of {spec.layers} layers")
     matrices = {name: (each.columns, each.rows) for name, each in places.matrices.items()}
@@ -169,8 +175,12 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
     """Check that every weight of the ONNX graphs has the decoder's size, and a place of its own within a file."""
     spec, places = manifest.model, manifest.weights
     if manifest.graph_format != "onnx":
-        if stray := [*places.matrices, *places.tensors]:
-            fail("weights", stray[0], f"none beside {manifest.graph_format} graphs")
+        held = {table_key(spec), EMBEDDING_STEPS, EMBEDDING_COLUMNS} if manifest.host_embeds else set[str]()
+        if stray := [name for name in (*places.matrices, *places.tensors) if name not in held]:
+            fail("weights", stray[0], f"none beside {manifest.graph_format} graphs but the host's table")
+        if held:
+            _check_table(manifest, fail)
+            _check_extents(places, manifest, fail)
         return
     if len(places.matrices) + len(places.tensors) < 8 * len(spec.own_layers):
         fail("weights", len(places.matrices) + len(places.tensors), f"those of {len(spec.own_layers)} layers")
@@ -213,20 +223,31 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
             biases.update(parts)
     if spec.layer_inputs:
         _check_layer_inputs(manifest, fail)
+    _check_table(manifest, fail)
+    known = {view.name for view in views(spec) if not view.is_gathered} | biases | {EMBEDDING_STEPS, EMBEDDING_COLUMNS}
+    known |= {LAYER_INPUTS} if spec.layer_inputs else set()
+    if unknown := [name for name in (*places.matrices, *places.tensors) if name not in known]:
+        fail("weights", unknown[0], "weights of the decoder")
+    _check_extents(places, manifest, fail)
+
+
+def _check_table(manifest: Manifest, fail: Fail) -> None:
+    """Check that the table of embeddings has the decoder's vocabulary and width, and its rows the graphs' type."""
+    spec, places = manifest.model, manifest.weights
+    key, place = table_key(spec), places.matrices.get(table_key(spec))
+    if place is None or not place.by_outputs or (place.columns, place.rows) != (spec.vocab, spec.hidden):
+        found = "none" if place is None else f"{place.dtype} [{place.columns}, {place.rows}]"
+        fail(f"weights: {key}", found, f"int8 by outputs {[spec.vocab, spec.hidden]}")
     steps, wanted = places.tensors.get(EMBEDDING_STEPS), (spec.vocab, 1)
     if steps is None or steps.shape != wanted:
         fail(f"weights: {EMBEDDING_STEPS}", "none" if steps is None else list(steps.shape), list(wanted))
     columns = places.tensors.get(EMBEDDING_COLUMNS)
     if columns is not None and columns.shape != (spec.hidden,):
         fail(f"weights: {EMBEDDING_COLUMNS}", list(columns.shape), [spec.hidden])
-    for name in ("embedding", *(["embedding.columns"] if columns is not None else [])):
-        if (encoding := manifest.encodings.get(name)) is None or encoding.dtype != "u16":
-            fail(f"encodings: {name}", "none" if encoding is None else encoding.dtype, "one of u16")
-    known = {view.name for view in views(spec) if not view.is_gathered} | biases | {EMBEDDING_STEPS, EMBEDDING_COLUMNS}
-    known |= {LAYER_INPUTS} if spec.layer_inputs else set()
-    if unknown := [name for name in (*places.matrices, *places.tensors) if name not in known]:
-        fail("weights", unknown[0], "weights of the decoder")
-    _check_extents(places, manifest, fail)
+    types = {"embedding": manifest.interface.activations} | ({} if columns is None else {"embedding.columns": "u16"})
+    for name, dtype in types.items():
+        if (encoding := manifest.encodings.get(name)) is None or encoding.dtype != dtype:
+            fail(f"encodings: {name}", "none" if encoding is None else encoding.dtype, f"one of {dtype}")
 
 
 def _check_layer_inputs(manifest: Manifest, fail: Fail) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgekv.bundle.formats import GraphFormat
 from edgekv.bundle.records import Count, Record
 from edgekv.bundle.weights import WeightPlaces
 from edgekv.spec import EncoderSpec, PictureSpec
@@ -9,7 +10,7 @@ from quant import Encoding
 
 ENCODER = "vision"
 """The name of an encoder's graph."""
-ENCODER_FILE = "vision.onnx"
+ENCODER_FILES: dict[GraphFormat, str] = {"onnx": "vision.onnx", "tflite": "vision.tflite"}
 
 
 class VisionRecord(Record, frozen=True):
@@ -20,7 +21,7 @@ class VisionRecord(Record, frozen=True):
         encoder: its sizes.
         pictures: how pictures become its inputs, and where their rows stand in a prompt.
         encodings: of its results by name, with those of its input and output.
-        weights: the places of its weights.
+        weights: the places of its weights; none for a `.tflite` file, which holds them.
         calibration: the pictures that its results were observed on: `drawn`, or a folder.
         calibration_tiles: their number.
     """

@@ -39,7 +39,7 @@ class PictureEncoder:
         """The encoder."""
         return self._vision.encoder
 
-    def encode(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint16]:
+    def encode(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
         """The rows of a tile `[image, image, 3]` as decoders read embeddings, `[rows, hidden]`.
 
         Raises:

@@ -40,9 +40,9 @@ class Tile:
         self.ids: tuple[int, ...] = tuple(_FIRST_ID | int(each) for each in hashed)
         self.encode_ms = 0.0
         self._pixels: NDArray[np.uint8] | None = pixels
-        self._rows: NDArray[np.uint16] | None = None
+        self._rows: NDArray[Any] | None = None
 
-    def row(self, id: int, encoder: PictureEncoder) -> NDArray[np.uint16]:
+    def row(self, id: int, encoder: PictureEncoder) -> NDArray[Any]:
         """The row `[hidden]` of an id, as graphs read it."""
         if self._rows is None:
             assert self._pixels is not None, "it has one of both"
@@ -50,7 +50,7 @@ class Tile:
             self._rows = encoder.encode(self._pixels)
             self.encode_ms = (perf_counter_ns() - started) / 1e6
             self._pixels = None
-        found: NDArray[np.uint16] = self._rows[self.ids.index(id)]
+        found: NDArray[Any] = self._rows[self.ids.index(id)]
         return found
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from edgekv.bundle import Bundle, GraphFormat
+from edgekv.bundle import ENCODER, Bundle, GraphFormat
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
@@ -73,6 +73,14 @@ class LitertEngine:
 
     def load(self, file: Path, name: str) -> LitertBinding:
         return LitertBinding(self._models.load(file), name)
+
+    def encoder(self, file: Path) -> LitertBinding:
+        """A vision encoder.
+
+        Raises:
+            EngineError: as `load`.
+        """
+        return self.load(file, ENCODER)
 
     def graph_names(self, file: Path) -> list[str]:
         """The names of the graphs in a file.

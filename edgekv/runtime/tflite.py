@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from edgekv.bundle import Bundle, GraphFormat
+from edgekv.bundle import ENCODER, Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.native_output import captured_output
@@ -91,6 +91,14 @@ class TfliteEngine:
 
     def load(self, file: Path, name: str) -> TfliteBinding:
         return TfliteBinding(self._interpreters.load(file), name)
+
+    def encoder(self, file: Path) -> TfliteBinding:
+        """A vision encoder.
+
+        Raises:
+            EngineError: as `load`.
+        """
+        return self.load(file, ENCODER)
 
     def graph_names(self, file: Path) -> list[str]:
         """The names of the graphs in a file.

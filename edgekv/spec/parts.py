@@ -72,9 +72,11 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     role: Role
 
     @classmethod
-    def whole(cls, name: str, file: str, *, layers: int, ar: int, context: int, role: Role) -> GraphRecord:
+    def whole(
+        cls, name: str, file: str, *, layers: int, ar: int, context: int, role: Role, embeds: bool = True
+    ) -> GraphRecord:
         """A graph of one part."""
-        part = PartRecord(name=name, file=file, first_layer=0, stop_layer=layers, embeds=True, head=True)
+        part = PartRecord(name=name, file=file, first_layer=0, stop_layer=layers, embeds=embeds, head=True)
         return cls(name=name, parts=[part], ar=ar, context=context, role=role)
 
     @property

@@ -43,7 +43,9 @@ def plan_graphs(
     if graph_format == "tflite":
         (layers,) = split.layers
         return [
-            GraphRecord.whole(g.name, TFLITE_FILE, layers=len(layers), ar=g.ar, context=g.context, role=g.role)
+            GraphRecord.whole(
+                g.name, TFLITE_FILE, layers=len(layers), ar=g.ar, context=g.context, role=g.role, embeds=split.embeds
+            )
             for g in graphs
         ]
     return graphs
@@ -121,10 +123,7 @@ def write_graphs(
     store.flush(VOCABULARY_SHARD if spec.shares_vocabulary else EMBEDDING_SHARD)
     if spec.layer_inputs:
         encodings[LAYER_INPUTS_PORT] = Encoding.asymmetric(*store.put_layer_table(LayerTable(tensors)), "u16")
-    low, high = table.reach
-    if embedded is not None:
-        low, high = min(low, embedded.low), max(high, embedded.high)
-    encodings["embedding"] = Encoding.asymmetric(low, high, "u16")
+    encodings["embedding"] = table.encoding_with(embedded, "u16")
     if table.columns is not None:
         encodings["embedding.columns"] = table.scaled_encoding
     if any(part.entry == EMBEDDINGS for graph in graphs for part in graph.parts):

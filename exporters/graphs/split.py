@@ -31,9 +31,9 @@ class Split:
     own_head: bool = False
 
     @classmethod
-    def whole(cls, layers: int) -> Split:
-        """Everything in one part."""
-        return cls((range(layers),))
+    def whole(cls, layers: int, *, embeds: bool = True) -> Split:
+        """All layers and the head in one part."""
+        return cls((range(layers),), embeds)
 
     @property
     def is_whole(self) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
 import onnx
 
-from edgekv.bundle import ENCODER_FILE, RotationName, VisionRecord
+from edgekv.bundle import ENCODER_FILES, GraphFormat, RotationName, VisionRecord, WeightPlaces
 from edgekv.pictures import patches_of
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.checkpoint.rotate import ResidualRotation
@@ -53,6 +53,7 @@ class EncoderPiece(Piece):
         rotation: of the decoder's residual.
         tiles: name of the pictures to calibrate on.
         calibration: what a manifest calls them.
+        graph_format: of the graph.
     """
 
     kind: ClassVar[str] = "encoder"
@@ -63,6 +64,7 @@ class EncoderPiece(Piece):
     rotation: RotationName
     tiles: str
     calibration: str
+    graph_format: GraphFormat
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -86,20 +88,28 @@ class EncoderPiece(Piece):
         patches = [patches_of(each, self.encoder, self.pictures) for each in tiles]
         steps = self.encoder.layers + 1
         told = partial(inputs.progress, "encoder")
-        found = quantize_encoder(tensors, self.pictures, patches, lambda layers: told(layers, steps))
-        store = WeightStore(tensors.tensor, lambda _: self.encoder.head_dim, found.matrices, folder)
-        graph = build_encoder(self.encoder, found.encodings, store)
-        store.flush(SHARD)
-        onnx.save(graph.finish(), folder / ENCODER_FILE)
+        activations: Literal["u16", "s16"] = "u16" if self.graph_format == "onnx" else "s16"
+        found = quantize_encoder(tensors, self.pictures, patches, activations, done=lambda layers: told(layers, steps))
+        target, places = folder / ENCODER_FILES[self.graph_format], WeightPlaces()
+        if self.graph_format == "tflite":
+            from exporters.graphs.tflite.encoder import write_tflite_encoder  # its package is optional
+
+            write_tflite_encoder(tensors, found.matrices, found.encodings, target)
+        else:
+            store = WeightStore(tensors.tensor, lambda _: self.encoder.head_dim, found.matrices, folder)
+            graph = build_encoder(self.encoder, found.encodings, store)
+            store.flush(SHARD)
+            onnx.save(graph.finish(), target)
+            places = store.places
         rows = np.concatenate(found.rows)
         np.save(folder / PICTURE_ROWS, rows if turn is None else rows @ turn)  # turn's inverse is its transpose
         told(steps, steps)
         return Encoded(
-            file=ENCODER_FILE,
+            file=target.name,
             encoder=self.encoder,
             pictures=self.pictures,
             encodings=found.encodings,
-            weights=store.places,
+            weights=places,
             calibration=self.calibration,
             calibration_tiles=len(tiles),
             low=found.reach[0],

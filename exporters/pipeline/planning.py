@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from devices import Device
 from edgekv import qnn
-from edgekv.bundle import ENCODER, ENCODER_FILE, MANIFEST, Bundle
+from edgekv.bundle import ENCODER, ENCODER_FILES, MANIFEST, Bundle
 from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
 from edgekv.runtime import HtpOptions
 from edgekv.spec import DecoderSpec
@@ -226,7 +226,8 @@ class Planner:
         tiles = self.plan.give(partial(_write_tiles, shown.tiles), "tiles", shown.tiles.shape, named)
         spec, needed = prepared.encoder, prepared.encoder_plan
         assert spec is not None and needed is not None, "it has a vision encoder"
-        piece = EncoderPiece(exact.alone, spec, vision.pictures, prepared.recipe.rotation, tiles, shown.name)
+        rotation, graph_format = prepared.recipe.rotation, prepared.options.graph_format
+        piece = EncoderPiece(exact.alone, spec, vision.pictures, rotation, tiles, shown.name, graph_format)
         return self.plan.put(piece, needed.quantization_peak_bytes)
 
     def _write(self, prepared: Prepared, folded: Folded, layers: tuple[str, ...]) -> str:
@@ -289,11 +290,11 @@ class Planner:
         soc, compiler = options.device.soc, qnn.compiler()
         checked = dict.fromkeys(part.file for graph in prepared.graphs for part in graph.parts)
         if prepared.checkpoint.vision is not None:
-            checked[ENCODER_FILE] = None
+            checked[ENCODER_FILES["onnx"]] = None
         binaries = list[str]()
         if options.compile:
             whole = all(graph.is_whole for graph in prepared.graphs)
-            encoder = [] if prepared.checkpoint.vision is None else [{ENCODER: Path(ENCODER_FILE)}]
+            encoder = [] if prepared.checkpoint.vision is None else [{ENCODER: Path(ENCODER_FILES["onnx"])}]
             sets = binary_sets(device_parts(prepared.graphs, Path()), per_graph_binaries=whole)
             for models in [*sets, *encoder]:
                 files = tuple((name, path.name) for name, path in models.items())

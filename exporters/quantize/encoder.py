@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from edgekv.spec import PIXELS_PORT, ROWS_PORT, EncoderSpec, EncodingTypes, Pict
 from exporters.quantize.encodings import ResultRecorder, result_encodings
 from exporters.quantize.reference import Floats, NumpyBlocks, Observer
 from quant import LARGEST, Encoding, QuantizedWeight, Range, quantize_per_channel
-
-_TYPES = EncodingTypes("u16", "s16")
 
 
 class EncoderTensors(Protocol):
@@ -105,6 +103,7 @@ def quantize_encoder(
     tensors: EncoderTensors,
     prepared: PictureSpec,
     pictures: Sequence[Floats],
+    activations: Literal["u16", "s16"] = "u16",
     done: Callable[[int], None] = lambda layers: None,
 ) -> QuantizedEncoder:
     """Quantize an encoder: w8a16, per channel, rounded to nearest; results in 16 bits.
@@ -113,6 +112,7 @@ def quantize_encoder(
         tensors: the weights.
         prepared: says what values pixels have.
         pictures: to observe results on, each `[patches, 3 * patch**2]`.
+        activations: integer type of results.
         done: called with the number of layers done.
 
     Raises:
@@ -130,9 +130,13 @@ def quantize_encoder(
             raise CheckpointError(f"vision encoder: {name}", got=found, expected=wanted, fix=fix) from None
 
     rows = encode(tensors, pictures, observe, done)
-    encodings = result_encodings(encoder_results(tensors.spec), ranges, _TYPES)
+    encodings = result_encodings(encoder_results(tensors.spec), ranges, EncodingTypes(activations, "s16"))
     ends = [(end - prepared.mean[at]) / prepared.deviation[at] for at in range(3) for end in (0.0, 1.0)]
-    encodings[PIXELS_PORT] = Encoding.asymmetric(min(ends), max(ends), "u16")
+    encodings[PIXELS_PORT] = (
+        Encoding.symmetric(max(map(abs, ends)), "s16")
+        if activations == "s16"
+        else Encoding.asymmetric(min(ends), max(ends), "u16")
+    )
     encodings[ROWS_PORT] = encodings["vision.rows"]
     matrices = {name: quantize_per_channel(by_inputs(tensors.tensor(name))) for name in tensors.spec.matrices}
     return QuantizedEncoder(matrices, encodings, rows, encodings[ROWS_PORT].reach)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from edgekv.spec import EMBEDDING, LAYER_INPUTS
 from exporters.checkpoint.columns import blocks_of_rows, outlier_columns
 from exporters.quantize.reference import Floats, Tensors
-from quant import DTYPES, Dtype, Encoding, Grid, QuantizedWeight
+from quant import DTYPES, Dtype, Encoding, Grid, QuantizedWeight, Range
 
 _MOST = 127
 _STEPS: Dtype = "u16"
@@ -52,6 +53,15 @@ class Table:
         steps = np.ceil(most / np.float32(encoding.scale)).clip(1, encoding.limits[1])
         reach = min(float(low) for low, *_ in ends), max(float(high) for _, high, _ in ends)
         return cls(tensors, columns, steps.astype(DTYPES[_STEPS])[:, None], encoding, reach)
+
+    def encoding_with(self, embedded: Range | None, dtype: Literal["u16", "s16"]) -> Encoding:
+        """Of embeddings, and of the rows that the host puts in their place, if there are any."""
+        low, high = self.reach
+        if embedded is not None:
+            low, high = min(low, embedded.low), max(high, embedded.high)
+        if dtype == "s16":
+            return Encoding.symmetric(max(-low, high), dtype)
+        return Encoding.asymmetric(low, high, dtype)
 
     @property
     def column_encoding(self) -> Encoding:

@@ -1,18 +1,23 @@
-"""All graphs of a bundle as signatures of one `.tflite` file with shared weights, built layer by layer."""
+"""All graphs of a decoder as signatures of one `.tflite` file with shared weights, built layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from edgekv.bundle import WeightPlaces
 from edgekv.graphs.decoder import decoder_layer, logits
-from edgekv.spec import DecoderInterface, GraphRecord
+from edgekv.spec import EMBEDDINGS, DecoderInterface, GraphRecord, head_width
+from exporters.graphs.onnx import EMBEDDING_SHARD
 from exporters.graphs.tflite.flatbuffer import TfliteFile
 from exporters.graphs.tflite.ops import TfliteOps
 from exporters.graphs.tflite.weights import TfliteWeights
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Tensors
-from quant import Encoding
+from exporters.quantize.table import Table
+from exporters.quantize.weights import WeightStore
+from quant import Encoding, Range
 
 
 def write_tflite(
@@ -23,7 +28,9 @@ def write_tflite(
     graphs: Sequence[GraphRecord],
     folder: Path,
     progress: Callable[[int], None] | None = None,
-) -> None:
+    *,
+    embedded: Range | None = None,
+) -> tuple[dict[str, Encoding], WeightPlaces]:
     """Write the `.tflite` file into `folder`; each graph is a signature of its name.
 
     Args:
@@ -34,10 +41,22 @@ def write_tflite(
         graphs: the graphs to write.
         folder: the target.
         progress: called with the number of layers done.
+        embedded: what other rows than the table's reach that the host puts in their place; None if there are none.
+
+    Returns:
+        The encodings, with that of the embeddings that the host looks up; and the place of its table, if there is one.
     """
-    spec = tensors.spec
+    spec, encodings, places = tensors.spec, dict(encodings), WeightPlaces()
+    if not all(graph.is_whole for graph in graphs):
+        table, store = Table.of(tensors), WeightStore(tensors.tensor, partial(head_width, spec), matrices, folder)
+        store.put_table(table)
+        store.flush(EMBEDDING_SHARD)
+        places = store.places
+        encodings["embedding"] = encodings[EMBEDDINGS] = table.encoding_with(embedded, "s16")
+        if table.columns is not None:
+            encodings["embedding.columns"] = table.scaled_encoding
     (target,) = {graph.file for graph in graphs}
-    file, weights = TfliteFile(), TfliteWeights(tensors, matrices)
+    file, weights = TfliteFile(), TfliteWeights(tensors.tensor, partial(head_width, spec), matrices)
     builders = [TfliteOps(file.subgraph(g.name), g, decoder, spec, encodings, weights) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
     for layer in range(spec.layers):
@@ -49,3 +68,4 @@ def write_tflite(
         rows = ops.select(each) if graph.role == "prefill" else each
         ops.finish(logits(ops, spec, rows))
     file.save(folder / target)
+    return encodings, places

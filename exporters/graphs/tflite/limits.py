@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import util
 
 from edgekv.errors import EngineError, UsageError
@@ -32,10 +33,12 @@ def check_tflite(checkpoint: Checkpoint) -> None:
             expected="a model without them: a .tflite file has no table for the host",
             fix="Use --format onnx.",
         )
+    vision = checkpoint.vision
+    encoder_bytes = 0 if vision is None else sum(map(math.prod, vision.spec.matrices.values()))
     table = spec.vocab * spec.hidden
     # Matrices in int8; the embedding table in int16 and, if it is also the head, again in int8.
     held_bytes = checkpoint.parameters + table * (2 if spec.tied_head else 1)
-    if held_bytes > MOST_BYTES:
+    if (held_bytes := max(held_bytes, encoder_bytes)) > MOST_BYTES:  # each is a file
         raise UsageError(
             "--format tflite",
             got=f"{held_bytes / 1e9:.1f} GB of weights",

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from edgekv.spec.tensors import by_outputs, head_width, part_name
+from edgekv.spec.tensors import by_outputs, part_name
 from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor
 from exporters.quantize.matrices import QuantizedMatrices
-from exporters.quantize.reference import Tensors
+from exporters.quantize.reference import Floats
 from quant import Encoding, QuantizedWeight, pack_int4
 
 
 class TfliteWeights:
     """Gives subgraphs their weights: whole matrices, and slices of them for heads."""
 
-    def __init__(self, tensors: Tensors, matrices: QuantizedMatrices) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, tensor: Callable[[str], Floats], head_width: Callable[[str], int], matrices: QuantizedMatrices
+    ) -> None:
+        """Args: tensor: reads one by name. head_width: of a projection's heads. matrices: by name."""
+        self._tensor = tensor
+        self._head_width = head_width
         self._matrices = matrices
         self._quantized: dict[str, QuantizedWeight] = {}
 
@@ -26,7 +32,7 @@ class TfliteWeights:
         weight = self._quantized[key]
         name = key
         if head is not None:
-            width = head_width(self._tensors.spec, key)
+            width = self._head_width(key)
             weight = weight.columns(head * width, (head + 1) * width)
             name = f"{key}.h{head}"
         integers, scales = np.ascontiguousarray(by_outputs(weight.integers)), weight.scales * np.float32(gain)
@@ -36,15 +42,15 @@ class TfliteWeights:
 
     def table(self, graph: Subgraph, key: str) -> Tensor:
         """A whole tensor in 16 bits with one scale: the embedding table, or the number at the end of a layer."""
-        values = self._tensors.tensor(key)
+        values = self._tensor(key)
         encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
         return graph.constant(key + ".int16", "s16", values.shape, lambda: encoding.quantize(values), encoding=encoding)
 
     def bias(self, graph: Subgraph, key: str, *, head: int | None, gain: float) -> Tensor:
         """A bias, or one head's part of it, in 16 bits with one scale."""
-        values, name = self._tensors.tensor(key), key
+        values, name = self._tensor(key), key
         if head is not None:
-            width = head_width(self._tensors.spec, key)
+            width = self._head_width(key)
             values, name = values[head * width : (head + 1) * width], f"{key}.h{head}"
         encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
         scaled = encoding.times(gain)
@@ -52,14 +58,14 @@ class TfliteWeights:
 
     def tap(self, graph: Subgraph, key: str, tap: int) -> Tensor:
         """One element of the kernel of each channel, `[H]`, in 16 bits with one scale."""
-        values = np.ascontiguousarray(self._tensors.tensor(key)[:, 0, tap])
+        values = np.ascontiguousarray(self._tensor(key)[:, 0, tap])
         encoding = Encoding.symmetric(float(np.abs(values).max()), "s16")
         name = part_name(key, tap=tap)
         return graph.constant(name, "s16", values.shape, lambda: encoding.quantize(values), encoding=encoding)
 
     def norm(self, graph: Subgraph, key: str, *, gain: float) -> Tensor:
         """A norm's weights times a constant, in float."""
-        values = self._tensors.tensor(key) * np.float32(gain)
+        values = self._tensor(key) * np.float32(gain)
         return graph.constant(key, "f32", values.shape, lambda: values)
 
     def forget(self) -> None:

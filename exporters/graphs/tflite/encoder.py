@@ -1,0 +1,75 @@
+"""A vision encoder as a `.tflite` file of one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from edgekv.bundle import ENCODER
+from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
+from edgekv.spec import PIXELS_PORT, ROWS_PORT, EncoderSpec
+from exporters.graphs.tflite.blocks import ROWS, TfliteBlocks, element_of
+from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor, TfliteFile
+from exporters.graphs.tflite.weights import TfliteWeights
+from exporters.quantize.encoder import EncoderTensors
+from exporters.quantize.matrices import QuantizedMatrices
+from quant import Encoding
+
+
+class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
+    """The subgraph of an encoder under construction."""
+
+    def __init__(
+        self, subgraph: Subgraph, spec: EncoderSpec, encodings: Mapping[str, Encoding], weights: TfliteWeights
+    ) -> None:
+        """Start with the pixels."""
+        super().__init__(subgraph, encodings, weights, spec.eps)
+        self._spec = spec
+        pixels = encodings[PIXELS_PORT]
+        self.entry = subgraph.input(PIXELS_PORT, element_of(pixels), (1, 1, spec.inputs, spec.patch_values), pixels)
+
+    def plus(self, x: Tensor, weight: str, name: str) -> Tensor:
+        return self.add(x, self._weights.table(self._graph, weight), name)
+
+    def merged(self, x: Tensor, rows: int) -> Tensor:
+        count, width = x.shape[2:]
+        return self._reshape(x, (1, 1, count // rows, rows * width), "merged")
+
+    def unmerged(self, x: Tensor) -> Tensor:
+        count, width = x.shape[2:]
+        return self._reshape(x, (1, 1, count * width, 1), "unmerged")
+
+    def patches(self, x: Tensor) -> Tensor:
+        return self._slice(x, ROWS, 0, self._spec.patches) if self._spec.has_class else x
+
+    def normalize_merged(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("QUANTIZE", [self._normalized(x, name, self._spec.projector_eps)], name, x.shape)
+
+    def exact_gelu(self, x: Tensor, name: str) -> Tensor:
+        return self._gelu(x, name, approximate=False)
+
+    def finish(self, rows: Tensor) -> None:
+        """Make `rows` the output."""
+        self._graph.output(ROWS_PORT, rows)
+
+
+def write_tflite_encoder(
+    tensors: EncoderTensors, matrices: QuantizedMatrices, encodings: Mapping[str, Encoding], target: Path
+) -> None:
+    """Write the `.tflite` file of an encoder.
+
+    Args:
+        tensors: the weights that are not matrices.
+        matrices: the integers of every matrix.
+        encodings: one for every result, and those of input and output; int16.
+        target: the file.
+    """
+    file, spec = TfliteFile(), tensors.spec
+    weights = TfliteWeights(tensors.tensor, lambda _: spec.head_dim, matrices)
+    ops = TfliteEncoder(file.subgraph(ENCODER), spec, encodings, weights)
+    residual = encoder_entry(ops, spec, ops.entry)
+    for layer in range(spec.layers):
+        residual = encoder_layer(ops, spec, layer, residual)
+        weights.forget()
+    ops.finish(encoder_exit(ops, spec, residual))
+    file.save(target)
