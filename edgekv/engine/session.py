@@ -71,9 +71,8 @@ class Graphs:
         self.clock = StepTimes()
         self._bundle = bundle
         self._engine = engine
-        self.batch_invariance: BatchInvariance = getattr(
-            engine, "batch_invariance", "unequal"
-        )  # engines of other packages may not say
+        # Engines of other packages may not say.
+        self.batch_invariance: BatchInvariance = getattr(engine, "batch_invariance", "unequal")
         if bundle.manifest.model.delta_rule is not None and self.batch_invariance == "equal":
             # Products of 16-bit integers depend on their number of columns there, which each graph has of its own.
             self.batch_invariance = "unequal"
