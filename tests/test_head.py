@@ -53,7 +53,7 @@ def check_head(folder: Path, windows: list[np.ndarray]) -> None:
     for found, trace in zip(joined(BundleHead(bundle).blocks(states)), stages[-len(windows) :], strict=True):
         rest = found[probe.first :]
         np.testing.assert_allclose(rest, trace["logits"], atol=4 * step, rtol=1e-6)
-        assert (np.abs(rest - trace["logits"]) < step / 2).mean() > 0.99
+        assert (np.abs(rest - trace["logits"]) < step / 2).mean() > 0.95
 
 
 @pytest.mark.usefixtures("small_blocks")
