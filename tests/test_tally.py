@@ -57,7 +57,7 @@ def test_metrics_follow_their_definitions(logits):
 
 def test_logits_may_come_some_columns_at_a_time(logits):
     expected, actual, tokens = logits
-    expected[:, 30] += 80  # the largest of a later block: sums until then are scaled anew
+    expected[:, 30] += 80  # the largest is in a later block: earlier sums are rescaled
     whole, parts, window = Tally(), Tally(), Window(tokens, tokens[5:], 4, 1000)
     whole.add(window, expected, actual)
     sums = TokenSums(window)
