@@ -102,6 +102,7 @@ def eval_(
     chat_windows = (
         [] if chat is None else chat.windows(manifest.context, sink or bos, min(tokens, MEASURED_TOKENS["chat"]))
     )
+    exact = Reference(source, manifest.context)
     with progress_bars(output.is_quiet) as progress:
         if by_layer:
             tensors = transformed_as(model.bundle, source)
@@ -113,14 +114,13 @@ def eval_(
             encoder = measure_encoder(model.bundle, source)
             report, result = msgspec.structs.replace(report, proposal=proposal, encoder=encoder), report.evaluation
         else:
-            exact = Reference(source, manifest.context)
             result = evaluate_windows(
                 model, exact, windows, text.name, pages=pages, emulated=emulated, progress=progress
             )
         if chat_windows:
             inputs = [each.window.inputs for each in chat_windows]
             scored = (model.score(each.tolist()) for each in inputs)
-            pairs = zip(Reference(source, manifest.context).logits(inputs), scored, strict=True)
+            pairs = zip(exact.logits(inputs), scored, strict=True)
             result = msgspec.structs.replace(result, chat=measure_chat(chat_windows, pairs))
         if report is not None:
             report = msgspec.structs.replace(report, evaluation=result)
