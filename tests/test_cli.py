@@ -260,6 +260,31 @@ def test_a_signal_whose_exception_is_lost_comes_again() -> None:
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "cleaned up\n")
 
 
+_HELD = """
+import asyncio, os, signal, sys
+from edgekv.cli.exit_codes import exit_code_of, held_signals, signals_as_exceptions
+
+async def task():
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+    print("the task ended")
+
+def call():
+    with held_signals(lambda: print("arrived")):
+        asyncio.run(task())
+    print("not reached")
+
+with signals_as_exceptions():
+    sys.exit(exit_code_of(call))
+"""
+
+
+def test_a_held_signal_raises_when_the_event_loop_has_ended() -> None:
+    done = subprocess.run([sys.executable, "-c", _HELD], capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, 3 * "arrived\n" + "the task ended\n")
+
+
 def test_each_kind_of_failure_has_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"got": 1, "expected": 2, "fix": "Count again."}
     assert _raising(BundleError("fingers", **facts)) == 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from edgekv.cli.exit_codes import held_signals
 from edgekv.errors import UsageError
 from edgekv.system import MIB, cache_folder
 
@@ -117,14 +118,23 @@ class TerminalEntries:
         )
 
     def next(self) -> Entry | None:
+        app, is_ended = self._session.app, False
+
+        def leave() -> None:
+            if is_ended and app.is_running and not app.is_done:
+                app.exit(exception=EOFError)
+
+        def end() -> None:
+            nonlocal is_ended
+            is_ended = True
+            if app.loop is not None and not app.loop.is_closed():
+                app.loop.call_soon_threadsafe(leave)
+
         try:
-            return Entry.read(self._session.prompt(_PROMPT))
+            with held_signals(end):
+                return Entry.read(self._session.prompt(_PROMPT, pre_run=leave))
         except EOFError:
             return None
-        except BaseException:  # a signal while it draws
-            self._session.output.disable_bracketed_paste()
-            self._session.output.flush()
-            raise
 
 
 def history_file() -> Path:

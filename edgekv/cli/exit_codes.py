@@ -84,6 +84,35 @@ def signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
+@contextmanager
+def held_signals(arrived: Callable[[], None]) -> Iterator[None]:
+    """Hold SIGTERM and SIGHUP back until the end, where they raise as they do elsewhere.
+
+    For an event loop: an exception that comes at any of its lines is lost in a callback, or leaves tasks for which
+    the loop then waits forever.
+
+    Args:
+        arrived: is called in the main thread when a signal comes, and makes the loop end. It must not raise.
+    """
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(number)
+        arrived()
+
+    numbers = [getattr(signal, name) for name in _SIGNALS if name != "SIGINT" and hasattr(signal, name)]
+    before = {number: handler for number in numbers if isinstance(handler := signal.getsignal(number), _Raise)}
+    for number in before:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
 class _Raise:
     """A signal handler: kills the children, for which other threads may wait, and raises.
 
