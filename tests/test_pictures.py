@@ -59,7 +59,9 @@ from exporters.quantize.recipe import find_recipe
 from exporters.targets.android.payload import open_payload
 from exporters.targets.genie.folder import GenieVision, open_genie_folder
 from exporters.targets.genie.options import GenieOptions
+from exporters.targets.genie.pictures import GeniePipeline, pieces_of
 from exporters.targets.genie.write import write_genie
+from exporters.targets.prove import own_tokens
 from tests.browser import Browser
 from tests.chat_page import KEPT, change_settings, new_chat, say
 from tests.checkpoints import write_checkpoint
@@ -525,6 +527,28 @@ def test_genie_reads_pictures_as_edgekv_does(
     assert capsys.readouterr().out
     assert run(["bundle", "geniex", str(bundle), "-o", str(tmp_path / "geniex")]) != 0
     assert "GenieX runs no encoder of " in capsys.readouterr().err
+
+
+@pytest.mark.htp
+def test_a_pipeline_of_genie_continues_a_conversation_with_pictures(bundle: Path, tmp_path: Path):
+    """A picture in each of two turns. Genie has not read the last token of an answer that its limit ends."""
+    opened, ids, tiles, answer = open_bundle(bundle), list[int](), list[Any](), list[int]()
+    write_genie(opened, tmp_path / "genie", GenieOptions(check=False, max_new_tokens=4))
+    folder = open_genie_folder(tmp_path / "genie")
+    vision = folder.vision()
+    with GeniePipeline(folder.path, folder.nodes(), as_tokens=True) as genie:
+        for number, text in enumerate(("See <image> and say:", " And this <image>?")):
+            tiles.append(photo(32, 32, number))
+            shown = TiledPicture((tiles[-1],), 0, 0, (32, 32))
+            pieces = pieces_of(text, [shown], vision.encoder.rows, vision.pictures)
+            ids += answer[:-1]
+            for piece in pieces:
+                is_text = isinstance(piece, str)
+                ids += opened.tokenizer().encode(piece).ids if is_text else Tile(piece, vision.encoder.rows).ids
+            answer = []
+            for tokens in genie.query([each if isinstance(each, str) else vision.input_of(each) for each in pieces]):
+                answer += map(int, tokens)
+    assert answer == own_tokens(opened, HtpEngine.on(find("SM8650"), opened), ids, 4, tiles=tiles)
 
 
 @pytest.mark.htp

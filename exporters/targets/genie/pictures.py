@@ -27,7 +27,7 @@ Tiles = NDArray[np.uint8]
 
 
 class GeniePipeline(GenieChild):
-    """Genie with an encoder for pictures, for one prompt; a context manager."""
+    """Genie with an encoder for pictures; a context manager. Queries continue the conversation."""
 
     def __init__(self, folder: Path, nodes: Nodes, *, as_tokens: bool = False, arch: int | None = None) -> None:
         """Load the binaries that the nodes name.
