@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry, LayeredGeometry
 from edgekv.prefix import (
-    BlockGroup,
     GroupRows,
     PrefixError,
     PrefixStore,
@@ -24,10 +23,10 @@ from edgekv.prefix import (
     StoreConfig,
     StoreStats,
     TokenRangeRetentionConfig,
-    split_layers,
 )
 from edgekv.prefix.keys import common_tokens, token_bytes
 from edgekv.prefix.retention import _read_range
+from edgekv.prefix.rows import BlockGroup, split_layers
 from edgekv.prefix.stats import add_since, counts
 from tests.prefix_cases import (
     BLOCK_BYTES,
@@ -442,7 +441,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a budget below a block": (lambda: store_of(0, max_bytes=7), "max_bytes: got 7 bytes; expected at least 8 bytes"),
     "tokens below a block": (lambda: store_of(9, max_tokens=1), "max_tokens: got 4 bytes; expected at least 8 bytes"),
     "too little free memory": (
-        lambda: PrefixStore(GEOMETRY, StoreConfig(), free_bytes=10),
+        lambda: StoreConfig().memory_bytes(split_layers(GEOMETRY), 64, free_bytes=10),
         "free_memory_fraction: got 9 bytes; expected at least 128 bytes",
     ),
     "a negative host memory": (lambda: StoreConfig(host_cache_size=-1), "host_cache_size: got -1"),

@@ -79,7 +79,7 @@ def check(bundle: Path) -> list[str]:
     store = store_of()
     names = [each.name for each in baked_prefixes(bundle)]
     opened: Any = SimpleNamespace(path=bundle)
-    assert load_baked(opened, store, "cpu") == sum(len(sequence(name)) for name in names)
+    load_baked(opened, store, "cpu")
     for name in names:
         match = store.match(sequence(name))
         assert match.tokens == len(sequence(name))

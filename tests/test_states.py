@@ -338,18 +338,15 @@ def test_a_stored_state_that_does_not_fit_is_rejected_and_computed_again(bundle:
         assert (ids(third), third.stats.cache.restored_tokens > 0) == (wanted, True)
 
 
-@pytest.mark.parametrize(
-    ("has_states", "snapshots", "words"),
-    [(True, False, "got a store without states; expected one with"), (False, True, "got a store with states")],
-)
+@pytest.mark.parametrize(("has_states", "snapshots"), [(True, False), (False, True)])
 def test_a_store_of_prefixes_without_the_models_states_is_refused(
-    bundle: Path, small: Path, has_states: bool, snapshots: bool, words: str
+    bundle: Path, small: Path, has_states: bool, snapshots: bool
 ) -> None:
     path = bundle if has_states else small
     manifest = open_bundle(path).manifest
     fingerprint = prefix_fingerprint(manifest, "cpu")
     store = PrefixStore(manifest.cache_geometry, StoreConfig(), fingerprint=fingerprint, snapshots=snapshots)
-    with pytest.raises(UsageError, match=f"prefix_cache: {words}"):
+    with pytest.raises(UsageError, match=f"prefix_cache: got a store of another bundle.* and snapshots={has_states}"):
         edgekv.load(path, cpu_mode="emulate", prefix_cache=store)
     assert store.stats.blocks_inserted == 0
 

@@ -20,6 +20,7 @@ from edgekv.engine.request import POOLED, Request
 from edgekv.engine.sequence import Event, Resources, Scores, Sequence
 from edgekv.engine.session import Graphs, Session
 from edgekv.engine.speculation import DraftTarget
+from edgekv.errors import UsageError
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend
 from edgekv.runtime import StepTimes
@@ -92,7 +93,11 @@ class Engine:
         self.running: list[Sequence] = []
         self.used_batch: Batch | None = None
         self.shares_passes = False
-        self._store = open_store(bundle, self.name, graphs.cache, caches.mode, prefix_cache, self.window)
+        keeps_all = caches.mode.recomputed_tokens == 0
+        if prefix_cache is not None and not keeps_all:
+            found, fix = f"{caches.mode} with a prefix cache", "Choose the mode always, or leave the prefix cache out."
+            raise UsageError("cache mode", got=found, expected="always or adaptive", fix=fix)
+        self._store = open_store(bundle, self.name, graphs.cache, prefix_cache, self.window) if keeps_all else None
         self._adapters = Adapters(bundle)
         logits = bundle.manifest.encodings["logits"]
         self._resources = Resources(self.pool, graphs, self.texts, logits, caches.described(backend), self.abort)

@@ -15,17 +15,15 @@ from edgekv.lazy import lazy
 if TYPE_CHECKING:
     from edgekv.prefix.baked import BakedPrefix, add_baked, baked_prefixes, remove_baked
     from edgekv.prefix.config import StoreConfig
-    from edgekv.prefix.listing import StoredPrefix, remove_stored, stored_prefixes
-    from edgekv.prefix.prefixes import PrefixCache, Prefixes, SharedStore, open_prefixes, open_store, prefix_fingerprint
+    from edgekv.prefix.listing import remove_stored, stored_prefixes
+    from edgekv.prefix.prefixes import PrefixCache, Prefixes, open_prefixes, open_store, prefix_fingerprint
     from edgekv.prefix.retention import RetentionPolicy, TokenRangeRetentionConfig
-    from edgekv.prefix.rows import BlockGroup, CacheRows, GroupRows, split_layers
-    from edgekv.prefix.stats import StoreStats, TierStats
+    from edgekv.prefix.rows import GroupRows
+    from edgekv.prefix.stats import StoreStats
     from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
 __all__ = [
     "BakedPrefix",
-    "BlockGroup",
-    "CacheRows",
     "GroupRows",
     "Match",
     "PrefixCache",
@@ -33,12 +31,9 @@ __all__ = [
     "PrefixStore",
     "Prefixes",
     "RetentionPolicy",
-    "SharedStore",
     "Snapshot",
     "StoreConfig",
     "StoreStats",
-    "StoredPrefix",
-    "TierStats",
     "TokenRangeRetentionConfig",
     "add_baked",
     "baked_prefixes",
@@ -47,7 +42,6 @@ __all__ = [
     "prefix_fingerprint",
     "remove_baked",
     "remove_stored",
-    "split_layers",
     "stored_prefixes",
 ]
 
@@ -56,11 +50,11 @@ __getattr__ = lazy(
     {
         "baked": "BakedPrefix add_baked baked_prefixes remove_baked",
         "config": "StoreConfig",
-        "listing": "StoredPrefix remove_stored stored_prefixes",
-        "prefixes": "PrefixCache Prefixes SharedStore open_prefixes open_store prefix_fingerprint",
+        "listing": "remove_stored stored_prefixes",
+        "prefixes": "PrefixCache Prefixes open_prefixes open_store prefix_fingerprint",
         "retention": "RetentionPolicy TokenRangeRetentionConfig",
-        "rows": "BlockGroup CacheRows GroupRows split_layers",
-        "stats": "StoreStats TierStats",
+        "rows": "GroupRows",
+        "stats": "StoreStats",
         "store": "Match PrefixStore Snapshot",
     },
 )

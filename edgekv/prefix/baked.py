@@ -165,10 +165,8 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
     return gone
 
 
-def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
+def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> None:
     """Load the prefixes of a bundle for an engine into a store, at the highest priority.
-
-    Returns: The tokens of each prefix.
 
     Raises:
         BundleError: a file is missing or changed, or was baked for another bundle.
@@ -183,7 +181,6 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> int:
                 raise
     for tokens, rows, snapshot in read:
         store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, public=True, snapshot=snapshot)
-    return sum(len(tokens) for tokens, *_ in read)
 
 
 def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[list[int], GroupRows, Snapshot | None]:

@@ -74,20 +74,19 @@ class Block:
 class Memory:
     """Blocks by key and part, within a budget of bytes.
 
-    The lowest priority is evicted first, then the least recently used.
-
-    A chained block is never evicted before the blocks that follow it.
+    The lowest priority is evicted first, then the least recently used; a chained block never before the blocks that
+    follow it.
 
     Attributes:
         budget_bytes: bytes of all blocks.
         bytes_held: bytes in use.
     """
 
-    def __init__(self, budget_bytes: int, clock_ms: Callable[[], int]) -> None:
+    def __init__(self, budget_bytes: int, clock_ms: Callable[[], int], last_used: int) -> None:
         self.budget_bytes = budget_bytes
         self.bytes_held = 0
         self._clock_ms = clock_ms
-        self._used = 0
+        self._used = last_used  # all later uses are later, even if the clock was set back since
         self._blocks: dict[BlockId, Block] = {}
         self._children: dict[BlockId, list[bytes]] = {}  # the tokens of the blocks after each, sorted
         # An evictable block has an entry with its priority and last use, or earlier ones; see `evict`.
@@ -101,7 +100,6 @@ class Memory:
         return iter(self._blocks.values())
 
     def get(self, id: BlockId) -> Block | None:
-        """A block, or None."""
         return self._blocks.get(id)
 
     def neighbours(self, parent: BlockId, tokens: bytes) -> list[bytes]:
@@ -109,7 +107,7 @@ class Memory:
 
         No other one has a longer common prefix with `tokens`.
         """
-        children = self._children.get(parent, [])
+        children = self.children(parent)
         place = bisect_left(children, tokens)
         return children[max(place - 1, 0) : place + 1]
 
@@ -160,10 +158,6 @@ class Memory:
     def touch(self, block: Block) -> None:
         """Make a block the most recently used one."""
         self._used = block.used = max(self._used + 1, time_ns())
-
-    def start_after(self, used: int) -> None:
-        """Let all later uses be later than this one, even if the clock was set back since."""
-        self._used = max(self._used, used)
 
     def retain(self, block: Block, retention: Retention) -> None:
         """Set the priority of a block, and for how long."""

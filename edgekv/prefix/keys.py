@@ -77,7 +77,6 @@ class Keys:
         return self.digest(b"root", layout, *named)
 
     def link(self, parent: bytes, tokens: bytes, start: int) -> Link:
-        """The block of these tokens after a parent."""
         digest = self._new_block.copy()
         digest.update(parent + tokens)
         return Link(digest.digest(), parent, tokens, start)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -20,14 +19,6 @@ from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import CacheRows
 from edgekv.prefix.stats import StoreStats, add_since, counts
 from edgekv.prefix.store import Match, PrefixStore, Snapshot
-
-
-class CacheMode(Protocol):
-    """What of a caching mode matters here: sequences up to this length are not kept; None if none is."""
-
-    @property
-    def recomputed_tokens(self) -> int | None: ...
-
 
 PrefixCache = str | Path | StoreConfig | PrefixStore
 
@@ -54,12 +45,7 @@ class SharedStore:
 
 
 def open_store(
-    bundle: Bundle,
-    engine: str,
-    cache: KVCache,
-    mode: CacheMode,
-    wanted: PrefixCache | None,
-    window: int = 0,
+    bundle: Bundle, engine: str, cache: KVCache, wanted: PrefixCache | None, window: int = 0
 ) -> SharedStore | None:
     """Open a model's prefix store and load the bundle's own prefixes into it.
 
@@ -69,30 +55,22 @@ def open_store(
         bundle: of the graphs and of baked prefixes.
         engine: runs the graphs.
         cache: prefixes are restored into such caches.
-        mode: must keep every sequence.
         wanted: None for the bundle's own prefixes, if it has any.
         window: see `SharedStore`. Stores with another one are others.
 
     Raises:
-        UsageError: the cache mode does not keep every sequence, or the store belongs to another bundle or engine.
+        UsageError: the store belongs to another bundle or engine.
         PrefixError: an invalid configuration.
         BundleError: the bundle's prefixes are broken.
     """
     baked = [entry for entry in baked_prefixes(bundle.path) if entry.engine == engine]
-    if wanted is None and not (baked and mode.recomputed_tokens == 0):
+    if wanted is None and not baked:
         return None
-    if mode.recomputed_tokens != 0:
-        fix = "Choose the mode always, or leave the prefix cache out."
-        raise UsageError("cache mode", got=f"{mode} with a prefix cache", expected="always or adaptive", fix=fix)
     fingerprint = prefix_fingerprint(bundle.manifest, engine, window)
     if isinstance(wanted, PrefixStore):
-        if wanted.snapshots != cache.has_states:
-            found, expected = ("a store with", "one without") if wanted.snapshots else ("a store without", "one with")
-            fix = f"Open it with snapshots={cache.has_states}."
-            raise UsageError("prefix_cache", got=f"{found} states", expected=f"{expected}, as the model", fix=fix)
-        if (wanted.geometry, wanted.fingerprint) != (cache.geometry, fingerprint):
-            more = f", {window}" if window else ""
-            fix = f"Open it with the bundle's geometry and prefix_fingerprint(manifest, engine{more})."
+        if (wanted.geometry, wanted.fingerprint, wanted.snapshots) != (cache.geometry, fingerprint, cache.has_states):
+            own = f"prefix_fingerprint(manifest, engine{f', {window}' if window else ''})"
+            fix = f"Open it with the bundle's geometry, {own} and snapshots={cache.has_states}."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
         shared = SharedStore(wanted, writes=True, is_own=False, window=window)
     else:
@@ -118,27 +96,24 @@ def prefix_fingerprint(manifest: Manifest, engine: str, window: int = 0) -> str:
     return hashlib.sha256(msgspec.json.encode(said, order="sorted")).hexdigest()
 
 
+@dataclass(slots=True)
 class Prefixes:
-    """One generation's use of a store."""
+    """One generation's use of a store; see `PrefixStore.match` and `insert`. PrefixError if a salt is empty."""
 
-    def __init__(
-        self,
-        shared: SharedStore,
-        salt: str | None,
-        retention: RetentionPolicy | None,
-        adapter: str | None = None,
-    ) -> None:
-        """Prepare without looking anything up; see `PrefixStore.match` and `insert`. PrefixError if a salt is empty."""
-        self._store = shared.store
-        self._writes = shared.writes
-        self._window = shared.window
-        self._salt = salt
-        self._retention = retention
-        self._adapter = adapter
-        self._prompt_tokens: int | None = None
-        self._seen_tokens = 0
-        self._counters = StoreStats()
-        self._store.root(salt, adapter)
+    shared: SharedStore
+    salt: str | None
+    retention: RetentionPolicy | None
+    adapter: str | None = None
+    _prompt_tokens: int | None = field(default=None, init=False)
+    _seen_tokens: int = field(default=0, init=False)
+    _counters: StoreStats = field(default_factory=StoreStats, init=False)
+
+    def __post_init__(self) -> None:
+        self._store.root(self.salt, self.adapter)
+
+    @property
+    def _store(self) -> PrefixStore:
+        return self.shared.store
 
     @property
     def stats(self) -> StoreStats:
@@ -188,7 +163,7 @@ class Prefixes:
     def end(self, cache: KVCache, tokens: Sequence[int], stable: int) -> None:
         """As `keep`, and the last block; save blocks to disk if the store has a folder."""
         self._insert(cache, tokens, stable, ended=True)
-        if self._writes:
+        if self.shared.writes:
             with self._counted():
                 self._store.save()
 
@@ -196,18 +171,18 @@ class Prefixes:
         asked = min(len(tokens) - 1, cache.capacity)
         widest = cache.ar[-1]
         safe = cache.geometry.context - widest
-        window = self._window
+        window = self.shared.window
         if cache.policy != "fail" and len(tokens) > safe:
             # These steps may evict tokens, so they must start where they would without a match.
             asked, window = min(asked, safe), max(window, widest)
-        match = self._store.match(tokens[:asked], self._salt, self._adapter)
+        match = self._store.match(tokens[:asked], self.salt, self.adapter)
         while surplus := match.tokens % max(window, 1):
-            match = self._store.match(tokens[: match.tokens - surplus], self._salt, self._adapter)
+            match = self._store.match(tokens[: match.tokens - surplus], self.salt, self.adapter)
         return match
 
     def _insert(self, cache: KVCache, tokens: Sequence[int], stable: int, *, ended: bool) -> None:
         # After an eviction, rows belong to other tokens or were computed without some of them: not a prefix.
-        if not self._writes or cache.dirty or not cache.is_prefix or cache.tokens_seen != len(tokens):
+        if not self.shared.writes or cache.dirty or not cache.is_prefix or cache.tokens_seen != len(tokens):
             return
         states = cache.states(stable) if cache.has_states and stable else None
         with self._counted():
@@ -215,9 +190,9 @@ class Prefixes:
                 tokens[:stable],
                 CacheRows(cache, self._store.groups),
                 prompt_tokens=min(self._prompt_tokens or 0, stable),
-                retention=self._retention,
-                salt=self._salt,
-                adapter=self._adapter,
+                retention=self.retention,
+                salt=self.salt,
+                adapter=self.adapter,
                 ended=ended,
                 snapshot=None if states is None else Snapshot(stable, states),
             )

@@ -67,7 +67,6 @@ class TokenRangeRetentionConfig:
         return f"[{self.token_start}, {'end' if self.token_end is None else self.token_end})"
 
     def holds(self, token: int) -> bool:
-        """Whether a token is in the range."""
         return self.token_start <= token and (self.token_end is None or token < self.token_end)
 
 

@@ -6,6 +6,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -164,10 +165,9 @@ def _spans(cache: KVCache, groups: tuple[BlockGroup, ...]) -> list[list[_Span]]:
 
 def _joined(places: Sequence[tuple[int, int, int]]) -> list[_Span]:
     spans: list[_Span] = []
-    for part, (home, arena, at) in enumerate(places):
-        last = spans[-1] if spans else None
-        if last is not None and (last.home, last.arena, last.tensors.stop) == (home, arena, at):
-            spans[-1] = _Span(home, arena, slice(last.tensors.start, at + 1), slice(last.part.start, part + 1))
-        else:
-            spans.append(_Span(home, arena, slice(at, at + 1), slice(part, part + 1)))
+    shifted = ((home, arena, at - part) for part, (home, arena, at) in enumerate(places))  # equal in one span
+    for (home, arena, shift), run in groupby(shifted):
+        start = spans[-1].part.stop if spans else 0
+        end = start + len([*run])
+        spans.append(_Span(home, arena, slice(start + shift, end + shift), slice(start, end)))
     return spans

@@ -66,7 +66,6 @@ class PrefixStore:
             snapshots. Required with a disk folder; blocks of another fingerprint or layout are never found.
         snapshots: whether a prefix is of use only with a snapshot at its end.
         clock_ms: a monotonic clock in milliseconds, for the durations of retention policies.
-        free_bytes: the memory that `free_memory_fraction` refers to; None asks the system.
 
     Raises:
         PrefixError: a budget below one block, an unusable folder, or a folder without a fingerprint.
@@ -80,7 +79,6 @@ class PrefixStore:
         fingerprint: str = "",
         snapshots: bool = False,
         clock_ms: Callable[[], int] = now_ms,
-        free_bytes: int | None = None,
     ) -> None:
         config = StoreConfig() if config is None else config
         if config.disk_folder is not None and not fingerprint:
@@ -98,11 +96,11 @@ class PrefixStore:
         # What determines the meaning of a block's bytes, and its size.
         said = repr((fingerprint, self.groups, self._step, snapshots))
         self._layout = hashlib.blake2b(said.encode(), digest_size=16).digest()
-        self._memory = Memory(config.memory_bytes(self.groups, geometry.context, free_bytes), clock_ms)
+        budget_bytes = config.memory_bytes(self.groups, geometry.context)
         self._disk: Disk | None = None
         if config.disk_folder is not None:
             self._disk = Disk(config.disk_folder, config.disk_cache_size, self._layout.hex()[:16], self.counters)
-            self._memory.start_after(self._disk.last_used)
+        self._memory = Memory(budget_bytes, clock_ms, 0 if self._disk is None else self._disk.last_used)
         self._keys = Keys() if self._disk is None else self._disk.keys
         self._public: list[bytes] = []
 

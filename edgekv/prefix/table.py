@@ -77,7 +77,6 @@ class Table:
         Raises:
             NotPrivateError: another user could have written it.
         """
-        self._depth = 0
         path = folder / INDEX
         with suppress(FileExistsError):
             write_private(path, b"")  # SQLite creates its other files with the mode of this one
@@ -102,12 +101,11 @@ class Table:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Lock out other writers. Changes are committed together, or rolled back if the block raises; may be nested."""
-        if self._depth:
+        if self._connection.in_transaction:
             yield
             return
         with _as_os_errors():
             self._connection.execute("BEGIN IMMEDIATE")
-        self._depth += 1
         try:
             yield
             with _as_os_errors():
@@ -116,8 +114,6 @@ class Table:
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise
-        finally:
-            self._depth -= 1
 
     def rows(self) -> list[Row]:
         """All rows, the first blocks of sequences first."""
@@ -140,7 +136,6 @@ class Table:
         return self._select_in("parent", parents, f"AND part = {part}")
 
     def has(self, id: BlockId) -> bool:
-        """Whether a block has a row."""
         return bool(self._select("WHERE key = ? AND part = ?", *id))
 
     def evictable(self) -> Iterator[Row]:
@@ -166,11 +161,9 @@ class Table:
         return self._one("PRAGMA data_version")[0], self._connection.total_changes
 
     def put(self, row: Row) -> None:
-        """Add a row."""
         self._write(f"INSERT OR REPLACE INTO blocks ({_COLUMNS}) VALUES ({', '.join('?' * len(row))})", [row])
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Remove rows."""
         self._write("DELETE FROM blocks WHERE key = ? AND part = ?", ((row.key, row.part) for row in rows))
 
     def touch(self, uses: Iterable[tuple[int, int, bytes, int]]) -> None:
