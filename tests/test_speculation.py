@@ -117,7 +117,7 @@ def test_a_true_draft_brings_a_pass_of_tokens(verifying: Path) -> None:
 def test_text_and_cache_are_those_of_plain_decoding(verifying: Path, engine: str, strategy: str) -> None:
     options = {"engine": engine} if engine == "htp" else {"cpu_mode": engine}
     with edgekv.load(verifying, kv_update=strategy, **options) as model:
-        for seed in range(1 if engine == "htp" else 3):  # sampling is the same for all engines
+        for seed in [1] if engine == "htp" else range(3):  # 0 is greedy
             params = LONG.overlaid(temperature=0.9, seed=seed) if seed else LONG
             plain = [token.id for token in model.generate(PROMPT, params)]
             wanted = model.cache.state
