@@ -2,6 +2,8 @@
 
 python -m benchmarks.pictures encoder                 SmolVLM2's encoder: export, SQNR per row, compiler
 python -m benchmarks.pictures encoder internvl3.5     InternVL's
+python -m benchmarks.pictures encoder --format tflite                          as a TFLite graph
+python -m benchmarks.pictures encoder --encoder-16bit 'vision.layers.*.fc2.weight'    matrices at 16 bits
 python -m benchmarks.pictures answers BUNDLE          a bundle of models/shapes-360k: answers against the float model
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -24,20 +27,26 @@ from PIL import Image
 
 import edgekv
 from devices import find
-from edgekv.bundle import ENCODER, ENCODER_FILE, open_bundle
+from edgekv.bundle import ENCODER, ENCODER_FILES, GraphFormat, open_bundle
+from edgekv.kv.memory import aligned_zeros
 from edgekv.pictures import patches_of
 from edgekv.runtime.cpu import CpuEngine
-from edgekv.spec import ENCODERS, PIXELS_PORT, ROWS_PORT, Config
+from edgekv.runtime.engine import open_encoder
+from edgekv.runtime.litert import LitertEngine
+from edgekv.spec import ENCODERS, PIXELS_PORT, ROWS_PORT, Config, PictureSpec
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.vision import VisionEncoder
+from exporters.checkpoint.vision import VisionEncoder, WideEncoder
 from exporters.graphs.encoder import build_encoder
+from exporters.graphs.tflite.encoder import write_tflite_encoder
 from exporters.htp.compile import compile_graphs
-from exporters.quantize.encoder import encode, quantize_encoder
+from exporters.htp.compile_tflite import compile_tflite
+from exporters.quantize.encoder import EncoderTensors, encode, quantize_encoder
 from exporters.quantize.pictures import CALIBRATION_TILES, drawn_picture
+from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from exporters.quantize.weights import WeightStore
 from models.shapes import QUESTION, drawn
-from quant import Encoding
+from quant import DTYPES, Encoding
 
 _SMOLVLM: dict[str, Any] = {
     "model_type": "smolvlm",
@@ -96,58 +105,93 @@ def random_encoder(shape: str) -> VisionEncoder:
     return VisionEncoder(spec, empty.pictures, family.names, tensors)
 
 
-def measure_encoder(shape: str) -> None:
-    """Quantize, write, compare with float on a picture that was not calibrated on, and compile."""
+def measure_encoder(shape: str, graph_format: GraphFormat, wide: Sequence[str]) -> None:
+    """Quantize, write, compare with float on a picture that was not calibrated on, and compile.
+
+    Args:
+        shape: of `SHAPES`.
+        graph_format: of the graph.
+        wide: patterns over the names of matrices that are kept at 16 bits.
+    """
     vision = random_encoder(shape)
-    spec, began = vision.spec, time.perf_counter()
+    began, spec = time.perf_counter(), vision.spec
+    recipe = msgspec.structs.replace(find_recipe("w8a16"), encoder_16bit=tuple(wide))
+    tensors: EncoderTensors = WideEncoder(vision, recipe.wide_matrices(spec)) if wide else vision
     seen, (new,) = (
         [patches_of(drawn_picture(number, spec.image), spec, vision.pictures) for number in numbers]
         for numbers in (range(CALIBRATION_TILES), [99])
     )
     with TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        encodings = _write(vision, seen, folder)
+        file = Path(scratch) / ENCODER_FILES[graph_format]
+        encodings = _write(tensors, vision.pictures, seen, file)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         parameters = sum(rows * columns for rows, columns in spec.matrices.values())
+        size = sum(each.stat().st_size for each in file.parent.iterdir()) / 1e6
         print(f"{shape}: {parameters / 1e6:.1f} M parameters, {spec.inputs} rows in, {spec.rows} out")
-        print(f"export {time.perf_counter() - began:.0f} s, {peak:.2f} GB")
-        _compare(vision, new, encodings, folder)
-        _compile(folder)
+        print(f"export {time.perf_counter() - began:.0f} s, {peak:.2f} GB; {file.name} with weights {size:.1f} MB")
+        _compare(vision, new, encodings, file)
+        _compile(file)
 
 
-def _write(vision: VisionEncoder, pictures: Sequence[NDArray[np.float32]], folder: Path) -> Mapping[str, Encoding]:
-    found = quantize_encoder(vision, vision.pictures, pictures)
-    store = WeightStore(vision.tensor, vision.head_width, found.matrices, folder)
-    graph = build_encoder(vision.spec, found.encodings, store)
-    store.flush("weights-vision")
-    onnx.save(graph.finish(), folder / ENCODER_FILE)
+def _write(
+    tensors: EncoderTensors, prepared: PictureSpec, pictures: Sequence[NDArray[np.float32]], file: Path
+) -> Mapping[str, Encoding]:
+    spec, is_onnx = tensors.spec, file.suffix == ".onnx"
+    found = quantize_encoder(tensors, prepared, pictures, "u16" if is_onnx else "s16")
+    if is_onnx:
+        store = WeightStore(tensors.tensor, lambda _: spec.head_dim, found.matrices, file.parent)
+        graph = build_encoder(spec, found.encodings, store)
+        store.flush("weights-vision")
+        onnx.save(graph.finish(), file)
+    else:
+        write_tflite_encoder(tensors, found.matrices, found.encodings, file)
     return found.encodings
 
 
 def _compare(
-    vision: VisionEncoder, picture: NDArray[np.float32], encodings: Mapping[str, Encoding], folder: Path
+    vision: VisionEncoder, picture: NDArray[np.float32], encodings: Mapping[str, Encoding], file: Path
 ) -> None:
-    """Print the SQNR of the rows of a picture."""
-    session = CpuEngine(1).session(folder / ENCODER_FILE)
-    began = time.perf_counter()
-    (rows,) = session.run([ROWS_PORT], {PIXELS_PORT: encodings[PIXELS_PORT].quantize(picture)[None, None]})
-    seconds = time.perf_counter() - began
+    """Print the SQNR of the rows of a picture, and what a tile takes."""
+    spec, engine = vision.spec, CpuEngine(1) if file.suffix == ".onnx" else LitertEngine(1)
+    binding, arrays = open_encoder(engine, file), []
+    for name, shape, bind in (
+        (PIXELS_PORT, (1, 1, spec.inputs, spec.patch_values), binding.inputs),
+        (ROWS_PORT, (1, 1, spec.rows, spec.output), binding.outputs),
+    ):
+        element = DTYPES[encodings[name].dtype]
+        arrays.append(array := aligned_zeros(shape, element.name))
+        bind([name], element, shape, [array.ctypes.data])
+    pixels, rows = arrays
+    pixels[0, 0] = encodings[PIXELS_PORT].quantize(picture)
+    binding.run()
+    began = time.process_time()
+    binding.run()
+    seconds = time.process_time() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     (wanted,) = encode(vision, [picture])
     noise = np.square(encodings[ROWS_PORT].dequantize(rows[0, 0]) - wanted).sum(-1)
     ratios = 10 * np.log10(np.square(wanted).sum(-1) / noise)
-    print(f"SQNR of rows {ratios.min():.1f} dB at least, median {np.median(ratios):.1f}; {seconds:.1f} s a tile")
+    print(f"SQNR of rows {ratios.min():.1f} dB at least, median {np.median(ratios):.1f}")
+    print(f"{engine.name}: {seconds:.2f} s of processor time a tile, one thread; {peak:.2f} GB at most so far")
 
 
-def _compile(folder: Path) -> None:
-    """Print what compiling for SM8650 takes, and the float nodes."""
-    began, floating, peaks = time.perf_counter(), dict[str, list[str]](), dict[str, int]()
-    target = folder / "compiled"
-    target.mkdir()
-    device, models = find("SM8650"), {ENCODER: folder / ENCODER_FILE}
-    binary = compile_graphs(device, models, target, watch=peaks.__setitem__, lint=floating.__setitem__)
-    size, nodes = (target / binary.file).stat().st_size / 1e6, sum(map(len, floating.values()))
-    peak = max(peaks.values()) / 2**30
-    print(f"SM8650: {time.perf_counter() - began:.0f} s, {peak:.2f} GB, binary {size:.0f} MB, {nodes} float nodes")
+def _compile(file: Path) -> None:
+    """Print what compiling for SM8650 takes."""
+    began, device, found = time.perf_counter(), find("SM8650"), ""
+    if file.suffix == ".onnx":
+        floating, peaks = dict[str, list[str]](), dict[str, int]()
+        (target := file.parent / "compiled").mkdir()
+        models = {ENCODER: file}
+        binary = (
+            target / compile_graphs(device, models, target, watch=peaks.__setitem__, lint=floating.__setitem__).file
+        )
+        peak = max(peaks.values()) / 2**30
+        found = f", {sum(map(len, floating.values()))} float nodes"
+    else:
+        compile_tflite(file, binary := file.with_name("compiled.tflite"), [ENCODER], device)
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    seconds, size = time.perf_counter() - began, binary.stat().st_size / 1e6
+    print(f"SM8650: {seconds:.0f} s, {peak:.2f} GB, binary {size:.0f} MB{found}")
 
 
 def measure_answers(path: Path, count: int) -> None:
@@ -189,13 +233,16 @@ def main() -> None:
     """Measure what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("encoder").add_argument("shape", nargs="?", choices=SHAPES, default="smolvlm2")
+    encoder = kinds.add_parser("encoder")
+    encoder.add_argument("shape", nargs="?", choices=SHAPES, default="smolvlm2")
+    encoder.add_argument("--format", choices=ENCODER_FILES, default="onnx")
+    encoder.add_argument("--encoder-16bit", metavar="PATTERN", nargs="+", default=[])
     answers = kinds.add_parser("answers")
     answers.add_argument("bundle", type=Path)
     answers.add_argument("--pictures", type=int, default=500)
     given = parser.parse_args()
     if given.kind == "encoder":
-        measure_encoder(given.shape)
+        measure_encoder(given.shape, given.format, given.encoder_16bit)
     else:
         measure_answers(given.bundle, given.pictures)
 

@@ -32,6 +32,7 @@ from edgekv.pictures import (
     PictureEncoder,
     Tile,
     TiledPicture,
+    TileGrid,
     apart,
     cut_tiles,
     expand,
@@ -116,7 +117,7 @@ def _pixels(vision: VisionEncoder, picture: TiledPicture) -> np.ndarray[Any, Any
 
 def _written(vision: VisionEncoder, picture: TiledPicture) -> str:
     tiles = tuple(Tile(tile, vision.spec.rows) for tile in picture.tiles)
-    placed = Picture(tiles, picture.rows, picture.columns, picture.size)
+    placed = Picture(tiles, picture.grid)
     return expand(f"See {vision.pictures.token} and say:", [placed], vision.pictures)
 
 
@@ -254,7 +255,7 @@ def test_pictures_are_decoded_in_a_child_process(tmp_path: Path, monkeypatch: py
     file.write_bytes(png(pixels))
     found, wanted = open_tiles(file, "p", PICTURES, 512), cut_tiles(pixels, PICTURES, 512)
     assert len(found.tiles) == len(wanted.tiles) and all(map(np.array_equal, found.tiles, wanted.tiles))
-    assert (found.rows, found.columns, found.size) == (wanted.rows, wanted.columns, (700, 3))
+    assert found.grid == wanted.grid and found.grid.size == (700, 3)
     with pytest.raises(UsageError, match="No such file"):
         open_tiles(tmp_path / "none.png", "--image", PICTURES, 512)
     with pytest.raises(UsageError, match=r"^picture: got a damaged file: .*\. Save or fetch it again"):
@@ -289,13 +290,29 @@ def test_a_conversation_encodes_each_picture_once(model: Model):
         conversation.save(Path("unwritten.json"))
 
 
+def test_pictures_that_come_again_are_not_decoded_again(bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    """As a server gets them with each turn of a conversation."""
+    first, other = png(photo(70, 45)), png(photo(70, 45, 3))
+    with edgekv.load(bundle) as model:
+        opened = model.open_picture(first)
+        assert model.open_picture(first) is opened and model.open_picture(other) is not opened
+        whole = model.pictures.open(first, is_split=False)
+        assert len(whole.tiles) == 1 and whole.tokens == 4
+        monkeypatch.setattr("edgekv.engine.pictures._KEPT_BYTES", 1)
+        model.open_picture(other)
+        assert model.open_picture(first) is not opened
+
+
 def test_openai_clients_send_pictures(model: Model, bundle: Path):
-    def ask(client: OpenAI, url: str) -> str | None:
-        parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    counts = list[int]()
+
+    def ask(client: OpenAI, url: str, **detail: str) -> str | None:
+        parts: Any = [{"type": "image_url", "image_url": {"url": url, **detail}}, {"type": "text", "text": "What?"}]
         answer = client.chat.completions.create(
             model=NAME, messages=[{"role": "user", "content": parts}], max_tokens=4, temperature=0.0
         )
-        assert answer.usage is not None and answer.usage.prompt_tokens > 20
+        assert answer.usage is not None
+        counts.append(answer.usage.prompt_tokens)
         return answer.choices[0].message.content
 
     picture = png(photo(70, 45), "JPEG")
@@ -304,6 +321,12 @@ def test_openai_clients_send_pictures(model: Model, bundle: Path):
         client = server.client()
         shown = ask(client, f"data:image/jpeg;base64,{encoded}")
         assert shown == ask(client, f"data:image/png;base64,{encoded}")  # its content says what it is
+        written_otherwise = f"DATA:image/JPEG;name=a b;charset=utf-8;base64,{encoded[:40]}%0A {encoded[40:]}"
+        assert shown == ask(client, written_otherwise.replace("+", "%2B"), detail="high")
+        ask(client, f"data:image/jpeg;base64,{encoded}", detail="low")
+        assert counts[0] > 20 and counts[0] - 16 > counts[-1] > 4  # one tile of five
+        with pytest.raises(BadRequestError, match=r"image_url.detail: got 'most'; expected auto, low or high"):
+            ask(client, f"data:image/jpeg;base64,{encoded}", detail="most")
         for url, found in {
             "https://example.org/picture.png": "the server fetches nothing",
             "data:text/plain;base64,aGk=": "expected a data URI",
@@ -313,7 +336,7 @@ def test_openai_clients_send_pictures(model: Model, bundle: Path):
         }.items():
             with pytest.raises(BadRequestError, match=found):
                 ask(client, url)
-        part: Any = {"type": "input_image", "detail": "auto", "image_url": f"data:image/jpeg;base64,{encoded}"}
+        part: Any = {"type": "input_image", "detail": "high", "image_url": f"data:image/jpeg;base64,{encoded}"}
         asked: Any = [{"role": "user", "content": [part, {"type": "input_text", "text": "What?"}]}]
         first = client.responses.create(model=NAME, input=asked, max_output_tokens=4, temperature=0.0)
         assert first.output_text == shown
@@ -539,7 +562,7 @@ def test_a_pipeline_of_genie_continues_a_conversation_with_pictures(bundle: Path
     with GeniePipeline(folder.path, folder.nodes(), as_tokens=True) as genie:
         for number, text in enumerate(("See <image> and say:", " And this <image>?")):
             tiles.append(photo(32, 32, number))
-            shown = TiledPicture((tiles[-1],), 0, 0, (32, 32))
+            shown = TiledPicture((tiles[-1],), TileGrid((32, 32)))
             pieces = pieces_of(text, [shown], vision.encoder.rows, vision.pictures)
             ids += answer[:-1]
             for piece in pieces:

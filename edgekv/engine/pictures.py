@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
+
+import msgspec
 
 from edgekv.bundle import Bundle
 from edgekv.engine.request import Request
 from edgekv.errors import UsageError
-from edgekv.pictures import Picture, PictureRows, expand, open_tiles, place
+from edgekv.pictures import Picture, PictureRows, expand, open_tiles, picture_content, place
 from edgekv.spec import PictureSpec
 from edgekv.text.params import BeamParams
 
 PictureSource = Path | str | bytes
 """A file, or its content."""
+_KEPT_BYTES = 1 << 26
+"""Of the pictures that were opened last: the next turn of a conversation neither decodes nor encodes them again."""
 
 
 class Pictures:
@@ -23,6 +30,8 @@ class Pictures:
         """Args: bundle: any. rows: None if it reads text alone."""
         self._bundle = bundle
         self._rows = rows
+        self._lock = Lock()
+        self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # by a hash of the file, the last used at the end
 
     @property
     def spec(self) -> PictureSpec:
@@ -38,8 +47,13 @@ class Pictures:
             raise UsageError("pictures", got=found, expected="text", fix=fix)
         return vision.pictures
 
-    def open(self, source: PictureSource, field: str = "picture") -> Picture:
+    def open(self, source: PictureSource, field: str = "picture", *, is_split: bool = True) -> Picture:
         """A picture, resized and cut into tiles; its rows are computed when they are run.
+
+        Args:
+            source: a file, or its content.
+            field: for errors.
+            is_split: whether it is cut as the checkpoint says; else the whole picture is its only tile.
 
         Raises:
             UsageError: the bundle reads text alone, or the picture cannot be read; see `open_tiles`.
@@ -47,8 +61,24 @@ class Pictures:
         """
         spec, rows = self.spec, self._rows
         assert rows is not None, "it has a spec"
-        found = Path(source) if isinstance(source, str) else source
-        return rows.open(open_tiles(found, field, spec, rows.encoder.spec.image))
+        content = picture_content(Path(source) if isinstance(source, str) else source, field)
+        key = blake2b(content, digest_size=16, salt=b"split" if is_split else b"").digest()
+        with self._lock:
+            found = self._kept.get(key)
+        if found is None:
+            cut = spec if is_split else msgspec.structs.replace(spec, tiling="none")
+            found = rows.open(open_tiles(content, field, cut, rows.encoder.spec.image))
+        self._keep(key, found)
+        return found
+
+    def _keep(self, key: bytes, picture: Picture) -> None:
+        with self._lock:
+            self._kept[key] = picture
+            self._kept.move_to_end(key)
+            held = sum(tile.nbytes for each in self._kept.values() for tile in each.tiles)
+            while held > _KEPT_BYTES and len(self._kept) > 1:
+                _, dropped = self._kept.popitem(last=False)
+                held -= sum(tile.nbytes for tile in dropped.tiles)
 
     def expanded(self, text: str, pictures: Sequence[Picture], field: str = "messages") -> str:
         """See `expand`; a text without pictures stays as it is.

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.pictures.apart import open_tiles
+    from edgekv.pictures.apart import open_tiles, picture_content
     from edgekv.pictures.decode import read_picture
     from edgekv.pictures.encoder import PictureEncoder
     from edgekv.pictures.patches import block_order, normalized, patches_of
     from edgekv.pictures.prompt import expand, place
     from edgekv.pictures.rows import Picture, PictureRows, Tile
-    from edgekv.pictures.tiled import TiledPicture
+    from edgekv.pictures.tiled import TiledPicture, TileGrid
     from edgekv.pictures.tiles import cut_tiles
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "PictureEncoder",
     "PictureRows",
     "Tile",
+    "TileGrid",
     "TiledPicture",
     "block_order",
     "cut_tiles",
@@ -26,6 +27,7 @@ __all__ = [
     "normalized",
     "open_tiles",
     "patches_of",
+    "picture_content",
     "place",
     "read_picture",
 ]
@@ -33,13 +35,13 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "apart": "open_tiles",
+        "apart": "open_tiles picture_content",
         "decode": "read_picture",
         "encoder": "PictureEncoder",
         "patches": "block_order normalized patches_of",
         "prompt": "expand place",
         "rows": "Picture PictureRows Tile",
-        "tiled": "TiledPicture",
+        "tiled": "TiledPicture TileGrid",
         "tiles": "cut_tiles",
     },
 )

@@ -19,7 +19,7 @@ import numpy as np
 
 from edgekv.child import run_in_child
 from edgekv.errors import EngineError, UsageError
-from edgekv.pictures.tiled import WANTED, TiledPicture
+from edgekv.pictures.tiled import WANTED, TiledPicture, TileGrid
 from edgekv.spec import PictureSpec
 from edgekv.system import MIB, read_file
 
@@ -39,12 +39,10 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """See `TiledPicture`."""
+    """The number of tiles, and where they stand."""
 
     tiles: int
-    rows: int
-    columns: int
-    size: tuple[int, int]
+    grid: TileGrid
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -71,7 +69,7 @@ def open_tiles(source: Path | bytes, field: str, pictures: PictureSpec, edge: in
     if find_spec("PIL") is None:
         fix = 'pip install "edgekv[pictures]"'
         raise EngineError(field, got="no Pillow", expected="the package that reads pictures", fix=fix)
-    job = msgspec.json.encode(Job(pictures, edge)) + b"\n" + _content(source, field)
+    job = msgspec.json.encode(Job(pictures, edge)) + b"\n" + picture_content(source, field)
     ended = run_in_child("edgekv.pictures.apart", job, timeout_s=LIMIT_S, environment=_ENVIRONMENT)
     if ended.reply is None:
         found, wanted = f"a picture whose decoding ended with {ended.ending}", "one that is decoded"
@@ -81,10 +79,15 @@ def open_tiles(source: Path | bytes, field: str, pictures: PictureSpec, edge: in
     if isinstance(answer, Refusal):
         raise UsageError(field, got=answer.got, expected=answer.expected, fix=answer.fix)
     tiles = np.frombuffer(pixels, np.uint8).reshape(answer.tiles, edge, edge, 3)
-    return TiledPicture(tuple(tiles), answer.rows, answer.columns, answer.size)
+    return TiledPicture(tuple(tiles), answer.grid)
 
 
-def _content(source: Path | bytes, field: str) -> bytes:
+def picture_content(source: Path | bytes, field: str) -> bytes:
+    """The content of a file that may be a picture.
+
+    Raises:
+        UsageError: the file cannot be read, or is too large.
+    """
     if isinstance(source, Path):
         try:
             return read_file(source, MAX_FILE_BYTES)
@@ -110,7 +113,7 @@ def _main() -> None:
     answer: Answer | Refusal
     try:
         picture = cut_tiles(read_picture(content, ""), job.pictures, job.edge)
-        answer = Answer(len(picture.tiles), picture.rows, picture.columns, picture.size)
+        answer = Answer(len(picture.tiles), picture.grid)
         pixels = np.stack(picture.tiles).tobytes()
     except UsageError as error:
         answer = Refusal(str(error.got), str(error.expected), error.fix)

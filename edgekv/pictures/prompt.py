@@ -33,14 +33,15 @@ def _written(picture: Picture, spec: PictureSpec) -> str:
     if not spec.numbered:
         return f"{spec.begin}{''.join(rows)}{spec.end}"
     whole = f"{spec.begin}{spec.whole}{rows[-1]}{spec.end}"
-    if not picture.rows:
+    grid = picture.grid
+    if not grid.rows:
         return whole
     lines = [
         "".join(
-            f"{spec.begin}<row_{row + 1}_col_{column + 1}>{rows[row * picture.columns + column]}"
-            for column in range(picture.columns)
+            f"{spec.begin}<row_{row + 1}_col_{column + 1}>{rows[row * grid.columns + column]}"
+            for column in range(grid.columns)
         )
-        for row in range(picture.rows)
+        for row in range(grid.rows)
     ]
     return "\n".join([*lines, "", whole])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -18,12 +17,10 @@ from edgekv.bundle import EmbeddingTable
 from edgekv.pictures.encoder import PictureEncoder
 
 if TYPE_CHECKING:
-    from edgekv.pictures.tiled import TiledPicture
+    from edgekv.pictures.tiled import TiledPicture, TileGrid
 
 _FIRST_ID = 1 << 62
 """Ids of rows have this bit and 62 bits of a hash: no vocabulary reaches them, and no two pictures share one."""
-_KEPT_BYTES = 1 << 26
-"""Of encoded rows that no request holds, so that the next turn of a conversation does not encode them again."""
 
 
 class Tile:
@@ -42,6 +39,12 @@ class Tile:
         self._pixels: NDArray[np.uint8] | None = pixels
         self._rows: NDArray[Any] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of its pixels or its rows."""
+        held = self._pixels if self._rows is None else self._rows
+        return 0 if held is None else int(held.nbytes)
+
     def row(self, id: int, encoder: PictureEncoder) -> NDArray[Any]:
         """The row `[hidden]` of an id, as graphs read it."""
         if self._rows is None:
@@ -56,23 +59,14 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture that is ready to stand in a prompt.
-
-    Attributes:
-        tiles: row by row, and the whole picture last.
-        rows: of tiles; 0 if there is only the whole picture.
-        columns: of tiles.
-        size: width and height of the picture as it was given.
-    """
+    """A picture that is ready to stand in a prompt."""
 
     tiles: tuple[Tile, ...]
-    rows: int
-    columns: int
-    size: tuple[int, int]
+    grid: TileGrid
 
     def __str__(self) -> str:
-        width, height = self.size
-        tiles = f"{self.columns} x {self.rows} tiles and the whole" if self.rows else "1 tile"
+        (width, height), grid = self.grid.size, self.grid
+        tiles = f"{grid.columns} x {grid.rows} tiles and the whole" if grid.rows else "1 tile"
         return f"{width} x {height} pixels, {tiles}, {self.tokens} tokens"
 
     @property
@@ -95,13 +89,11 @@ class PictureRows:
         self._table = table
         self._lock = Lock()
         self._tiles: WeakValueDictionary[int, Tile] = WeakValueDictionary()  # by the ids of their rows
-        self._kept: OrderedDict[int, Tile] = OrderedDict()  # encoded, by the first of these, the last used at the end
 
     def open(self, picture: TiledPicture) -> Picture:
-        """A picture with the ids of its rows; tiles that are kept are the same objects."""
+        """A picture with the ids of its rows; tiles that somebody holds are the same objects."""
         with self._lock:
-            tiles = tuple(map(self._tile, picture.tiles))
-        return Picture(tiles, picture.rows, picture.columns, picture.size)
+            return Picture(tuple(map(self._tile, picture.tiles)), picture.grid)
 
     def _tile(self, pixels: NDArray[np.uint8]) -> Tile:
         spec = self.encoder.spec
@@ -109,14 +101,6 @@ class PictureRows:
         tile = self._tiles.get(tile.ids[0], tile)
         self._tiles.update(dict.fromkeys(tile.ids, tile))
         return tile
-
-    def _keep(self, tile: Tile) -> None:
-        """Keep an encoded tile, and let go of those that were used longest ago."""
-        spec = self.encoder.spec
-        self._kept[tile.ids[0]] = tile
-        self._kept.move_to_end(tile.ids[0])
-        while len(self._kept) > max(1, _KEPT_BYTES // (2 * spec.rows * spec.output)):
-            self._kept.popitem(last=False)
 
     def rows(self, tokens: Sequence[int]) -> NDArray[Any]:
         """The embeddings of tokens as graphs read them, `[T, hidden]`."""
@@ -127,7 +111,5 @@ class PictureRows:
         found = self._table.rows(np.where(ids >= _FIRST_ID, 0, ids))
         for at in pictured:
             id = int(ids[at])
-            tile = self._tiles[id]
-            found[at] = tile.row(id, self.encoder)
-            self._keep(tile)
+            found[at] = self._tiles[id].row(id, self.encoder)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,18 +13,23 @@ WANTED = "a picture: PNG, JPEG, WebP, GIF or BMP"
 """What files may be, for errors."""
 
 
-@dataclass(frozen=True, slots=True)
-class TiledPicture:
-    """A picture as an encoder reads it.
+class TileGrid(msgspec.Struct, frozen=True):
+    """How a picture is cut: into tiles, row by row, and the whole picture last; or into the whole picture alone.
 
     Attributes:
-        tiles: `[edge, edge, 3]` each: row by row, and the whole picture last.
+        size: width and height of the picture as it was given.
         rows: of tiles; 0 if there is only the whole picture.
         columns: of tiles.
-        size: width and height of the picture as it was given.
     """
 
-    tiles: tuple[Pixels, ...]
-    rows: int
-    columns: int
     size: tuple[int, int]
+    rows: int = 0
+    columns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TiledPicture:
+    """A picture as an encoder reads it: tiles `[edge, edge, 3]`."""
+
+    tiles: tuple[Pixels, ...]
+    grid: TileGrid

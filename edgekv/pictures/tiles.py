@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edgekv.pictures.tiled import TiledPicture
+from edgekv.pictures.tiled import TiledPicture, TileGrid
 from edgekv.spec import PictureSpec
 
 Pixels = NDArray[np.uint8]
@@ -32,7 +32,7 @@ def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int) -> TiledPicture:
     if pictures.longest is not None:
         image = image.resize(_bounded(*size, pictures.longest), by)
     if pictures.tiling == "none":
-        return TiledPicture((_square(image, edge, by),), 0, 0, size)
+        return TiledPicture((_square(image, edge, by),), TileGrid(size))
     if pictures.tiling == "aspect":
         columns, rows = _nearest_grid(*image.size, edge, pictures.least_tiles, pictures.most_tiles)
         split = image.resize((columns * edge, rows * edge), by)
@@ -41,13 +41,13 @@ def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int) -> TiledPicture:
         columns, rows = image.width // edge, image.height // edge
     whole = np.asarray(split)
     if columns * rows == 1:
-        return TiledPicture((whole,), 0, 0, size)
+        return TiledPicture((whole,), TileGrid(size))
     tiles = [
         whole[row * edge : (row + 1) * edge, column * edge : (column + 1) * edge]
         for row in range(rows)
         for column in range(columns)
     ]
-    return TiledPicture((*tiles, _square(image, edge, by)), rows, columns, size)
+    return TiledPicture((*tiles, _square(image, edge, by)), TileGrid(size, rows, columns))
 
 
 def _square(image: Image.Image, edge: int, by: Image.Resampling) -> Pixels:

@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+from urllib.parse import unquote
 from uuid import uuid4
 
 import msgspec
@@ -44,8 +45,9 @@ _KINDS = ("text", "json_object", "json_schema")
 URL_PART = "image_url"
 MOST_PICTURES = 32
 """Of a request: more than any context has room for."""
-_DATA = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
+_DATA = re.compile(r"data:image/[a-z0-9.+-]+(;[^;,]{0,80}){0,4};base64,", re.IGNORECASE | re.ASCII)
 _PICTURE = "a data URI: data:image/png;base64,..."
+_DETAILS = (None, "auto", "low", "high")
 
 
 class MessagePictures:
@@ -65,7 +67,7 @@ class MessagePictures:
         Its content says what kind of picture it is, whatever the URI says.
 
         Raises:
-            ApiError: no data URI of a picture, or too many pictures.
+            ApiError: no data URI of a picture, an unknown detail, or too many pictures.
             UsageError: the bundle reads text alone, or the picture is damaged, animated or too large.
         """
         try:
@@ -73,8 +75,12 @@ class MessagePictures:
         except UsageError as error:
             raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
         given = part.get(URL_PART)
-        url = given.get("url") if isinstance(given, dict) else given
-        at = f"{field}.{URL_PART}.url" if isinstance(given, dict) else f"{field}.{URL_PART}"
+        inner, within = (given, f"{field}.{URL_PART}") if isinstance(given, dict) else (part, field)
+        url = inner.get("url") if isinstance(given, dict) else given
+        at = f"{within}.url" if isinstance(given, dict) else f"{field}.{URL_PART}"
+        if (detail := inner.get("detail")) not in _DETAILS:
+            fix = "Ask for low to have a large picture in one tile."
+            raise refused(f"{within}.detail", got=repr(detail)[:40], expected="auto, low or high", fix=fix)
         if not isinstance(url, str) or (start := _DATA.match(url)) is None:
             found = url[:40] if isinstance(url, str) else type(url).__name__
             fix = "Send the picture itself: the server fetches nothing."
@@ -82,10 +88,11 @@ class MessagePictures:
         if len(self.found) == MOST_PICTURES:
             raise refused(at, got="one more", expected=f"at most {MOST_PICTURES} pictures", fix="Send fewer.")
         try:
-            content = b64decode(url[start.end() :], validate=True)
+            encoded = "".join(unquote(url[start.end() :]).split())  # as browsers read such a URI
+            content = b64decode(encoded, validate=True)
         except (binascii.Error, ValueError) as error:
             raise refused(at, got=error, expected="whole base64", fix="Encode the picture again.") from None
-        self.found.append(self._pictures.open(content, at))
+        self.found.append(self._pictures.open(content, at, is_split=detail != "low"))
         return len(self.found) - 1
 
 

@@ -277,7 +277,7 @@ def _content_of(content: object, field: str) -> object:
     if not isinstance(content, list) or not any(_is_picture(part) for part in content):
         return text_of(content, field)
     return [
-        {"type": URL_PART, URL_PART: part.get(URL_PART)}
+        {"type": URL_PART, URL_PART: part.get(URL_PART), "detail": part.get("detail")}
         if _is_picture(part)
         else {"type": "text", "text": text_of([part], f"{field}[{at}]")}
         for at, part in enumerate(content)

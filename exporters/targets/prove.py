@@ -14,7 +14,7 @@ from edgekv.engine.adapters import Adapters
 from edgekv.engine.sink import read_sink
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache
-from edgekv.pictures import TiledPicture
+from edgekv.pictures import TiledPicture, TileGrid
 from edgekv.runtime import HtpEngine
 
 
@@ -67,7 +67,9 @@ def own_tokens(
     graphs = Graphs(bundle, engine, cache)
     session = Session(cache, graphs)
     opened = [
-        graphs.pictures.open(TiledPicture((tile,), 0, 0, (len(tile), len(tile)))) for tile in tiles if graphs.pictures
+        graphs.pictures.open(TiledPicture((tile,), TileGrid((len(tile), len(tile)))))
+        for tile in tiles
+        if graphs.pictures is not None
     ]
     if lora is not None:
         session.adapt(Adapters(bundle).open([LoraChoice(lora)]))

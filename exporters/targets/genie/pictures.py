@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
-from edgekv.pictures import Picture, Tile, TiledPicture, expand, open_tiles
+from edgekv.pictures import Picture, Tile, TiledPicture, TileGrid, expand, open_tiles
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
 from edgekv.spec import PictureSpec
@@ -77,7 +77,7 @@ def pieces_of(text: str, pictures: Sequence[TiledPicture], rows: int, spec: Pict
     Raises:
         UsageError: the text has another number of these tokens.
     """
-    opened = [Picture(tuple(Tile(each, rows) for each in p.tiles), p.rows, p.columns, p.size) for p in pictures]
+    opened = [Picture(tuple(Tile(each, rows) for each in p.tiles), p.grid) for p in pictures]
     tiles = iter([tile for picture in pictures for tile in picture.tiles])
     found = list[str | Tiles]()
     for part in re.split(f"((?:{re.escape(spec.token)})+)", expand(text, opened, spec)):
@@ -120,7 +120,7 @@ def prove_pictures(
         EngineError: Genie refused the folder, crashed, or chose other tokens.
     """
     tile, edge, tokenizer = drawn_picture(0, vision.encoder.image), vision.encoder.image, bundle.tokenizer()
-    shown = TiledPicture((tile,), 0, 0, (edge, edge))
+    shown = TiledPicture((tile,), TileGrid((edge, edge)))
     pieces = pieces_of(f"See {vision.pictures.token} and say:", [shown], vision.encoder.rows, vision.pictures)
     ids = list[int]()
     for piece in pieces:
