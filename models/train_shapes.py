@@ -94,7 +94,7 @@ def main() -> None:
     """Train, and write the checkpoint."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     given, size = parser.parse_args(), 32
     torch.manual_seed(given.seed)
