@@ -31,7 +31,6 @@ from edgekv.bundle import ENCODER, ENCODER_FILES, GraphFormat, open_bundle
 from edgekv.kv.memory import aligned_zeros
 from edgekv.pictures import patches_of
 from edgekv.runtime.cpu import CpuEngine
-from edgekv.runtime.engine import open_encoder
 from edgekv.runtime.litert import LitertEngine
 from edgekv.spec import ENCODERS, PIXELS_PORT, ROWS_PORT, Config, PictureSpec
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -152,27 +151,33 @@ def _compare(
     vision: VisionEncoder, picture: NDArray[np.float32], encodings: Mapping[str, Encoding], file: Path
 ) -> None:
     """Print the SQNR of the rows of a picture, and what a tile takes."""
-    spec, engine = vision.spec, CpuEngine(1) if file.suffix == ".onnx" else LitertEngine(1)
-    binding, arrays = open_encoder(engine, file), []
-    for name, shape, bind in (
-        (PIXELS_PORT, (1, 1, spec.inputs, spec.patch_values), binding.inputs),
-        (ROWS_PORT, (1, 1, spec.rows, spec.output), binding.outputs),
-    ):
-        element = DTYPES[encodings[name].dtype]
-        arrays.append(array := aligned_zeros(shape, element.name))
-        bind([name], element, shape, [array.ctypes.data])
-    pixels, rows = arrays
-    pixels[0, 0] = encodings[PIXELS_PORT].quantize(picture)
-    binding.run()
+    spec, pixels = vision.spec, encodings[PIXELS_PORT].quantize(picture)[None, None]
+    if file.suffix == ".onnx":
+        engine, session = "emulate", CpuEngine(1).session(file)
+
+        def run() -> NDArray[Any]:
+            return session.run([ROWS_PORT], {PIXELS_PORT: pixels})[0]
+    else:
+        engine, binding = "litert", LitertEngine(1).encoder(file)
+        given, rows = aligned_zeros(pixels.shape, "int16"), aligned_zeros((1, 1, spec.rows, spec.output), "int16")
+        given[:] = pixels
+        binding.inputs([PIXELS_PORT], DTYPES["s16"], given.shape, [given.ctypes.data])
+        binding.outputs([ROWS_PORT], DTYPES["s16"], rows.shape, [rows.ctypes.data])
+
+        def run() -> NDArray[Any]:
+            binding.run()
+            return rows
+
+    run()
     began = time.process_time()
-    binding.run()
+    found = run()
     seconds = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     (wanted,) = encode(vision, [picture])
-    noise = np.square(encodings[ROWS_PORT].dequantize(rows[0, 0]) - wanted).sum(-1)
+    noise = np.square(encodings[ROWS_PORT].dequantize(found[0, 0]) - wanted).sum(-1)
     ratios = 10 * np.log10(np.square(wanted).sum(-1) / noise)
     print(f"SQNR of rows {ratios.min():.1f} dB at least, median {np.median(ratios):.1f}")
-    print(f"{engine.name}: {seconds:.2f} s of processor time a tile, one thread; {peak:.2f} GB at most so far")
+    print(f"{engine}: {seconds:.2f} s of processor time a tile, one thread; {peak:.2f} GB at most so far")
 
 
 def _compile(file: Path) -> None:

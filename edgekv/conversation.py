@@ -109,6 +109,7 @@ class Conversation:
         """Forget all turns but the system prompt."""
         self._finish()
         self.messages, _ = split_turns(self.messages)
+        self._pictures = []
 
     def undo(self) -> list[Message]:
         """Take the last turn back: the user's message and what follows it.
@@ -198,7 +199,12 @@ class Conversation:
             raise UsageError(f"{path}: messages", got="a picture", expected="text", fix=fix)
         self._finish()
         self.messages = [*saved.messages]
+        self._pictures = []
         self._known = _KnownText()
+
+    def pictures_of(self, messages: Sequence[Message]) -> list[Picture]:
+        """The pictures of messages of this conversation, or of those that `undo` returned."""
+        return [self._pictures[number] for number in pictures_in(messages)]
 
     def _finish(self) -> None:
         """End the last answer, if it has not ended."""
@@ -217,7 +223,7 @@ class Conversation:
         opened, render = self._model.pictures, self._model.chat_templates.render
         prompt = self._model.engine.texts.fit(
             messages,
-            lambda kept: opened.expanded(render(kept), self._pictures_of(kept)),
+            lambda kept: opened.expanded(render(kept), self.pictures_of(kept)),
             on_full=self.on_full,
             wanted_tokens=self.params.max_new_tokens,
             tokenize=lambda text: self._known.tokens_of(text, self._model),
@@ -229,14 +235,11 @@ class Conversation:
             speculate=self._speculate,
             lora=self._lora,
             thoughts=True,
-            pictures=self._pictures_of(prompt.messages),
+            pictures=self.pictures_of(prompt.messages),
         )
         before, self.messages = self.messages, messages
         self._unfinished = Answer(self, before, prompt, generation)
         return self._unfinished
-
-    def _pictures_of(self, messages: Sequence[Message]) -> list[Picture]:
-        return [self._pictures[number] for number in pictures_in(messages)]
 
     def _answered(self, message: Message, prompt: FittedPrompt, text: str, generated: Sequence[int]) -> None:
         """Add an answer. The cache holds its first tokens, which say the beginning `text` of its content."""

@@ -9,7 +9,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +498,26 @@ def test_commands_take_pictures(bundle: Path, tmp_path: Path, capfd: pytest.Capt
     assert "vision encoder: 5 tiles in" in capfd.readouterr().err
     assert run(["info", str(bundle)]) == 0
     assert "tiles of 32 x 32 pixels become 4 tokens" in capfd.readouterr().out
+
+
+def test_a_chat_shows_pictures_with_its_messages(
+    bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What is taken back, or does not fit, stays for the next message."""
+    file = tmp_path / "photo.png"
+    file.write_bytes(png(photo(70, 45)))
+    shown = [f"/image {file}", "What?", "/undo", "And this?", f"/image {file}", "x" * 400, "/image", "More"]
+    monkeypatch.setattr("sys.stdin", StringIO("\n".join([*shown, "/image nowhere.png", "/stats", ""])))
+    assert run(["chat", str(bundle), "--max-new-tokens", "2", "--temperature", "0"]) == 0
+    printed = capfd.readouterr()
+    told = printed.err.splitlines()
+    assert [line for line in told if line.startswith("[with the next message")] == [
+        f"[with the next message: {count}]" for count in ("1 picture", "1 picture", "1 picture", "0 pictures")
+    ]
+    assert sum("vision encoder: 5 tiles" in line for line in told) == 2
+    assert any("take its pictures away with /image" in line for line in told)
+    assert any(line.startswith("edgekv: error: /image: got nowhere.png: No such file") for line in told)
+    assert "[conversation: 2 turns; 4 messages]" in told
 
 
 @pytest.mark.htp

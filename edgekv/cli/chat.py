@@ -70,7 +70,7 @@ def chat(
         talk: dict[str, Any] = {"on_full": on_full, "speculate": speculate, "lora": joined(lora)}
         conversation = Conversation(model, system=system, params=params, **talk)
         pictures = opened_pictures(image, model, output)
-        dialog = Dialog(conversation, pictures, keeps_history=history, is_quiet=output.is_quiet)
+        dialog = Dialog(conversation, model, output, pictures, keeps_history=history)
         if message is None:
             dialog.run()
         elif output.as_json:

@@ -13,13 +13,15 @@ import click
 
 from edgekv.cli.entries import QUOTES, Entries, Entry, open_entries
 from edgekv.cli.exit_codes import is_closed_pipe, report
-from edgekv.cli.pictures import encoder_line
+from edgekv.cli.output import Output
+from edgekv.cli.pictures import encoder_line, opened_pictures
 from edgekv.cli.summary import engine_and_mode, speculation_summary, summary
 from edgekv.errors import ContextFullError, UsageError
 
 if TYPE_CHECKING:
     from edgekv.conversation import Answer, Conversation
     from edgekv.engine import GenerationStats
+    from edgekv.model import Model
     from edgekv.pictures import Picture
     from edgekv.text import StopReason
 
@@ -41,22 +43,25 @@ class Dialog:
     def __init__(
         self,
         conversation: Conversation,
+        model: Model,
+        output: Output,
         pictures: Sequence[Picture] = (),
         *,
         keeps_history: bool = True,
-        is_quiet: bool = False,
     ) -> None:
         """Prepare to read standard input.
 
         Args:
             conversation: a new one.
+            model: opens pictures.
+            output: says whether answers come without their figures.
             pictures: in front of the first message.
             keeps_history: whether what is typed at a terminal is kept for later chats.
-            is_quiet: whether answers come without their figures.
         """
         self._conversation = conversation
-        self._pictures = pictures
-        self._keeps_history, self._is_quiet = keeps_history, is_quiet
+        self._model, self._output = model, output
+        self._pictures = [*pictures]
+        self._keeps_history, self._is_quiet = keeps_history, output.is_quiet
         self._answers = self._tokens = self._dropped_turns = 0
         self._last: GenerationStats | None = None
 
@@ -81,9 +86,10 @@ class Dialog:
         Raises:
             EdgeKVError: see `Conversation.say`.
         """
-        pictures, self._pictures = self._pictures, ()
         with self._full_context():
-            return self._conversation.say(message, pictures)
+            answer = self._conversation.say(message, self._pictures)
+        self._pictures = []
+        return answer
 
     def say(self, message: str) -> None:
         """Answer a message on standard output.
@@ -92,7 +98,12 @@ class Dialog:
             EdgeKVError: see `Conversation.say`.
         """
         pictures = self._pictures
-        self._print(self.ask(message))
+        answer = self.ask(message)
+        try:
+            self._print(answer)
+        finally:
+            if not answer.stats.generated_tokens:  # the turn is taken back
+                self._pictures = pictures
         if pictures and not self._is_quiet:
             _tell(encoder_line(pictures))
 
@@ -115,9 +126,23 @@ class Dialog:
     def _undo(self, _: str) -> None:
         from edgekv.conversation import text_of
 
-        first = " ".join(text_of(self._conversation.undo()[0]).split())
+        taken = self._conversation.undo()
+        first = " ".join(text_of(taken[0]).split())
         shown = first if len(first) <= _SHOWN_CHARACTERS else f"{first[:_SHOWN_CHARACTERS]}..."
         _tell(f"[taken back: {shown}]")
+        if pictures := self._conversation.pictures_of(taken):
+            self._pictures[:0] = pictures
+            self._tell_pictures()
+
+    def _image(self, path: str) -> None:
+        if path:
+            self._pictures += opened_pictures([_path(path)], self._model, self._output, "/image")
+        else:
+            self._pictures = []
+        self._tell_pictures()
+
+    def _tell_pictures(self) -> None:
+        _tell(f"[with the next message: {_count(len(self._pictures), 'picture')}]")
 
     def _regenerate(self, _: str) -> None:
         with self._full_context():
@@ -158,6 +183,7 @@ class Dialog:
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()
+        self._pictures = []
         self._dropped_turns = 0
         _tell("[all turns are forgotten; the system prompt stays]")
 
@@ -203,7 +229,7 @@ class Dialog:
     @contextmanager
     def _full_context(self) -> Iterator[None]:
         """Say what a user of this command can do about a full context: it has no option for the policy."""
-        fix = "Shorten the message"
+        fix = "Shorten the message, take its pictures away with /image" if self._pictures else "Shorten the message"
         if self._conversation.turns and self._conversation.on_full == "stop":
             fix = "Forget turns with /undo or /reset, start with --on-full drop-oldest"
         try:
@@ -237,6 +263,7 @@ _EXITS = ("/exit", "/quit")
 _COMMANDS = {
     "/undo": _Command("", "take the last message and its answer back", Dialog._undo),
     "/regen": _Command("", "answer the last message again", Dialog._regenerate),
+    "/image": _Command("[file]", "show a picture with the next message; without a file, none", Dialog._image),
     "/system": _Command("[text]", 'show or change the system prompt; "" for the model\'s own', Dialog._system),
     "/save": _Command("FILE", "write the conversation to a file", Dialog._save),
     "/load": _Command("FILE", "continue the conversation in a file", Dialog._load),

@@ -24,8 +24,8 @@ ImageOption = Annotated[
 ]
 
 
-def opened_pictures(files: Sequence[Path], model: Model, output: Output) -> list[Picture]:
-    """The pictures of `--image`; a line for each goes to standard error.
+def opened_pictures(files: Sequence[Path], model: Model, output: Output, field: str = "--image") -> list[Picture]:
+    """The pictures of an option or a command; a line for each goes to standard error.
 
     Raises:
         EdgeKVError: as `Model.open_picture`.
@@ -33,7 +33,7 @@ def opened_pictures(files: Sequence[Path], model: Model, output: Output) -> list
     found = []
     for file in files:
         started = perf_counter()
-        found.append(picture := model.open_picture(file, "--image"))
+        found.append(picture := model.open_picture(file, field))
         output.note(f"[{file.name}: {picture}, resized in {1e3 * (perf_counter() - started):.0f} ms]")
     return found
 
