@@ -162,6 +162,8 @@ UNBOUND = {"type": "object", "properties": {"a": {"not": {}}}}
         ("/v1/embeddings", {"model": NAME, "input": "x"}, 400, None, "talker generates text and has no embeddings"),
         ("/v1/nothing", {}, 404, None, "expected one of /, /health, /metrics, /v1/models, /v1/models/NAME, /v1/chat/"),
         ("/v1/models", {}, 405, None, "got POST '/v1/models'; expected GET"),
+        ("/v1/models/NAME", {}, 405, None, "got POST '/v1/models/NAME'; expected GET"),
+        ("/v1/responses/a/b", {}, 405, None, "expected DELETE or GET"),
     ],
 )
 def test_what_is_wrong_is_named(server: Server, path: str, body: Any, status: int, param: str | None, words: str):
@@ -169,6 +171,13 @@ def test_what_is_wrong_is_named(server: Server, path: str, body: Any, status: in
     error = answer["error"]
     assert (found, error["param"]) == (status, param) and words in error["message"], error
     assert error["type"] and "Traceback" not in error["message"]
+
+
+def test_the_name_of_a_model_may_have_slashes_and_head_is_get_without_a_body(server: Server):
+    head = "{} /v1/models/{} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    assert b"got 'org/model'" in server.raw(head.format("GET", "org/model").encode())
+    answer = server.raw(head.format("HEAD", NAME).encode())
+    assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
 
 
 def test_unknown_fields_are_ignored(server: Server):

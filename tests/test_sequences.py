@@ -346,3 +346,10 @@ def test_a_sequence_that_has_no_tokens_is_forgotten():
 def test_common_tokens():
     assert common_tokens([1, 2, 3], [1, 2, 4]) == 2 and common_tokens([], [1]) == 0
     assert common_tokens([1, 2], [1, 2, 3]) == 2 and common_tokens([2], [1]) == 0
+
+
+@given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
+def test_common_tokens_end_where_texts_differ(same, one, other):
+    common = common_tokens([*same, *one], (*same, *other))
+    assert common >= len(same) and [*same, *one][:common] == [*same, *other][:common]
+    assert [*same, *one][common : common + 1] != [*same, *other][common : common + 1] or common == len(same + one)

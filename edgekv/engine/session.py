@@ -668,6 +668,14 @@ class DraftPass:
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     shorter = min(len(first), len(second))
-    if list(first[:shorter]) == list(second[:shorter]):
+    mine, theirs = list(first[:shorter]), list(second[:shorter])
+    if mine == theirs:
         return shorter
-    return next(at for at, (mine, theirs) in enumerate(zip(first, second, strict=False)) if mine != theirs)
+    same, other = 0, shorter  # prefixes of these lengths are the same, and are not
+    while other - same > 1:
+        middle = (same + other) // 2
+        if mine[same:middle] == theirs[same:middle]:
+            same = middle
+        else:
+            other = middle
+    return same

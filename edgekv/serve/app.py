@@ -6,12 +6,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
-from starlette.routing import Route, Router
 
 from edgekv.serve.chat import chat_completions
 from edgekv.serve.completions import completions
 from edgekv.serve.errors import ApiError
-from edgekv.serve.http import App, Endpoint, Exchange, Guard
+from edgekv.serve.http import App, Exchange, Guard, Handler, Routes
 from edgekv.serve.metrics import CONTENT_TYPE
 from edgekv.serve.options import ServeOptions
 from edgekv.serve.page import chat_page
@@ -55,9 +54,8 @@ async def one_model(service: Service, exchange: Exchange) -> None:
     Raises:
         ApiError: another model.
     """
-    name = exchange.scope["path_params"]["name"]
-    service.check_name(name)
-    await exchange.reply(_record(service, name))
+    service.check_name(exchange.name)
+    await exchange.reply(_record(service, exchange.name))
 
 
 async def embeddings(service: Service, exchange: Exchange) -> None:
@@ -84,7 +82,7 @@ async def metrics(service: Service, exchange: Exchange) -> None:
 def make_app(service: Service, options: ServeOptions) -> App:
     """The application: paths behind the checks of every request."""
 
-    def of(handler: Callable[[Service, Exchange], Awaitable[None]]) -> Callable[[Exchange], Awaitable[None]]:
+    def of(handler: Callable[[Service, Exchange], Awaitable[None]]) -> Handler:
         return partial(handler, service)
 
     responses = Responses(service, ResponseStore(options.limits.stored_responses, len(options.keys)))
@@ -93,16 +91,15 @@ def make_app(service: Service, options: ServeOptions) -> App:
         ("GET", "/health", of(health)),
         ("GET", "/metrics", of(metrics)),
         ("GET", "/v1/models", of(models)),
-        ("GET", "/v1/models/{name:path}", of(one_model)),
+        ("GET", "/v1/models/NAME", of(one_model)),
         ("POST", "/v1/chat/completions", of(chat_completions)),
         ("POST", "/v1/completions", of(completions)),
         ("POST", "/v1/embeddings", of(embeddings)),
         ("POST", "/v1/responses", responses.create),
-        ("GET", "/v1/responses/{name}", responses.get),
-        ("DELETE", "/v1/responses/{name}", responses.delete),
+        ("GET", "/v1/responses/NAME", responses.get),
+        ("DELETE", "/v1/responses/NAME", responses.delete),
     )
-    routes = [Route(path, Endpoint(handler), methods=[method]) for method, path, handler in paths]
-    return Guard(Router(routes, redirect_slashes=False), options, service.metrics, [path for _, path, _ in paths])
+    return Guard(Routes(paths), options, service.metrics)
 
 
 def _record(service: Service, name: str) -> ModelRecord:

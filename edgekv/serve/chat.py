@@ -545,8 +545,17 @@ async def _wanted(service: Service, exchange: Exchange, request: ChatRequest, lo
 
 @dataclass(slots=True)
 class _Answer:
-    """One of the answers so far."""
+    """One of the answers so far.
 
+    Attributes:
+        has_begun: whether a stream has named the role.
+        text: so far, as all that follows; in streams only the calls are kept.
+        thoughts: of the model.
+        calls: of tools.
+        logprobs: of the tokens.
+    """
+
+    has_begun: bool = False
     text: str = ""
     thoughts: str = ""
     calls: list[CallRecord] = field(default_factory=list)
@@ -569,16 +578,18 @@ class _Reply:
         self._answers = [_Answer() for _ in range(n)]
 
     def head(self) -> bytes:
-        return b"".join(
-            self._chunk(ChunkChoice(Delta("assistant", ""), index=index)) for index in range(len(self._answers))
-        )
+        return b""
 
     def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
         so_far, streams = self._answers[index], bool(self._request.stream)
+        data = b""
+        if streams and not so_far.has_begun:  # with the first token: a write of its own costs as much as a token's
+            so_far.has_begun = True
+            data = self._chunk(ChunkChoice(Delta("assistant", ""), index=index))
         if isinstance(happened, Finished):
-            return self._chunk(ChunkChoice(Delta(), so_far.reason(happened), index=index)) if streams else b""
+            return data + self._chunk(ChunkChoice(Delta(), so_far.reason(happened), index=index)) if streams else b""
         if isinstance(happened, PromptLogprobs):
-            return b""
+            return data
         logprobs, calls = self._logprobs(happened), self._calls(happened, len(so_far.calls))
         so_far.calls += calls
         if not streams:
@@ -586,7 +597,6 @@ class _Reply:
             so_far.thoughts += happened.thoughts or ""
             so_far.logprobs += logprobs
             return b""
-        data = b""
         if happened.thoughts:
             data += self._chunk(ChunkChoice(Delta(reasoning_content=happened.thoughts), index=index))
         if happened.text or logprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -82,12 +83,14 @@ def serve(
             click.echo("\n".join(summary(serving, options, cache_budget, prefixes.disk_folder)), err=True)
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
+        gc.freeze()  # looking through all that has been loaded takes as long as tokens
         try:
             serving.run()
         except StuckEngineError as error:
             click.echo(f"edgekv: error: {error}", err=True)
             os._exit(error.exit_code)  # closing the model would wait for the step
         finally:
+            gc.unfreeze()
             sys.setswitchinterval(interval_s)
 
 

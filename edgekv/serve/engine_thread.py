@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import math
-import socket
+import os
 import sys
 import threading
 import traceback
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Literal
 
 from edgekv.engine import Engine, Event, Request, Scores, Sequence
@@ -28,6 +28,9 @@ _WRITE: Callable[[int, bytes, int], int] | None = None
 """`write` of the C library, called with the interpreter's lock."""
 if sys.platform != "win32":
     _WRITE = ctypes.PyDLL(None).write
+
+_GIVE_WAY_S = 50e-6
+"""How long the thread lets that of the connections send first tokens; later ones are sent while the engine computes."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -109,11 +112,11 @@ class Bell:
         self._told: deque[Channel] = deque()
         self._is_rung = False
         self._lock = threading.Lock()
-        self._pipe: tuple[socket.socket, socket.socket] | None = None
+        self._pipe: tuple[int, int] | None = None
         if _WRITE is not None:
-            self._pipe = socket.socketpair()
+            self._pipe = os.pipe()
             for each in self._pipe:
-                each.setblocking(False)
+                os.set_blocking(each, False)
             loop.add_reader(self._pipe[0], self._hear)
 
     def ring(self, channels: Iterable[Channel]) -> None:
@@ -124,7 +127,7 @@ class Bell:
         self._is_rung = True
         with self._lock:  # nobody closes the descriptor meanwhile
             if self._pipe is not None and _WRITE is not None:
-                _WRITE(self._pipe[1].fileno(), b"\0", 1)
+                _WRITE(self._pipe[1], b"\0", 1)
                 return
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._wake)
@@ -136,11 +139,11 @@ class Bell:
         if pipe is not None:
             self._loop.remove_reader(pipe[0])
             for each in pipe:
-                each.close()
+                os.close(each)
 
     def _hear(self) -> None:
         if self._pipe is not None:
-            self._pipe[0].recv(64)
+            os.read(self._pipe[0], 64)
         self._wake()
 
     def _wake(self) -> None:
@@ -315,6 +318,7 @@ class EngineThread:
         self._arrived: deque[Ticket] = deque()
         self._tickets: dict[Sequence, Ticket] = {}
         self._told: list[Channel] = []
+        self._has_first = False  # of the tokens in `_told`
         self._bell: Bell | None = None
         self._is_closed = False
         self._mean_s = 1.0
@@ -459,7 +463,9 @@ class EngineThread:
             assert output is not None, "it gives tokens"
             is_last = sequence.has_ended and ticket.generated_tokens + 1 == len(output.tokens)
             seconds = ticket.add_token(event, is_eos=is_last and output.stop_reason == "eos")
-            self._metrics.count_token(seconds, is_first=ticket.generated_tokens == 1)
+            is_first = ticket.generated_tokens == 1
+            self._has_first |= is_first
+            self._metrics.count_token(seconds, is_first=is_first)
             if not is_last:
                 return
         if sequence.has_ended:
@@ -498,7 +504,10 @@ class EngineThread:
         """Wake those who got an event since the last call."""
         if self._told and self._bell is not None:
             self._bell.ring(self._told)
+            if self._has_first:
+                sleep(_GIVE_WAY_S)
         self._told.clear()
+        self._has_first = False
 
     def _measure(self) -> None:
         """Note what the engine holds: other threads must not look at it."""

@@ -27,8 +27,10 @@ MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 _MOST_TOKENS = 2**31 - 1
 _SEEDS = 1 << 64
-_CHANGED = ("seed", "stop", "logit_bias", "max_new_tokens")
-"""Fields of `SamplingParams` whose values in requests are not as they are there; the others have the same names."""
+_CHANGED = ("seed", "stop", "logit_bias", "max_new_tokens", "grammar")
+"""Fields of `SamplingParams` that requests have in another form."""
+_SAME = tuple(each.name for each in fields(SamplingParams) if each.name not in _CHANGED)
+"""The others, which requests call the same."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -118,8 +120,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             UsageError: a value out of range.
         """
         given: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-        for name in (each.name for each in fields(SamplingParams) if each.name not in _CHANGED):
-            if (value := getattr(self, name, None)) is not None:
+        for name in _SAME:
+            if (value := getattr(self, name)) is not None:
                 given[name] = value
         if self.seed is not None:
             given["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed

@@ -20,11 +20,9 @@ from typing import Any, ClassVar, TypeVar
 
 import h11
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgekv.errors import EdgeKVError
 from edgekv.serve.errors import ApiError, DisconnectedError, api_error, refused
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import LOOPBACK, Limits, ServeOptions
@@ -33,6 +31,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Handler = Callable[["Exchange"], Awaitable[None]]
+"""Answers a request of one path."""
 T = TypeVar("T")
 
 JSON = b"application/json"
@@ -53,7 +53,8 @@ OPEN = ("/", "/health")
 POLLED = ("/health", "/metrics")
 """Paths that programs ask for every few seconds: only their failures are logged."""
 _OTHER = "other"
-_NAME = re.compile(r"\{[^}]*\}")
+_NAME = "NAME"
+"""The end of a path that stands for any name."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -119,6 +120,7 @@ class Exchange:
 
     Attributes:
         scope: of ASGI.
+        name: at the end of the path, if the path has one.
         salt: of the request's API key, once that is checked; None without keys.
         record: what the log will say of it.
         name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
@@ -128,6 +130,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
         self.scope = scope
+        self.name = ""
         self.salt: str | None = None
         self.record: RequestRecord = scope["state"]["record"]
         self.name_of: Callable[[str], str | None] = _same
@@ -313,20 +316,55 @@ class ApiKeys:
         return sha256(b"edgekv cache salt" + given).hexdigest() if any(matches) else None
 
 
+class Routes:
+    """The handlers of paths, by method. A path may end with `NAME`, which stands for any name."""
+
+    def __init__(self, handlers: Sequence[tuple[str, str, Handler]]) -> None:
+        """Each with its method and path."""
+        self._paths: dict[str, dict[str, Handler]] = {}
+        self._named: dict[str, dict[str, Handler]] = {}  # by what is before the name
+        for method, path, handler in handlers:
+            start = path.removesuffix(_NAME)
+            paths = self._paths if start == path else self._named
+            paths.setdefault(start, {})[method] = handler
+        self._shown = ", ".join(dict.fromkeys(path for _, path, _ in handlers))
+
+    def __contains__(self, path: str) -> bool:
+        """Whether this is a path without a name."""
+        return path in self._paths
+
+    def find(self, method: str, path: str) -> tuple[Handler, str]:
+        """The handler of a request, and the name in its path; HEAD is answered as GET.
+
+        Raises:
+            ApiError: 404, no such path; 405, it has other methods.
+        """
+        methods, name = self._paths.get(path), ""
+        if methods is None:
+            start = next((each for each in self._named if path.startswith(each) and path != each), None)
+            if start is None:
+                message = f"path: got {path[:200]!r}; expected one of {self._shown}. Correct it."
+                raise ApiError(404, message, code="not_found")
+            methods, name = self._named[start], path.removeprefix(start)
+        handler = methods.get("GET" if method == "HEAD" else method)
+        if handler is None:
+            message = f"method: got {method} {path[:200]!r}; expected {' or '.join(sorted(methods))}. Use it."
+            raise ApiError(405, message, code="wrong_method")
+        return handler, name
+
+
 class Guard:
     """Checks the host and the API key, counts and logs answers, and turns exceptions into errors of the API.
 
     Pages of the allowed origins can read errors too.
     """
 
-    def __init__(self, app: App, options: ServeOptions, metrics: Metrics, paths: Sequence[str]) -> None:
-        self._app = app
+    def __init__(self, routes: Routes, options: ServeOptions, metrics: Metrics) -> None:
+        self._routes = routes
         self._options = options
         self._is_local = options.is_local
         self._keys = ApiKeys(options.keys)
         self._metrics = metrics
-        self._shown_paths = ", ".join(dict.fromkeys(_NAME.sub("NAME", path) for path in paths))
-        self._paths = frozenset(path for path in paths if "{" not in path)
         self._answer: App = self._checked
         if options.origins:
             self._answer = CORSMiddleware(
@@ -338,11 +376,7 @@ class Guard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"] if scope["path"] in self._paths else _OTHER
-        scope["app"] = self  # asks the router to raise what it would answer
+        path = scope["path"] if scope["path"] in self._routes else _OTHER
         record = scope["state"]["record"] = RequestRecord()
 
         async def counted(message: MutableMapping[str, Any]) -> None:
@@ -360,14 +394,15 @@ class Guard:
                 write_line(record.line(scope["method"], scope["raw_path"][:200].decode("ascii", "backslashreplace")))
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = scope["state"]["exchange"] = Exchange(scope, receive, send, self._options.limits)
+        exchange = Exchange(scope, receive, send, self._options.limits)
         try:
             self._check(exchange)
-            await self._app(scope, receive, send)
+            handler, exchange.name = self._routes.find(scope["method"], scope["path"])
+            await handler(exchange)
         except DisconnectedError:
             self._metrics.disconnects += 1
         except Exception as error:
-            told = self._told(error, scope)
+            told = api_error(error).renamed(exchange.name_of)
             exchange.record.error = told.code or told.body.error.type
             if exchange.record.has_begun:  # the status is out: all that is left is to end the connection
                 raise
@@ -395,31 +430,6 @@ class Guard:
                 message = "authorization: got no accepted key; expected one. Send the header Authorization: Bearer KEY."
                 raise ApiError(401, message, code="invalid_api_key")
             exchange.salt = salt
-
-    def _told(self, error: Exception, scope: Scope) -> ApiError:
-        if not isinstance(error, HTTPException):
-            return api_error(error)
-        path = repr(scope["path"][:200])
-        if error.status_code == 405:
-            allowed = sorted((error.headers or {}).get("Allow", "another method").split(", "))
-            message = f"method: got {scope['method']} {path}; expected {' or '.join(allowed)}. Use it."
-            return ApiError(405, message, code="wrong_method")
-        message = f"path: got {path}; expected one of {self._shown_paths}. Correct it."
-        return ApiError(error.status_code, message, code="not_found")
-
-
-class Endpoint:
-    """A path's handler as an ASGI application behind a `Guard`; errors have the request's names of fields."""
-
-    def __init__(self, handler: Callable[[Exchange], Awaitable[None]]) -> None:
-        self._handler = handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["state"]["exchange"]
-        try:
-            await self._handler(exchange)
-        except (ApiError, EdgeKVError) as error:
-            raise api_error(error).renamed(exchange.name_of) from None
 
 
 class Connection(H11Protocol):

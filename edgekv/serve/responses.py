@@ -454,7 +454,7 @@ class Responses:
         Raises:
             ApiError: it is not stored.
         """
-        await exchange.reply(self._store.get(exchange.salt, exchange.scope["path_params"]["name"]).record)
+        await exchange.reply(self._store.get(exchange.salt, exchange.name).record)
 
     async def delete(self, exchange: Exchange) -> None:
         """`DELETE /v1/responses/ID`.
@@ -462,9 +462,8 @@ class Responses:
         Raises:
             ApiError: it is not stored.
         """
-        name = exchange.scope["path_params"]["name"]
-        self._store.remove(exchange.salt, name)
-        await exchange.reply(Deleted(name))
+        self._store.remove(exchange.salt, exchange.name)
+        await exchange.reply(Deleted(exchange.name))
 
 
 def _place_of(field: str, places: Sequence[str]) -> str:
