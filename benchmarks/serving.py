@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_END = b"\r\n0\r\n\r\n"
+"""Of a body in chunks."""
 _LISTENS = re.compile(r"http://127\.0\.0\.1:(\d+)/v1")
 
 
@@ -102,27 +104,53 @@ async def complete(
     return answer
 
 
-def stream_times(port: int, prompt: str | Sequence[int], tokens: int) -> tuple[float, float]:
-    """Time to the first token of a greedy stream of a number of tokens, with the connection, and per further token, ms.
+@dataclass(frozen=True, slots=True)
+class StreamTimes:
+    """When a client that only waits for bytes gets those of a stream.
+
+    Attributes:
+        headers_ms: from the request to the first byte.
+        first_ms: from the request to the first token.
+        token_ms: per further token.
+    """
+
+    headers_ms: float
+    first_ms: float
+    token_ms: float
+
+
+def stream_times(
+    port: int, prompt: str | Sequence[int], tokens: int, connection: socket.socket | None = None
+) -> StreamTimes:
+    """Times of a greedy stream of a number of tokens, on an open connection or, with its own time, on a new one.
 
     An event may have the text of several tokens; only its arrival is noted.
     """
+    if connection is None:
+        began = time.perf_counter()
+        with socket.create_connection(("127.0.0.1", port)) as opened:
+            return _stream_times(opened, prompt, tokens, began)
+    return _stream_times(connection, prompt, tokens, time.perf_counter())
+
+
+def _stream_times(connection: socket.socket, prompt: str | Sequence[int], tokens: int, began: float) -> StreamTimes:
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-    first = last = 0.0
-    began, end = time.perf_counter(), b""
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        while b"data: [DONE]" not in end:
-            part = connection.recv(1 << 16)
-            if not part:
-                raise ConnectionResetError("the server has gone")
-            if b"data: {" in part:
-                last = time.perf_counter()
-                first = first or last
-            end = (end + part)[-32:]
-    return (first - began) * 1e3, (last - first) * 1e3 / (tokens - 1)
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    headers = first = last = 0.0
+    end = b""
+    while not end.endswith(_END):
+        part = connection.recv(1 << 16)
+        if not part:
+            raise ConnectionResetError("the server has gone")
+        now = time.perf_counter()
+        headers = headers or now
+        if b"data: {" in part:
+            last = now
+            first = first or last
+        end = (end + part)[-len(_END) :]
+    return StreamTimes((headers - began) * 1e3, (first - began) * 1e3, (last - first) * 1e3 / (tokens - 1))
 
 
 async def metrics(port: int) -> dict[str, float]:
