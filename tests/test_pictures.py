@@ -614,18 +614,18 @@ def test_genie_compares_the_rows_of_pictures(bundle: Path, tmp_path: Path, monke
     assert not (tmp_path / "genie").exists()
 
 
-def test_the_page_takes_a_dropped_picture(bundle: Path, chromium: Browser):
+def test_the_page_takes_dropped_pictures(bundle: Path, chromium: Browser):
     dropped = b64encode(png(photo(70, 45))).decode()
     with served(bundle) as server, new_chat(chromium, server) as chat:
         change_settings(chat, max_tokens=2, temperature=0)
         chat.run(
             "(bytes => { const data = new DataTransfer();"
-            " data.items.add(new File([bytes], 'photo.png', { type: 'image/png' }));"
+            " for (const name of ['1.png', '2.png']) data.items.add(new File([bytes], name, { type: 'image/png' }));"
             " document.dispatchEvent(new DragEvent('drop', { dataTransfer: data, cancelable: true })); })"
             f"(Uint8Array.from(atob('{dropped}'), each => each.charCodeAt(0)))"
         )
-        chat.wait("document.querySelectorAll('#dropped img').length === 1")
+        chat.wait("document.querySelectorAll('#dropped img').length === 2")
         say(chat, "What?", turns=2)
-        assert chat.run("document.querySelectorAll('.user .pictures img').length") == 1
-        assert chat.run("state.messages[1].figures.prompt") > 20
+        assert chat.run("document.querySelectorAll('.user .pictures img').length") == 2
+        assert chat.run("state.messages[1].figures.prompt") > 40
         assert "pictures" not in json.dumps(chat.run(KEPT))

@@ -8,22 +8,17 @@ Needs the extra `parity`. Run it from the root of the repository.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from kept import loaded, write_or_check
 from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))
-from tests.checkpoints import ARCHITECTURES, write_checkpoint, write_drafter  # noqa: E402
+from tests.checkpoints import ARCHITECTURES, write_checkpoint, write_drafter
 
-FILE = HERE / "drafters.npz"
-TOLERANCE = 1e-4
 STEPS = 3
 _modes = Gemma4TextConfig.kv_sharing_modes.fget
 
@@ -44,14 +39,7 @@ def make() -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         folder = write_checkpoint(Path(scratch) / "target", ARCHITECTURES["gemma4"], gain=1.0)
         target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        drafter, loading = Gemma4AssistantForCausalLM.from_pretrained(
-            write_drafter(Path(scratch) / "drafter", folder),
-            dtype=torch.float32,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-        if any(loading.values()):
-            raise SystemExit(f"transformers did not load every tensor: {loading}")
+        drafter = loaded(Gemma4AssistantForCausalLM, write_drafter(Path(scratch) / "drafter", folder))
         run = target(torch.tensor(tokens[:-1])[None], output_hidden_states=True, return_shared_kv_states=True)
         hidden, last = run.hidden_states[-1][:, -1:], torch.tensor(tokens[-1:])[None]
         for _ in range(STEPS):
@@ -65,12 +53,4 @@ def make() -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    made = make()
-    if not parser.parse_args().check:
-        np.savez_compressed(FILE, **made)
-        sys.exit()
-    written = np.load(FILE)
-    wrong = [name for name in made if not np.allclose(made[name], written[name], atol=TOLERANCE)]
-    sys.exit(f"differ: {', '.join(wrong)}" if wrong or made.keys() != {*written} else 0)
+    write_or_check(make, Path(__file__).with_suffix(".npz"))

@@ -8,13 +8,12 @@ Needs the extra `parity`. Run it from the root of the repository.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from kept import loaded, write_or_check
 from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
@@ -22,12 +21,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))
-from tests.picture_models import FRAME, IMAGE_TOKEN, SIZES, WHOLE, photo, write_internvl, write_smolvlm  # noqa: E402
-
-FILE = HERE / "pictures.npz"
-TOLERANCE = 1e-4
+from tests.picture_models import FRAME, IMAGE_TOKEN, SIZES, WHOLE, photo, write_internvl, write_smolvlm
 
 
 def make() -> dict[str, np.ndarray]:
@@ -36,11 +30,7 @@ def make() -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_smolvlm(Path(scratch) / "smolvlm")
         processor = SmolVLMImageProcessorPil.from_pretrained(folder)
-        model, loading = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-        )
-        if any(loading.values()):
-            raise SystemExit(f"transformers did not load every tensor: {loading}")
+        model = loaded(AutoModelForImageTextToText, folder)
         for number, (width, height) in enumerate(SIZES):
             found = processor(
                 [[Image.fromarray(photo(width, height, number))]], return_tensors="pt", return_row_col_info=True
@@ -72,11 +62,7 @@ def make_internvl() -> dict[str, np.ndarray]:
     """The same of the first picture."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_internvl(Path(scratch) / "internvl")
-        model, loading = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-        )
-        if any(loading.values()):
-            raise SystemExit(f"transformers did not load every tensor: {loading}")
+        model = loaded(AutoModelForImageTextToText, folder)
         picture = Image.fromarray(photo(*SIZES[0]))
         pixels = GotOcr2ImageProcessorPil.from_pretrained(folder)([picture], return_tensors="pt")["pixel_values"]
         text = f"See <img>{'<IMG_CONTEXT>' * 4 * len(pixels)}</img> and say:"
@@ -96,12 +82,4 @@ def make_internvl() -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    made = make()
-    if not parser.parse_args().check:
-        np.savez_compressed(FILE, **made)
-        sys.exit()
-    written = np.load(FILE)
-    wrong = [name for name in made if not np.allclose(made[name], written[name], atol=TOLERANCE)]
-    sys.exit(f"differ: {', '.join(wrong)}" if wrong or made.keys() != {*written} else 0)
+    write_or_check(make, Path(__file__).with_suffix(".npz"))
