@@ -138,7 +138,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     if options.graph_format == "onnx" and options.recipe.shares_vocabulary(checkpoint.spec):
         rotation = applied_rotation(checkpoint.spec, options.recipe.rotation)
         vocabulary = shared_vocabulary(rotation)
-        options = replace(options, recipe=options.recipe.sharing_vocabulary())
+        options = replace(options, recipe=options.recipe.sharing_vocabulary(vocabulary))
     check_fit(checkpoint, options)
     channels = outlier_channels(checkpoint.spec, checkpoint.tensor) if options.recipe.splits_channels else []
     checkpoint = checkpoint.split(channels).with_vocabulary(vocabulary)

@@ -20,12 +20,21 @@ _ROWS_AT_ONCE = 256
 _ROWS_IN_CACHE = 32
 
 
-def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: LayerInputs | None) -> QuantizedWeight:
+def quantize(
+    weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: LayerInputs | None, grid: Grid | None = None
+) -> QuantizedWeight:
     """Integers for a matrix `[in, out]`. The same arguments always give the same integers.
 
     `nearest` covers the maximum magnitude and rounds. `search` clips where that lowers the output error. `gptq` also
     compensates the error of earlier layers in its inputs, and the error of rounded rows in those not yet rounded.
     `descent` then changes single integers as long as that lowers the error. Columns are processed in chunks.
+
+    Args:
+        weight: the matrix.
+        dtype: its type.
+        method: see above.
+        inputs: of the matrix; `nearest` needs none.
+        grid: of the result, of this type; None to choose it.
 
     Raises:
         ValueError: the shape does not fit the type, or `inputs` are missing.
@@ -39,11 +48,13 @@ def quantize(weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: L
     grids = []
     for start in range(0, weight.shape[1], _COLUMNS_AT_ONCE):
         columns = slice(start, start + _COLUMNS_AT_ONCE)
+        given = None if grid is None else grid.columns(columns.start, columns.stop)
         if method in ("gptq", "descent") and inputs is not None:
-            grids.append(_gptq(weight, columns, dtype, inputs, integers, descent=method == "descent"))
+            grids.append(_gptq(weight, columns, given or dtype, inputs, integers, descent=method == "descent"))
             continue
         part = np.ascontiguousarray(weight[:, columns], np.float32)
-        grids.append(choose_grid(part, dtype, None if inputs is None or method == "nearest" else inputs.importance))
+        importance = None if inputs is None or method == "nearest" else inputs.importance
+        grids.append(given or choose_grid(part, dtype, importance))
         integers[:, columns] = _rounded(part, grids[-1])
     return QuantizedWeight(integers, Grid.joined(grids))
 
@@ -56,7 +67,7 @@ def quantize_per_channel(weight: NDArray[Any]) -> QuantizedWeight:
 def _gptq(
     weight: Floats,
     columns: slice,
-    dtype: WeightDtype,
+    wanted: WeightDtype | Grid,
     inputs: LayerInputs,
     integers: NDArray[np.int8],
     *,
@@ -74,10 +85,13 @@ def _gptq(
     """
     order, factor = inputs.order, inputs.factor
     target = inputs.compensated(weight, columns)
-    straight = np.empty_like(target)
-    straight[order] = target
-    grid = choose_grid(straight, dtype, inputs.importance + inputs.damping)
-    del straight
+    if isinstance(wanted, Grid):
+        grid = wanted
+    else:
+        straight = np.empty_like(target)
+        straight[order] = target
+        grid = choose_grid(straight, wanted, inputs.importance + inputs.damping)
+        del straight
     steps = grid.steps(len(target))[order]
     pivots = np.diagonal(factor)
     errors = np.empty_like(target)
@@ -85,8 +99,8 @@ def _gptq(
     for start in range(0, len(target), _ROWS_AT_ONCE):
         here = slice(start, start + _ROWS_AT_ONCE)
         feedback = factor[: here.stop, here] / pivots[here]
-        wanted = target[here] + feedback[:start].T @ errors[:start]
-        _feed_back(wanted, feedback[start:], target[here], steps[here], grid.limits, errors[here], rounded[here])
+        corrected = target[here] + feedback[:start].T @ errors[:start]
+        _feed_back(corrected, feedback[start:], target[here], steps[here], grid.limits, errors[here], rounded[here])
     if descent:
         descend(target, rounded, steps, grid.limits, inputs.hessian)
     integers[order, columns] = rounded

@@ -17,7 +17,7 @@ from edgekv.bundle.consistency import check_consistency
 from edgekv.runtime import CpuEngine
 from edgekv.spec import EMBEDDING, EMBEDDING_COLUMNS, EMBEDDING_STEPS, HEAD, HEAD_TURN, matrices, views
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.folded import transformed, transformed_as
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
 from exporters.htp.check import floating_nodes
 from exporters.inspect.probe import Probe
@@ -96,6 +96,15 @@ def test_embeddings_have_8_bits_a_row(tmp_path: Path) -> None:
     assert low == pytest.approx(exact.min()) and high == pytest.approx(exact.max())
 
 
+def test_the_head_chooses_integers_of_the_table(tied: Bundle) -> None:
+    """On the table's grid, but not to nearest: the logits lose less, and the host finds the same rows."""
+    source = Checkpoint.open(tied.manifest.source.checkpoint).with_vocabulary("turned")
+    table, head = Table.of(transformed_as(tied, source)), tied.weights().matrix(HEAD)
+    np.testing.assert_array_equal(head.scales, table.scales)
+    moved = np.abs(head.integers.T.astype(np.int64) - table.integers(slice(None)))
+    assert 0 < moved.mean() < 1 and moved.max() < 20
+
+
 def test_a_row_of_zeros_stays_zero(tmp_path: Path) -> None:
     class Tensors:
         spec = Checkpoint.open(str(write_checkpoint(tmp_path, NEWER))).spec
@@ -149,10 +158,15 @@ def test_a_head_of_its_own_cannot_share(untied: Bundle) -> None:
 
 def test_the_matrix_before_the_head_learns_what_the_head_would() -> None:
     methods = {}
-    for name in ("w8a16", "w4a16"):
-        recipe = find_recipe(name).sharing_vocabulary()
-        methods[name] = [recipe.rule(tensor).method for tensor in (HEAD_TURN, HEAD)]
-    assert methods == {"w8a16": ["nearest", "nearest"], "w4a16": ["gptq", "nearest"]}
+    for name, vocabulary in (("w8a16", "turned"), ("w4a16", "turned"), ("as-stored", "shared"), ("w4a16", "shared")):
+        recipe = find_recipe(name).sharing_vocabulary(vocabulary)
+        methods[name, vocabulary] = [recipe.rule(tensor).method for tensor in (HEAD_TURN, HEAD)]
+    assert methods == {
+        ("w8a16", "turned"): ["gptq", "gptq"],
+        ("w4a16", "turned"): ["gptq", "gptq"],
+        ("as-stored", "shared"): ["nearest", "nearest"],
+        ("w4a16", "shared"): ["gptq", "nearest"],
+    }
 
 
 def test_a_head_of_4_bits_leaves_the_table_apart(tmp_path: Path) -> None:

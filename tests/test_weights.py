@@ -43,6 +43,17 @@ def test_a_slice_keeps_every_integer(dtype):
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
+def test_a_grid_that_is_given_stays(dtype):
+    """GPTQ gains on it too; a table of embeddings that is a head's matrix has such a grid."""
+    sums = LayerInputs(INPUTS, INPUTS)
+    covering = quantize(WEIGHT, dtype, "nearest", None)
+    nearest, gptq = (quantize(WEIGHT, dtype, method, sums, covering.grid) for method in ("nearest", "gptq"))
+    assert np.array_equal(nearest.integers, covering.integers)
+    assert np.array_equal(gptq.grid.steps(len(WEIGHT)), covering.grid.steps(len(WEIGHT)))
+    assert output_error(gptq) < output_error(nearest)
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_after_descent_no_single_integer_is_better(dtype):
     sums = LayerInputs(INPUTS, INPUTS)
     found = quantize(WEIGHT, dtype, "descent", sums)

@@ -73,7 +73,16 @@ if TYPE_CHECKING:
         rotary_encoding,
     )
     from edgekv.spec.rope import Rope, Rotation
-    from edgekv.spec.sizes import RECIPE_TYPES, Decoder, Weights, recipe_weights
+    from edgekv.spec.sizes import (
+        FRONT,
+        LEAST_BITS,
+        MOST_BITS,
+        RECIPE_TYPES,
+        Decoder,
+        Weights,
+        front_bits,
+        recipe_weights,
+    )
     from edgekv.spec.tensors import (
         CONVOLUTION_INPUTS,
         DELTA_INPUTS,
@@ -185,7 +194,11 @@ __all__ = [
     "STACK",
     "SplitChannel",
     "UNOBSERVED",
+    "FRONT",
+    "LEAST_BITS",
+    "MOST_BITS",
     "RECIPE_TYPES",
+    "front_bits",
     "CacheSpec",
     "Config",
     "Convolution",
@@ -276,7 +289,7 @@ __getattr__ = lazy(
         "results": "HEADROOM PRODUCT_HEADROOM RULES UNOBSERVED EncodingTypes Result ResultKind mask_depth "
         "mask_encoding rotary_encoding",
         "rope": "Rope Rotation",
-        "sizes": "RECIPE_TYPES Decoder Weights recipe_weights",
+        "sizes": "FRONT LEAST_BITS MOST_BITS RECIPE_TYPES Decoder Weights front_bits recipe_weights",
         "tensors": "CONVOLUTION_INPUTS DELTA_INPUTS EMBEDDING EMBEDDING_COLUMNS EMBEDDING_STEPS FINAL_NORM HEAD "
         "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION TARGET_IN TARGET_OUT "
         "View attention_norm "

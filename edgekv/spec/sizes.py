@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -228,20 +229,38 @@ RECIPE_TYPES = {each.recipe: LayerTypes(name, _IN_8_BITS) for name, each in WEIG
 }
 """Weight types of the layers in the shipped recipes, by name; the head is int8."""
 
+FRONT = "front-"
+"""How the names of recipes begin that say how many bits a weight of the layers has on average, with its scales."""
+LEAST_BITS, MOST_BITS = 4, 8
+
+
+def front_bits(recipe: str) -> float | None:
+    """The bits in the name of a recipe such as `front-4.5`; None if it is no such name."""
+    text = recipe.removeprefix(FRONT)
+    if text == recipe or not re.fullmatch(r"\d(\.\d{1,3})?", text) or not LEAST_BITS <= float(text) <= MOST_BITS:
+        return None
+    return float(text)
+
 
 def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
-    """The weights in one of the recipes of `RECIPE_TYPES`.
+    """The weights in one of the recipes of `RECIPE_TYPES`, or in one that `front_bits` knows.
 
     One byte for each element of a matrix, or half a byte; four for the scale of each of its output channels, and one
     for each of their blocks; one for each element of the embedding table, and six for each of its rows; two for each
     element of a norm. A tied head is the table, and a matrix in front of it turns what it reads. Biases, q and k norms
-    and post-norms are not counted.
+    and post-norms are not counted. Where a recipe names bits, the export chooses which matrices have 4 or 8: each layer
+    is counted with its share.
     """
-    types = RECIPE_TYPES[recipe]
+    bits = front_bits(recipe)
     layers, packed = [2 * 2 * decoder.hidden] * decoder.layers, [0] * decoder.layers
     for kind in decoder.layer_kinds:
-        all_bytes = sum(types.of(role).matrix_bytes(rows, columns) for role, rows, columns in kind.matrices)
-        packed_bytes = sum(types.of(role).packed_bytes(rows, columns) for role, rows, columns in kind.matrices)
+        if bits is not None:
+            all_bytes = round(kind.parameters * bits / 8)
+            packed_bytes = round(kind.parameters / 2 * (MOST_BITS - bits) / (MOST_BITS - LEAST_BITS))
+        else:
+            types = RECIPE_TYPES[recipe]
+            all_bytes = sum(types.of(role).matrix_bytes(rows, columns) for role, rows, columns in kind.matrices)
+            packed_bytes = sum(types.of(role).packed_bytes(rows, columns) for role, rows, columns in kind.matrices)
         for layer in kind.numbers:
             layers[layer] += all_bytes
             packed[layer] += packed_bytes

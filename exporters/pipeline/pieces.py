@@ -24,7 +24,7 @@ from edgekv.bundle import (
 )
 from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
-from edgekv.spec import DecoderSpec, table_key, views
+from edgekv.spec import EMBEDDING, DecoderSpec, views
 from edgekv.system import link_or_copy
 from exporters.contents import BundleForm, make_manifest, write_contents
 from exporters.htp.binary import check_chip
@@ -426,7 +426,7 @@ def layer_matrices(spec: DecoderSpec) -> list[dict[str, tuple[int, int]]]:
     """The matrices `[out, in]` in the file of each layer, and of the head."""
     found: list[dict[str, tuple[int, int]]] = [{} for _ in range(spec.layers + 1)]
     for view in views(spec):
-        if view.is_multiplied and view.name != table_key(spec):
+        if view.is_multiplied and view.name != EMBEDDING:
             outputs, inputs = view.shape
             found[spec.layers if view.layer is None else view.layer][view.name] = outputs, inputs
     return found

@@ -360,7 +360,7 @@ class Quantizer:
         return found
 
     def head(self) -> Iterator[tuple[str, QuantizedWeight]]:
-        """The matrices behind the layers by name, but for one whose rows are the embeddings: that is in the `Table`.
+        """The matrices behind the layers by name. A head whose rows are the embeddings too has the grid of the `Table`.
 
         The head is quantized and observed some rows of the vocabulary at a time.
         """
@@ -378,29 +378,27 @@ class Quantizer:
             for window in windows:
                 ops.linear(x[-1:, window], TARGET_OUT, TARGET_OUT_RESULT)
             yield TARGET_OUT, back
-        inputs = None
+        inputs, table = None, self._table if spec.shares_vocabulary else None
         if rule.method not in ("nearest", "stored"):
-            inputs = self.inputs(np.stack([head_inputs(ops, spec, self.hidden[:, w]) for w in windows], axis=1))
-        table = self._table if spec.shares_vocabulary else None
-        integers = np.empty((0 if table else spec.hidden, spec.vocab), np.int8)
+            # Rows that are embeddings too make up for nothing: what turns their inputs does.
+            decoders = slice(None) if table is None else slice(-1, None)
+            inputs = self.inputs(np.stack([head_inputs(ops, spec, self.hidden[decoders, w]) for w in windows], axis=1))
+        integers = np.empty((spec.hidden, spec.vocab), np.int8)
         ends = [head_inputs(ops, spec, self.hidden[-1:, window]) for window in windows]
         grids = []
         for rows in blocks_of_rows(spec.vocab):
-            if table is not None:
-                part = table.matrix(rows)
-            elif rule.method == "stored":
+            if rule.method == "stored":
                 part = self._tensors.integers(key, rows)
             else:
-                part = quantize(by_inputs(self._tensors.tensor(key, rows)), rule.dtype, rule.method, inputs)
-            if table is None:
-                integers[:, rows] = part.integers
-                grids.append(part.grid)
+                grid = None if table is None else table.grid(rows)
+                part = quantize(by_inputs(self._tensors.tensor(key, rows)), rule.dtype, rule.method, inputs, grid)
+            integers[:, rows] = part.integers
+            grids.append(part.grid)
             ops.quantized[key] = by_outputs(part.dequantize())
             for end in ends:
                 head_logits(ops, spec, end)
         ops.drop()
-        if table is None:
-            yield key, QuantizedWeight(integers, Grid.joined(grids))
+        yield key, QuantizedWeight(integers, Grid.joined(grids))
 
     def take_ranges(self) -> dict[str, Range]:
         """The ranges observed since the last call."""

@@ -24,19 +24,16 @@ from edgekv.bundle import (
     readable_json,
 )
 from edgekv.errors import UsageError
-from edgekv.spec.decoder import DecoderSpec, SplitChannel
+from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
+from edgekv.spec.sizes import FRONT, LEAST_BITS, MOST_BITS, front_bits
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.spec.vision import EncoderSpec
 from edgekv.system import MIB, read_file
 from exporters.quantize.effort import Effort
 from quant import WEIGHT_TYPES, WeightDtype
 
-FRONT = "front-"
-"""How the names of recipes begin that say how many bits a weight has on average."""
-
 _FRONT_BASE = "w4a16"
-_LEAST_BITS, _MOST_BITS = 4, 8
-_MeanBits = Annotated[float, msgspec.Meta(ge=_LEAST_BITS, le=_MOST_BITS)]
+_MeanBits = Annotated[float, msgspec.Meta(ge=LEAST_BITS, le=MOST_BITS)]
 
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,16 +170,17 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         rule = self.rule(HEAD)
         return spec.tied_head and rule.dtype == "int8" and rule.method != "stored"
 
-    def sharing_vocabulary(self) -> Recipe:
-        """With a head whose rows are rounded as embeddings, and with the matrix in front of it in 8 bits.
+    def sharing_vocabulary(self, vocabulary: Vocabulary) -> Recipe:
+        """With a head whose rows are embeddings too, and the matrix in front of it, if there is one, in 8 bits.
 
-        That one makes up for what matrices of 4 bits left in the head's inputs, as the head itself would. A rule of its
-        own, such as a bundle's recipe has, stays.
+        That matrix makes up for what matrices of 4 bits left in the head's inputs, as the head itself would. A rule of
+        its own, such as a bundle's recipe has, stays. Without it the residual is not rotated: some inputs of the head
+        are far larger than others, and GPTQ would move their errors into embeddings of the others.
         """
-        method = self.rule(HEAD).method if any(rule.dtype != "int8" for rule in self.weights) else "nearest"
+        method = self.rule(HEAD).method
         own = [rule for rule in self.weights if rule.tensors == HEAD_TURN]
         turn = WeightRule(tensors=HEAD_TURN, dtype="int8", method=own[-1].method if own else method)
-        head = WeightRule(tensors=HEAD, dtype="int8", method="nearest")
+        head = WeightRule(tensors=HEAD, dtype="int8", method=method if vocabulary == "turned" else "nearest")
         return msgspec.structs.replace(self, weights=(*self.weights, turn, head))
 
     def rule(self, tensor: str) -> WeightRule:
@@ -322,10 +320,9 @@ def find_recipe(name: str) -> Recipe:
 
 def _front_bits(name: str) -> float:
     """The bits in the name of a recipe such as `front-4.5`."""
-    text = name.removeprefix(FRONT)
-    if re.fullmatch(r"\d(\.\d{1,3})?", text) and _LEAST_BITS <= float(text) <= _MOST_BITS:
-        return float(text)
-    wanted = f"{FRONT}BITS, from {_LEAST_BITS:g} to {_MOST_BITS:g} bits a weight"
+    if (bits := front_bits(name)) is not None:
+        return bits
+    wanted = f"{FRONT}BITS, from {LEAST_BITS} to {MOST_BITS} bits a weight"
     raise _refused(repr(name), wanted, f"Use {FRONT}5.")
 
 

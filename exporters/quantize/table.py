@@ -1,7 +1,7 @@
 """The table of embeddings: 8-bit integers and a scale for each row.
 
 Scales are multiples of one step, of 16 bits: graphs that look embeddings up multiply the integers of a row by its
-scale, both as integers. A table that is the head's matrix too has these scales there.
+scale, both as integers. A table that is the head's matrix too has these scales there, and the head's integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgekv.spec import EMBEDDING, LAYER_INPUTS
 from exporters.checkpoint.columns import blocks_of_rows, outlier_columns
 from exporters.quantize.reference import Floats, Tensors
-from quant import DTYPES, Dtype, Encoding, Grid, QuantizedWeight, Range
+from quant import DTYPES, Dtype, Encoding, Grid, Range
 
 _MOST = 127
 _STEPS: Dtype = "u16"
@@ -81,7 +81,7 @@ class Table:
         return self.encoding.dequantize(self.steps)[:, 0]
 
     def integers(self, rows: slice | NDArray[np.int64]) -> NDArray[np.int8]:
-        """Some rows."""
+        """Some rows, rounded to nearest."""
         scaled = _divided(self.tensors.tensor(EMBEDDING, rows), self.columns) / self.scales[rows, None]
         return np.rint(scaled).clip(-_MOST, _MOST).astype(np.int8)
 
@@ -100,9 +100,9 @@ class Table:
         """All rows, some at a time."""
         return (self.integers(rows) for rows in blocks_of_rows(self.tensors.spec.vocab))
 
-    def matrix(self, rows: slice) -> QuantizedWeight:
-        """Some rows as output channels of a head."""
-        return QuantizedWeight(self.integers(rows).T, Grid("int8", self.scales[rows]))
+    def grid(self, rows: slice) -> Grid:
+        """Of some rows as output channels of a head."""
+        return Grid("int8", self.scales[rows])
 
 
 @dataclass(frozen=True, slots=True)

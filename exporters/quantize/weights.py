@@ -7,6 +7,7 @@ are stored in pairs as bytes, since safetensors has no such type.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from edgekv.spec.tensors import (
     part_name,
     table_key,
 )
+from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.reference import Floats
 from exporters.quantize.shards import Streamed, write_shard
@@ -155,13 +157,17 @@ class WeightStore:
         return WeightPlaces(matrices=self._written, tensors=self._places)
 
     def put_table(self, table: Table) -> None:
-        """Keep the table of embeddings, and the steps of its scales, for the next shard."""
+        """Keep the table of embeddings, and the steps of its scales, for the next shard.
+
+        A head that shares the rows has rounded them.
+        """
         spec = table.tensors.spec
         self._table_key = key = table_key(spec)
         place = _table_place(spec.vocab, spec.hidden)
         integers, scales, _ = _names(key, place, None)
         self._unwritten[key] = place
-        self._pending[integers] = Streamed(np.int8, (spec.vocab, spec.hidden), table.blocks)
+        blocks = partial(_blocks_of_rows, self._matrices[key].integers) if spec.shares_vocabulary else table.blocks
+        self._pending[integers] = Streamed(np.int8, (spec.vocab, spec.hidden), blocks)
         self._pending[scales] = table.scales
         self._encodings[EMBEDDING_STEPS] = table.encoding
         self._pending[EMBEDDING_STEPS + SIXTEEN_BITS] = table.steps
@@ -282,6 +288,11 @@ class WeightStore:
         if block_scales is not None and grid.block_scales is not None:
             self._pending[block_scales] = _head_by_head(grid.block_scales, heads)
         return place
+
+
+def _blocks_of_rows(integers: NDArray[np.int8]) -> Iterator[NDArray[np.int8]]:
+    """A matrix `[in, out]` as `[out, in]`, some rows at a time."""
+    return (np.ascontiguousarray(integers[:, rows].T) for rows in blocks_of_rows(integers.shape[1]))
 
 
 def _table_place(vocab: int, width: int) -> MatrixPlace:
