@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ EP_NAME = "QNNExecutionProvider"
 _WARNING = 2  # the cause of a refusal is logged as a warning, and only there
 _CAUSE = re.compile(r"backendValidateOpConfig\(\) failed|Unsupported nodes in QNN EP|Failed to|failed|QNN_\w*ERROR")
 _SHOWN_LINES = 3
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # of a graph that is given as bytes
+_LONGEST_GRAPH = 2**31  # bytes: the limit of a protobuf
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _INSTALL = 'Install it: pip install "edgekv[htp]"'
 
@@ -38,7 +41,7 @@ def create_session(
     Output of the vendor's libraries is kept off the terminal.
 
     Args:
-        model_path: an ONNX file, or the wrapper of a context binary.
+        model_path: an ONNX file, which may be compressed, or the wrapper of a context binary.
         device: the target. Only its `soc_model` is passed on, which determines everything else.
         session_config: further entries of ONNX Runtime's session configuration.
         provider_options: further options of the provider.
@@ -56,7 +59,7 @@ def create_session(
     with captured_output() as output:
         try:
             options.add_provider_for_devices([provider.device], target)
-            return ort.InferenceSession(str(model_path), options)
+            return ort.InferenceSession(_model(model_path, options), options)
         except Exception as error:  # the runtime's exceptions have no common base
             failure = str(error)
     raise EngineError(
@@ -65,6 +68,15 @@ def create_session(
         expected=f"a graph that the HTP (V{device.arch}) runs completely",
         fix="Export it again with this edgekv; if it stays refused, report the nodes named here.",
     )
+
+
+def _model(path: Path, options: ort.SessionOptions) -> str | bytes:
+    """The path of a file; the content of a compressed one, whose weights are beside it."""
+    if path.suffix != ".gz":
+        return str(path)
+    options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
+    with gzip.open(path) as file:
+        return file.read(_LONGEST_GRAPH)
 
 
 def compiler() -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edgekv.errors import BundleError, UsageError
-from edgekv.plan import EncoderPlan, graph_bytes, quantization_bytes, writing_bytes
+from edgekv.plan import EncoderPlan, graph_bytes, graphs_bytes, quantization_bytes, writing_bytes
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
     types = {name: WEIGHT_TYPES[recipe.rule(name).dtype] for name in matrices(spec)}
     bits = sum(rows * inputs * types[name].bits for name, (rows, inputs) in matrices(spec).items())
     table = 0 if spec.shares_vocabulary else spec.sizes.table_parameters
-    return bits // 8 + table + graphs * graph_bytes(spec.sizes)
+    return bits // 8 + table + graphs_bytes(spec.sizes, graphs)
 
 
 def other_bytes(checkpoint: Checkpoint, graphs: int) -> int:
@@ -139,9 +139,16 @@ def other_bytes(checkpoint: Checkpoint, graphs: int) -> int:
     shared = {name: shape for name, shape in matrices(spec).items() if name in (HEAD, HEAD_TURN)}
     vocabulary = sum(WEIGHT_TYPES["int8"].matrix_bytes(inputs, outputs) for outputs, inputs in shared.values())
     table = 0 if spec.shares_vocabulary else spec.sizes.table_parameters
-    graph = graph_bytes(spec.sizes)
-    records = round(_RECORDS * graph) + 2 * spec.vocab  # encodings in the manifest, headers of shards, the sink
-    return vocabulary + table + round(_BLOCKS * graphs * graph) + records + len(checkpoint.tokenizer.to_str())
+    records = (
+        round(_RECORDS * graph_bytes(spec.sizes)) + 2 * spec.vocab
+    )  # encodings in the manifest, headers of shards, the sink
+    return (
+        vocabulary
+        + table
+        + round(_BLOCKS * graphs_bytes(spec.sizes, graphs))
+        + records
+        + len(checkpoint.tokenizer.to_str())
+    )
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def test_the_ram_of_exporting_llama_by_hand(llama):
     assert found.check_peak_bytes == process + round(compiler) == 4_094_176_096
     assert found.peak_bytes == found.check_peak_bytes > found.quantization_peak_bytes
     assert found.graph_bytes == 16 * (32 * 4_630 + 8 * 7_010 + 4_370) == 3_337_760
-    assert found.bundle_bytes == 1_501_340_160 + 3 * 3_337_760
+    assert found.bundle_bytes == 1_501_340_160 + round(2.14 * 3_337_760)
 
 
 def test_a_short_context_makes_short_windows():
@@ -241,7 +241,8 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
     assert made.demand.weights_bytes == sum(shard.stat().st_size for shard in shards) - sum(headers)
     assert made.export.graphs == len(manifest.graphs)
     for graph in manifest.graphs:
-        assert made.export.graph_bytes == pytest.approx(manifest.files[graph.file].bytes, rel=0.1)
+        share = manifest.files[graph.file].bytes / made.export.graph_bytes
+        assert share == pytest.approx(1, rel=0.1) or (graph.role == "score" and 0.1 < share < 0.2)
 
 
 def test_the_plan_and_the_exporter_agree_on_their_constants():
@@ -581,6 +582,17 @@ def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
     assert found.packed_bytes[3] == packed
     head_bytes = WEIGHT_TYPES[recipe.rule("lm_head.weight").dtype].matrix_bytes(2048, 128256)
     assert found.head_bytes == head_bytes + 2 * 2048
+
+
+def test_a_recipe_of_mean_bits_is_planned(tmp_path):
+    four, middle, eight = (recipe_weights(LLAMA_1B, f"front-{bits}") for bits in (4, 5.5, 8))
+    norms = 4 * 2048
+    assert (four.layer_bytes[3] - norms) * 2 == eight.layer_bytes[3] - norms == LLAMA_1B.layer_parameters
+    assert four.layer_bytes[3] < middle.layer_bytes[3] < eight.layer_bytes[3]
+    assert (four.packed_bytes[3], eight.packed_bytes[3]) == (LLAMA_1B.layer_parameters // 2, 0)
+    assert four.head_bytes == eight.head_bytes
+    with pytest.raises(UsageError, match=r"--recipe: got 'front-9'; expected .* or front-BITS, from 4 to 8 bits"):
+        make_plan(tmp_path, device=find("SM8650"), recipe="front-9")
 
 
 def test_a_layer_above_one_context_cannot_be_parted(tmp_path):

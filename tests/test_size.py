@@ -35,6 +35,7 @@ from edgekv.plan.cache import CHOICES, count_addresses, estimate
 from edgekv.spec import ConvolutionStates, DecoderSpec, Geometry, LayeredGeometry, Rope
 from quant import Encoding
 from tests.manifests import int8_recipe, places_in_one_file
+from tests.picture_models import write_smolvlm
 from tests.thorough import at_most
 
 NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
@@ -461,6 +462,26 @@ def test_a_bundle_gives_sizes_graphs_and_weights(tmp_path):
     found = find_subject(tmp_path, Overrides(kv_bits=8, context=64, ar=(1, 16)))
     assert (found.geometry, found.ar, found.weights_bytes, found.max_positions) == (geometry, (1, 16), 6000, 128)
     assert find_subject(tmp_path / "manifest.json", Overrides()) == found
+
+
+def test_graphs_that_verify_drafts_are_named(tmp_path):
+    """Also one with as many rows as a graph that prefills."""
+    roles = ("decode", 1), ("prefill", 16), ("verify", 4), ("verify", 16)
+    graphs = [
+        GraphRecord.whole(f"{role}_{ar}", "decode.onnx", layers=2, ar=ar, context=64, role=role) for role, ar in roles
+    ]
+    write_bundle(tmp_path, graphs=graphs)
+    report = make_size_report(find_subject(tmp_path, Overrides(ar=(1, 16))))
+    assert [(each.role, each.ar) for each in report.graphs] == [*roles] and report.ar == [1, 16]
+    decode, prefill, *verify = report.graphs
+    assert [each.inputs for each in verify] == [decode.inputs] * 2 and prefill.inputs == decode.inputs + 1
+
+
+def test_a_vision_encoder_is_sized(tmp_path):
+    folder = write_smolvlm(tmp_path)
+    report = make_size_report(find_subject(folder, Overrides(context=256)))
+    assert report.encoder is not None and report.encoder.weights_bytes > report.encoder.parameters
+    assert "Its vision encoder takes" in CliRunner().invoke(size, [str(folder), "--context", "256"]).output
 
 
 def test_the_windows_and_the_key_layout_of_a_bundle_count(tmp_path):

@@ -27,7 +27,7 @@ from edgekv.spec.chat import read_bundle_templates
 from edgekv.spec.text import TOKENIZER
 
 _PARTS = (
-    (r".*\.onnx|.*\.tflite", "graphs"),
+    (r".*\.onnx(\.gz)?|.*\.tflite", "graphs"),
     (r"weights-(embedding|vocabulary)\..*", "vocabulary"),
     (r"weights-layer-.*", "layers"),
     (r"weights-head\..*", "head"),

@@ -11,6 +11,7 @@ from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Argument, Option, OptionGroup, find_device
 from edgekv.plan.options import Overrides
+from edgekv.plan.wording import encoder_sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,6 +67,8 @@ def _show(report: SizeReport) -> None:
         console.print(table)
     console.print(f"Choose {report.recommendation.reason}", soft_wrap=True)
     console.print(_graphs(report))
+    if report.encoder is not None:
+        console.print(encoder_sentence(report.encoder), soft_wrap=True)
     console.print(f"Assumed: {'; '.join(report.assumptions) or 'nothing'}.")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ExportCost,
         default_calibration_tokens,
         graph_bytes,
+        graphs_bytes,
         layer_graph_bytes,
         quantization_bytes,
         writing_bytes,
@@ -64,6 +65,7 @@ __all__ = [
     "estimate_speed",
     "find_subject",
     "graph_bytes",
+    "graphs_bytes",
     "lay_out",
     "layer_graph_bytes",
     "least_splits",
@@ -82,7 +84,7 @@ __getattr__ = lazy(
         "activations": "activation_bytes",
         "compiling": "COMPILE_BYTES compile_bytes",
         "encoder": "EncoderPlan",
-        "export_cost": "CALIBRATION_WINDOW ExportCost default_calibration_tokens graph_bytes "
+        "export_cost": "CALIBRATION_WINDOW ExportCost default_calibration_tokens graph_bytes graphs_bytes "
         "layer_graph_bytes quantization_bytes writing_bytes",
         "fit": "Demand Fit MemoryLimit",
         "limits": "HTP_CONTEXT_BYTES MOST_CONTEXT PROTOBUF_BYTES",

@@ -30,7 +30,7 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
     found = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
     _check_sizes(Overrides(**found), folder)
     check_agreement(given, {**found, "kv_bits": 8 * plain.element_bytes}, folder)
-    ar = tuple(sorted({graph.ar for graph in manifest.graphs}))
+    ar = tuple(sorted({graph.ar for graph in manifest.graphs if graph.role in ("decode", "prefill")}))
     if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
         raise contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
     shards = [manifest.files[name].bytes for name in manifest.weights.files]
@@ -60,6 +60,7 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
         manifest.interface.rotary,
         host_bytes,
         None if manifest.vision is None else manifest.vision.encoder,
+        tuple(sorted({graph.ar for graph in manifest.graphs if graph.role == "verify"})),
     )
 
 

@@ -120,8 +120,8 @@ def demand(subject: Subject, choice: Choice, limit: MemoryLimit) -> Demand:
     decoder, geometry = subject.decoder, subject.geometry
     return Demand(
         weights_bytes=subject.weights_bytes,
-        cache_bytes=choice.held_bytes(geometry, subject.ar),
-        activations_bytes=None if decoder is None else activation_bytes(decoder, geometry, subject.ar[-1]),
+        cache_bytes=choice.held_bytes(geometry, subject.steps),
+        activations_bytes=None if decoder is None else activation_bytes(decoder, geometry, subject.steps[-1]),
         limit_bytes=limit.total_bytes,
         limit_basis=limit.basis,
     )
@@ -201,9 +201,9 @@ def _load(subject: Subject, choice: Choice) -> Load:
         packed=weights.packed_bytes,
         embedding_bytes=weights.embedding_bytes,
         head_bytes=weights.head_bytes,
-        cache=choice.layer_bytes(geometry, subject.ar),
-        activations_bytes=activation_bytes(decoder, geometry, subject.ar[-1]),
+        cache=choice.layer_bytes(geometry, subject.steps),
+        activations_bytes=activation_bytes(decoder, geometry, subject.steps[-1]),
         layer_graph_bytes=layer_graph_bytes(decoder),
-        graphs=len(subject.ar),
+        graphs=len(subject.graphs),
         boundary=decoder.first_without_cache,
     )

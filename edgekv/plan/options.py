@@ -18,7 +18,7 @@ DEFAULT_CONTEXT = 512
 class Overrides:
     """Sizes given as options; None for an option that was not given.
 
-    The recipe, one of `RECIPE_TYPES`, is for a model that is not exported yet.
+    The recipe, which `recipe_weights` knows, is for a model that is not exported yet.
     """
 
     layers: Annotated[int | None, Option("Decoder layers.")] = None

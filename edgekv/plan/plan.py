@@ -22,8 +22,8 @@ from edgekv.plan.source import find_subject, is_bundle
 from edgekv.plan.speculation import SpeculativeSpeed, check_acceptance, speculative_speed
 from edgekv.plan.speed import Speed, estimate_speed
 from edgekv.plan.subject import Subject
-from edgekv.plan.wording import duration, duration_span, fit_sentences, gb, span
-from edgekv.spec import RECIPE_TYPES, KvDtype
+from edgekv.plan.wording import duration, duration_span, encoder_sentence, fit_sentences, gb, span
+from edgekv.spec import FRONT, LEAST_BITS, MOST_BITS, RECIPE_TYPES, KvDtype, front_bits
 
 RECIPES = tuple(RECIPE_TYPES)
 _KV_BITS = {"u8": 8, "s16": 16}
@@ -97,7 +97,7 @@ def make_plan(
         path: a `config.json`, or a folder that has one; no weights are read.
         device: the target.
         context: S, tokens.
-        recipe: one of `RECIPES`.
+        recipe: one of `RECIPES`, or `front-BITS`.
         kv: `u8` or `s16`.
         ar: tokens per inference of each graph.
         acceptance: probability that a drafted token is right after right ones; None for no drafts.
@@ -150,8 +150,8 @@ def make_plan(
 
 
 def _find(path: Path, context: int, recipe: str, kv: str, ar: tuple[int, ...]) -> Subject:
-    if recipe not in RECIPES:
-        wanted = " or ".join(RECIPES)
+    if recipe not in RECIPES and front_bits(recipe) is None:
+        wanted = " or ".join([*RECIPES, f"{FRONT}BITS, from {LEAST_BITS} to {MOST_BITS} bits a weight"])
         raise UsageError("--recipe", got=repr(shortened(recipe)), expected=wanted, fix="Use --recipe w8a16.")
     if kv not in _KV_BITS:
         raise UsageError("--kv", got=repr(shortened(kv)), expected=" or ".join(_KV_BITS), fix="Use --kv u8.")
@@ -185,10 +185,7 @@ def _further_sentences(
 ) -> list[str]:
     sentences = []
     if encoder is not None:
-        sentences.append(
-            f"Its vision encoder takes {gb(encoder.used_bytes)} in an HTP context of its own; a tile of "
-            f"{encoder.image} x {encoder.image} pixels becomes {encoder.tokens} tokens."
-        )
+        sentences.append(encoder_sentence(encoder))
     if parts is not None and len(parts) > 1:
         most = gb(max(part.compile_peak_bytes for part in parts))
         sentences.append(f"Export divides it into {len(parts)} parts; compiling one needs at most {most} of RAM.")

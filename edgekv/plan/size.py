@@ -15,6 +15,7 @@ from edgekv.plan.cache import (
     recommend,
     strategy_cost,
 )
+from edgekv.plan.encoder import EncoderPlan
 from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, fit
 from edgekv.plan.subject import Subject
 from edgekv.plan.wording import fit_sentences
@@ -72,11 +73,12 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
         fit: whether it fits with the default strategy, if a device or a limit was given.
         demand: bytes that this strategy needs.
         geometry: the sizes.
-        ar: tokens per inference of each graph.
+        ar: tokens per inference of the graphs that decode and prefill.
         textbook_bytes: keys and values of S tokens by the textbook formula.
         strategies: the cost of each update strategy, the default first.
         recommendation: the strategy to choose.
         graphs: inputs and outputs of each graph.
+        encoder: of pictures, in an HTP context of its own; None if the model reads text alone.
         max_positions: the model's maximum context, if known.
         assumptions: assumed values that were not given.
     """
@@ -92,6 +94,7 @@ class SizeReport(msgspec.Struct, frozen=True, kw_only=True):
     strategies: list[StrategyCost]
     recommendation: Recommendation
     graphs: list[GraphPorts]
+    encoder: EncoderPlan | None
     max_positions: int | None
     assumptions: list[str]
 
@@ -112,7 +115,7 @@ def make_size_report(subject: Subject, *, device: Device | None = None, limit: M
         check_cache_type(geometry, device)
         limit = limit or MemoryLimit.of_htp()
     choices = choices_for(geometry)
-    costs = [strategy_cost(choice, geometry, subject.ar) for choice in choices]
+    costs = [strategy_cost(choice, geometry, subject.steps) for choice in choices]
     needed, found, summary = None, None, None
     if limit is not None:
         fits = [fit(subject, choice, limit) for choice in choices]
@@ -141,7 +144,8 @@ def make_size_report(subject: Subject, *, device: Device | None = None, limit: M
         ),
         strategies=costs,
         recommendation=recommend(costs),
-        graphs=[graph_ports(geometry, ar, subject.rotary) for ar in subject.ar],
+        graphs=[graph_ports(geometry, role, ar, subject.rotary) for role, ar in subject.graphs],
+        encoder=None if subject.encoder is None else EncoderPlan.of(subject.encoder),
         max_positions=subject.max_positions,
         assumptions=list(subject.assumptions),
     )

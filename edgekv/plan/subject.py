@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgekv.errors import UsageError
 from edgekv.plan.options import Overrides, option, shortened
-from edgekv.spec import Decoder, EncoderSpec, Geometry, KvDtype, LayeredGeometry, RotaryInputs, Weights
+from edgekv.spec import Decoder, EncoderSpec, Geometry, KvDtype, LayeredGeometry, Role, RotaryInputs, Weights
 
 _KV_DTYPES: dict[int, KvDtype] = {8: "u8", 16: "s16"}
 
@@ -20,7 +20,7 @@ class Subject:
     Attributes:
         source: source of the sizes, as text.
         geometry: the sizes of the cache.
-        ar: tokens per inference of each graph, ascending, with 1; all are below the context.
+        ar: tokens per inference of the graphs that decode and prefill, ascending, with 1; all are below the context.
         weights_bytes: bytes of the weights, or None if they are unknown.
         max_positions: the model's maximum context, or None if it is unknown.
         assumptions: assumed values that were not given, one sentence each.
@@ -30,6 +30,7 @@ class Subject:
         rotary: the rotary embeddings that the graphs have inputs for.
         host_bytes: a table that the host alone reads, mapped; not among the weights.
         encoder: of pictures; not among the weights either. None if there is none.
+        verify: tokens per inference of the graphs that verify drafts, ascending.
     """
 
     source: str
@@ -44,12 +45,24 @@ class Subject:
     rotary: tuple[RotaryInputs, ...] = (RotaryInputs("", 1),)
     host_bytes: int = 0
     encoder: EncoderSpec | None = None
+    verify: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.ar != tuple(sorted(set(self.ar))) or not self.ar or self.ar[0] != 1:
             raise ValueError(f"ar: got {self.ar}; expected 1 and larger numbers, ascending")
         for group in self.geometry.groups():
             group.past_rows(self.ar[-1], self.geometry.context)
+
+    @property
+    def graphs(self) -> list[tuple[Role, int]]:
+        """Role and tokens per inference of each graph that devices run."""
+        plain: list[tuple[Role, int]] = [("decode" if ar == 1 else "prefill", ar) for ar in self.ar]
+        return [*plain, *(("verify", ar) for ar in self.verify)]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Tokens per inference of all of these graphs, ascending."""
+        return tuple(sorted({*self.ar, *self.verify}))
 
 
 def cache_geometry(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from devices import Device
     from edgekv.plan.cache import Choice
+    from edgekv.plan.encoder import EncoderPlan
     from edgekv.plan.fit import Demand, Fit
     from edgekv.plan.subject import Subject
 
@@ -68,6 +69,14 @@ def _alternatives(subject: Subject, found: Fit, options: Sequence[str]) -> str:
     if ways:
         return f"It fits with {' or '.join(ways)}."
     return f"No context fits (multiples of {subject.ar[-1]}, the largest AR). Use a smaller model."
+
+
+def encoder_sentence(encoder: EncoderPlan) -> str:
+    """What a vision encoder takes, and what it gives."""
+    return (
+        f"Its vision encoder takes {gb(encoder.used_bytes)} in an HTP context of its own; a tile of "
+        f"{encoder.image} x {encoder.image} pixels becomes {encoder.tokens} tokens."
+    )
 
 
 def gb(size_bytes: int) -> str:

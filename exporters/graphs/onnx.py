@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import onnx
+from msgspec import structs
 
 from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.graphs.decoder import decoder_layer, drafter_input
@@ -55,7 +57,7 @@ def _plan(ar: list[int], contexts: list[int], verify: list[int], split: Split) -
     def record(n: int, s: int, role: Role) -> GraphRecord:
         gives_all = role in ("score", "verify")
         name = f"ar{n}_cl{s}" + (f"_{role}" if gives_all else "")
-        parts = [*_parts(name, f"ar{n}_cl{s}", n if gives_all else 1, split)]
+        parts = [*_parts(name, f"ar{n}_cl{s}", n if gives_all else 1, split, role)]
         return GraphRecord(name=name, parts=parts, ar=n, context=s, role=role)
 
     for s in contexts:
@@ -66,13 +68,14 @@ def _plan(ar: list[int], contexts: list[int], verify: list[int], split: Split) -
     yield record(ar[-1], contexts[-1], "score")
 
 
-def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[PartRecord]:
+def _parts(graph: str, shared: str, head_rows: int, split: Split, role: Role) -> Iterator[PartRecord]:
     """The parts of a graph; `shared` names the parts that graphs of other roles use too."""
 
     def part(name: str, layers: range, *, head: bool) -> PartRecord:
         embeds = split.embeds and layers.start == 0
         first, stop = layers.start, layers.stop
-        return PartRecord(name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=embeds, head=head)
+        file = f"{name}.onnx"
+        return PartRecord(name=name, file=file, first_layer=first, stop_layer=stop, embeds=embeds, head=head)
 
     *others, last = split.layers
     for number, layers in enumerate(others, 1):
@@ -83,7 +86,9 @@ def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[Pa
         name = "head" if head_rows == 1 else f"head_ar{head_rows}"
         yield part(name, range(last.stop, last.stop), head=True)
     else:
-        yield part(f"{graph}_part{len(split.layers)}" if others else graph, last, head=True)
+        own = part(f"{graph}_part{len(split.layers)}" if others else graph, last, head=True)
+        # No device scores, so no other program reads what only that role has.
+        yield structs.replace(own, file=f"{own.file}.gz") if role == "score" else own
 
 
 def write_graphs(
@@ -149,5 +154,11 @@ def write_graphs(
         if heads:
             store.flush(_HEAD_SHARD)
         for ops, (_, part) in zip(builders, parts.values(), strict=True):
-            onnx.save(ops.finish(), folder / part.file)
+            save_graph(ops.finish(), folder / part.file)
     return encodings, store.places
+
+
+def save_graph(model: onnx.ModelProto, path: Path) -> None:
+    """Write a graph, compressed if its name says so."""
+    content = model.SerializeToString()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)

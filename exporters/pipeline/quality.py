@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import msgspec
 import numpy as np
+from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 import edgekv
@@ -144,8 +145,16 @@ class ReferencePiece(Piece):
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         windows = [window.inputs for each in self.measured for window in each.windows(inputs)]
-        reference = Reference(inputs.exact(self.measured[0].exact), self.measured[0].context)
-        store_logits(reference.logits(windows), folder)
+        measured = self.measured[0]
+        reference, vocab = Reference(inputs.exact(measured.exact), measured.context), measured.exact.spec.vocab
+        states = reference.states(windows)
+        mapped = list[Floats]()
+        for number, window in enumerate(windows):
+            file, shape = folder / f"{number}.npy", (len(window), vocab)
+            mapped.append(open_memmap(file, "w+", np.float32, shape))  # type: ignore[no-untyped-call]
+        for rows, found in zip(blocks_of_rows(vocab), reference.head_blocks(states), strict=True):
+            for logits, each in zip(mapped, found, strict=True):
+                logits[:, rows] = each
         return None
 
 
@@ -259,10 +268,10 @@ def quality_bytes(spec: DecoderSpec) -> int:
 
 
 def reference_bytes(spec: DecoderSpec, context: int) -> int:
-    """RAM that a `ReferencePiece` takes: a layer, or the head and the logits of a window."""
-    window = min(context, MEASURED_TOKENS["prose"] + 1)
-    largest = max(spec.sizes.layer_parameters, spec.sizes.table_parameters)
-    return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest + 2 * 4 * window * spec.vocab
+    """RAM that a `ReferencePiece` takes: a layer, or some rows of the head; the logits are mapped."""
+    rows: int = next(blocks_of_rows(spec.vocab)).stop
+    largest = max(spec.sizes.layer_parameters, rows * (spec.hidden + min(context, MEASURED_TOKENS["prose"] + 1)))
+    return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest
 
 
 class _TracedRun:

@@ -14,7 +14,7 @@ class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs and outputs of one graph.
 
     Attributes:
-        role: `decode` (AR-1), or `prefill`, which also has the input `logits_index`.
+        role: `decode` (AR-1); `prefill`, which also has the input `logits_index`; or `verify`.
         ar: tokens per inference.
         inputs: all graph inputs.
         outputs: all graph outputs.
@@ -30,9 +30,10 @@ class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
     kv_outputs: int
 
 
-def graph_ports(geometry: Geometry | LayeredGeometry, ar: int, rotary: Sequence[RotaryInputs]) -> GraphPorts:
+def graph_ports(
+    geometry: Geometry | LayeredGeometry, role: Role, ar: int, rotary: Sequence[RotaryInputs]
+) -> GraphPorts:
     """The ports of the graph for `ar` tokens per inference, as one part."""
-    role: Role = "decode" if ar == 1 else "prefill"
     record = GraphRecord.whole("", "", layers=geometry.layers, ar=ar, context=geometry.context, role=role)
     # All heads of a layer have the same ports, so one is enough to count the others.
     cache = replace(geometry, kv_heads=1) if isinstance(geometry, Geometry) else replace(geometry, kv_heads=(1,))

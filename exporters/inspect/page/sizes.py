@@ -68,7 +68,7 @@ def _matrix(key: str) -> tuple[str, str]:
 def _file(name: str) -> tuple[str, str]:
     """What a file is, by its path in the bundle, and its kind."""
     folder, _, inner = name.partition("/")
-    if name.endswith(".onnx"):
+    if name.endswith((".onnx", ".onnx.gz")):
         return "graphs (.onnx)", "graphs"
     if folder == "compiled" and inner:
         return f"binaries for {inner.partition('/')[0]}", "binaries"
