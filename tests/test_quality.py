@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import edgekv
 from edgekv.bundle import QualityRecord, open_bundle
 from edgekv.cli import run
+from exporters.checkpoint import columns
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.evaluate import evaluate
 from exporters.inspect.held_out import HeldOutChat, held_out_chat, held_out_prose
+from exporters.inspect.wikitext import Window
+from exporters.pipeline.quality import ReferencePiece, StoredLogits
 from exporters.quantize.recipe import Recipe, WeightRule
+from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, write_sinking
 from tests.exports import ROOT, export_options, exported
 
@@ -46,6 +52,18 @@ def test_an_export_says_what_eval_finds(talker: Path, changes: dict[str, str]) -
             assert each.kl_nats == pytest.approx(wanted.kl_nats, rel=0.06)
             assert each.top1_agreement == pytest.approx(wanted.top1_agreement, abs=1e-4)
             assert each.least_token_sqnr_db == pytest.approx(wanted.least_token_sqnr_db, abs=0.06)
+
+
+def test_the_reference_holds_some_rows_of_the_head_at_a_time(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "_ROWS_AT_ONCE", 100)
+    opened, tokens = Checkpoint.open(str(talker)), [np.arange(20), np.arange(33)]
+    windows = [Window.of(each) for each in tokens]
+    text = SimpleNamespace(exact=SimpleNamespace(spec=opened.spec), context=64, windows=lambda inputs: windows)
+    ReferencePiece((text,)).make(tmp_path, SimpleNamespace(exact=lambda exact: opened))  # type: ignore[arg-type]
+    for found, wanted in zip(StoredLogits(tmp_path).logits(tokens), Reference(opened, 64).logits(tokens), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", [(), (300,), (300, 301)])
