@@ -10,9 +10,9 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-# A worker per core, so that one thread each is enough for BLAS; integers do not depend on how many it has.
+# No core is without a worker, so that one thread each is enough for BLAS; integers do not depend on how many it has.
 # Bytecode is kept, also where the environment says otherwise: hundreds of child processes would compile every module.
-PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 SELECT := not numpy2 and not thorough
 TESTS :=
 CHECKPOINT := models/stdlib-4m

@@ -1,22 +1,22 @@
 """A stand-in for the program adb: a phone that is a folder, with a shell, exit codes and the faults of real ones.
 
-Run as `adb ARGUMENTS`; the environment's ADB_PHONE names the folder, whose `phone.json` says what the phone is:
+Run as `adb ARGUMENTS`; the environment's ADB_PHONE names the folder, whose file `settings` says what the phone is:
 `states` by serial number, `properties`, `free_kib`, and optionally `lost_after` and `full_after`, the number of pushes
 after which the connection is lost or the storage is full.
 """
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import sys
 
-# It starts a dozen times for each push: `shutil`, `subprocess` and `pathlib` would be most of that.
+# It starts a dozen times for each push: `json`, `shutil`, `subprocess` and `pathlib` would be most of that.
 PHONE = os.environ["ADB_PHONE"]
 ROOT = f"{PHONE}/root"
 STORAGE = "/data/local/tmp"
-with open(f"{PHONE}/phone.json") as _file:
-    SETTINGS = json.load(_file)
+with open(f"{PHONE}/settings", "rb") as _file:
+    SETTINGS = marshal.load(_file)
 
 
 def main(arguments: list[str]) -> int:

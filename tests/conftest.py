@@ -6,9 +6,12 @@ import gc
 import os
 import shutil
 import sys
+from collections import OrderedDict
 from collections.abc import Generator, Iterator
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime as ort
 import pytest
@@ -36,6 +39,12 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 os.environ.setdefault(TIMEOUT_VARIABLE, "200")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Two workers for each core, at most four: while a test waits for a child or a browser, another one computes."""
+    return min(4, 2 * len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)))
+
+
 def use_own_cores() -> None:
     """Divide the cores among the workers: threads of the HTP emulator that wait spin on all they may use."""
     if WORKER is not None and hasattr(os, "sched_setaffinity"):
@@ -55,7 +64,29 @@ class OneThread(ort.SessionOptions):  # type: ignore[misc]
         self.intra_op_num_threads = 1
 
 
+FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
+MOST_SESSIONS = 8
+_make_session = ort.InferenceSession
+_sessions: OrderedDict[tuple[object, ...], ort.InferenceSession] = OrderedDict()
+
+
+def shared_session(model: str | bytes, options: ort.SessionOptions | None = None, **more: Any) -> ort.InferenceSession:
+    """A session of a graph in memory whose weights are those of a shared export: the one that was made before."""
+    folder = ""
+    with suppress(AttributeError, RuntimeError):  # without options, or without a folder among them
+        folder = options.get_session_config_entry(FOLDER_OF_WEIGHTS)
+    if isinstance(model, str) or not Path(folder).is_relative_to(exports.CACHE):
+        return _make_session(model, options, **more)
+    chosen = options.intra_op_num_threads, options.enable_mem_pattern, options.enable_mem_reuse
+    key = (sha256(model).digest(), folder, *chosen)
+    _sessions[key] = _sessions.pop(key, None) or _make_session(model, options, **more)
+    if len(_sessions) > MOST_SESSIONS:
+        _sessions.popitem(last=False)
+    return _sessions[key]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    ort.InferenceSession = shared_session
     if WORKER is None:
         exports.prune()
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import marshal
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ class Phone:
 
     def set(self, **settings: Any) -> None:
         """Change what the phone is; None removes a setting. The connection is as new."""
-        path = self.folder / "phone.json"
-        held = json.loads(path.read_text()) if path.exists() else {}
+        path = self.folder / "settings"
+        held = marshal.loads(path.read_bytes()) if path.exists() else {}
         held = {name: value for name, value in (held | settings).items() if value is not None}
-        path.write_text(json.dumps(held))
+        path.write_bytes(marshal.dumps(held))
         (self.folder / "properties").mkdir(exist_ok=True)
         for name, value in (held["properties"] | {"free_kib": held["free_kib"]}).items():
             (self.folder / "properties" / name).write_text(str(value))

@@ -76,7 +76,7 @@ def test_columns_have_one_owner() -> None:
         ("dense", "slot", None),
         pytest.param("dense", "pointer-shift", None, marks=pytest.mark.thorough),
         pytest.param("lfm2", "slot", None, marks=pytest.mark.thorough),
-        ("lfm2", "mirror", None),
+        pytest.param("lfm2", "mirror", None, marks=pytest.mark.thorough),
         pytest.param("lfm3", "slot", 56, marks=pytest.mark.thorough),
         ("lfm3", "pointer-shift", 16),
     ],

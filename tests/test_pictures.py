@@ -69,6 +69,7 @@ from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported, exported_architecture
 from tests.picture_models import SIZES, photo, png, write_internvl, write_smolvlm
 from tests.serving import NAME, served
+from tests.thorough import variants
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "pictures.npz")
 PICTURES = PictureSpec(
@@ -521,7 +522,7 @@ def test_a_chat_shows_pictures_with_its_messages(
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+@pytest.mark.parametrize("write", variants([write_smolvlm, write_internvl], [write_smolvlm]))
 def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], tmp_path: Path):
     """Every graph compiles in integers, the encoder with them, and the binary is what the engine loads."""
     recipe = msgspec.structs.replace(find_recipe("w8a16"), encoder_16bit=("vision.layers.*.fc?.weight",))

@@ -181,7 +181,7 @@ def test_the_modes_of_the_cpu_compute_wide_kernels_and_gates(tmp_path: Path, mod
 
 @pytest.mark.htp
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
+@pytest.mark.parametrize("name", variants(["lfm2", "lfm3"], ["lfm3"]))
 def test_every_graph_is_integers_alone_on_the_htp(tmp_path: Path, name: str) -> None:
     bundle = hybrid(tmp_path, name)
     files = [bundle / f"{graph}.onnx" for graph in ("ar1_cl160", "ar16_cl160", "ar8_cl160_verify")]
@@ -189,7 +189,7 @@ def test_every_graph_is_integers_alone_on_the_htp(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", variants(KINDS, ["lfm3"]))
 def test_two_parts_give_the_bits_of_one(tmp_path: Path, name: str) -> None:
     whole, divided = (hybrid(tmp_path / str(count), name, splits=count) for count in (1, 2))
     text = [*range(40, 130)]
@@ -310,7 +310,7 @@ def test_prefixes_rewinds_and_drafts_change_no_bit(tmp_path: Path, name: str, st
 
 @pytest.mark.slow
 @pytest.mark.htp
-@pytest.mark.parametrize("name", ["lfm2", "lfm3"])
+@pytest.mark.parametrize("name", variants(["lfm2", "lfm3"], ["lfm3"]))
 def test_prefixes_rewinds_and_drafts_change_no_bit_on_the_htp(tmp_path: Path, name: str) -> None:
     config, params = (
         StoreConfig(tokens_per_block=16, max_bytes=1 << 22),
