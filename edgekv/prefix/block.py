@@ -160,7 +160,6 @@ class Memory:
         self._used = block.used = max(self._used + 1, time_ns())
 
     def retain(self, block: Block, retention: Retention) -> None:
-        """Set the priority of a block, and for how long."""
         block.expires_ms = None if retention.duration_ms is None else self._clock_ms() + retention.duration_ms
         if block.expires_ms is not None:
             heappush(self._expiring, (block.expires_ms, block.id))

@@ -63,7 +63,6 @@ class _Sequences:
             key = self._parents[key]
 
     def prefix(self, end: bytes) -> StoredPrefix:
-        """What is listed of a sequence."""
         last = self.rows[end][0]
         return StoredPrefix(
             id=end.hex()[:_ID_CHARACTERS],

@@ -59,7 +59,6 @@ _COLUMNS = ", ".join(Row._fields)
 
 
 def file_name(id: BlockId) -> str:
-    """The name of a block's file."""
     key, part = id
     return f"{key.hex()}-{'s' if part == SNAPSHOT else f'g{part}'}.safetensors"
 
