@@ -495,6 +495,9 @@ def test_commands_take_pictures(bundle: Path, tmp_path: Path, capfd: pytest.Capt
     told = capfd.readouterr().err
     assert "photo.png: 70 x 45 pixels, 2 x 2 tiles and the whole, 20 tokens" in told
     assert "vision encoder: 5 tiles in" in told
+    session = ["generate", str(bundle), "--prompt", "What?", *options, "--session", str(tmp_path / "session")]
+    assert run(session) == 0 and run(session) == 0
+    assert "[vision encoder: 0 tiles in 0.00 s, 5 known]" in capfd.readouterr().err  # the file has their rows
     assert run(["chat", str(bundle), "--message", "What?", *options]) == 0
     assert "vision encoder: 5 tiles in" in capfd.readouterr().err
     assert run(["info", str(bundle)]) == 0
@@ -515,7 +518,8 @@ def test_a_chat_shows_pictures_with_its_messages(
     assert [line for line in told if line.startswith("[with the next message")] == [
         f"[with the next message: {count}]" for count in ("1 picture", "1 picture", "1 picture", "0 pictures")
     ]
-    assert sum("vision encoder: 5 tiles" in line for line in told) == 2
+    encoded = [line for line in told if line.startswith("[vision encoder")]
+    assert "5 tiles in" in encoded[0] and encoded[1] == "[vision encoder: 0 tiles in 0.00 s, 5 known]"
     assert any("take its pictures away with /image" in line for line in told)
     assert any(line.startswith("edgekv: error: /image: got nowhere.png: No such file") for line in told)
     assert "[conversation: 2 turns; 4 messages]" in told

@@ -14,7 +14,7 @@ import click
 from edgekv.cli.entries import QUOTES, Entries, Entry, open_entries
 from edgekv.cli.exit_codes import is_closed_pipe, report
 from edgekv.cli.output import Output
-from edgekv.cli.pictures import encoder_line, opened_pictures
+from edgekv.cli.pictures import encoder_line, opened_pictures, waiting_tiles
 from edgekv.cli.summary import engine_and_mode, speculation_summary, summary
 from edgekv.errors import ContextFullError, UsageError
 
@@ -98,6 +98,7 @@ class Dialog:
             EdgeKVError: see `Conversation.say`.
         """
         pictures = self._pictures
+        waiting = waiting_tiles(pictures)
         answer = self.ask(message)
         try:
             self._print(answer)
@@ -105,7 +106,7 @@ class Dialog:
             if not answer.stats.generated_tokens:  # the turn is taken back
                 self._pictures = pictures
         if pictures and not self._is_quiet:
-            _tell(encoder_line(pictures))
+            _tell(encoder_line(pictures, waiting))
 
     def _handle(self, entry: Entry) -> None:
         if not entry.is_command:

@@ -11,7 +11,7 @@ from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.generated import print_sequences, print_stream
 from edgekv.cli.model import BundleArgument, LoraOption, interactive, joined
 from edgekv.cli.output import Output
-from edgekv.cli.pictures import ImageOption, encoder_line, opened_pictures
+from edgekv.cli.pictures import ImageOption, encoder_line, opened_pictures, waiting_tiles
 from edgekv.cli.prefix_cache import SaltOption, salt_of, store_config
 from edgekv.cli.prompt import PromptOptions
 from edgekv.draft.speculation import Speculation
@@ -68,16 +68,17 @@ def generate(
             load_sequence(model.engine, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
         shared: dict[str, Any] = {"cache_salt": salt_of(cache_salt, model), "retention": policy, "lora": joined(lora)}
-        shared["pictures"] = opened_pictures(image, model, output)
+        shared["pictures"] = pictures = opened_pictures(image, model, output)
         result: Any = model.generate(text, speculate=speculate, **shared, **keywords)
         if beams:
             print_sequences(result, output)
             return
         record = model.bundle.manifest.generation
         try:
+            waiting = waiting_tiles(pictures)
             print_stream(result, output, [] if record is None else record.ignored)
             if image:
-                output.note(encoder_line(result.pictures))
+                output.note(encoder_line(pictures, waiting))
         finally:  # after Ctrl-C too
             if session is not None:
                 save_sequence(model.engine, SEQUENCE, session)

@@ -12,7 +12,7 @@ from edgekv.option import Option
 
 if TYPE_CHECKING:
     from edgekv.model import Model
-    from edgekv.pictures import Picture
+    from edgekv.pictures import Picture, Tile
 
 ImageOption = Annotated[
     Sequence[Path],
@@ -38,11 +38,16 @@ def opened_pictures(files: Sequence[Path], model: Model, output: Output, field: 
     return found
 
 
-def encoder_line(pictures: Sequence[Picture]) -> str:
-    """How long the encoder ran, and for how many tiles."""
-    tiles = [tile for each in pictures for tile in each.tiles]
-    encoded = [tile for tile in tiles if tile.encode_ms]
+def waiting_tiles(pictures: Sequence[Picture]) -> list[Tile]:
+    """The tiles that no encoder has run."""
+    tiles = dict.fromkeys(tile for each in pictures for tile in each.tiles)
+    return [tile for tile in tiles if not tile.encode_ms]
+
+
+def encoder_line(pictures: Sequence[Picture], waiting: Sequence[Tile]) -> str:
+    """How long the encoder ran, and for how many of the tiles that were waiting before."""
+    encoded = [tile for tile in waiting if tile.encode_ms]
     seconds = sum(tile.encode_ms for tile in encoded) / 1e3
-    known = f", {len(tiles) - len(encoded)} known" if len(encoded) < len(tiles) else ""
+    others = sum(len(each.tiles) for each in pictures) - len(encoded)
     count = "1 tile" if len(encoded) == 1 else f"{len(encoded)} tiles"
-    return f"[vision encoder: {count} in {seconds:.2f} s{known}]"
+    return f"[vision encoder: {count} in {seconds:.2f} s{f', {others} known' if others else ''}]"

@@ -22,6 +22,7 @@ from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 FORMAT = "edgekv.kv-state.1"
 
 _Position = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # rows of pictures have hashes as ids
 
 
 class StateError(EdgeKVError):
@@ -146,7 +147,7 @@ class _Parts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     position: _Position
     rewindable: _Position
     tokens_seen: _Position
-    tokens: tuple[_Position, ...]
+    tokens: tuple[_Token, ...]
     fingerprint: str
 
     def check(self, file: str | Path) -> None:
