@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgekv.bundle import RecipeRecord
+from edgekv.bundle import NeuronScalingName, RecipeRecord, RotationName
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Rows
 from exporters.checkpoint.folded import transformed
@@ -15,15 +15,16 @@ from exporters.checkpoint.rotate import applied_rotation
 from exporters.inspect import trace_reference
 from exporters.quantize.recipe import describe_recipe
 from exporters.quantize.reference import Floats, Tensors
-from quant import quantize_per_channel
+from quant import LayerInputs, quantize, quantize_per_channel
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 
 TOKENS = [(37 * i * i + 5 * i) % 250 for i in range(40)]
 DOWN = "model.layers.0.mlp.down_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
-def record(rotation: str = "none") -> RecipeRecord:
-    return RecipeRecord(name="equal", rotation=rotation, weights=[], neuron_scaling="equal")  # type: ignore[arg-type]
+def record(rotation: RotationName = "none", scaling: NeuronScalingName = "equal") -> RecipeRecord:
+    return RecipeRecord(name=scaling, rotation=rotation, weights=[], neuron_scaling=scaling)
 
 
 class Uneven:
@@ -50,13 +51,30 @@ def down_error(tensors: Tensors) -> float:
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_neurons_are_scaled_and_logits_stay(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("scaling", "order"), [("equal", np.inf), ("norm", 2)])
+def test_neurons_are_scaled_and_logits_stay(
+    tmp_path: Path, name: str, scaling: NeuronScalingName, order: float
+) -> None:
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES[name])))
-    scaled = transformed(checkpoint, record(applied_rotation(checkpoint.spec, "hadamard")))
+    scaled = transformed(checkpoint, record(applied_rotation(checkpoint.spec, "hadamard"), scaling))
     exact, found = (trace_reference(each, TOKENS)["logits"] for each in (checkpoint, scaled))
     assert float(np.abs(exact - found).max() / np.ptp(exact)) < 1e-4
-    reach = np.abs(scaled.tensor(DOWN)).max(axis=0)
-    np.testing.assert_allclose(reach, reach[0], rtol=1e-5)
+    sizes = np.linalg.norm(scaled.tensor(DOWN), order, axis=0)
+    np.testing.assert_allclose(sizes, sizes[0], rtol=1e-5)
+
+
+def test_largest_weights_of_up_rows_become_negative_which_4_bits_round_better(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES["llama-biased"])))
+    scaled = transformed(checkpoint, record(scaling="norm"))
+    assert np.mean(-scaled.tensor(UP).min(axis=1) > scaled.tensor(UP).max(axis=1)) > 0.75
+    inputs = trace_reference(checkpoint, TOKENS)["layers.0.mlp_norm"]
+
+    def error(tensors: Tensors) -> float:
+        weight = tensors.tensor(UP).T
+        rounded = quantize(weight, "int4", "gptq", LayerInputs(inputs, inputs)).dequantize()
+        return float(np.square(inputs @ (rounded - weight)).sum() / np.square(inputs @ weight).sum())
+
+    assert error(scaled) < error(checkpoint)
 
 
 def test_uneven_neurons_fit_one_step(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from quant import Method, WeightDtype
 RotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
 HeadsName = Literal["none", "aligned"]
-NeuronScalingName = Literal["none", "equal"]
+NeuronScalingName = Literal["none", "equal", "norm"]
 OutlierChannels = Literal["keep", "split"]
 MatrixMethod = Method | Literal["stored"]
 """How integers were chosen: by a rounding method, or taken from a quantized checkpoint."""
@@ -206,7 +206,8 @@ class RecipeRecord(Record, frozen=True):
         key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded into `q_proj` and `k_proj`.
         heads: `aligned` rotates and scales keys and values of each head so that they fill the integers of the cache,
             folded likewise; `heads.safetensors` has the transforms.
-        neuron_scaling: `equal` equalizes the columns of `down_proj`, folded into `up_proj`.
+        neuron_scaling: `equal` equalizes the range of the columns of `down_proj`, and `norm` their norm, folded into
+            `up_proj`.
         weights: every matrix; the embedding table and norms have 16 bits.
         outlier_channels: whether outlier channels of the residual were to be split; the model lists those that were.
     """

@@ -41,7 +41,8 @@ class FoldedCheckpoint:
         self._views = {view.name: view for view in views(spec)}
         rotation = [] if recipe.rotation == "none" else [ResidualRotation(spec, tensors.tensor)]
         rotated = folded(tensors.tensor, self._views, rotation)
-        self._neurons = None if recipe.neuron_scaling == "none" else NeuronScaling(rotated, neurons)
+        scaling = recipe.neuron_scaling
+        self._neurons = None if scaling == "none" else NeuronScaling(rotated, scaling, neurons)
         in_heads: Transform
         if heads is None:
             in_heads = HeadTransforms(spec, recipe.value_rotation, recipe.key_scaling, rotated)

@@ -2,7 +2,10 @@
 
 A factor of a neuron goes into its row of `up_proj`, the inverse into its column of `down_proj`: the product with the
 gate is linear in the first (cross-layer equalization, Nagel et al. 2019, arXiv 1906.04721). An output channel of
-`down_proj` has one step for all neurons, so its error is smallest if the columns of all neurons reach equally far.
+`down_proj` has one step for all neurons, or for a block of them, so its error is smallest if the columns of all neurons
+are alike: reach equally far in 8 bits, which represent every weight, and have the same norm in 4 bits, which clip the
+largest. The row of `up_proj` has steps of its own, so a factor changes nothing there, except for its sign: integers of
+4 bits go from -8 to 7, so the side with the larger weights is to be the negative one.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from edgekv.bundle import NeuronScalingName
 from edgekv.spec import View
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 
-_LEAST = np.float32(1 / 64)  # of the columns' mean range: a floor, so near-zero neurons are not amplified
+_LEAST = np.float32(1 / 64)  # of the mean column: a floor, so near-zero neurons are not amplified
+_ODD_MOMENT = 5  # says on which side a row has its largest weights, which need the steps
 
 
 class NeuronScaling:
@@ -22,11 +27,13 @@ class NeuronScaling:
 
     Args:
         read: the tensors before, by name and rows.
+        name: `equal` or `norm`.
         scales: factors of layers that are known.
     """
 
-    def __init__(self, read: Read, scales: Mapping[int, Floats] | None = None) -> None:
+    def __init__(self, read: Read, name: NeuronScalingName, scales: Mapping[int, Floats] | None = None) -> None:
         self._read = read
+        self._name = name
         self._scales = dict(scales or {})
 
     def __call__(self, view: View) -> Fold | None:
@@ -41,14 +48,26 @@ class NeuronScaling:
     def scales(self, layer: int) -> Floats:
         """The factor of each neuron, `[intermediate]`."""
         if layer not in self._scales:
-            self._scales[layer] = self._reach(layer)
+            down = self._read(f"model.layers.{layer}.mlp.down_proj.weight", EVERY)
+            if self._name == "equal":
+                self._scales[layer] = _relative(np.abs(down).max(axis=0))
+            else:
+                up = self._read(f"model.layers.{layer}.mlp.up_proj.weight", EVERY)
+                self._scales[layer] = _relative(np.linalg.norm(down, axis=0)) * _signs(up)
         return self._scales[layer]
 
-    def _reach(self, layer: int) -> Floats:
-        """`[intermediate]`, how far the columns of `down_proj` reach, relative to their mean."""
-        reach = np.abs(self._read(f"model.layers.{layer}.mlp.down_proj.weight", EVERY)).max(axis=0)
-        scales: Floats = reach / max(reach.mean(), np.finfo(np.float32).tiny)
-        return np.maximum(scales, _LEAST)
+
+def _relative(sizes: Floats) -> Floats:
+    """`[intermediate]`, sizes of columns relative to their mean."""
+    scales: Floats = sizes / max(sizes.mean(), np.finfo(np.float32).tiny)
+    return np.maximum(scales, _LEAST)
+
+
+def _signs(up: Floats) -> Floats:
+    """`[intermediate]`, 1 or -1: with it a row `[hidden]` of `up_proj` has its largest weights below 0."""
+    largest = np.maximum(np.abs(up).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    moments = ((up / largest) ** _ODD_MOMENT).sum(axis=1)
+    return np.where(moments > 0, np.float32(-1), np.float32(1))
 
 
 def _layer(view: View) -> int:

@@ -74,7 +74,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
         value_rotation: `hadamard` rotates the values of each head, folded into `v_proj` and `o_proj`.
         key_scaling: `pairs` scales the keys of each head pair by pair, folded into `q_proj` and `k_proj`.
-        neuron_scaling: `equal` scales the neurons of the feed-forward; see `exporters.checkpoint.neurons`.
+        neuron_scaling: `equal` or `norm` scales the neurons of the feed-forward; see `exporters.checkpoint.neurons`.
         outlier_channels: `split` represents outlier channels of the residual by several, where norms behind the blocks
             forbid a rotation; see `exporters.checkpoint.channels`. `keep` leaves them as they are.
         keep_stored: whether the matrices of a quantized checkpoint keep their types and integers where a bundle has
