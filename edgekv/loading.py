@@ -9,6 +9,7 @@ from typing import Any
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.engine import CacheSetup
 from edgekv.engine.cache_drafter import CacheDraftModel
+from edgekv.engine.head_drafter import HeadDraftModel
 from edgekv.errors import UsageError
 from edgekv.htp_options import HtpOptions
 from edgekv.load_options import CacheOptions, EngineOptions
@@ -16,6 +17,7 @@ from edgekv.model import Model
 from edgekv.prefix import PrefixCache
 from edgekv.runtime import make_engine
 
+TargetDraftModel = CacheDraftModel | HeadDraftModel
 _PLAIN = CacheOptions()
 
 
@@ -59,8 +61,8 @@ def load(
     return open_model(bundle, replace(chosen, **of_engine), replace(cache, **options), prefix_cache, verify=verify)
 
 
-def load_drafter(bundle: str | Path | Bundle, engine: str | EngineOptions = "cpu", **options: Any) -> CacheDraftModel:
-    """Open the bundle of a drafter that reads its target's cache, for `Speculation.draft`.
+def load_drafter(bundle: str | Path | Bundle, engine: str | EngineOptions = "cpu", **options: Any) -> TargetDraftModel:
+    """Open the bundle of a drafter that reads its target's cache or hidden states, for `Speculation.draft`.
 
     Args:
         bundle: its folder, or what `open_bundle` returned.
@@ -78,11 +80,14 @@ def load_drafter(bundle: str | Path | Bundle, engine: str | EngineOptions = "cpu
         fix = "Load it with edgekv.load."
         raise UsageError(str(opened.path), got="a model of its own", expected="a drafter's bundle", fix=fix)
     chosen = replace(EngineOptions(engine) if isinstance(engine, str) else engine, **options)
-    return CacheDraftModel(opened, make_engine(opened, chosen))
+    made, state = make_engine(opened, chosen), opened.manifest.model.target
+    if state is not None and state.is_cached_apart:
+        return HeadDraftModel(opened, made, CacheSetup.read(opened, made, _PLAIN).make)
+    return CacheDraftModel(opened, made)
 
 
-def open_draft(path: Path, engine: EngineOptions) -> Model | CacheDraftModel:
-    """A bundle that drafts for another model: a smaller one, or one that reads the other's cache.
+def open_draft(path: Path, engine: EngineOptions) -> Model | TargetDraftModel:
+    """A bundle that drafts for another model: a smaller one, or one that reads its state.
 
     Raises:
         EdgeKVError: as `load` and `load_drafter`.
@@ -103,6 +108,6 @@ def open_model(
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
     if opened.manifest.target is not None:
         fix = "Load its target, and give this as --draft, or with edgekv.load_drafter."
-        raise UsageError(str(opened.path), got="a drafter", expected="a model with a cache of its own", fix=fix)
+        raise UsageError(str(opened.path), got="a drafter", expected="a model that needs no target", fix=fix)
     made = make_engine(opened, engine)
     return Model(opened, made, CacheSetup.read(opened, made, cache), prefix_cache)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -30,9 +30,19 @@ from edgekv.errors import UsageError
 from edgekv.graphs.decoder import last_norm
 from edgekv.kv import KvTensor
 from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
-from edgekv.spec import TARGET_HIDDEN, TARGET_OUT_RESULT, DecoderInterface, DecoderSpec, EncodingTypes, PartRecord
+from edgekv.spec import (
+    FINAL_NORM,
+    TARGET_HIDDEN,
+    TARGET_OUT_RESULT,
+    DecoderInterface,
+    DecoderSpec,
+    EncodingTypes,
+    PartRecord,
+    Role,
+)
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import heads_of, transformed, transformed_as
+from exporters.checkpoint.rotate import hadamard
 from exporters.graphs.onnx import write_graphs
 from exporters.htp.check import float_verdict, floating_nodes
 from exporters.inspect.evaluate import open_source
@@ -89,15 +99,17 @@ class Drafter:
             fix = "Export the target with --give-hidden."
             found = "a drafter" if manifest.target is not None else "graphs that give logits alone"
             raise UsageError(at, got=found, expected="graphs that give the last hidden state", fix=fix)
+        plain = open_source(manifest, None)
+        source = plain.with_vocabulary(manifest.model.vocabulary)
+        drafter = cls(Checkpoint.open_drafter(name, source, _frame(target, plain)), target, source)
         recipe = manifest.recipe
-        if {recipe.rotation, recipe.value_rotation, recipe.key_scaling} != {"none"}:
-            names = ", ".join(sorted({recipe.rotation, recipe.value_rotation, recipe.key_scaling} - {"none"}))
+        folded = {recipe.rotation, recipe.value_rotation, recipe.key_scaling} - {"none"}
+        if folded and not drafter.is_cached_apart:
+            names = ", ".join(sorted(folded))
             fix = 'Export the target with a recipe whose heads are "aligned" or "none", and nothing else rotated.'
-            raise UsageError(
-                at, got=f"a recipe with {names}", expected="one with neither rotation nor scaling", fix=fix
-            )
-        source = open_source(manifest, None).with_vocabulary(manifest.model.vocabulary)
-        return cls(Checkpoint.open_drafter(name, source), target, source)
+            wanted = "one with neither rotation nor scaling"
+            raise UsageError(at, got=f"a recipe with {names}", expected=wanted, fix=fix)
+        return drafter
 
     @property
     def spec(self) -> DecoderSpec:
@@ -105,15 +117,23 @@ class Drafter:
         return self.checkpoint.spec
 
     @property
+    def is_cached_apart(self) -> bool:
+        """See `TargetState`."""
+        return self.spec.target is not None and self.spec.target.is_cached_apart
+
+    @property
     def read(self) -> list[KvTensor]:
         """The tensors of the target's cache that it reads."""
+        if self.is_cached_apart:
+            return []
         owners = sorted({self.spec.cache_layer(layer) for layer in self.spec.own_layers})
         return [*self.target.manifest.interface.tensors(owners)]
 
     @property
     def tensors(self) -> Tensors:
         """Its weights, with the transforms that the target's keys and values have."""
-        return transformed(self.checkpoint, self.transforms(self.target.manifest.recipe), heads_of(self.target))
+        recipe = self.transforms(self.target.manifest.recipe)
+        return transformed(self.checkpoint, recipe, None if recipe.heads == "none" else heads_of(self.target))
 
     def transforms(self, recipe: RecipeRecord) -> RecipeRecord:
         """A recipe's transforms, as far as they are the target's."""
@@ -124,7 +144,7 @@ class Drafter:
             outlier_channels="keep",
             value_rotation="none",
             key_scaling="none",
-            heads=self.target.manifest.recipe.heads,
+            heads="none" if self.is_cached_apart else self.target.manifest.recipe.heads,
         )
 
     def text(self, windows: NDArray[np.int64]) -> TargetText:
@@ -162,6 +182,8 @@ def export_drafter(
 ) -> Manifest:
     """Calibrate and quantize a drafter, and write its bundle: a graph of one token for each context of its target.
 
+    A drafter with a cache of its own has graphs of as many tokens as its target prefills, too.
+
     Args:
         drafter: and its target.
         output: the bundle's folder; it appears atomically.
@@ -193,7 +215,7 @@ def export_drafter(
         text = drafter.text(windows)
     tensors = drafter.tensors
     found = _quantized(tensors, text, options, len(sink), target.context, progress)
-    graphs = _graphs(spec, target.contexts)
+    graphs = _graphs(drafter)
     types = EncodingTypes(options.recipe.activations, target.kv_dtype)
     decoder = DecoderInterface.of(spec, target.context, target.kv_dtype, target.key_layout, types.activations)
     factors = [rope.rotation(target.context).attention_factor for rope in spec.ropes]
@@ -201,8 +223,10 @@ def export_drafter(
     reached = found.ranges[TARGET_OUT_RESULT]
     found.ranges[TARGET_HIDDEN].observe(np.array([reached.low, reached.high], np.float32))
     encodings = choose_encodings(decoder_results(spec), found.ranges, factors, types)
-    encodings |= {tensor.past: target.encodings[tensor.past] for tensor in target.cache_geometry.names()}
-    heads = target.files.get(HEADS_FILE)
+    heads = None
+    if not drafter.is_cached_apart:
+        encodings |= {tensor.past: target.encodings[tensor.past] for tensor in target.cache_geometry.names()}
+        heads = target.files.get(HEADS_FILE)
     with atomic_directory(output, force=force) as folder, one_step("write", progress):
         encodings, places = write_graphs(tensors, found.matrices, decoder, encodings, graphs, folder)
         drafter.checkpoint.write_tokenizer(folder / "tokenizer.json")
@@ -233,7 +257,12 @@ def export_drafter(
                 calibration_tokens=text.tokens.size,
             ),
             files=record_files(folder),
-            target=TargetRecord(target.source.weights_sha256, None if heads is None else heads.sha256),
+            target=TargetRecord(
+                target.source.weights_sha256,
+                None if heads is None else heads.sha256,
+                target.recipe.rotation,
+                target.model.vocabulary,
+            ),
         )
         write_manifest(folder, manifest)
     return manifest
@@ -254,15 +283,28 @@ def _quantized(
     return found
 
 
-def _graphs(spec: DecoderSpec, contexts: Sequence[int]) -> list[GraphRecord]:
-    found = []
-    for context in contexts:
-        name = f"ar1_cl{context}"
-        part = PartRecord(
-            name=name, file=f"{name}.onnx", first_layer=spec.first_layer, stop_layer=spec.layers, embeds=True, head=True
-        )
-        found.append(GraphRecord(name=name, parts=[part], ar=1, context=context, role="decode"))
+def _graphs(drafter: Drafter) -> list[GraphRecord]:
+    target, found = drafter.target.manifest, list[GraphRecord]()
+    prefilled = {graph.ar for graph in target.graphs if graph.role == "prefill"} if drafter.is_cached_apart else set()
+    for context in target.contexts:
+        for ar in sorted({1} | {each for each in prefilled if each < context}):
+            name, first, stop = f"ar{ar}_cl{context}", drafter.spec.first_layer, drafter.spec.layers
+            part = PartRecord(
+                name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=True, head=True
+            )
+            role: Role = "decode" if ar == 1 else "prefill"
+            found.append(GraphRecord(name=name, parts=[part], ar=ar, context=context, role=role))
     return found
+
+
+def _frame(bundle: Bundle, source: Checkpoint) -> Floats:
+    """From the hidden states that a bundle's graphs give to those of its checkpoint, `[H, H]`."""
+    given = transformed_as(bundle, source)
+    exact = np.diag(source.tensor(FINAL_NORM))
+    if bundle.manifest.recipe.rotation != "none":
+        exact = exact @ hadamard(source.spec.hidden)
+    weights = given.tensor(FINAL_NORM)[: source.spec.hidden] * np.float32(given.spec.head_gain)
+    return np.asarray(exact / weights, np.float32)
 
 
 def _check(options: ExportOptions) -> None:

@@ -93,7 +93,7 @@ class ExportOptions:
     ] = ()
     give_hidden: Annotated[
         bool,
-        Option("Let graphs also give the last hidden state, which drafters that read the cache need.", group=_GRAPHS),
+        Option("Let graphs also give the last hidden states, which drafters for this model read.", group=_GRAPHS),
     ] = False
     max_attention_window: Annotated[
         Sequence[int],

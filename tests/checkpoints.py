@@ -518,3 +518,29 @@ def write_sinking(folder: Path, architecture: dict[str, Any]) -> Path:
 
 if __name__ == "__main__":  # python -m tests.checkpoints FOLDER JSON: what CONTRIBUTING.md does
     write_checkpoint(Path(sys.argv[1]), json.loads(sys.argv[2]))
+
+
+def add_head(folder: Path, *, seed: int = 9, gain: float = 1.0) -> Path:
+    """Give a Qwen3.5 of random weights a random head for further tokens, in a second file, as large models have it."""
+    config = json.loads((folder / "config.json").read_text())
+    described = Config(config)
+    spec = describe_drafter(described, describe(described))
+    random = np.random.Generator(np.random.PCG64(seed))
+    shapes = {
+        "fc.weight": (spec.hidden, 2 * spec.hidden),
+        "pre_fc_norm_embedding.weight": (spec.hidden,),
+        "pre_fc_norm_hidden.weight": (spec.hidden,),
+    }
+    layers = ("model.layers.", "model.norm.")
+    shapes |= {
+        each.key.removeprefix("model."): each.stored_shape for each in views(spec) if each.name.startswith(layers)
+    }
+    weights = {
+        f"mtp.{name}": (0.1 if len(shape) == 1 else gain / np.sqrt(shape[-1])) * random.standard_normal(shape)
+        for name, shape in shapes.items()
+    }
+    save_file({name: each.astype(ml_dtypes.bfloat16) for name, each in weights.items()}, folder / "mtp.safetensors")
+    files = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    files |= dict.fromkeys(weights, "mtp.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder

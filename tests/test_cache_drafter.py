@@ -378,7 +378,7 @@ def test_broken_drafters_are_refused_by_name(checkpoints: tuple[Path, Path], tar
 
 def test_other_runtimes_refuse_drafters_and_hidden_states(target: Path, drafter: Path) -> None:
     for capabilities in (GENIE, GENIEX, GENAI, AI_HUB):
-        with pytest.raises(BundleError, match="drafter: got graphs that read the cache"):
+        with pytest.raises(BundleError, match="drafter: got graphs that read the state"):
             capabilities.check(open_bundle(drafter))
         with pytest.raises(EdgeKVError, match="--give-hidden"):
             capabilities.check(open_bundle(target))

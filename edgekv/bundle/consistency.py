@@ -54,7 +54,8 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     _check_graphs(manifest, fail)
     if (manifest.target is None) != (model.target is None):
         fail("target", manifest.target, "one of a drafter, and none of another model")
-    if model.target is not None and {graph.ar for graph in manifest.graphs} != {1}:
+    shares = model.target is not None and not model.target.is_cached_apart
+    if shares and {graph.ar for graph in manifest.graphs} != {1}:
         fail("graphs", "a drafter's graph of several tokens", "graphs of one token")
     decode = manifest.graph("decode")
     if decode is None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from edgekv.spec import Vocabulary
 from quant import Method, WeightDtype
 
 RotationName = Literal["none", "hadamard"]
@@ -144,15 +145,19 @@ class SourceRecord(Record, frozen=True):
 
 
 class TargetRecord(Record, frozen=True):
-    """The bundle that a drafter reads the cache of.
+    """The bundle that a drafter reads the cache or the hidden states of.
 
     Attributes:
         weights_sha256: hash of its checkpoint's weights.
-        heads_sha256: hash of what was folded into its keys and values; null if nothing was.
+        heads_sha256: hash of what was folded into its keys and values; null if nothing was, or the drafter reads none.
+        rotation: of its residual.
+        vocabulary: where its embeddings are; with the rotation it decides what form its hidden states have.
     """
 
     weights_sha256: str
     heads_sha256: str | None = None
+    rotation: RotationName = "none"
+    vocabulary: Vocabulary = "apart"
 
 
 class QualityRecord(Record, frozen=True):

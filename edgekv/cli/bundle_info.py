@@ -271,9 +271,12 @@ def _pictures(vision: VisionRecord) -> str:
 def _reads(manifest: Manifest) -> str | None:
     if manifest.target is None:
         return None
+    source = f"{manifest.target.weights_sha256[:12]}..."
+    if manifest.model.target is not None and manifest.model.target.is_cached_apart:
+        return f"the last hidden states of all tokens of {source}; it has a cache of its own"
     layers = sorted({manifest.model.cache_layer(layer) for layer in manifest.model.own_layers})
     listed = " and ".join(map(str, layers))
-    return f"keys and values of layers {listed}, and the last hidden state, of {manifest.target.weights_sha256[:12]}..."
+    return f"keys and values of layers {listed}, and the last hidden state, of {source}"
 
 
 def _states(model: DecoderSpec) -> Iterator[str]:

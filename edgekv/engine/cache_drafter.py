@@ -25,7 +25,37 @@ if TYPE_CHECKING:
     from typing import Self
 
 _SAMPLES = 15
-_FIX = "Export the drafter again with --draft-for and this target."
+REPEAT_FIX = "Export the drafter again with --draft-for and this target."
+
+
+def check_states(drafter: Bundle, target: DraftModel) -> None:
+    """Refuse a drafter that was made for other hidden states than those of a model.
+
+    Raises:
+        UsageError: it was made for other weights, another vocabulary, or hidden states of another form; or the model's
+            graphs give none, or its cache drops tokens.
+    """
+    ours, theirs, at = drafter.manifest, target.bundle.manifest, f"drafter {drafter.path}"
+    assert ours.target is not None, "a drafter"
+
+    def refuse(got: str, expected: str, fix: str = REPEAT_FIX) -> None:
+        raise UsageError(at, got=got, expected=expected, fix=fix)
+
+    if not theirs.model.gives_hidden:
+        wanted = "graphs of the target that give their last hidden state"
+        refuse(f"{target.bundle.path}, whose graphs do not", wanted, "Export the target with --give-hidden.")
+    if ours.model.vocab != theirs.model.vocab:
+        refuse(f"a vocabulary of {ours.model.vocab:,} tokens", f"the target's {theirs.model.vocab:,}")
+    if ours.target.weights_sha256 != theirs.source.weights_sha256:
+        found = f"one made for weights with sha256 {ours.target.weights_sha256[:12]}..."
+        refuse(found, f"{theirs.source.weights_sha256[:12]}..., those of {target.bundle.path}")
+    form = theirs.recipe.rotation, theirs.model.vocabulary
+    if (ours.target.rotation, ours.target.vocabulary) != form:
+        found = f"one made for a rotation {ours.target.rotation} and embeddings {ours.target.vocabulary}"
+        refuse(found, f"{form[0]} and {form[1]}, as in the target")
+    if target.pool.own.cache.room_tokens is None:
+        policy = target.pool.own.cache.policy
+        refuse(f"the target's context policy {policy}", "fail, which drops no tokens", "Load it with the policy fail.")
 
 
 @dataclass(slots=True)
@@ -62,20 +92,13 @@ class CacheDraftModel:
             UsageError: it was made for other weights or another vocabulary, or the target's cache has other sizes or
                 encodings, drops tokens, or its graphs give no hidden state.
         """
-        ours, theirs, at = self.bundle.manifest, target.bundle.manifest, f"drafter {self.bundle.path}"
+        check_states(self.bundle, target)
+        ours, theirs = self.bundle.manifest, target.bundle.manifest
         assert ours.target is not None, "a drafter"
 
-        def refuse(got: str, expected: str, fix: str = _FIX) -> None:
-            raise UsageError(at, got=got, expected=expected, fix=fix)
+        def refuse(got: str, expected: str) -> None:
+            raise UsageError(f"drafter {self.bundle.path}", got=got, expected=expected, fix=REPEAT_FIX)
 
-        if not theirs.model.gives_hidden:
-            wanted = "graphs of the target that give their last hidden state"
-            refuse(f"{target.bundle.path}, whose graphs do not", wanted, "Export the target with --give-hidden.")
-        if ours.model.vocab != theirs.model.vocab:
-            refuse(f"a vocabulary of {ours.model.vocab:,} tokens", f"the target's {theirs.model.vocab:,}")
-        if ours.target.weights_sha256 != theirs.source.weights_sha256:
-            found = f"one made for weights with sha256 {ours.target.weights_sha256[:12]}..."
-            refuse(found, f"{theirs.source.weights_sha256[:12]}..., those of {target.bundle.path}")
         if ours.cache_geometry.groups() != theirs.cache_geometry.groups() or ours.contexts != theirs.contexts:
             found = f"a cache of {_cache_of(ours)}"
             refuse(found, f"that of the target, {_cache_of(theirs)}")
@@ -86,11 +109,6 @@ class CacheDraftModel:
         heads = theirs.files.get(HEADS_FILE)
         if ours.target.heads_sha256 != (None if heads is None else heads.sha256):
             refuse("keys and values with other transforms", "those of the target's cache")
-        if target.pool.own.cache.room_tokens is None:
-            policy = target.pool.own.cache.policy
-            refuse(
-                f"the target's context policy {policy}", "fail, which drops no tokens", "Load it with the policy fail."
-            )
 
     def drafter(self, vocab: int) -> CacheDrafter:
         """What drafts for one text; `vocab` as for `BundleDrafter`."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle, GraphRecord, Role
 from edgekv.draft import DraftTree, as_tree
 from edgekv.engine.adapters import BoundAdapter
+from edgekv.engine.hidden_states import HiddenStates
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureRows
@@ -305,6 +306,7 @@ class Session:
         is_busy: whether that call has not ended.
         adapter: the adapter that its rows were computed with, and the next ones will be; None for none.
         window: prompts are run in steps that end at multiples of this number of tokens; 0 if steps may end anywhere.
+        hidden: the last hidden states of its newest tokens, if its graphs give some, for drafters.
     """
 
     def __init__(self, cache: KVCache, graphs: Graphs, window: int = 0) -> None:
@@ -327,7 +329,7 @@ class Session:
         self._own_sink = cache.sink
         self._graphs = graphs
         self._pass: DraftPass | None = None
-        self._hidden: tuple[int, NDArray[Any]] | None = None
+        self.hidden = HiddenStates(cache.geometry.context)
 
     @property
     def is_empty(self) -> bool:
@@ -388,6 +390,7 @@ class Session:
                 ran = perf_counter_ns()
                 cache.commit(len(step))
                 graph.clock.host_ns += opened - began + perf_counter_ns() - ran
+                self._keep_hidden(len(self.tokens), graph.hidden)
                 self._ran(step, role)
             except EdgeKVError:
                 raise  # the cache is unchanged by the failed step
@@ -396,24 +399,24 @@ class Session:
                 raise
             if take is not None:
                 take(graph.logits)
-        if logits:
-            self._keep_hidden(graph.hidden)
         last: NDArray[Any] = graph.logits[-1]
         return last
 
     @property
     def last_hidden(self) -> NDArray[Any] | None:
         """The last hidden state behind the tokens, as integers `[H]`; None if their last pass gave none."""
-        return None if self._hidden is None or self._hidden[0] != len(self.tokens) else self._hidden[1]
+        states, last = self.hidden, len(self.tokens) - 1
+        return states.rows(last, last + 1)[0] if states.first <= last < states.stop else None
 
     @property
     def hidden_encoding(self) -> Encoding:
         """The encoding of `last_hidden`."""
         return self._graphs.hidden_encoding
 
-    def _keep_hidden(self, rows: NDArray[Any] | None) -> None:
-        """Keep the last of these rows for drafters: the next step of another text would overwrite it."""
-        self._hidden = None if rows is None else (len(self.tokens), rows[-1].copy())
+    def _keep_hidden(self, position: int, rows: NDArray[Any] | None) -> None:
+        """Keep rows for drafters, those of tokens from a position on: the next step would overwrite them."""
+        if rows is not None:
+            self.hidden.write(position, rows)
 
     @property
     def draft_room(self) -> int:
@@ -478,8 +481,8 @@ class Session:
         done, self._pass = self._pass, None
         try:
             self.cache.commit(done.rows)
+            self._keep_hidden(len(self.tokens), done.hidden)
             self.tokens += done.tokens
-            self._keep_hidden(done.hidden)
         except BaseException:  # such as Ctrl-C
             self._finish_or_drop(done.tokens)
             raise
@@ -510,7 +513,8 @@ class Session:
 
     def reset(self) -> None:
         """Hold nothing but the sink."""
-        self._pass = self._hidden = None
+        self._pass = None
+        self.hidden.rewind(0)
         self.cache.reset()
         self.tokens = self._first
         self._stable = len(self.tokens)
@@ -533,8 +537,8 @@ class Session:
             common = max(first, min(common, self._stable) // self.window * self.window)
         surplus = len(self.tokens) - common
         if surplus:
-            self._hidden = None
             common = self.cache.rewind_to(common)
+            self.hidden.rewind(common)
             del self.tokens[common:]
             self._stable = min(self._stable, common)
             if common == first:
@@ -543,7 +547,8 @@ class Session:
 
     def adopt(self, tokens: Sequence[int], stable_tokens: int = 0) -> None:
         """Record that the cache now contains these tokens, so many of them stable."""
-        self._pass = self._hidden = None
+        self._pass = None
+        self.hidden.rewind(0)
         self.tokens = list(tokens)
         self._stable = stable_tokens
         self.writer = None
@@ -644,8 +649,8 @@ class DraftPass:
 
     @property
     def hidden(self) -> NDArray[Any] | None:
-        """The last hidden states of the rows up to the last one that counts, `[rows, H]`; None if there are none."""
-        return None if self._hidden is None else self._hidden[: self.rows[-1] + 1]
+        """The last hidden states of the rows that count, `[rows, H]`; None if there are none."""
+        return None if self._hidden is None else self._hidden[self.rows]
 
     def has(self, tokens: Sequence[int]) -> bool:
         """Whether the next rows have drafts of exactly these tokens."""

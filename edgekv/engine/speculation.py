@@ -21,6 +21,7 @@ from edgekv.draft import (
 )
 from edgekv.engine.cache_drafter import CacheDrafter
 from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.head_drafter import HeadDrafter
 from edgekv.engine.session import Session
 from edgekv.errors import refuse, shown
 
@@ -88,7 +89,7 @@ class DraftTarget:
         if not self.rows:
             return None
         sources: list[Source] = []
-        reader: CacheDrafter | None = None
+        reader: CacheDrafter | HeadDrafter | None = None
         if wanted.mode in ("lookup", "auto"):
             sources.append(PromptLookup(tree=wanted.tree))
         if wanted.corpus is not None and not isinstance(wanted.corpus, str):
@@ -96,7 +97,7 @@ class DraftTarget:
         if wanted.draft is not None and not isinstance(wanted.draft, str):
             drafter: Source = wanted.draft.draft_model.drafter(self.vocab)
             sources.append(drafter)
-            reader = drafter if isinstance(drafter, CacheDrafter) else None
+            reader = drafter if isinstance(drafter, CacheDrafter | HeadDrafter) else None
         most = wanted.tokens or self.rows[-1] - 1
         if wanted.mode == "auto":
             adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
@@ -175,12 +176,12 @@ class SpeculationRun:
     Attributes:
         drafter: guesses.
         pacer: decides how many tokens to guess; None for as many as the graphs take.
-        reader: the drafter that reads the text's cache; None if none does.
+        reader: the drafter that reads the cache or the hidden states of the text; None if none does.
     """
 
     drafter: Drafter
     pacer: Pacer | None = None
-    reader: CacheDrafter | None = None
+    reader: CacheDrafter | HeadDrafter | None = None
     _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
     _passes: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)

@@ -6,7 +6,7 @@ import onnx
 
 from edgekv.bundle import BundleWeights
 from edgekv.graphs.cpu_mode import RenderedMode
-from edgekv.graphs.decoder import decoder_layer, drafter_input, logits
+from edgekv.graphs.decoder import decoder_layer, drafter_input, part_end
 from edgekv.graphs.emulated import EmulatedOps
 from edgekv.graphs.float_encoder import float_encoder
 from edgekv.graphs.floats import FloatOps
@@ -49,8 +49,5 @@ def _built(source: PartSource, ops: StackedOps) -> onnx.ModelProto:
     hidden = drafter_input(ops, spec, ops.entry())
     for layer in part.layers:
         hidden = decoder_layer(ops, spec, layer, hidden)
-    if part.head:
-        rows = ops.select(hidden) if part.layers and source.graph.role == "prefill" else hidden
-        hidden = logits(ops, spec, rows)
-    ops.give(hidden)
+    ops.give(part_end(ops, spec, source.graph, part, hidden))
     return ops.finish()

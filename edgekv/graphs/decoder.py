@@ -13,15 +13,19 @@ from typing import Literal, Protocol, TypeVar
 from edgekv.kv import KvTensor
 from edgekv.spec import (
     CONVOLUTION_INPUTS,
+    EMBEDDING_IN,
     FINAL_NORM,
     FINAL_NORM_RESULT,
     HEAD,
     HEAD_TURN,
+    TARGET_FRAME,
     TARGET_IN,
     TARGET_OUT,
     TARGET_OUT_RESULT,
     DecoderSpec,
+    GraphRecord,
     LoraTarget,
+    PartRecord,
     attention_norm,
     convolution_kernel,
     feed_forward_norm,
@@ -173,11 +177,32 @@ class Ops(BlockOps[V], Protocol[V]):
         return self.join([turned, self.add(y_cos, x_sin, rotated), *still], rotated)
 
 
+class GraphOps(Ops[V], Protocol[V]):
+    """The operations of a graph, which computes logits of some of its rows."""
+
+    def select(self, x: V) -> V:
+        """The row of the token whose logits are wanted."""
+
+
 def drafter_input(ops: Ops[V], spec: DecoderSpec, embedding: V) -> V:
     """The hidden state before the first layer: of a drafter, embedding and projected state of its target."""
     if spec.target is None:
         return embedding
-    return ops.add(embedding, ops.linear(ops.target_hidden(), TARGET_IN, "target_in"), "drafter_input")
+    state = ops.target_hidden()
+    if spec.target.is_cached_apart:
+        embedding = ops.linear(embedding_inputs(ops, spec, embedding), EMBEDDING_IN, "embedding_in")
+        state = target_inputs(ops, spec, state)
+    return ops.add(embedding, ops.linear(state, TARGET_IN, "target_in"), "drafter_input")
+
+
+def embedding_inputs(ops: Ops[V], spec: DecoderSpec, embedding: V) -> V:
+    """The input of the projection of embeddings, in a drafter with a cache of its own."""
+    return ops.normalize(embedding, spec.hidden, "embedding_norm")
+
+
+def target_inputs(ops: Ops[V], spec: DecoderSpec, state: V) -> V:
+    """The input of the projection of the target's hidden states, in a drafter with a cache of its own."""
+    return ops.normalize(ops.linear(state, TARGET_FRAME, "target_frame"), spec.hidden, "target_norm")
 
 
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
@@ -361,11 +386,36 @@ def _turned(ops: Ops[V], spec: DecoderSpec, x: V) -> V:
 def logits(ops: Ops[V], spec: DecoderSpec, hidden: V) -> V:
     """The last norm and the head; what drafters read is given between them."""
     x = last_norm(ops, spec, hidden)
+    _give_hidden(ops, spec, x)
+    return head_logits(ops, spec, _turned(ops, spec, x))
+
+
+def part_end(ops: GraphOps[V], spec: DecoderSpec, graph: GraphRecord, part: PartRecord, hidden: V) -> V:
+    """The logits of a part with a head, otherwise the residual; what drafters read is given of every row.
+
+    Args:
+        ops: build the part.
+        spec: the decoder.
+        graph: its role.
+        part: its layers.
+        hidden: the residual after them.
+    """
+    selects = part.head and bool(part.layers) and graph.role == "prefill"
+    if part.ends(spec.layers) and (spec.gives_hidden or spec.target is not None):
+        x = last_norm(ops, spec, hidden)
+        _give_hidden(ops, spec, x)
+        x = ops.select(x) if selects else x
+    elif part.head:
+        x = last_norm(ops, spec, ops.select(hidden) if selects else hidden)
+    return head_logits(ops, spec, _turned(ops, spec, x)) if part.head else hidden
+
+
+def _give_hidden(ops: Ops[V], spec: DecoderSpec, x: V) -> None:
+    """Give the result of the last norm, or what a drafter makes of it."""
     if spec.target is not None:
         ops.give_hidden(ops.linear(x, TARGET_OUT, TARGET_OUT_RESULT))
     elif spec.gives_hidden:
         ops.give_hidden(x)
-    return head_logits(ops, spec, _turned(ops, spec, x))
 
 
 def head_logits(ops: Ops[V], spec: DecoderSpec, x: V) -> V:

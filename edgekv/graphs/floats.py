@@ -146,13 +146,13 @@ class FloatOps(StackedOps):
 
     def _together_product(self, x: View, projections: Sequence[_Projection]) -> str:
         keys = [f"{each.key}.weight" for each in projections]
-        product = self._product(x, keys, ".".join(keys[0].split(".")[:-2]))
+        product = self._product(x, keys, projections[0].key)
         biased = [each for each in projections if self._is_biased(each)]
         if not biased:
             return product
         biases = [self._bias(each) for each in projections]
         added = self._nodes.constant(np.concatenate(biases), f"{keys[0]}.biases")
-        return self._nodes.add("Add", [product, added], product)
+        return self._nodes.add("Add", [product, added], f"{product}.biased")
 
     def _bias(self, projection: _Projection) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         """The bias of a projection `[out]`; zeros if it has none."""

@@ -67,7 +67,8 @@ _SWAPPED = (0, 1, 3, 2)
 _ROWS = 2  # axis of [1, 1, rows, width]
 _MOST = np.iinfo(np.int64).max
 _AXES_OF_TOKENS = {"ids": 1} | dict.fromkeys(
-    ("embeddings", "layer_inputs", "hidden", "mask", "cos", "sin", "borrowed", "new"), _ROWS
+    ("embeddings", "layer_inputs", "hidden", "mask", "cos", "sin", "borrowed", "new", "target_hidden", "last_hidden"),
+    _ROWS,
 )
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ BatchInvariance: TypeAlias = Literal["equal", "in-place", "unequal"]
 - `unequal`: not always, so that drafts cannot be verified.
 """
 
-_ROW_A_TOKEN = frozenset({"ids", "embeddings", "layer_inputs", "hidden", "cos", "sin"})
+_ROW_A_TOKEN = frozenset({"ids", "embeddings", "layer_inputs", "hidden", "cos", "sin", "target_hidden", "last_hidden"})
 """Kinds of ports with a row for each token, besides masks and the cache."""
 
 _Bind = Callable[[Sequence[str], "np.dtype[Any]", Sequence[int], Sequence[int], int], None]

@@ -160,6 +160,8 @@ class StaticGraph:
         ]
         self._logits = exits[interfaces[-1].exit.name][0]
         self._hidden = exits[LAST_HIDDEN][0, 0] if LAST_HIDDEN in exits else None
+        self._hidden_is_needed = manifest.model.first_without_cache is None
+        self._ran_all = False
         reads_used_rows = all(part.reads_used_rows for part in self._parts)
         self.row_block = 0 if not reads_used_rows else _ROW_BLOCK if manifest.graph("verify") is None else 1
         self._before_next_run: Callable[[], None] | None = None
@@ -177,8 +179,11 @@ class StaticGraph:
 
     @property
     def hidden(self) -> NDArray[Any] | None:
-        """The last hidden states that belong to `logits`, as integers `[rows, H]`; None if the graph gives none."""
-        return None if self._hidden is None else self._hidden[: self._inputs.filled]
+        """The last hidden state of each token of the last step, as integers `[tokens, H]`; None if it gave none."""
+        if self._hidden is None or not (self._ran_all or self._hidden_is_needed):
+            return None
+        rows: NDArray[Any] = self._hidden[: self._inputs.filled]
+        return rows
 
     @property
     def target_hidden(self) -> NDArray[Any]:
@@ -253,6 +258,7 @@ class StaticGraph:
         else:
             self._inputs.write(tokens, position, windows)
         parts = self._parts if logits else [part for part in self._parts if part.is_needed]
+        self._ran_all = len(parts) == len(self._parts)
         for part in parts:
             part.bind(windows, len(tokens))
         entered = perf_counter_ns()

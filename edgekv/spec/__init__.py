@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         DELTA_INPUTS,
         EMBEDDING,
         EMBEDDING_COLUMNS,
+        EMBEDDING_IN,
         EMBEDDING_STEPS,
         FINAL_NORM,
         HEAD,
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
         LAYER_TABLE,
         LAYER_TABLE_NORM,
         LAYER_TABLE_PROJECTION,
+        TARGET_FRAME,
         TARGET_IN,
         TARGET_OUT,
         View,
@@ -157,6 +159,8 @@ __all__ = [
     "FINAL_NORM_RESULT",
     "LAST_HIDDEN",
     "TARGET_HIDDEN",
+    "EMBEDDING_IN",
+    "TARGET_FRAME",
     "TARGET_IN",
     "TARGET_OUT",
     "TARGET_OUT_RESULT",
@@ -291,8 +295,8 @@ __getattr__ = lazy(
         "rope": "Rope Rotation",
         "sizes": "FRONT LEAST_BITS MOST_BITS RECIPE_TYPES Decoder Weights front_bits recipe_weights",
         "tensors": "CONVOLUTION_INPUTS DELTA_INPUTS EMBEDDING EMBEDDING_COLUMNS EMBEDDING_STEPS FINAL_NORM HEAD "
-        "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION TARGET_IN TARGET_OUT "
-        "View attention_norm "
+        "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION EMBEDDING_IN "
+        "TARGET_FRAME TARGET_IN TARGET_OUT View attention_norm "
         "by_inputs by_outputs convolution_kernel delta_kernel delta_rates feed_forward_norm head_width "
         "layer_of layer_scalar matrices part_name table_key text_tensor views",
         "vision": "MERGED_MEANS PATCHES PIXELS_PORT POSITIONS PROJECTOR PROJECTOR_BIAS PROJECTOR_OUT "

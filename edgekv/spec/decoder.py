@@ -76,16 +76,21 @@ class Convolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TargetState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a drafter reads of the model that it drafts for, its target.
 
-    Its layers are numbered after the target's: those have no weights here, and the drafter's own layers read their
-    keys and values.
+    A drafter either reads the target's cache: then its layers are numbered after the target's, which have no weights
+    here. Or it has a cache of its own, and reads the target's hidden state of every token.
 
     Attributes:
-        layers: of the target.
+        layers: of the target, if the drafter reads their keys and values; 0 if it has a cache of its own.
         hidden: H, the width of the target's last hidden state, which is projected and added to the embeddings.
     """
 
-    layers: _Layers
+    layers: Annotated[int, msgspec.Meta(ge=0, le=1 << 12)]
     hidden: _Width
+
+    @property
+    def is_cached_apart(self) -> bool:
+        """Whether the drafter has a cache of its own. Then embedding and hidden state are normalized too."""
+        return not self.layers
 
 
 class LayerSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -198,8 +203,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("windows", "layer_sizes", "cache_owners"):
             if len(found := getattr(self, name)) not in (0, self.layers):
                 raise ValueError(f"{name}: got {len(found)}; expected none or {self.layers}, one for each layer")
-        if self.target is not None and not 0 < self.first_layer < self.layers:
-            raise ValueError(f"target: layers: got {self.first_layer}; expected 1 to {self.layers - 1}")
+        if self.target is not None and self.first_layer >= self.layers:
+            raise ValueError(f"target: layers: got {self.first_layer}; expected less than {self.layers}")
         own = [self.of_layer(layer) for layer in self.own_layers] if self.target is not None else self._all_sizes
         if wrong := [each.kv_heads for each in own if self.heads % each.kv_heads]:
             raise ValueError(f"kv_heads: got {wrong[0]}; expected a divisor of {self.heads} heads")

@@ -78,7 +78,8 @@ def describe_drafter(config: Config, target: DecoderSpec) -> DecoderSpec:
         fix = "Leave --draft-for out: other models draft with their own caches."
         raise config.refusal("model_type", " or ".join(sorted(DRAFTERS)), fix=fix)
     spec = family(config, target)
-    _check_layers(config.text_decoder())
+    if spec.target is not None and not spec.target.is_cached_apart:
+        _check_layers(config.text_decoder())
     _check_products(config, spec)
     return spec
 

@@ -147,8 +147,8 @@ class DecoderInterface:
         of the target's layers as if those were an earlier part. In graphs with slots: the A's and B's of
         `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1].
 
-        Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; `last_hidden` [1, 1, AR or 1, H], if graphs give
-        it; and `logits` [1, AR or 1, V] or `hidden_{L}`.
+        Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; `last_hidden` [1, 1, AR, H] of a part with the
+        last layer, if graphs give it; and `logits` [1, AR or 1, V] or `hidden_{L}`.
 
         Args:
             graph: AR, context and role.
@@ -237,9 +237,9 @@ class DecoderInterface:
         for tensor in self.tensors(part.layers):
             if tensor.is_written:
                 yield self._cached("new", tensor, graph.ar)
-        if part.head and self.given_hidden:
+        if self.given_hidden and part.ends(self.cache.layers):
             encoding = TARGET_OUT_RESULT if self.reads_hidden else FINAL_NORM_RESULT
-            shape = (1, 1, graph.logit_rows, self.given_hidden)
+            shape = (1, 1, graph.ar, self.given_hidden)
             yield self._activation("last_hidden", LAST_HIDDEN, shape, encoding)
         if part.head:
             yield self._activation("logits", LOGITS, (1, graph.logit_rows, self.vocab))

@@ -39,6 +39,10 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The numbers of its layers."""
         return range(self.first_layer, self.stop_layer)
 
+    def ends(self, layers: int) -> bool:
+        """Whether it has the last of so many layers."""
+        return self.first_layer < self.stop_layer == layers
+
     @property
     def entry(self) -> str:
         """Its first input: `input_ids` [1, AR], `inputs_embeds` [1, 1, AR, hidden], or the hidden state of a part."""

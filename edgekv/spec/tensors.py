@@ -16,6 +16,9 @@ FINAL_NORM = "model.norm.weight"
 HEAD_TURN = "lm_head.turn.weight"
 TARGET_IN, TARGET_OUT = "pre_projection.weight", "post_projection.weight"
 """Of a drafter: from the last hidden state of its target, and back to it."""
+EMBEDDING_IN, TARGET_FRAME = "pre_projection.embedding.weight", "pre_projection.frame.weight"
+"""Of a drafter with a cache of its own: from the embedding, and from the hidden state as the target's graphs give it to
+the one that the drafter was trained on."""
 CONVOLUTION_INPUTS = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 """The gates before and after a short convolution, and what it filters, in the order of the stored matrix."""
 DELTA_INPUTS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
@@ -37,7 +40,7 @@ TensorRole = Literal[
     "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
     "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
     "gate", "up", "down", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
-    "target_in", "target_out",
+    "target_in", "target_out", "target_frame", "embedding_in",
 ]  # fmt: skip
 
 _ROLES: dict[str, TensorRole] = {
@@ -161,6 +164,10 @@ def _views(spec: DecoderSpec) -> Iterator[View]:
             yield View(name, shape, name, shape[0], "layer_inputs")
     target = spec.target
     if target is not None:
+        if target.is_cached_apart:
+            frame = (target.hidden, target.hidden)
+            yield View(EMBEDDING_IN, (spec.hidden, spec.hidden), EMBEDDING_IN, spec.hidden, "embedding_in")
+            yield View(TARGET_FRAME, frame, TARGET_FRAME, target.hidden, "target_frame")
         yield View(TARGET_IN, (spec.hidden, target.hidden), TARGET_IN, spec.hidden, "target_in")
     for layer in spec.own_layers:
         yield from _layer(spec, layer)

@@ -39,12 +39,11 @@ from edgekv.spec import (
     views,
 )
 from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
-from edgekv.spec.tensors import FURTHER_TOKENS
 from edgekv.spec.text import encode
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.check_tensors import check_tensors, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
-from exporters.checkpoint.drafter import drafter_tensors
+from exporters.checkpoint.drafter import drafter_tensors, head_tensors, is_of_head
 from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
@@ -124,7 +123,7 @@ class Checkpoint:
         tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
         check_floats(tensors)
         vision = None
-        ahead = [key for key in tensors if key.removeprefix("model.").startswith(FURTHER_TOKENS)]
+        ahead = [key for key in tensors if is_of_head(key)]
         tensors = {key: stored for key, stored in tensors.items() if key not in ahead}
         if spec.multimodal:
             vision = None if quantization else VisionEncoder.open(config, folder, parts)
@@ -148,15 +147,17 @@ class Checkpoint:
         return replace(opened, quantization=quantization, adapters=merged, vision=vision, predicts_further=bool(ahead))
 
     @classmethod
-    def open_drafter(cls, name: str, target: Checkpoint) -> Checkpoint:
+    def open_drafter(cls, name: str, target: Checkpoint, frame: Floats | None = None) -> Checkpoint:
         """Open the folder or hub id of a drafter that reads the state of another model.
 
-        Its embeddings are those of the target, projected: the first half of the columns of `TARGET_IN` is multiplied
-        with the target's table, the others stay. What drafter and target exchange is what the target's head reads.
+        If it reads the target's cache, its embeddings are those of the target, projected: the first half of the columns
+        of `TARGET_IN` is multiplied with the target's table, the others stay. What drafter and target exchange is what
+        the target's head reads. A model's own head for further tokens has the model's embeddings and head.
 
         Args:
             name: of the folder or id.
             target: as its bundle has it: with its vocabulary, channels and attention windows.
+            frame: see `head_tensors`; None if graphs give the hidden states of the checkpoint.
 
         Raises:
             CheckpointError: naming the file or field that is missing, broken, unsupported, or of another target.
@@ -171,8 +172,13 @@ class Checkpoint:
                 f"{folder / 'tokenizer.json'}", got="another vocabulary", expected=f"that of {target.name}", fix=fix
             )
         stored = stored_tensors(folder)
+        if spec.target is not None and spec.target.is_cached_apart:
+            frame = np.eye(spec.hidden, dtype=np.float32) if frame is None else frame
+            tensors = head_tensors(stored, spec, target, frame)
+            stored = {key: each for key, each in stored.items() if is_of_head(key)}
+        else:
+            tensors = drafter_tensors(stored, spec, target)
         check_floats(stored)
-        tensors = drafter_tensors(stored, spec, target)
         check_tensors(tensors, views(spec), spec)
         special = special_tokens(config, generation, tokenizer, spec.vocab)
         files = tuple(sorted({each.file for each in stored.values()}))

@@ -11,7 +11,17 @@ from typing import Protocol
 import numpy as np
 
 from edgekv.errors import CheckpointError
-from edgekv.spec import EMBEDDING, HEAD, TARGET_IN, TARGET_OUT, DecoderSpec
+from edgekv.spec import (
+    EMBEDDING,
+    EMBEDDING_IN,
+    HEAD,
+    TARGET_FRAME,
+    TARGET_IN,
+    TARGET_OUT,
+    DecoderSpec,
+    text_tensor,
+)
+from edgekv.spec.tensors import FURTHER_TOKENS
 from exporters.checkpoint.fold import EVERY, Floats, Rows
 from exporters.checkpoint.stored import ComputedTensor, Stored
 
@@ -20,8 +30,17 @@ _CLUSTERS = "masked_embedding."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+_COMPARED_ROWS = slice(0, 256)
+_MOST_DIFFERENCE = 0.2
+"""Of the norm of these embeddings: far above what rounding to 4 bits costs, far below that of two models."""
+
+
 class TargetTensors(Protocol):
     """What a drafter's tensors are made from, of its target as its bundle has it."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The target."""
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """As `Checkpoint.tensor`."""
@@ -42,6 +61,19 @@ class _Table(ComputedTensor):
     def read(self, rows: Rows) -> Floats:
         found: Floats = self.target.tensor(EMBEDDING, rows) @ self.projection.T
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared(ComputedTensor):
+    """A tensor of the target."""
+
+    target: TargetTensors
+    key: str
+    file: Path
+    shape: tuple[int, ...]
+
+    def read(self, rows: Rows) -> Floats:
+        return self.target.tensor(self.key, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +125,67 @@ def drafter_tensors(stored: Mapping[str, Stored], spec: DecoderSpec, target: Tar
     return found
 
 
-def _projection(found: Mapping[str, Stored], key: str, shape: tuple[int, int]) -> Stored:
+def is_of_head(stored: str) -> bool:
+    """Whether a checkpoint's tensor is one of its own head for further tokens."""
+    return stored.removeprefix("model.").startswith(FURTHER_TOKENS)
+
+
+def head_tensors(
+    stored: Mapping[str, Stored], spec: DecoderSpec, target: TargetTensors, frame: Floats
+) -> dict[str, Stored]:
+    """The tensors of a model's own head for further tokens, whose embeddings and logits are the model's.
+
+    Args:
+        stored: of the files.
+        spec: the head, a layer with a cache of its own.
+        target: the model as its bundle has it.
+        frame: from the hidden states that the bundle gives to those of the checkpoint, `[H, H]`.
+
+    Raises:
+        CheckpointError: the checkpoint has no such head, that of another model, or a projection of another shape.
+    """
+    own = {
+        key.removeprefix("model.").removeprefix(FURTHER_TOKENS): each for key, each in stored.items() if is_of_head(key)
+    }
+    if not own:
+        raise CheckpointError(
+            f"weights: {FURTHER_TOKENS}*",
+            got="no such tensor",
+            expected="those of the model's own head for further tokens",
+            fix="Give the checkpoint as it was published: other programs leave them out.",
+        )
+    table = next((each for key, each in stored.items() if text_tensor(key) == EMBEDDING), None)
+    if table is not None and _differs(table, target):
+        fix = "Give the checkpoint that the bundle was exported from."
+        raise CheckpointError(f"weights: {EMBEDDING}", got="other embeddings", expected="the target's", fix=fix)
+    hidden, found = spec.hidden, dict[str, Stored]()
+    joined = _projection(own, "fc.weight", (hidden, 2 * hidden))
+    of_embedding, of_state = (
+        _projection(own, f"pre_fc_norm_{name}.weight", (hidden,)).read(EVERY) + np.float32(spec.norm_offset)
+        for name in ("embedding", "hidden")
+    )
+    taken = ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+    found |= {f"model.{key}": each for key, each in own.items() if key not in taken}
+    embedded, read = np.split(joined.read(EVERY), 2, axis=1)
+    found[EMBEDDING_IN] = _Matrix(embedded * of_embedding, joined.file)
+    found[TARGET_IN] = _Matrix(read * of_state, joined.file)
+    found[TARGET_FRAME] = _Matrix(frame, joined.file)
+    found[TARGET_OUT] = _Matrix(np.linalg.inv(frame).astype(np.float32), joined.file)
+    shared = EMBEDDING if target.spec.tied_head else HEAD
+    for name, key in ((EMBEDDING, EMBEDDING), (HEAD, shared)):
+        found[name] = _Shared(target, key, joined.file, (spec.vocab, hidden))
+    return found
+
+
+def _differs(table: Stored, target: TargetTensors) -> bool:
+    """Whether embeddings are those of another model than the target."""
+    if table.shape != (target.spec.vocab, target.spec.hidden):
+        return True
+    ours, theirs = table.read(_COMPARED_ROWS), target.tensor(EMBEDDING, _COMPARED_ROWS)
+    return bool(np.linalg.norm(ours - theirs) > _MOST_DIFFERENCE * np.linalg.norm(theirs))
+
+
+def _projection(found: Mapping[str, Stored], key: str, shape: tuple[int, ...]) -> Stored:
     stored = found.get(key)
     if stored is None or stored.shape != shape:
         raise CheckpointError(

@@ -45,7 +45,7 @@ def export(
     draft_for: Annotated[
         Path | None,
         Option(
-            "The checkpoint is a drafter that reads the cache of this bundle, which was exported with --give-hidden.",
+            "The checkpoint is a drafter for this bundle, which was exported with --give-hidden, or has its mtp head.",
             metavar="BUNDLE",
             group="Target",
         ),

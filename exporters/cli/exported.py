@@ -29,7 +29,7 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     elif manifest.model.multimodal:
         yield "  the text decoder alone: encoders of images and sound are left out"
     if checkpoint.predicts_further:
-        yield "  layers that predict further tokens (mtp) are left out"
+        yield "  layers that predict further tokens (mtp) are left out: export them for this bundle with --draft-for"
     source = manifest.source
     given = source.calibration_tokens - source.generated_tokens
     yield f"  calibrated on {given:,} tokens of {source.calibration} text"
@@ -54,11 +54,14 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
 
 def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterator[str]:
     """Size, what it reads of its target, calibration and the verdict of the float check, a line each."""
-    held, spec = sum(record.bytes for record in manifest.files.values()), drafter.spec
-    yield f"{output}: a drafter of {len(spec.own_layers)} layers, {manifest.recipe.name}, {held / 1e6:.1f} MB"
-    layers = sorted({tensor.layer for tensor in drafter.read})
-    names = " and ".join(map(str, layers))
-    yield f"  reads the last hidden state and the keys and values of layers {names} of {drafter.target.path.name}"
+    held, layers = sum(record.bytes for record in manifest.files.values()), len(drafter.spec.own_layers)
+    count = f"{layers} layers" if layers > 1 else "1 layer"
+    yield f"{output}: a drafter of {count}, {manifest.recipe.name}, {held / 1e6:.1f} MB"
+    if drafter.is_cached_apart:
+        yield f"  reads the last hidden state of every token of {drafter.target.path.name}, and has a cache of its own"
+    else:
+        names = " and ".join(map(str, sorted({tensor.layer for tensor in drafter.read})))
+        yield f"  reads the last hidden state and the keys and values of layers {names} of {drafter.target.path.name}"
     yield f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text"
     yield f"  {_verdict(manifest)}"
     target, folder = (shlex.quote(str(each)) for each in (drafter.target.path, output))

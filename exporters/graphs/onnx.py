@@ -25,7 +25,7 @@ from quant import Encoding, Range
 TFLITE_FILE = "graphs.tflite"
 
 EMBEDDING_SHARD, VOCABULARY_SHARD = "weights-embedding", "weights-vocabulary"
-_HEAD_SHARD = "weights-head"
+_HEAD_SHARD, _NORM_SHARD = "weights-head", "weights-norm"
 
 
 def plan_graphs(
@@ -145,14 +145,14 @@ def write_graphs(
             store.flush(f"weights-layer-{layer:02d}")
             if progress is not None:
                 progress(layer + 1)
-        heads = False
+        last_norm = False
         for ops, each, (graph, part) in zip(builders, hidden, parts.values(), strict=True):
             end_part(ops, graph, part, each)
-            heads |= part.head
+            last_norm |= part.head or (spec.gives_hidden and part.ends(spec.layers))
             if not part.head:
                 encodings[part.exit] = each.encoding  # the next part reads it
-        if heads:
-            store.flush(_HEAD_SHARD)
+        if last_norm:
+            store.flush(_HEAD_SHARD if any(part.head for _, part in parts.values()) else _NORM_SHARD)
         for ops, (_, part) in zip(builders, parts.values(), strict=True):
             save_graph(ops.finish(), folder / part.file)
     return encodings, store.places

@@ -9,7 +9,7 @@ import onnx
 from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
-from edgekv.graphs.decoder import decoder_layer, drafter_input, layer_result, logits
+from edgekv.graphs.decoder import decoder_layer, drafter_input, layer_result, part_end
 from edgekv.spec import EMBEDDINGS, KeyLayout, hidden_name
 from edgekv.system import link_or_copy
 from exporters.graphs.nodes import Tensor
@@ -52,11 +52,11 @@ def build_part(
 
 def end_part(ops: QdqOps, graph: GraphRecord, part: PartRecord, hidden: Tensor) -> None:
     """Give the logits or the hidden state of a part whose layers are built."""
+    end = part_end(ops, ops.spec, graph, part, hidden)
     if part.head:
-        rows = ops.select(hidden) if part.layers and graph.role == "prefill" else hidden
-        ops.give_logits(logits(ops, ops.spec, rows))
+        ops.give_logits(end)
     else:
-        ops.give_residual(hidden)
+        ops.give_residual(end)
 
 
 def all_rows(graph: GraphRecord) -> GraphRecord:

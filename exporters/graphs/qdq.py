@@ -568,13 +568,15 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         return {name: each for name, each in self._nodes.quantized.items() if not _NOT_TRACED.search(name)}
 
     def give_residual(self, hidden: Tensor) -> None:
-        """Make the integers of the newest result the last output."""
+        """Make the integers of a result the last output."""
         if self._form.gives_results:
             return  # they are one, under their own name
-        quantize, dequantize = self._nodes.nodes[-2:]
-        assert dequantize.output[0] == hidden.name, "something was computed after it"
-        quantize.output[0] = self._part.exit
-        self._nodes.nodes.pop()
+        nodes = self._nodes.nodes
+        at = next(at for at in reversed(range(len(nodes))) if nodes[at].output[0] == hidden.name)
+        quantize, dequantize = nodes[at - 1 : at + 1]
+        quantize.output[0] = dequantize.input[0] = self._part.exit
+        if at == len(nodes) - 1:
+            nodes.pop()  # nothing else reads it
 
     def finish(self) -> onnx.ModelProto:
         """The model. Flush the store first."""

@@ -15,6 +15,7 @@ from edgekv.graphs.decoder import (
     add_layer_input,
     add_mixer,
     drafter_input,
+    embedding_inputs,
     feed_forward,
     feed_forward_inputs,
     gated_layer_input,
@@ -23,6 +24,7 @@ from edgekv.graphs.decoder import (
     last_norm,
     mixer,
     mixer_inputs,
+    target_inputs,
 )
 from edgekv.kv import KvTensor
 from edgekv.spec import TARGET_OUT_RESULT, DecoderInterface
@@ -32,8 +34,10 @@ from edgekv.spec.tensors import (
     CONVOLUTION_INPUTS,
     DELTA_INPUTS,
     EMBEDDING,
+    EMBEDDING_IN,
     HEAD,
     HEAD_TURN,
+    TARGET_FRAME,
     TARGET_IN,
     TARGET_OUT,
     by_inputs,
@@ -254,7 +258,7 @@ class Quantizer:
         self._ops.ranges["embedding"].observe(rows[:, sink:])
 
     def enter(self, hidden: Floats, rows: Mapping[KvTensor, Floats]) -> Iterator[tuple[str, QuantizedWeight]]:
-        """Add what a drafter reads of its target to the embeddings; yields the matrix that projects it, by name.
+        """Add what a drafter reads of its target to the embeddings; yields the matrices that project both, by name.
 
         Args:
             hidden: the target's last hidden states, `[windows, T, H]`.
@@ -262,15 +266,26 @@ class Quantizer:
         """
         ops, spec, decoders = self._ops, self._spec, len(self.hidden)
         paired = np.stack([hidden] * decoders)
-        weight = self.quantized(TARGET_IN, self.inputs(paired))
-        self.use(TARGET_IN, weight)
+        inputs = {TARGET_IN: paired}
+        if spec.target is not None and spec.target.is_cached_apart:
+            yield self._entered(TARGET_FRAME, paired)
+            states = [target_inputs(ops, spec, paired[:, window]) for window in range(len(hidden))]
+            embedded = [embedding_inputs(ops, spec, self.hidden[:, window]) for window in range(len(hidden))]
+            inputs = {EMBEDDING_IN: np.stack(embedded, axis=1), TARGET_IN: np.stack(states, axis=1)}
+        for name, x in inputs.items():
+            yield self._entered(name, x)
         for window, tokens in enumerate(self._tokens):
             ops.begin(window, tokens)
             seen = {tensor: np.stack([each[window]] * decoders) for tensor, each in rows.items()}
             ops.read_target(paired[:, window], seen)
             self.hidden[:, window] = drafter_input(ops, spec, self.hidden[:, window])
         ops.drop()
-        yield TARGET_IN, weight
+
+    def _entered(self, name: str, x: Floats) -> tuple[str, QuantizedWeight]:
+        """A matrix that reads x, quantized and in use."""
+        weight = self.quantized(name, self.inputs(x))
+        self.use(name, weight)
+        return name, weight
 
     def layer(self, layer: int) -> Iterator[tuple[str, QuantizedWeight]]:
         """Run the residual through the next layer; yields its matrices by name."""

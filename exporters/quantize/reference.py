@@ -206,7 +206,8 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         self._spec = spec
         self._changes = changes
         self._weights = weights
-        first = 0 if spec.target is None else 1  # a drafter's token follows the one whose keys are the last it reads
+        # A drafter's token follows the one whose keys are the last it reads in another's cache.
+        first = int(spec.target is not None and not spec.target.is_cached_apart)
         self._rotations = [_cos_sin(rope.rotation(context), first, tokens) for rope in spec.ropes]
         self._target_hidden: Floats = np.zeros((tokens, 0), np.float32)
         self._tail = Tail(0)

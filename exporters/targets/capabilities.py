@@ -60,7 +60,7 @@ class Capabilities:
         """Field, what was found, what is wanted, and the fix."""
         if manifest.target is not None:
             fix = "Give it as --draft to edgekv generate, chat or serve, with its target."
-            yield "drafter", "graphs that read the cache of another model", "a model of its own", fix
+            yield "drafter", "graphs that read the state of another model", "a model of its own", fix
         if manifest.model.gives_hidden and not self.hidden:
             wanted = f"logits alone, all that {self.reader} reads"
             yield "graphs", "graphs that give a hidden state too", wanted, "Export it without --give-hidden."

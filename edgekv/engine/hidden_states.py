@@ -1,0 +1,50 @@
+"""The last hidden states of a text's newest tokens, which drafters read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LEAST_ROWS = 64
+
+
+class HiddenStates:
+    """Rows by position, as graphs give them; a row that does not follow the others drops them.
+
+    Attributes:
+        first: position of the first row.
+        stop: one past the position of the last row; equal to `first` without rows.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Args: most: tokens of the longest text."""
+        self.first = self.stop = 0
+        self._most = most
+        self._rows: NDArray[Any] = np.zeros((0, 0))
+
+    def write(self, position: int, rows: NDArray[Any]) -> None:
+        """Append copies of rows `[T, H]`, the first one at a position: behind or within the others, or apart."""
+        if not self.first <= position <= self.stop:
+            self.first = position
+        self.stop = position + len(rows)
+        start, wanted = position - self.first, self.stop - self.first
+        if wanted > len(self._rows) or self._rows.dtype != rows.dtype:
+            grown = np.empty((max(wanted, min(2 * wanted, self._most), _LEAST_ROWS), rows.shape[1]), rows.dtype)
+            grown[:start] = self._rows[:start] if start else 0
+            self._rows = grown
+        self._rows[start:wanted] = rows
+
+    def rows(self, start: int, stop: int) -> NDArray[Any]:
+        """The rows of positions, `[T, H]`, valid until the next change."""
+        assert self.first <= start <= stop <= self.stop, "rows that are held"
+        found: NDArray[Any] = self._rows[start - self.first : stop - self.first]
+        return found
+
+    def rewind(self, position: int) -> None:
+        """Drop the rows from a position on; their memory with all of them."""
+        self.stop = max(self.first, min(self.stop, position))
+        if self.stop == self.first:
+            self.first = self.stop = position
+            self._rows = np.zeros((0, 0))
