@@ -25,7 +25,7 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
     manifest = read_manifest(folder)
     if manifest.target is not None:
         fix = "Give its target."
-        raise UsageError(str(folder), got="a drafter, which has no cache", expected="a model of its own", fix=fix)
+        raise UsageError(str(folder), got="a drafter", expected="a model of its own", fix=fix)
     plain, model = manifest.geometry, manifest.model
     found = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
     _check_sizes(Overrides(**found), folder)
