@@ -24,7 +24,7 @@ from edgekv.graphs.delta_rule import DeltaInputs
 from edgekv.kv import CacheState, KVCache, LayeredGeometry, Rows, StateError
 from edgekv.load_options import EngineOptions
 from edgekv.plan.cache import CHOICES, Choice, count_traffic
-from edgekv.prefix import StoreConfig
+from edgekv.prefix import PrefixStore, StoreConfig
 from edgekv.runtime import make_engine
 from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -287,6 +287,60 @@ def random_calls(plain: edgekv.Model, model: edgekv.Model, count: int) -> int:
         saved += generation.stats.cache.reused_tokens + generation.stats.cache.restored_tokens
         texts = [*texts[-4:], text + wanted]
     return saved
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.htp
+def test_prefixes_rewinds_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
+    """In blocks of 64 tokens: the bits of a prompt's token depend on those behind it in the same step there."""
+    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 24)
+    with (
+        edgekv.load(bundle, "htp", reproducible=True) as plain,
+        edgekv.load(bundle, "htp", reproducible=True, prefix_cache=config) as model,
+    ):
+        assert random_calls(plain, model, 12) > 300
+
+
+@pytest.mark.htp
+def test_a_store_with_blocks_of_a_part_of_a_step_is_refused_on_the_htp(bundle: Path) -> None:
+    options: dict[str, Any] = {"engine": "htp", "reproducible": True}
+    with edgekv.load(bundle, prefix_cache=StoreConfig(tokens_per_block=16), **options) as model:
+        store = model.prefix_store
+        assert store is not None and store.config.tokens_per_block == CHECKPOINT_TOKENS
+        small = PrefixStore(
+            store.geometry, StoreConfig(tokens_per_block=16), fingerprint=store.fingerprint, snapshots=True
+        )
+    with pytest.raises(UsageError, match="prefix_cache: got blocks of 16 tokens; expected at least 64"):
+        edgekv.load(bundle, prefix_cache=small, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.htp
+def test_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
+    """Across a checkpoint."""
+    prompt, params = [*range(40, 90)], SamplingParams(max_new_tokens=40, ignore_eos=True)
+    with edgekv.load(bundle, "htp") as model:
+        plain = ids(model.generate(prompt, params))
+        wanted = model.cache.state
+        model.session.reset()
+        drafter = Oracle(prompt + plain, model.bundle.manifest.model.vocab, 0, 0.8)
+        with with_drafts(model, prompt, params, Speculation(drafter=drafter)) as generation:
+            assert ids(generation) == plain
+        assert generation.stats.speculation.accepted > 10  # type: ignore[union-attr]
+        assert same(model.cache.state, wanted)
+
+
+def test_corrections_are_cached_as_they_are(bundle: Path) -> None:
+    """Another rounding of each row would differ between decode and verify graphs on the HTP."""
+    encodings = open_bundle(bundle).manifest.encodings
+    for layer in (0, 1, 3):
+        assert encodings[f"layers.{layer}.delta.correction"] == encodings[f"delta_value_state_{layer}_in"]
+
+
+def test_a_tree_of_drafts_is_refused(bundle: Path) -> None:
+    with edgekv.load(bundle) as model, pytest.raises(UsageError, match="tree: got layers with gated delta rules"):
+        model.generate("text", 4, speculate=Speculation(tree=True))
 
 
 def test_prefixes_rewinds_and_drafts_change_no_bit(bundle: Path) -> None:

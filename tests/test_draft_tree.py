@@ -253,6 +253,20 @@ def test_an_engine_that_cannot_check_branches_refuses_them(bundles: dict[str, Pa
     assert wanted in captured.err and captured.out == ""
 
 
+def test_an_engine_that_cannot_check_drafts_refuses_those_that_are_asked_for(
+    bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """On ARM the CPU's products of one row round in another way; `auto` drafts nothing there."""
+    monkeypatch.setattr("edgekv.runtime.cpu.is_arm", lambda: True)
+    with edgekv.load(bundles["rows"]) as model:
+        with pytest.raises(UsageError, match="mode: got lookup on the engine cpu, whose results depend on"):
+            model.generate(PROMPT, LONG, speculate="lookup")
+        assert [*model.generate(PROMPT, LONG, speculate="auto")]
+    assert run(["generate", str(bundles["rows"]), "--prompt", "Hi", "--speculate", "lookup"]) == 2
+    captured = capsys.readouterr()
+    assert "--speculate: got lookup on the engine cpu-fast" in captured.err and captured.out == ""
+
+
 def test_a_tree_without_a_drafter_that_makes_one_is_refused(bundles: dict[str, Path], capsys: Any) -> None:
     with pytest.raises(UsageError, match="tree: got a tree with the mode off"):
         Speculation("off", tree=True)

@@ -24,6 +24,7 @@ from edgekv.errors import UsageError
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend
 from edgekv.runtime import StepTimes
+from edgekv.spec import CHECKPOINT_TOKENS
 from edgekv.text.output import AnswerReaders, Output
 from edgekv.text.params import BeamParams
 from edgekv.text.sampler import Sampler
@@ -81,13 +82,21 @@ class Engine:
         self.caches = caches
         self.graphs = graphs = Graphs(bundle, backend, caches.make())
         self.pictures = Pictures(bundle, graphs.pictures)
-        self.window = graphs.most("prefill") if caches.reproducible and graphs.batch_invariance != "equal" else 0
+        self.window = 0
+        if caches.reproducible and graphs.batch_invariance != "equal":
+            self.window = CHECKPOINT_TOKENS if graphs.sees_later_tokens else graphs.most("prefill")
         own = Session(graphs.cache, graphs, self.window)
         self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, lock)
         self.draft_model = DraftModel(bundle, self.texts, self.pool)
         verify = sorted({graph.ar for graph in bundle.manifest.graphs if graph.role == "verify"})
-        vocab, takes_trees = bundle.manifest.model.vocab, graphs.batch_invariance == "equal"
-        self.target = DraftTarget(self.draft_model, self.name, verify, vocab, takes_trees)
+        spec, invariance = bundle.manifest.model, graphs.batch_invariance
+        only_chains = (
+            "" if invariance == "equal" else f"the engine {self.name}, whose sums depend on the columns of tokens"
+        )
+        if spec.delta_rule is not None:
+            only_chains = "layers with gated delta rules, whose tokens follow each other"
+        takes_drafts = invariance != "unequal"
+        self.target = DraftTarget(self.draft_model, self.name, verify, spec.vocab, takes_drafts, only_chains)
         self.most_sequences = MOST_SEQUENCES
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -97,7 +106,9 @@ class Engine:
         if prefix_cache is not None and not keeps_all:
             found, fix = f"{caches.mode} with a prefix cache", "Choose the mode always, or leave the prefix cache out."
             raise UsageError("cache mode", got=found, expected="always or adaptive", fix=fix)
-        self._store = open_store(bundle, self.name, graphs.cache, prefix_cache, self.window) if keeps_all else None
+        least_block = self.window if graphs.sees_later_tokens else 0
+        stored = bundle, self.name, graphs.cache, prefix_cache, self.window, least_block
+        self._store = open_store(*stored) if keeps_all else None
         self._adapters = Adapters(bundle)
         logits = bundle.manifest.encodings["logits"]
         self._resources = Resources(self.pool, graphs, self.texts, logits, caches.described(backend), self.abort)

@@ -58,6 +58,8 @@ class Graphs:
     Attributes:
         cache: the KV cache that all graphs currently share.
         batch_invariance: whether graphs of every AR give the same bits.
+        sees_later_tokens: whether a prompt's token has bits that depend on those behind it in the same step: on the HTP
+            products over the tail of a gated delta rule do, though the weights of later tokens are 0.
         clock: of the steps of all graphs.
         pictures: the rows of pictures; None if the bundle reads text alone.
     """
@@ -74,9 +76,10 @@ class Graphs:
         self._engine = engine
         # Engines of other packages may not say.
         self.batch_invariance: BatchInvariance = getattr(engine, "batch_invariance", "unequal")
-        if bundle.manifest.model.delta_rule is not None and self.batch_invariance == "equal":
-            # Products of 16-bit integers depend on their number of columns there, which each graph has of its own.
-            self.batch_invariance = "unequal"
+        self._verifies_anywhere = self.batch_invariance == "equal"
+        self.sees_later_tokens = bundle.manifest.model.delta_rule is not None and self._verifies_anywhere
+        if self.sees_later_tokens:
+            self.batch_invariance = "in-place"  # prompts are computed in another way than single tokens
         self._loaded: dict[str, StaticGraph] = {}
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
@@ -131,7 +134,7 @@ class Graphs:
         if not verify or self.batch_invariance == "unequal":
             return 0
         least = cache.geometry.context
-        if self.batch_invariance == "in-place":
+        if self.batch_invariance == "in-place" and not self._verifies_anywhere:
             if not self._load(next(iter(next(iter(verify.values())).values()))).row_block:
                 return 0
             least = min(group.geometry.context for group in cache.groups if not group.geometry.is_state)

@@ -37,7 +37,8 @@ class DraftTarget:
         engine: its name.
         rows: tokens per inference of the graphs that check drafts, ascending; none if there is no such graph.
         vocab: number of the logits.
-        takes_trees: whether drafts may branch.
+        takes_drafts: whether the engine gives a token the same bits beside drafts as alone.
+        only_chains: what does not let drafts branch; empty if they may.
         record: what speculation has measured.
     """
 
@@ -45,27 +46,35 @@ class DraftTarget:
     engine: str
     rows: Sequence[int]
     vocab: int
-    takes_trees: bool
+    takes_drafts: bool
+    only_chains: str
     record: DraftRecord = field(default_factory=DraftRecord)
 
     def check(self, wanted: Speculation) -> None:
         """Refuse what the bundle cannot do.
 
         Raises:
-            UsageError: a named drafter in a bundle without verify graphs, more drafts than these have room for, a tree
-                on an engine that cannot check one, or a draft bundle with another tokenizer.
+            UsageError: a named drafter in a bundle without verify graphs or on an engine that cannot check drafts, more
+                drafts than the graphs have room for, a tree where drafts may not branch, or a draft bundle with another
+                tokenizer.
         """
         rows = self.rows
         if not rows and wanted.mode not in ("auto", "off"):
             refuse("mode", f"{wanted.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
+        if rows and not self.takes_drafts and wanted.mode not in ("auto", "off"):
+            found = f"{wanted.mode} on the engine {self.engine}, whose results depend on the number of tokens"
+            wanted_engine = "an engine that gives a token the same bits beside others, such as htp, or cpu on x86"
+            refuse("mode", found, wanted_engine, "Use auto, which drafts nothing here, or leave it out.")
         if rows and wanted.tokens is not None and wanted.tokens >= rows[-1]:
             found = f"{wanted.tokens} drafts of a pass"
             most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
             fix = f"Give less, or export with --draft-rows {wanted.tokens + 1}."
             refuse("tokens", found, most, fix)
-        if rows and wanted.tree and not self.takes_trees:
-            found, fix = f"the engine {self.engine}, whose sums depend on the columns of tokens", "Leave it out."
-            refuse("tree", found, "an engine that gives a token the same bits in any column, such as htp", fix)
+        if rows and wanted.tree and self.only_chains:
+            wanted_bits = (
+                "a model and an engine that give a token the same bits in any column, such as attention on htp"
+            )
+            refuse("tree", self.only_chains, wanted_bits, "Leave it out.")
         for name, given, fix in (
             ("corpus", wanted.corpus, "Open it with Model.open_corpus."),
             ("draft", wanted.draft, "Load it with edgekv.load."),

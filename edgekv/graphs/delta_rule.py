@@ -3,12 +3,20 @@
 S `[key_dim, value_dim]` is stored at a checkpoint. Of each token since then three rows are kept: its key k, its
 correction d and the logarithm g of its decay. With G the sum of g since the checkpoint,
 
-    d_i = b_i (v_i - e^(G_i) S^T k_i - sum over j < i of e^(G_i - G_j) (k_i . k_j) d_j)
+    w_i = b_i (v_i - e^(G_i) S^T k_i)
+    A_ij = b_i e^(G_i - G_j) (k_i . k_j)
+    d_i = w_i - sum over j < i of A_ij d_j
     o_i = e^(G_i) S^T q_i + sum over j <= i of e^(G_i - G_j) (q_i . k_j) d_j
 
 so a step reads S and rows, and writes rows alone. Of the tokens of a step, whose d depend on each other, the first sum
-is a triangular system; see `solve`. Rows of the tail that S includes already, and rows before the first token, are
-0: they decay nothing and add nothing.
+is a triangular system: prefill solves it for all at once, see `solve`; decode and verify graphs go token by token.
+Rows of the tail that S includes already, and rows before the first token, are 0: they decay nothing and add nothing.
+
+A verify graph must have the bits of a decode step, or drafts could change a text. On the HTP a product of 16-bit
+integers depends on rows behind a token, whose weights are 0, and what is computed for a single row is rounded in
+another way where the compiler lays it out in another way: an element times a number, a change of encoding. So each
+token has products of its own, with the rows up to it, and d is one difference of signed integers in the encoding of
+the cached rows.
 """
 
 from __future__ import annotations
@@ -49,7 +57,7 @@ LOG1P = (0.499586, 0.326671, 0.213745, 0.105185, 0.025387)
 """a, b, c, ... of `log(1+u)/u = 1 - u (a - u (b - u (c - ...)))`, within 1e-5 for u from 0 to 1: a minimax polynomial,
 found by reweighted least squares."""
 
-BY_STEP = r"\.delta\.(sums|decayed|pairs|weighted|scores|weights|known_tail|known_all|missing|system|correction)"
+BY_STEP = r"\.delta\.(sums|decayed|pairs|weighted|scores|weights|system|signed|known_tail|rest|correction)"
 """Pattern of the names of results that depend on how a text is divided into steps."""
 
 SHARES = Encoding("u16", 1 / 65535, 0)
@@ -92,16 +100,16 @@ class DeltaInputs(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled(Generic[V]):
-    """What a head knows of the values of the new tokens' keys.
+class Corrections(Generic[V]):
+    """What the corrections d of a head's new tokens follow from.
 
     Attributes:
-        weights: `e^(G_i - G_j) (k_i . k_j)`, `[1, 1, AR, P+AR]`, to be multiplied with d.
-        begun: `e^(G_i) S^T k_i`, `[1, 1, AR, value_dim]`.
+        wanted: w, `[1, 1, AR, value_dim]`, signed.
+        system: A, `[1, 1, AR, P+AR]`.
     """
 
-    weights: V
-    begun: V
+    wanted: V
+    system: V
 
 
 class DeltaOps(Ops[V], Protocol[V]):
@@ -170,11 +178,11 @@ class DeltaOps(Ops[V], Protocol[V]):
     def from_identity(self, x: V, name: str) -> V:
         """The identity minus x, `[1, 1, AR, AR]`."""
 
-    def applied(self, inverse: V, wanted: V, name: str) -> V:
-        """`inverse @ wanted`, `[1, 1, AR, width]`."""
+    def signed(self, x: V, name: str) -> V:
+        """X as a signed integer with zero point 0, like rows of the tail; so are products and differences of such."""
 
-    def observe_known(self, recalled: Recalled[V], correction: V, value: V, at: str, head: int) -> None:
-        """Note what graphs that go row by row compute, where their encodings are chosen."""
+    def observe_known(self, wanted: V, correction: V, name: str) -> None:
+        """Note what graphs that go row by row compute, `wanted - correction`, where their encodings are chosen."""
 
     def delta_rule(self, spec: DecoderSpec, layer: int, x: V) -> V:
         return delta_rule(self, spec, layer, x)
@@ -254,72 +262,77 @@ def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -
     rows = ops.append_to_cache(ops.join(new.keys, at + "key"), KvTensor(layer, "delta_key", 0))
     keys = ops.split(rows, [rule.key_dim] * rule.key_heads)
     states = ops.split(ops.stored(KvTensor(layer, "recurrent", 0)), widths)
-    decays, recalled = [], []
-    for head in range(rule.value_heads):
+    decays, corrections = [], []
+    for head, (value, strength) in enumerate(zip(new.values, new.strengths, strict=True)):
         key, of_head = head // rule.group, f".h{head}"
         sums = ops.append_to_cache(new.decays[head], KvTensor(layer, "decay", head))
         decayed, start = ops.decays(ops.decay_sums(sums, f"{at}sums{of_head}"), at + "decayed")
         scores = ops.scores(new.keys[key], keys[key], f"{at}pairs.h{key}")
+        weights = ops.multiply(scores, decayed, f"{at}weighted{of_head}")
         known = ops.attend(new.keys[key], states[head], f"{at}known{of_head}")
-        recalled.append(
-            Recalled(
-                weights=ops.multiply(scores, decayed, f"{at}weighted{of_head}"),
-                begun=ops.multiply(known, start, f"{at}known_left{of_head}"),
+        known = ops.multiply(known, start, f"{at}known_left{of_head}")
+        missing = ops.subtract(value, known, f"{at}missing{of_head}")
+        wanted = ops.multiply(missing, strength, f"{at}wanted{of_head}")
+        corrections.append(
+            Corrections(
+                wanted=ops.signed(wanted, f"{at}wanted_signed{of_head}"),
+                system=ops.multiply(weights, strength, f"{at}system{of_head}"),
             )
         )
         decays.append((decayed, start))
-    correct = _corrections_by_row if ops.by_row else _corrections_together
-    rows = ops.append_to_cache(correct(ops, rule, layer, new, recalled), KvTensor(layer, "delta_value", 0))
+    if ops.by_row:
+        rows_seen = _correct_by_row(ops, rule, layer, corrections)
+    else:
+        rows_seen = [_correct_together(ops, rule, layer, corrections)]
+    seen = [ops.split(rows, widths) for rows in rows_seen]
     outputs = []
-    for head, values in enumerate(ops.split(rows, widths)):
+    for head in range(rule.value_heads):
         key, of_head = head // rule.group, f".h{head}"
         scores = ops.scores(new.queries[key], keys[key], f"{at}scores.h{key}")
         weights = ops.multiply(scores, decays[head][0], f"{at}weights{of_head}")
         begun = ops.attend(new.queries[key], states[head], f"{at}held{of_head}")
         begun = ops.multiply(begun, decays[head][1], f"{at}held_left{of_head}")
-        outputs.append(ops.add(begun, ops.attend(weights, values, f"{at}added{of_head}"), f"{at}output{of_head}"))
+        if len(seen) == 1:
+            added = ops.attend(weights, seen[0][head], f"{at}added{of_head}")
+        else:
+            of_rows = [ops.columns(ops.row(weights, row), row + 1) for row in range(len(seen))]
+            parts = [ops.attend(x, rows[head], f"{at}added{of_head}") for x, rows in zip(of_rows, seen, strict=True)]
+            added = ops.together(parts, f"{at}added{of_head}")
+        outputs.append(ops.add(begun, added, f"{at}output{of_head}"))
     return outputs
 
 
-def _corrections_together(
-    ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V], recalled: list[Recalled[V]]
-) -> V:
-    """D of all heads, from one system for each."""
-    at, found = f"layers.{layer}.delta.", []
-    past = ops.split(ops.stored(KvTensor(layer, "delta_value", 0)), [rule.value_dim] * rule.value_heads)
-    for head, (of, strength, value) in enumerate(zip(recalled, new.strengths, new.values, strict=True)):
-        wanted = _correction(ops, ops.columns(of.weights, 0), past[head], of.begun, value, strength, at, head)
-        system = ops.multiply(ops.new_columns(of.weights), strength, f"{at}system.h{head}")
-        found.append(solve(ops, system, wanted, at + "correction"))
-        ops.observe_known(of, found[-1], value, at, head)
-    return ops.join(found, at + "correction")
+def _correct_together(ops: DeltaOps[V], rule: DeltaRule, layer: int, corrections: list[Corrections[V]]) -> V:
+    """The cached rows d of all heads, past and new; the new ones from one system for each head."""
+    at, found, tensor = f"layers.{layer}.delta.", [], KvTensor(layer, "delta_value", 0)
+    past = ops.split(ops.stored(tensor), [rule.value_dim] * rule.value_heads)
+    for head, of in enumerate(corrections):
+        known_name = f"{at}known_tail.h{head}"
+        system = ops.signed(of.system, f"{at}signed.h{head}")
+        known = ops.attend(ops.columns(system, 0), past[head], known_name)
+        rest = ops.subtract(of.wanted, known, f"{at}rest.h{head}")
+        found.append(solve(ops, ops.new_columns(of.system), rest, at + "correction"))
+        ops.observe_known(of.wanted, found[-1], known_name)
+    return ops.append_to_cache(ops.join(found, at + "correction"), tensor)
 
 
-def _corrections_by_row(
-    ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V], recalled: list[Recalled[V]]
-) -> V:
-    """D of all heads, token by token."""
-    at, found = f"layers.{layer}.delta.", list[V]()
-    tensor, widths = KvTensor(layer, "delta_value", 0), [rule.value_dim] * rule.value_heads
-    rows = ops.stored(tensor)
+def _correct_by_row(ops: DeltaOps[V], rule: DeltaRule, layer: int, corrections: list[Corrections[V]]) -> list[V]:
+    """The same token by token: for each new token, the rows up to its own."""
+    at, tensor = f"layers.{layer}.delta.", KvTensor(layer, "delta_value", 0)
+    widths = [rule.value_dim] * rule.value_heads
+    found, seen, rows = list[V](), list[V](), ops.stored(tensor)
+    systems = [ops.signed(of.system, f"{at}signed.h{head}") for head, of in enumerate(corrections)]
     for row in range(ops.new_rows):
         if found:
             rows = ops.extended(rows, found[-1], tensor)
+            seen.append(rows)
         parts = []
-        for head, (of, before) in enumerate(zip(recalled, ops.split(rows, widths), strict=True)):
-            weights, begun, value, strength = (
-                ops.row(each, row) for each in (of.weights, of.begun, new.values[head], new.strengths[head])
-            )
-            parts.append(_correction(ops, ops.columns(weights, row), before, begun, value, strength, at, head))
+        for head, before in enumerate(ops.split(rows, widths)):
+            wanted, weights = ops.row(corrections[head].wanted, row), ops.columns(ops.row(systems[head], row), row)
+            known = ops.attend(weights, before, f"{at}known_tail.h{head}")
+            parts.append(ops.subtract(wanted, known, at + "correction"))
         found.append(ops.join(parts, at + "correction"))
-    return ops.together(found, at + "correction")
-
-
-def _correction(ops: DeltaOps[V], weights: V, rows: V, begun: V, value: V, strength: V, at: str, head: int) -> V:
-    """`b (v - what S and some rows say of it)`."""
-    tail = ops.attend(weights, rows, f"{at}known_tail.h{head}")
-    known = ops.add(begun, tail, f"{at}known_all.h{head}")
-    return ops.multiply(ops.subtract(value, known, f"{at}missing.h{head}"), strength, at + "correction")
+    return [*seen, ops.append_to_cache(ops.together(found, at + "correction"), tensor)]
 
 
 def solve(ops: DeltaOps[V], system: V, wanted: V, name: str) -> V:
@@ -339,7 +352,7 @@ def solve(ops: DeltaOps[V], system: V, wanted: V, name: str) -> V:
             half = ops.attend(between, inverse, name + "_half")
             inverse = ops.subtract(inverse, ops.attend(inverse, half, name + "_change"), name + "_inverse")
         size *= 2
-    return wanted if inverse is None else ops.applied(inverse, wanted, name)
+    return wanted if inverse is None else ops.attend(ops.signed(inverse, name + "_applied"), wanted, name)
 
 
 def _convolved(ops: DeltaOps[V], rule: DeltaRule, layer: int, channels: V) -> V:

@@ -25,7 +25,6 @@ from edgekv.graphs.delta_rule import (
     SHARES,
     UNIT_EPS,
     DeltaOps,
-    Recalled,
     between_blocks,
     gives_rows_by_step,
     rows_after,
@@ -485,7 +484,11 @@ class StackedOps(DeltaOps[View]):
     def together(self, rows: list[View], name: str) -> View:
         if len(rows) == 1:
             return rows[0]
-        joined = self._nodes.add("Concat", [self._tensor(row) for row in rows], f"{name}.rows", axis=1)
+        if rows[0].heads:
+            key = ("Concat", *(row.tensor for row in rows))
+            joined = self._once(key, lambda: self._nodes.add("Concat", key[1:], f"{name}.rows", axis=_ROWS))
+        else:
+            joined = self._nodes.add("Concat", [self._tensor(row) for row in rows], f"{name}.rows", axis=1)
         return replace(rows[0], tensor=joined)
 
     def columns(self, x: View, stop: int) -> View:
@@ -536,10 +539,10 @@ class StackedOps(DeltaOps[View]):
 
         return replace(self._once(("identity", x.tensor), subtracted), head=x.head)
 
-    def applied(self, inverse: View, wanted: View, name: str) -> View:
-        return self.attend(inverse, wanted, name)
+    def signed(self, x: View, name: str) -> View:
+        return replace(self._once(("as signed", x.tensor), lambda: self._rounded(x.tensor, name, x.heads)), head=x.head)
 
-    def observe_known(self, recalled: Recalled[View], correction: View, value: View, at: str, head: int) -> None:
+    def observe_known(self, wanted: View, correction: View, name: str) -> None:
         """Nothing: encodings are chosen."""
 
     def _ones(self, kind: str) -> str:

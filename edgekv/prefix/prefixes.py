@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -45,7 +45,12 @@ class SharedStore:
 
 
 def open_store(
-    bundle: Bundle, engine: str, cache: KVCache, wanted: PrefixCache | None, window: int = 0
+    bundle: Bundle,
+    engine: str,
+    cache: KVCache,
+    wanted: PrefixCache | None,
+    window: int = 0,
+    least_block: int = 0,
 ) -> SharedStore | None:
     """Open a model's prefix store and load the bundle's own prefixes into it.
 
@@ -57,6 +62,8 @@ def open_store(
         cache: prefixes are restored into such caches.
         wanted: None for the bundle's own prefixes, if it has any.
         window: see `SharedStore`. Stores with another one are others.
+        least_block: tokens of a block at least: where the rows of a window depend on all of its tokens, no block may
+            hold a part of one.
 
     Raises:
         UsageError: the store belongs to another bundle or engine.
@@ -72,9 +79,13 @@ def open_store(
             own = f"prefix_fingerprint(manifest, engine{f', {window}' if window else ''})"
             fix = f"Open it with the bundle's geometry, {own} and snapshots={cache.has_states}."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
+        if (block := wanted.config.tokens_per_block) < least_block:
+            found, fix = f"blocks of {block} tokens", f"Open it with tokens_per_block={least_block}."
+            raise UsageError("prefix_cache", got=found, expected=f"at least {least_block}, a window", fix=fix)
         shared = SharedStore(wanted, writes=True, is_own=False, window=window)
     else:
-        config = StoreConfig(disk_folder=Path(wanted)) if isinstance(wanted, (str, Path)) else wanted
+        config = StoreConfig(disk_folder=Path(wanted)) if isinstance(wanted, (str, Path)) else wanted or StoreConfig()
+        config = replace(config, tokens_per_block=max(config.tokens_per_block, least_block))
         store = PrefixStore(cache.geometry, config, fingerprint=fingerprint, snapshots=cache.has_states)
         shared = SharedStore(store, writes=wanted is not None, is_own=True, window=window)
     try:

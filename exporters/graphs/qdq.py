@@ -18,7 +18,6 @@ from edgekv.graphs.delta_rule import (
     SHARES,
     UNIT_EPS,
     DeltaOps,
-    Recalled,
     between_blocks,
     gives_rows_by_step,
     rows_after,
@@ -395,10 +394,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def extended(self, rows: Tensor, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
-        added = self._nodes.requantize(new.name, new.name + ".cached", encoding)
-        return self._nodes.emit(
-            "Concat", [rows.name, added.name], f"{tensor.kind}_{tensor.layer}", encoding, axis=_ROWS
-        )
+        return self._nodes.emit("Concat", [rows.name, new.name], f"{tensor.kind}_{tensor.layer}", encoding, axis=_ROWS)
 
     def row(self, x: Tensor, row: int) -> Tensor:
         return x if self._ar == 1 else self._slice(x, row, row + 1, _ROWS)
@@ -441,10 +437,10 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
     def from_identity(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sub", [self._matrix_of_ones("identity", self._ar), x.name], name)
 
-    def applied(self, inverse: Tensor, wanted: Tensor, name: str) -> Tensor:
-        return self.attend(inverse, wanted, name)
+    def signed(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.requantize(x.name, self._nodes.unique(name), self._encodings[name])
 
-    def observe_known(self, recalled: Recalled[Tensor], correction: Tensor, value: Tensor, at: str, head: int) -> None:
+    def observe_known(self, wanted: Tensor, correction: Tensor, name: str) -> None:
         """Nothing: encodings are chosen."""
 
     def _matrix_of_ones(self, kind: str, columns: int) -> str:

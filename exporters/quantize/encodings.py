@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from edgekv.graphs.decoder import decoder_layer, drafter_input, logits
-from edgekv.graphs.delta_rule import DeltaInputs, DeltaOps, Recalled
+from edgekv.graphs.delta_rule import DeltaInputs, DeltaOps
 from edgekv.spec import (
     DELTA_KINDS,
     LAYER_INPUTS_PORT,
@@ -117,7 +117,7 @@ class ResultRecorder(DeltaOps[str]):
         return self._record("sum", name)
 
     def subtract(self, a: str, b: str, name: str) -> str:
-        return self._record("sum", name)
+        return self._record(self._signed_like(a) or "sum", name)
 
     def multiply(self, a: str, b: str, name: str) -> str:
         return self._record("product", name)
@@ -170,6 +170,8 @@ class ResultRecorder(DeltaOps[str]):
 
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
         if tensor.kind in DELTA_KINDS:
+            if self._signed_like(new):  # then it is cached as it is
+                self.results[new] = replace(self.results[new], source=tensor.past)
             return self._record("tail", tensor.past)
         return self._record("state" if tensor.is_state else "cache", tensor.past)
 
@@ -183,8 +185,11 @@ class ResultRecorder(DeltaOps[str]):
             self.results[name] = replace(self.results[name], by_chunk=True)
         return found
 
-    def observe_known(self, recalled: Recalled[str], correction: str, value: str, at: str, head: int) -> None:
-        """Nothing: they have names already."""
+    def signed(self, x: str, name: str) -> str:
+        return self._record("tail", name)
+
+    def observe_known(self, wanted: str, correction: str, name: str) -> None:
+        """Nothing: it has its name."""
 
     @property
     def new_rows(self) -> int:
@@ -211,9 +216,6 @@ class ResultRecorder(DeltaOps[str]):
 
     def stored(self, tensor: KvTensor) -> str:
         return self._record("tail", tensor.past)
-
-    def applied(self, inverse: str, wanted: str, name: str) -> str:
-        return self._record("product", name)
 
     def extended(self, rows: str, new: str, tensor: KvTensor) -> str:
         return rows
@@ -252,7 +254,11 @@ class ResultRecorder(DeltaOps[str]):
         return self._record("softmax", name)
 
     def attend(self, weights: str, values: str, name: str) -> str:
-        return self._record("attended", name)
+        return self._record(self._signed_like(weights) or "attended", name)
+
+    def _signed_like(self, x: str) -> ResultKind | None:
+        """The kind of results of a signed one; None if it is not."""
+        return "tail" if x in self.results and self.results[x].kind == "tail" else None
 
     def _record(self, kind: ResultKind, name: str, source: str | None = None) -> str:
         first = self.results.setdefault(name, Result(kind, source or name))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.graphs.decoder import decoder_layer, head_inputs, head_logits, logits
-from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, Recalled, between_blocks, recall
+from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, between_blocks, recall
 from edgekv.kv import KvTensor
 from edgekv.spec import LAYER_INPUTS_PORT, TARGET_HIDDEN
 from edgekv.spec.decoder import DecoderSpec
@@ -350,14 +350,11 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def by_row(self) -> bool:
         return False
 
-    def applied(self, inverse: Floats, wanted: Floats, name: str) -> Floats:
-        return self._seen(name, inverse @ wanted)
+    def signed(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, x)
 
-    def observe_known(self, recalled: Recalled[Floats], correction: Floats, value: Floats, at: str, head: int) -> None:
-        known = self._tail.known(recalled.weights, correction, head)
-        self._seen(f"{at}known_tail.h{head}", known)
-        self._seen(f"{at}known_all.h{head}", recalled.begun + known)
-        self._seen(f"{at}missing.h{head}", value - recalled.begun - known)
+    def observe_known(self, wanted: Floats, correction: Floats, name: str) -> None:
+        self._seen(name, wanted - correction)
 
     def unit(self, x: Floats, width: int, name: str, *, gain: float = 1.0) -> Floats:
         length = np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(UNIT_EPS))

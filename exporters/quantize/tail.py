@@ -58,16 +58,9 @@ class Tail:
         found: Floats = np.minimum(own[..., :, None] - before[..., None, :], 0).astype(np.float32)
         return found
 
-    def seen(self, x: Floats, behind: int = 0) -> Floats:
-        """With zeros in the rows after a token, or after the token `behind` positions before it."""
-        found: Floats = x * np.tri(self.tokens, x.shape[-1], self.past - behind, dtype=np.float32)
-        return found
-
-    def known(self, weights: Floats, corrections: Floats, head: int) -> Floats:
-        """What the rows before each token say, of a head with these new rows."""
-        width = corrections.shape[-1]
-        past = self._rows[self._values][..., head * width : (head + 1) * width]
-        found: Floats = self.seen(weights, 1) @ np.concatenate([past, corrections], axis=-2)
+    def seen(self, x: Floats) -> Floats:
+        """With zeros in the rows after a token."""
+        found: Floats = x * np.tri(self.tokens, x.shape[-1], self.past, dtype=np.float32)
         return found
 
     @property
