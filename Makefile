@@ -75,6 +75,7 @@ golden: .venv-parity/ready
 	.venv-parity/bin/python tests/golden/quantized_parity.py
 	.venv-parity/bin/python tests/golden/pictures.py --check
 	.venv-parity/bin/python tests/golden/drafters.py --check
+	.venv-parity/bin/python tests/golden/heads.py --check
 	.venv-parity/bin/python tests/golden/lora_parity.py
 
 .venv/bin/python:

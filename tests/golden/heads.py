@@ -9,13 +9,12 @@ transformers leaves the head out, so it is written here, over transformers' laye
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
+from kept import write_or_check
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -26,12 +25,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent.parent))
-from tests.checkpoints import ARCHITECTURES, add_head, write_checkpoint  # noqa: E402
+from tests.checkpoints import ARCHITECTURES, add_head, write_checkpoint
 
-FILE = HERE / "heads.npz"
-TOLERANCE = 1e-4
 STEPS = 3
 
 
@@ -81,12 +76,4 @@ def make() -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    made = make()
-    if not parser.parse_args().check:
-        np.savez_compressed(FILE, **made)
-        sys.exit()
-    written = np.load(FILE)
-    wrong = [name for name in made if not np.allclose(made[name], written[name], atol=TOLERANCE)]
-    sys.exit(f"differ: {', '.join(wrong)}" if wrong or made.keys() != {*written} else 0)
+    write_or_check(make, Path(__file__).with_suffix(".npz"))
