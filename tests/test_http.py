@@ -128,7 +128,7 @@ UNBOUND = {"type": "object", "properties": {"a": {"not": {}}}}
         (CHAT, _messages(USER, {"role": "assistant", "tool_calls": [1]}), 400, "messages", "template accepts"),
         (CHAT, _messages(USER, seed=1 << 70, temperature=1), 400, "seed", "64 bits"),
         (COMPLETIONS, {**HELLO, "suffix": "x"}, 400, "suffix", "leave it out"),
-        (COMPLETIONS, {**HELLO, "prompt": []}, 400, "prompt", "no prompt"),
+        (COMPLETIONS, {**HELLO, "prompt": []}, 400, "prompt", "an empty list"),
         (COMPLETIONS, {**HELLO, "prompt": ["x", 1]}, 400, "prompt", "mixture"),
         (COMPLETIONS, {**HELLO, "prompt": [1 << 40]}, 400, "prompt", "vocabulary"),
         (COMPLETIONS, {**HELLO, "prompt": [[]]}, 400, "prompt[0]", "no tokens"),
@@ -178,6 +178,11 @@ def test_the_name_of_a_model_may_have_slashes_and_head_is_get_without_a_body(ser
     assert b"got 'org/model'" in server.raw(head.format("GET", "org/model").encode())
     answer = server.raw(head.format("HEAD", NAME).encode())
     assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
+
+
+def test_a_wrong_method_is_told_the_right_ones(server: Server):
+    answer = server.raw(b"PUT /v1/responses/x HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 405 ") and b"\r\nallow: DELETE, GET\r\n" in answer
 
 
 def test_unknown_fields_are_ignored(server: Server):

@@ -674,16 +674,15 @@ class DraftPass:
 
 
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    shorter = min(len(first), len(second))
-    mine, theirs = list(first[:shorter]), list(second[:shorter])
-    if mine == theirs:
-        return shorter
-    same, other = 0, shorter  # prefixes of these lengths are the same, and are not
-    while other - same > 1:
-        middle = (same + other) // 2
-        if mine[same:middle] == theirs[same:middle]:
-            same = middle
+    """Length of the longest common prefix.
+
+    Pieces are compared as wholes: larger ones as long as they are the same, smaller ones where the texts differ.
+    """
+    same, end, size = 0, min(len(first), len(second)), 32
+    while same < end:
+        to = min(same + size, end)
+        if list(first[same:to]) == list(second[same:to]):
+            same, size = to, 2 * size
         else:
-            other = middle
+            end, size = to - 1, max(1, size // 2)
     return same

@@ -52,8 +52,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             return [self.prompt]
         kinds = {type(each) for each in self.prompt}
         if len(kinds) != 1:
-            fix = "Give a text, token ids, or a list of either."
-            raise refused("prompt", got="no prompt" if not kinds else "a mixture", expected="one kind", fix=fix)
+            found = "an empty list" if not kinds else "a mixture"
+            raise refused("prompt", got=found, expected="texts or token ids", fix="Give a text, or a list of one kind.")
         if kinds == {int}:
             return [[each for each in self.prompt if isinstance(each, int)]]
         return [each for each in self.prompt if not isinstance(each, int)]

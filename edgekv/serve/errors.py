@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -53,6 +53,7 @@ class ApiError(Exception):
     Attributes:
         status: of HTTP.
         retry_after_s: when to try again, in whole seconds; None says nothing.
+        allowed: the methods that the path has, if the request had another.
     """
 
     def __init__(
@@ -63,18 +64,27 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        allowed: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.allowed = allowed
 
     @property
     def body(self) -> ErrorBody:
         """What is sent."""
         plain = "invalid_request_error" if self.status < 500 else "server_error"
         return ErrorBody(ErrorRecord(str(self), _TYPES.get(self.status, plain), self.param, self.code))
+
+    @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Those that HTTP wants with it."""
+        found = {b"allow": ", ".join(self.allowed), b"www-authenticate": "Bearer" if self.status == 401 else ""}
+        found[b"retry-after"] = "" if self.retry_after_s is None else str(self.retry_after_s)
+        return tuple((name, value.encode()) for name, value in found.items() if value)
 
     def renamed(self, name_of: Callable[[str], str | None]) -> ApiError:
         """The same error with the request's name of the field; see `SamplingFields.name_of`."""
@@ -86,7 +96,7 @@ class ApiError(Exception):
         return ApiError(self.status, message, param=param, code=self.code, retry_after_s=self.retry_after_s)
 
 
-def refused(param: str, *, got: object, expected: object, fix: str, code: str | None = None) -> ApiError:
+def refused(param: str, *, got: object, expected: object, fix: str, code: str = "invalid_value") -> ApiError:
     """A field of the request that is not accepted, in the words of other errors."""
     return ApiError(400, f"{param}: got {got}; expected {expected}. {fix}", param=param, code=code)
 

@@ -348,8 +348,9 @@ class Routes:
             methods, name = self._named[start], path.removeprefix(start)
         handler = methods.get("GET" if method == "HEAD" else method)
         if handler is None:
-            message = f"method: got {method} {path[:200]!r}; expected {' or '.join(sorted(methods))}. Use it."
-            raise ApiError(405, message, code="wrong_method")
+            allowed = sorted(methods)
+            message = f"method: got {method} {path[:200]!r}; expected {' or '.join(allowed)}. Use it."
+            raise ApiError(405, message, code="wrong_method", allowed=allowed)
         return handler, name
 
 
@@ -406,10 +407,7 @@ class Guard:
             exchange.record.error = told.code or told.body.error.type
             if exchange.record.has_begun:  # the status is out: all that is left is to end the connection
                 raise
-            headers = [] if told.retry_after_s is None else [(b"retry-after", str(told.retry_after_s).encode())]
-            if told.status == 401:
-                headers.append((b"www-authenticate", b"Bearer"))
-            await exchange.reply(told.body, told.status, tuple(headers))
+            await exchange.reply(told.body, told.status, told.headers)
 
     def _check(self, exchange: Exchange) -> None:
         """Refuse foreign hosts and requests without a key.
