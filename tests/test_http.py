@@ -590,19 +590,19 @@ def test_probes_are_not_logged(logged: Server, log: list[str]):
     assert not [line for line in log if "/health" in line]
 
 
-@pytest.mark.parametrize("space", [0, 200_000])
-def test_a_client_that_leaves_is_logged(logged: Server, log: list[str], space: int):
-    """Also behind a long body, at which uvicorn stops to read."""
-    asked = {"model": NAME, "prompt": "Leaves", "max_tokens": 500, "ignore_eos": True}
+@pytest.mark.parametrize(("space", "stream"), [(0, False), (200_000, False), (0, True)])
+def test_a_client_that_leaves_is_logged(logged: Server, log: list[str], space: int, stream: bool):
+    """Also behind a long body, at which uvicorn stops to read, and in the middle of a stream."""
+    asked = {"model": NAME, "prompt": "Leaves", "max_tokens": 500, "ignore_eos": True, "stream": stream}
     body = msgspec.json.encode(asked) + b" " * space
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
     with socket.create_connection(("127.0.0.1", logged.port), timeout=10) as connection:
         connection.sendall(
             f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
         )
-        while not logged.serving.service.engine.running:
+        while not (connection.recv(1) if stream else logged.serving.service.engine.running):
             time.sleep(0.001)
-    _line(log, "POST /v1/completions 499, client left, 6 tokens in, .*")
+    _line(log, f"POST /v1/completions {200 if stream else 499}, client left, 6 tokens in, .*")
 
 
 def test_an_error_in_a_stream_is_logged(logged: Server, log: list[str]):

@@ -501,7 +501,7 @@ class EngineThread:
         self._told.append(ticket.channel)
 
     def _wake(self) -> None:
-        """Wake those who got an event since the last call."""
+        """Wake those who got an event since the last call, and let first tokens go out at once."""
         if self._told and self._bell is not None:
             self._bell.ring(self._told)
             if self._has_first:

@@ -70,6 +70,7 @@ class RequestRecord:
         cached_tokens: those of them that were not computed; None before the answer has ended.
         generated_tokens: of all answers.
         first_token_s: from the request to its first token; None before that.
+        has_left: whether the client went before the end of the answer.
         began: in seconds of `perf_counter`.
     """
 
@@ -79,6 +80,7 @@ class RequestRecord:
     cached_tokens: int | None = None
     generated_tokens: int = 0
     first_token_s: float | None = None
+    has_left: bool = False
     began: float = field(default_factory=perf_counter)
 
     @property
@@ -95,7 +97,7 @@ class RequestRecord:
     def line(self, method: str, path: str) -> str:
         """The line, without the time of day."""
         parts = [f"{method} {path} {self.status}"]
-        if not self.has_begun:
+        if self.has_left or not self.has_begun:
             parts.append("client left")
         if self.error is not None:
             parts.append(self.error)
@@ -402,6 +404,7 @@ class Guard:
             await handler(exchange)
         except DisconnectedError:
             self._metrics.disconnects += 1
+            exchange.record.has_left = True
         except Exception as error:
             told = api_error(error).renamed(exchange.name_of)
             exchange.record.error = told.code or told.body.error.type
