@@ -498,7 +498,7 @@ def test_a_server_for_all_without_keys_warns(
         (["--cache-budget", "lots"], "memory budget: got 'lots'"),
         (["--api-key", "a b"], "API key: got other characters"),
         (["--api-key-file", "nowhere"], "nowhere: got No such file"),
-        (["--host", "no.such.host.invalid"], "address: got no.such.host.invalid"),
+        (["--host", "no.such.host.invalid"], "--host: got no.such.host.invalid: "),
     ],
 )
 def test_options_are_checked(talking: Path, options: list[str], words: str, capsys: pytest.CaptureFixture[str]):

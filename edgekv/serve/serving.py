@@ -95,6 +95,9 @@ def open_socket(options: ServeOptions) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=options.limits.connections)
+    except socket.gaierror as error:
+        fix = "Use 127.0.0.1 for this machine, or 0.0.0.0 for all its networks."
+        raise UsageError("host", got=f"{options.host}: {error.strerror}", expected="an address", fix=fix) from None
     except OSError as error:
         place = f"{options.host}:{options.port}"
         fix = "Choose another --port, or --port 0 for a free one."
