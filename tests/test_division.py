@@ -18,6 +18,7 @@ from exporters.progress import silent
 from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.exports import export_options
 from tests.folders import contents
+from tests.thorough import variants
 
 OPTIONS = {"context": 64, "ar": (1, 16), "calibration_tokens": 256}
 
@@ -41,7 +42,7 @@ def bundle(checkpoint: Checkpoint, recipe: str, folder: Path, *, divide: bool) -
     return contents(folder / "bundle")
 
 
-@pytest.mark.parametrize("recipe", ["w8a16", "w4a16"])
+@pytest.mark.parametrize("recipe", variants(["w8a16", "w4a16"], ["w4a16"]))
 def test_layers_that_read_the_cache_of_others_wait_for_it(recipe, tmp_path):
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma4"])))
     whole = bundle(checkpoint, recipe, tmp_path / "whole", divide=False)

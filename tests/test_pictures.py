@@ -378,7 +378,7 @@ def test_each_mode_of_the_cpu_gives_the_rows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+@pytest.mark.parametrize("write", variants([write_smolvlm, write_internvl], [write_smolvlm]))
 @pytest.mark.parametrize("kind", [LitertEngine, pytest.param(TfliteEngine, marks=pytest.mark.numpy1)])
 def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
     write: Callable[[Path], Path], kind: type[LitertEngine | TfliteEngine], tmp_path: Path
@@ -543,7 +543,7 @@ def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], t
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+@pytest.mark.parametrize("write", variants([write_smolvlm, write_internvl], [write_smolvlm]))
 def test_the_plugin_of_litert_compiles_an_encoder_into_one_context(write: Callable[[Path], Path], tmp_path: Path):
     options = export_options(context=192, ar=(1, 16), graph_format="tflite", kv_dtype="s8")
     bundle = shutil.copytree(exported(write(tmp_path / "checkpoint"), options), tmp_path / "bundle")

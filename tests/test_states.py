@@ -131,7 +131,10 @@ def test_keys_as_columns_change_no_bit(bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.numpy1
-@pytest.mark.parametrize(("name", "kv_dtype", "bits"), [("lfm2", "s8", 16), ("lfm3", "s16", 16), ("lfm2", "s16", 8)])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "bits"),
+    variants([("lfm2", "s8", 16), ("lfm3", "s16", 16), ("lfm2", "s16", 8)], [("lfm2", "s8", 16), ("lfm3", "s16", 16)]),
+)
 def test_tflite_graphs_of_both_runtimes_compute_states(tmp_path: Path, name: str, kv_dtype: str, bits: int) -> None:
     options = {"graph_format": "tflite", "kv_dtype": kv_dtype, "state_bits": bits, "context": 64, "draft_rows": ()}
     bundle = hybrid(tmp_path, name, **options)
