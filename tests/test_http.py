@@ -580,7 +580,7 @@ def test_refusals_say_why_and_no_secret(logged: Server, log: list[str]):
         assert KEY not in _line(log, f"{re.escape(line)}.*")[0]
     bearer = {"authorization": f"Bearer {KEY}"}
     assert logged.post("/v1/completions", {"model": NAME, "prompt": []}, **bearer)[0] == 400
-    _line(log, "POST /v1/completions 400, invalid_request_error, total .*")
+    _line(log, "POST /v1/completions 400, invalid_value, total .*")
 
 
 def test_probes_are_not_logged(logged: Server, log: list[str]):
