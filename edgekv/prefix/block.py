@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from time import monotonic_ns, time_ns
@@ -117,7 +117,7 @@ class Memory:
 
     def add(self, block: Block) -> None:
         """Add a block; the caller has made room."""
-        self.touch(block)
+        self.touch((block,))
         insort(self._children.setdefault(block.parent, []), block.link.tokens)
         self._push(block)
         self._blocks[block.id] = block
@@ -155,9 +155,10 @@ class Memory:
             for entry in skipped:
                 heappush(self._heap, entry)
 
-    def touch(self, block: Block) -> None:
-        """Make a block the most recently used one."""
-        self._used = block.used = max(self._used + 1, time_ns())
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Make blocks the most recently used ones, the last of them most of all."""
+        for used, block in enumerate(blocks, max(self._used + 1, time_ns())):
+            self._used = block.used = used
 
     def retain(self, block: Block, retention: Retention) -> None:
         block.expires_ms = None if retention.duration_ms is None else self._clock_ms() + retention.duration_ms

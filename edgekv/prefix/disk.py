@@ -109,10 +109,9 @@ class Disk:
             self._counters.disk.bytes_out += row.size_bytes
         return arrays
 
-    def used(self, block: Block) -> None:
-        """Record that a block was used; it may have a file."""
-        if block.is_saved:
-            self._uses[block.id] = block.lasting_priority, block.used
+    def used(self, blocks: Iterable[Block]) -> None:
+        """Record the last use of blocks, which may have files."""
+        self._uses.update({each.id: (each.lasting_priority, each.used) for each in blocks if each.is_saved})
 
     def write(self, blocks: Iterable[Block], find: Callable[[BlockId], Block | None]) -> None:
         """Write files for blocks, and for those before them that they need, in one change of the table.

@@ -119,7 +119,5 @@ class RetentionPolicy:
         """The retention of the block that starts at a token; `prompt_tokens` is the length of the prompt."""
         if first_token >= prompt_tokens:
             return Retention(self.decode_retention_priority, self.decode_duration_ms)
-        for entry in self.ranges:
-            if entry.holds(first_token):
-                return Retention(entry.priority, entry.duration_ms)
-        return None
+        entry = next((each for each in self.ranges if each.holds(first_token)), None)
+        return None if entry is None else Retention(entry.priority, entry.duration_ms)

@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -136,8 +136,7 @@ class CacheRows:
             self._homes[span.home].arenas[span.arena].copy_in(span.tensors, held, piece)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """Where a cache has consecutive tensors of a block: its group, the group's arena, and the ranges in both."""
 
     home: int

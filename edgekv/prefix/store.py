@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -304,7 +303,6 @@ class PrefixStore:
 
     @property
     def stats(self) -> StoreStats:
-        """Counters, and the current content."""
         return self.stats_of(self.counters)
 
     def stats_of(self, counters: StoreStats) -> StoreStats:
@@ -418,8 +416,8 @@ class PrefixStore:
         """Read a block from disk; None if there is no usable file."""
         if row is None or self._disk is None:
             return None
-        shape = None if part == SNAPSHOT else self.groups[part].shape(link.end - link.start)
-        arrays = self._disk.load(row, lambda found: shape is None or _are_rows(found, shape, self._dtype))
+        wanted = {ROWS: (self.groups[part].shape(link.end - link.start), self._dtype)} if part != SNAPSHOT else None
+        arrays = self._disk.load(row, lambda found: wanted in (None, {n: (a.shape, a.dtype) for n, a in found.items()}))
         chained = part != SNAPSHOT and self.groups[part].window is None
         return None if arrays is None else Block(link, part, chained, arrays, row.priority, is_saved=True)
 
@@ -445,13 +443,7 @@ class PrefixStore:
 
     def _touch(self, spans: Sequence[Sequence[Block]]) -> None:
         """Make blocks the most recently used, those before others most of all: they are of use to more sequences."""
-        for span in reversed(spans):
-            for block in reversed(span):
-                self._memory.touch(block)
-                if self._disk is not None:
-                    self._disk.used(block)
-
-
-def _are_rows(arrays: Arrays, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    rows = arrays.get(ROWS)
-    return len(arrays) == 1 and rows is not None and (rows.shape, rows.dtype) == (shape, dtype)
+        blocks = [block for span in reversed(spans) for block in reversed(span)]
+        self._memory.touch(blocks)
+        if self._disk is not None:
+            self._disk.used(blocks)
