@@ -289,19 +289,6 @@ def random_calls(plain: edgekv.Model, model: edgekv.Model, count: int) -> int:
     return saved
 
 
-@pytest.mark.thorough
-@pytest.mark.slow
-@pytest.mark.htp
-def test_prefixes_rewinds_and_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
-    """In blocks of 64 tokens: the bits of a prompt's token depend on those behind it in the same step there."""
-    config = StoreConfig(tokens_per_block=16, max_bytes=1 << 24)
-    with (
-        edgekv.load(bundle, "htp", reproducible=True) as plain,
-        edgekv.load(bundle, "htp", reproducible=True, prefix_cache=config) as model,
-    ):
-        assert random_calls(plain, model, 12) > 300
-
-
 @pytest.mark.htp
 def test_a_store_with_blocks_of_a_part_of_a_step_is_refused_on_the_htp(bundle: Path) -> None:
     options: dict[str, Any] = {"engine": "htp", "reproducible": True}
