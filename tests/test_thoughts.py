@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import edgekv
 from edgekv.cli.dialog import Dialog
+from edgekv.cli.output import Output
 from edgekv.conversation import Conversation
 from edgekv.spec.chat import ChatTemplates
 from edgekv.text import Grammar, SamplingParams, Tools
@@ -153,7 +154,8 @@ def test_a_conversation_keeps_thoughts_for_the_template(model: edgekv.Model, say
 def test_a_chat_prints_thoughts_apart(
     model: edgekv.Model, says: Callable[[str], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Dialog(Conversation(model, params=SamplingParams(max_new_tokens=says(SAID)))).say("Why?")
+    conversation = Conversation(model, params=SamplingParams(max_new_tokens=says(SAID)))
+    Dialog(conversation, model, Output()).say("Why?")
     found = capsys.readouterr()
     assert found.out == "Because.\n" and found.err.startswith("It is so.\n\n[")
 
