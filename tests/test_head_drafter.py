@@ -41,7 +41,6 @@ from tests.exports import export_options, exported, kept
 from tests.thorough import calls, variants
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "heads.npz")
-TRAINED = Path(__file__).parent.parent / "models" / "qwen3_5-800k"
 CONTEXT = 160
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon. " * 8
 PROMPT = [*range(40, 75)]
@@ -199,6 +198,24 @@ def test_every_form_of_targets_can_be_drafted_for(checkpoint: Path, form: str) -
         model.session.reset()
         model.session.feed(PROMPT)
         assert (model.session.hidden.first, model.session.hidden.stop) == (0, len(PROMPT))
+
+
+def test_a_copying_head_is_believed(checkpoint: Path, target: Path, tmp_path: Path) -> None:
+    """A head without weights drafts token 0; a target that is biased to it accepts all of them."""
+
+    def clear(tensors: dict[str, Any]) -> None:
+        for name in ("fc", "layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"):
+            tensors[f"mtp.{name}.weight"][:] = 0
+
+    head, params = tmp_path / "bundle", replace(PARAMS, logit_bias={0: 100.0})
+    options = export_options(calibration_tokens=256, calibration=checkpoint.parent / "text")
+    drafter = Drafter.open(str(changed(checkpoint, tmp_path / "head", clear)), open_bundle(target))
+    export_drafter(drafter, head, options)
+    with edgekv.load(target) as model, edgekv.load_drafter(head) as loaded:
+        generation, found = drafted(model, loaded, PROMPT, params)
+        stats = generation.stats.speculation
+        assert found == [0] * PARAMS.max_new_tokens and stats.accepted == stats.proposed > 15
+        assert stats.tokens_per_pass > 5
 
 
 def test_texts_that_share_rewind_and_continue_change_no_token(target: Path, head: Path) -> None:
