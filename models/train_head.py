@@ -1,8 +1,8 @@
 """Train the head for further tokens of the small Qwen3.5, on the text of the Python installation that runs this script.
 
-    python models/train_head.py --out models/qwen3_5-800k            (one core of a CPU: about three minutes)
+    python models/train_head.py --out FOLDER            (a copy of models/qwen3_5-800k; one core of a CPU: two minutes)
 
-The model stays as it is; its folder gets a second file with the head. Needs torch and tokenizers, as `train.py` does.
+The model stays as it is; the folder gets a second file with the head. Needs torch and tokenizers, as `train.py` does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def steps(head: Head, model: Hybrid, tokens: Tensor) -> list[tuple[Tensor, Tenso
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=300, tokens_per_step=2048)
+    args = arguments(__doc__, steps=250, tokens_per_step=1024)
     torch.manual_seed(args.seed)
     tokenizer, shape = Tokenizer.from_file(str(args.out / "tokenizer.json")), Shape()
     model, head = Hybrid(shape), Head(shape)
