@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import onnxruntime as ort
 
 from devices import Device
 from edgekv.errors import EngineError
+from edgekv.graph_file import graph_content
 from edgekv.native_output import NativeOutput, captured_output
 from edgekv.vendor_libraries import SKEL_VARIABLE, Platform, search_paths
 
@@ -24,7 +24,6 @@ _WARNING = 2  # the cause of a refusal is logged as a warning, and only there
 _CAUSE = re.compile(r"backendValidateOpConfig\(\) failed|Unsupported nodes in QNN EP|Failed to|failed|QNN_\w*ERROR")
 _SHOWN_LINES = 3
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # of a graph that is given as bytes
-_LONGEST_GRAPH = 2**31  # bytes: the limit of a protobuf
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _INSTALL = 'Install it: pip install "edgekv[htp]"'
 
@@ -75,8 +74,7 @@ def _model(path: Path, options: ort.SessionOptions) -> str | bytes:
     if path.suffix != ".gz":
         return str(path)
     options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
-    with gzip.open(path) as file:
-        return file.read(_LONGEST_GRAPH)
+    return graph_content(path)
 
 
 def compiler() -> str:

@@ -19,6 +19,7 @@ from edgekv import qnn
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
+from edgekv.graph_file import graph_content
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.graphs.nodes import parameter_names
@@ -49,7 +50,7 @@ def shapes(values) -> dict[str, list[int]]:
 
 def test_graphs_are_static_and_single_head(small):
     for graph in open_bundle(small).manifest.graphs:
-        model = onnx.load(small / graph.file, load_external_data=False)
+        model = onnx.load_from_string(graph_content(small / graph.file))
         inputs, outputs = shapes(model.graph.input), shapes(model.graph.output)
         assert inputs["input_ids"] == [1, graph.ar]
         assert inputs["attention_mask"] == [1, 1, graph.ar, 64]
@@ -67,7 +68,7 @@ def test_graphs_are_static_and_single_head(small):
 def test_past_and_new_rows_of_a_head_have_one_encoding_in_all_graphs(small):
     manifest = open_bundle(small).manifest
     for graph in manifest.graphs:
-        model = onnx.load(small / graph.file, load_external_data=False)
+        model = onnx.load_from_string(graph_content(small / graph.file))
         readers = {node.input[0]: node for node in model.graph.node if node.op_type == "DequantizeLinear"}
         writers = {node.output[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
         for tensor in manifest.geometry.names():
@@ -93,7 +94,7 @@ def test_heads_are_slices_of_the_quantized_matrix(small, tmp_path):
 def test_all_graphs_point_at_the_same_bytes(small):
     places: dict[str, tuple[str, ...]] = {}
     for graph in open_bundle(small).manifest.graphs:
-        model = onnx.load(small / graph.file, load_external_data=False)
+        model = onnx.load_from_string(graph_content(small / graph.file))
         for tensor in model.graph.initializer:
             place = tuple(entry.value for entry in tensor.external_data)
             assert places.setdefault(tensor.name, place) == place

@@ -37,6 +37,7 @@ from exporters.targets.genie.write import write_genie
 from tests.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, write_sinking
 from tests.endless import ending_elsewhere
 from tests.exports import export_options, exported
+from tests.ties import ROW_STEPS, assert_same_or_tied
 
 pytestmark = pytest.mark.htp
 
@@ -135,12 +136,17 @@ def test_a_model_with_states_gives_the_tokens_of_edgekv(tmp_path: Path, bits: in
     config = GenieConfig(dialog=msgspec.structs.replace(config.dialog, context=context))
     bos = [] if context.bos_token < 0 else [context.bos_token]
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
-    with edgekv.load(bundle.path, "htp") as model, GenieDialog(folder.path, config) as genie:
+    with (
+        edgekv.load(bundle.path, "htp") as model,
+        edgekv.load(bundle.path) as on_cpu,
+        GenieDialog(folder.path, config) as genie,
+    ):
 
         def answers(text: list[int], prompt: list[int]) -> list[int]:
             wanted = [token.id for token in model.generate([*text, *prompt], params)]
-            assert list(genie.token_query(prompt, max_new_tokens=4)) == wanted
-            return [*text, *prompt, *wanted, end]  # Genie ends an answer that was cut with the end of a text
+            found = list(genie.token_query(prompt, max_new_tokens=4))
+            assert_same_or_tied(found, wanted, [*text, *prompt], on_cpu, ROW_STEPS)  # Genie's windows are others
+            return [*text, *prompt, *found, end]  # Genie ends an answer that was cut with the end of a text
 
         for length in (1, 2, 31, 32, 33, 80):
             genie.reset()

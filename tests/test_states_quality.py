@@ -41,9 +41,9 @@ def test_a_hybrid_costs_as_little_as_a_dense_model(measured: Callable[..., Any])
     assert found["reference_perplexity"] < 25
 
 
-@pytest.mark.parametrize(("bits", "own", "whole"), [(16, 65, 40), pytest.param(8, 37, 35, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("bits", "own", "whole"), [(16, 65, 39), pytest.param(8, 37, 35, marks=pytest.mark.thorough)])
 def test_states_cost_little_of_their_own(measured: Callable[..., Any], bits: int, own: float, whole: float) -> None:
-    """Rounding alone 69 to 71 dB and 37.5 to 38.3, with all errors 40.4 to 41.3 and 35.5 to 36.2; 8 bits hold roots."""
+    """Rounding alone 69 to 72 dB and 37.5 to 39.2, with all errors 39.4 to 40.6 and 35.2 to 36.0; 8 bits hold roots."""
     found = measured(2048, "--layers", state_bits=bits)
     states = [each for each in found["tensors"] if each["kind"] == "state"]
     assert [each["layer"] for each in states] == [0, 1, 3]

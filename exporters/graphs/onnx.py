@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import onnx
 from msgspec import structs
 
 from edgekv.bundle import GraphFormat, WeightPlaces
+from edgekv.graph_file import write_graph
 from edgekv.graphs.decoder import decoder_layer, drafter_input
 from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role, head_width
 from exporters.graphs.parts import end_part
@@ -154,11 +153,5 @@ def write_graphs(
         if last_norm:
             store.flush(_HEAD_SHARD if any(part.head for _, part in parts.values()) else _NORM_SHARD)
         for ops, (_, part) in zip(builders, parts.values(), strict=True):
-            save_graph(ops.finish(), folder / part.file)
+            write_graph(ops.finish().SerializeToString(), folder / part.file)
     return encodings, store.places
-
-
-def save_graph(model: onnx.ModelProto, path: Path) -> None:
-    """Write a graph, compressed if its name says so."""
-    content = model.SerializeToString()
-    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)

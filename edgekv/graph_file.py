@@ -1,0 +1,32 @@
+"""Files of ONNX graphs. That of a graph which no device compiles is compressed: its name ends with .gz."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from pathlib import Path
+
+from edgekv.errors import BundleError
+
+_LONGEST = 2**31  # bytes: the limit of a protobuf
+
+
+def graph_content(path: Path) -> bytes:
+    """The ONNX model in a file, without the weights that lie beside it.
+
+    Raises:
+        BundleError: the file is damaged.
+    """
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        with gzip.open(path) as file:
+            return file.read(_LONGEST)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        fix = "Export the bundle again."
+        raise BundleError(f"graph: {path.name}", got=str(error), expected="a compressed ONNX file", fix=fix) from None
+
+
+def write_graph(content: bytes, path: Path) -> None:
+    """Write a serialized ONNX model, compressed if the name says so; the same bytes each time."""
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
