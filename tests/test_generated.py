@@ -2,10 +2,12 @@ import numpy as np
 import pytest
 
 from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.spec.tensors import EMBEDDING
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.generated import WINDOWS_AT_ONCE, _DecodeOps, generated_windows, text_tokens
 from exporters.quantize.reference import Reference, Weights
 from tests.checkpoints import ARCHITECTURES, WINDOW, write_checkpoint
+from tests.gguf_files import write_gguf
 
 LENGTH = WINDOW + 16
 
@@ -28,6 +30,17 @@ def test_token_by_token_the_logits_are_those_of_the_reference(tmp_path, name):
         found.append(logits(ops, checkpoint.spec, hidden)[:, 0])
     expected = np.stack(list(Reference(checkpoint).logits(windows)))
     assert np.abs(np.stack(found, axis=1) - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("changes", [{}, ARCHITECTURES["gemma4"] | {"hidden_size_per_layer_input": 32}], ids=["llama", "gemma4"])
+def test_rows_of_a_quantized_table_are_those_of_the_whole_table(tmp_path, changes):
+    """A batch of tokens begins with their embeddings; a GGUF file has them in blocks."""
+    file = write_gguf(write_checkpoint(tmp_path, changes), tmp_path / "model.gguf", "Q8_0")
+    checkpoint = Checkpoint.open(str(file))
+    tokens = np.array([[3], [300], [7]])
+    found = Weights(checkpoint).embeddings(tokens)
+    assert np.array_equal(found, checkpoint.tensor(EMBEDDING)[tokens])
+    assert written(checkpoint, 4).shape == (WINDOWS_AT_ONCE, 4)
 
 
 def written(checkpoint, length, windows=WINDOWS_AT_ONCE, number=0, progress=lambda done: None):

@@ -96,8 +96,8 @@ class Weights:
         return self._read[key]
 
     def embeddings(self, tokens: NDArray[Any]) -> Floats:
-        """Rows of the embedding, or of pictures behind it, `[T, hidden]`; no others are read."""
-        return self._tensors.tensor(EMBEDDING, tokens)
+        """Rows of the embedding, or of pictures behind it, `[..., hidden]`; no others are read."""
+        return self._tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
 
     def put(self, key: str, values: Floats) -> None:
         """Use other values of a tensor until it is dropped, such as some rows of the head."""
