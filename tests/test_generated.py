@@ -32,7 +32,9 @@ def test_token_by_token_the_logits_are_those_of_the_reference(tmp_path, name):
     assert np.abs(np.stack(found, axis=1) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("changes", [{}, ARCHITECTURES["gemma4"] | {"hidden_size_per_layer_input": 32}], ids=["llama", "gemma4"])
+@pytest.mark.parametrize(
+    "changes", [{}, ARCHITECTURES["gemma4"] | {"hidden_size_per_layer_input": 32}], ids=["llama", "gemma4"]
+)
 def test_rows_of_a_quantized_table_are_those_of_the_whole_table(tmp_path, changes):
     """A batch of tokens begins with their embeddings; a GGUF file has them in blocks."""
     file = write_gguf(write_checkpoint(tmp_path, changes), tmp_path / "model.gguf", "Q8_0")
