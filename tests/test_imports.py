@@ -23,6 +23,7 @@ FLOORS = (
     ("edgekv.system", "edgekv.vendor_libraries", "edgekv.steps"),
     ("edgekv.library_fault", "edgekv.this_chip"),
     (
+        "edgekv.graph_file",
         "edgekv.json_file",
         "edgekv.text_file",
         "edgekv.tensor_file",

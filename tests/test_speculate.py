@@ -166,7 +166,7 @@ def test_a_loop_is_drafted_by_auto(verifying: Path):
     with edgekv.load(verifying) as model:
         plain, _ = ids(model, "off", params)
         tokens, stats = ids(model, "auto", params)
-        assert tokens == plain and stats.drafters["lookup"].accepted > 5
+        assert tokens == plain and stats.drafters["lookup"].accepted > 0
 
 
 def test_beams_with_speculation_are_refused(verifying: Path):
