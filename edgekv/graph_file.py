@@ -27,6 +27,11 @@ def graph_content(path: Path) -> bytes:
         raise BundleError(f"graph: {path.name}", got=str(error), expected="a compressed ONNX file", fix=fix) from None
 
 
+def loadable(path: Path) -> str | bytes:
+    """What the runtime makes a session of: the path, or the content of a compressed file; its weights are beside it."""
+    return graph_content(path) if path.suffix == ".gz" else str(path)
+
+
 def write_graph(content: bytes, path: Path) -> None:
     """Write a serialized ONNX model, compressed if the name says so; the same bytes each time."""
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from devices import Device
 from edgekv.errors import EngineError
-from edgekv.graph_file import graph_content
+from edgekv.graph_file import loadable
 from edgekv.native_output import NativeOutput, captured_output
 from edgekv.vendor_libraries import SKEL_VARIABLE, Platform, search_paths
 
@@ -70,11 +70,11 @@ def create_session(
 
 
 def _model(path: Path, options: ort.SessionOptions) -> str | bytes:
-    """The path of a file; the content of a compressed one, whose weights are beside it."""
-    if path.suffix != ".gz":
-        return str(path)
-    options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
-    return graph_content(path)
+    """What a session is made of; the weights of content are beside its file."""
+    model = loadable(path)
+    if isinstance(model, bytes):
+        options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
+    return model
 
 
 def compiler() -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from edgekv.bundle import HEADS_FILE, Bundle, GraphRecord, Manifest
-from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.draft_model import DraftModel, ModelDrafter
 from edgekv.engine.session import Session, choose_context
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
@@ -24,7 +22,6 @@ from quant import Encoding
 if TYPE_CHECKING:
     from typing import Self
 
-_SAMPLES = 15
 REPEAT_FIX = "Export the drafter again with --draft-for and this target."
 
 
@@ -56,6 +53,16 @@ def check_states(drafter: Bundle, target: DraftModel) -> None:
     if target.pool.own.cache.room_tokens is None:
         policy = target.pool.own.cache.policy
         refuse(f"the target's context policy {policy}", "fail, which drops no tokens", "Load it with the policy fail.")
+
+
+class StateDrafter(ModelDrafter):
+    """A drafter that reads what the target has run of the text.
+
+    Attributes:
+        session: the target's, which holds all but the last tokens of the text; None if none does.
+    """
+
+    session: Session | None = None
 
 
 @dataclass(slots=True)
@@ -130,26 +137,13 @@ class CacheDraftModel:
         return StaticGraph(bindings, bundle.manifest, record, cache, rope_tables(bundle.manifest))
 
 
-class CacheDrafter:
-    """Proposes the tokens that a drafter finds most likely behind what its target has run.
-
-    Attributes:
-        name: for statistics.
-        support: 0: a proposal rests on no match.
-        ns_per_token: median time of a proposed token; 1 before the first.
-        session: the target's, which holds all but the last tokens of the text; None if none does.
-    """
-
-    name = "draft"
-    support = 0
+class CacheDrafter(StateDrafter):
+    """Proposes the tokens that a drafter finds most likely behind what its target has run."""
 
     def __init__(self, model: CacheDraftModel, vocab: int) -> None:
-        """Args: model: open while this is used. vocab: number of the target's logits."""
-        self.ns_per_token = 1.0
-        self.session: Session | None = None
+        """Args: model: open while this is used. vocab: as for `ModelDrafter`."""
+        super().__init__(vocab)
         self._model = model
-        self._vocab = vocab
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """At most `k` tokens; none where the target's last pass gave no hidden state, such as after a shared one.
@@ -179,10 +173,7 @@ class CacheDrafter:
                 break
             found.append(token)
             unknown.append(token)
-        if found:
-            self._samples.append((perf_counter_ns() - started) / len(found))
-            self.ns_per_token = median(self._samples)
-        return found
+        return self._timed(started, found)
 
     def accepted(self, n: int) -> None:
         """No-op: a proposal begins with the target's own state."""

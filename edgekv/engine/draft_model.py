@@ -87,8 +87,8 @@ class DraftModel:
         return next(iter(held))
 
 
-class BundleDrafter:
-    """Proposes the tokens that a smaller model finds most likely; rejected tokens are rewound.
+class ModelDrafter:
+    """What all models that draft for one text have in common.
 
     Attributes:
         name: for statistics.
@@ -99,19 +99,34 @@ class BundleDrafter:
     name = "draft"
     support = 0
 
+    def __init__(self, vocab: int) -> None:
+        """Args: vocab: number of the target's logits; a draft ends before a token beyond it."""
+        self.ns_per_token = 1.0
+        self._vocab = vocab
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+
+    def _timed(self, started_ns: int, proposed: list[int]) -> list[int]:
+        """A proposal, whose time counts if it has tokens."""
+        if proposed:
+            self._samples.append((perf_counter_ns() - started_ns) / len(proposed))
+            self.ns_per_token = median(self._samples)
+        return proposed
+
+
+class BundleDrafter(ModelDrafter):
+    """Proposes the tokens that a smaller model finds most likely; rejected tokens are rewound."""
+
     def __init__(self, model: DraftModel, vocab: int) -> None:
         """Draft with a model.
 
         Args:
             model: open while this is used, and used by nothing else meanwhile.
-            vocab: number of the target's logits; a draft ends before a token beyond it.
+            vocab: as for `ModelDrafter`.
         """
-        self.ns_per_token = 1.0
+        super().__init__(vocab)
         self._model = model
         sink = model.pool.own.cache.sink
         self._first = [] if sink is None else [*sink.tokens]
-        self._vocab = vocab
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """At most `k` tokens; none where the text is longer than the draft's context.
@@ -135,10 +150,7 @@ class BundleDrafter:
                 break
             found.append(token)
             unfed = [token]
-        if found:
-            self._samples.append((perf_counter_ns() - started) / len(found))
-            self.ns_per_token = median(self._samples)
-        return found
+        return self._timed(started, found)
 
     def accepted(self, n: int) -> None:
         """No-op: the next proposal compares the whole text."""

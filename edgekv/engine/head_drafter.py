@@ -8,10 +8,8 @@ states are unknown: the head's cache begins with the first one that is known, at
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -20,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
-from edgekv.engine.cache_drafter import REPEAT_FIX, check_states
+from edgekv.engine.cache_drafter import REPEAT_FIX, StateDrafter, check_states
 from edgekv.engine.draft_model import DraftModel
 from edgekv.engine.session import Graphs, Session, common_tokens
 from edgekv.errors import UsageError
@@ -31,8 +29,6 @@ from quant import Encoding
 
 if TYPE_CHECKING:
     from typing import Self
-
-_SAMPLES = 15
 
 
 @dataclass(slots=True)
@@ -153,26 +149,13 @@ class HeadDraftModel:
         return graph
 
 
-class HeadDrafter:
-    """Proposes the tokens that a model's own head finds most likely behind what the model has run.
-
-    Attributes:
-        name: for statistics.
-        support: 0: a proposal rests on no match.
-        ns_per_token: median time of a proposed token; 1 before the first.
-        session: the target's, which holds all but the last tokens of the text; None if none does.
-    """
-
-    name = "draft"
-    support = 0
+class HeadDrafter(StateDrafter):
+    """Proposes the tokens that a model's own head finds most likely behind what the model has run."""
 
     def __init__(self, model: HeadDraftModel, vocab: int) -> None:
-        """Args: model: open while this is used. vocab: number of the target's logits."""
-        self.ns_per_token = 1.0
-        self.session: Session | None = None
+        """Args: model: open while this is used. vocab: as for `ModelDrafter`."""
+        super().__init__(vocab)
         self._model = model
-        self._vocab = vocab
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """At most `k` tokens; none where the target's last pass gave no hidden state, such as after a shared one.
@@ -207,10 +190,7 @@ class HeadDrafter:
             hidden = graph.hidden
             assert hidden is not None, "a drafter gives it"
             graph = model.run(rows, [unread.pop(0)], np.array(hidden[-1:]), guessed)
-        if found:
-            self._samples.append((perf_counter_ns() - started) / len(found))
-            self.ns_per_token = median(self._samples)
-        return found
+        return self._timed(started, found)
 
     def accepted(self, n: int) -> None:
         """No-op: the rows of drafts are dropped before the next proposal."""

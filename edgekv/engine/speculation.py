@@ -19,9 +19,8 @@ from edgekv.draft import (
     Speculation,
     as_tree,
 )
-from edgekv.engine.cache_drafter import CacheDrafter
+from edgekv.engine.cache_drafter import StateDrafter
 from edgekv.engine.draft_model import DraftModel
-from edgekv.engine.head_drafter import HeadDrafter
 from edgekv.engine.session import Session
 from edgekv.errors import refuse, shown
 
@@ -98,7 +97,7 @@ class DraftTarget:
         if not self.rows:
             return None
         sources: list[Source] = []
-        reader: CacheDrafter | HeadDrafter | None = None
+        reader: StateDrafter | None = None
         if wanted.mode in ("lookup", "auto"):
             sources.append(PromptLookup(tree=wanted.tree))
         if wanted.corpus is not None and not isinstance(wanted.corpus, str):
@@ -106,7 +105,7 @@ class DraftTarget:
         if wanted.draft is not None and not isinstance(wanted.draft, str):
             drafter: Source = wanted.draft.draft_model.drafter(self.vocab)
             sources.append(drafter)
-            reader = drafter if isinstance(drafter, CacheDrafter | HeadDrafter) else None
+            reader = drafter if isinstance(drafter, StateDrafter) else None
         most = wanted.tokens or self.rows[-1] - 1
         if wanted.mode == "auto":
             adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
@@ -190,7 +189,7 @@ class SpeculationRun:
 
     drafter: Drafter
     pacer: Pacer | None = None
-    reader: CacheDrafter | HeadDrafter | None = None
+    reader: StateDrafter | None = None
     _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
     _passes: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)

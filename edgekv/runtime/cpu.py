@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest, read_manifest
 from edgekv.errors import EdgeKVError, EngineError, UsageError
-from edgekv.graph_file import graph_content
+from edgekv.graph_file import loadable
 from edgekv.graphs.cpu_mode import CpuMode, RenderedMode, can_build
 from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
@@ -117,7 +117,7 @@ class CpuEngine:
         Raises:
             EngineError: the runtime refused the graph.
         """
-        return self._session(graph, graph_content(graph) if graph.suffix == ".gz" else str(graph), graph.parent)
+        return self._session(graph, loadable(graph), graph.parent)
 
     def _load(self, file: Path) -> _Loaded:
         """A session of the graph that is built for the mode, and the weights that it maps."""

@@ -50,30 +50,18 @@ class TargetTensors(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Table(ComputedTensor):
-    """The target's embeddings, projected to the drafter's width."""
-
-    target: TargetTensors
-    projection: Floats
-    file: Path
-    shape: tuple[int, ...]
-
-    def read(self, rows: Rows) -> Floats:
-        found: Floats = self.target.tensor(EMBEDDING, rows) @ self.projection.T
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared(ComputedTensor):
-    """A tensor of the target."""
+class _OfTarget(ComputedTensor):
+    """A tensor of the target, its rows projected to the drafter's width if there is a projection."""
 
     target: TargetTensors
     key: str
     file: Path
     shape: tuple[int, ...]
+    projection: Floats | None = None
 
     def read(self, rows: Rows) -> Floats:
-        return self.target.tensor(self.key, rows)
+        found = self.target.tensor(self.key, rows)
+        return found if self.projection is None else found @ self.projection.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +107,7 @@ def drafter_tensors(stored: Mapping[str, Stored], spec: DecoderSpec, target: Tar
     found.setdefault(HEAD, head)
     embedded, read = np.split(joined.read(EVERY), 2, axis=1)
     gains = 1 / target.as_head(np.ones((1, hidden), np.float32))
-    found[EMBEDDING] = _Table(target, embedded, head.file, (spec.vocab, width))
+    found[EMBEDDING] = _OfTarget(target, EMBEDDING, head.file, (spec.vocab, width), embedded)
     found[TARGET_IN] = _Matrix(target.as_head(read), joined.file)
     found[TARGET_OUT] = _Matrix(back.read(EVERY) * gains.T, back.file)
     return found
@@ -173,7 +161,7 @@ def head_tensors(
     found[TARGET_OUT] = _Matrix(np.linalg.inv(frame).astype(np.float32), joined.file)
     shared = EMBEDDING if target.spec.tied_head else HEAD
     for name, key in ((EMBEDDING, EMBEDDING), (HEAD, shared)):
-        found[name] = _Shared(target, key, joined.file, (spec.vocab, hidden))
+        found[name] = _OfTarget(target, key, joined.file, (spec.vocab, hidden))
     return found
 
 
