@@ -8,6 +8,9 @@ from pathlib import Path
 
 from edgekv.errors import BundleError
 
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+"""The setting of a session that names the folder of the weights of a graph that is given as content."""
+
 _LONGEST = 2**31  # bytes: the limit of a protobuf
 
 

@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from devices import Device
 from edgekv.errors import EngineError
-from edgekv.graph_file import loadable
+from edgekv.graph_file import WEIGHTS_FOLDER, loadable
 from edgekv.native_output import NativeOutput, captured_output
 from edgekv.vendor_libraries import SKEL_VARIABLE, Platform, search_paths
 
@@ -23,7 +23,6 @@ EP_NAME = "QNNExecutionProvider"
 _WARNING = 2  # the cause of a refusal is logged as a warning, and only there
 _CAUSE = re.compile(r"backendValidateOpConfig\(\) failed|Unsupported nodes in QNN EP|Failed to|failed|QNN_\w*ERROR")
 _SHOWN_LINES = 3
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"  # of a graph that is given as bytes
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _INSTALL = 'Install it: pip install "edgekv[htp]"'
 
@@ -73,7 +72,7 @@ def _model(path: Path, options: ort.SessionOptions) -> str | bytes:
     """What a session is made of; the weights of content are beside its file."""
     model = loadable(path)
     if isinstance(model, bytes):
-        options.add_session_config_entry(_WEIGHTS_FOLDER, str(path.parent.absolute()))
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent.absolute()))
     return model
 
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from edgekv.child import TIMEOUT_VARIABLE
+from edgekv.graph_file import WEIGHTS_FOLDER
 from tests import exports
 from tests.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, write_tokenizer
 from tests.exports import export_options, exported
@@ -64,7 +65,6 @@ class OneThread(ort.SessionOptions):  # type: ignore[misc]
         self.intra_op_num_threads = 1
 
 
-FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
 MOST_SESSIONS = 8
 _make_session = ort.InferenceSession
 _sessions: OrderedDict[tuple[object, ...], ort.InferenceSession] = OrderedDict()
@@ -74,7 +74,7 @@ def shared_session(model: str | bytes, options: ort.SessionOptions | None = None
     """A session of a graph in memory whose weights are those of a shared export: the one that was made before."""
     folder = ""
     with suppress(AttributeError, RuntimeError):  # without options, or without a folder among them
-        folder = options.get_session_config_entry(FOLDER_OF_WEIGHTS)
+        folder = options.get_session_config_entry(WEIGHTS_FOLDER)
     if isinstance(model, str) or not Path(folder).is_relative_to(exports.CACHE):
         return _make_session(model, options, **more)
     chosen = options.intra_op_num_threads, options.enable_mem_pattern, options.enable_mem_reuse

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from edgekv.graph_file import WEIGHTS_FOLDER
+
 PROVIDERS = ["CPUExecutionProvider"]
 _ERROR = 3
 
@@ -25,5 +27,5 @@ def session_options(weights: Path, threads: int | None = None) -> ort.SessionOpt
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(weights))
     return options
