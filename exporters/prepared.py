@@ -22,12 +22,19 @@ from exporters.graphs.split import Split, choose_split
 from exporters.options import ExportOptions
 from exporters.preconditions import check_fit
 from exporters.quantize.as_stored import resolve
-from exporters.quantize.calibrate import CalibrationText, as_chats, calibration_windows, read_calibration, rendered
+from exporters.quantize.calibrate import (
+    CHAT_SHARE,
+    CalibrationText,
+    as_chats,
+    calibration_windows,
+    chat_opening,
+    read_calibration,
+    rendered,
+)
 from exporters.quantize.pictures import CalibrationPictures, calibration_pictures, with_pictures
 from exporters.quantize.sink import sink_candidates
 from exporters.records import recipe_record
 
-_CHAT_SHARE = 5
 _SURVEYED_WINDOWS = 3  # one of so many shows how far keys and values reach
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer has on average
 
@@ -92,6 +99,12 @@ class Prepared:
     def learned_windows(self) -> int:
         """Number of windows of text that the model writes itself."""
         return -(-self.options.effort.written_tokens // self.survey_tokens.shape[1])
+
+    def chat_opening(self) -> tuple[int, ...]:
+        """The tokens in front of a user's first message; none without a template, or where they fill half a window."""
+        templates = self.checkpoint.chat
+        found = () if templates is None else tuple(self.checkpoint.encode(chat_opening(templates)))
+        return found if 2 * len(found) < self.survey_tokens.shape[1] else ()
 
     @property
     def form(self) -> BundleForm:
@@ -189,7 +202,7 @@ class _Windows:
         """Encode a text: chats are those beside it, or made of what is left of it."""
         text, chats = calibration.text, calibration.chats
         ids, chat = checkpoint.encode(text), list[int]()
-        share = tokens // _CHAT_SHARE // length * length
+        share = tokens // CHAT_SHARE // length * length
         if checkpoint.chat is not None and share:
             if not chats:
                 used = len(text) * (tokens - share) // len(ids)
@@ -203,7 +216,7 @@ class _Windows:
         Raises:
             UsageError: the text is too short, or a window has no room behind `first`.
         """
-        share = self.tokens // _CHAT_SHARE // self.length * self.length if self.chat else 0
+        share = self.tokens // CHAT_SHARE // self.length * self.length if self.chat else 0
         found = [calibration_windows(self.ids, self.length, self.tokens - share, first)]
         if share:
             chats = calibration_windows(self.chat, self.length, share, first)

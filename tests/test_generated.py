@@ -2,9 +2,11 @@ import numpy as np
 import pytest
 
 from edgekv.graphs.decoder import decoder_layer, logits
+from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.tensors import EMBEDDING
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.quantize.generated import WINDOWS_AT_ONCE, _DecodeOps, generated_windows, text_tokens
+from exporters.quantize.calibrate import CHAT_SHARE, chat_opening
+from exporters.quantize.generated import WINDOWS_AT_ONCE, Beginnings, _DecodeOps, generated_windows, text_tokens
 from exporters.quantize.reference import Reference, Weights
 from tests.checkpoints import ARCHITECTURES, WINDOW, write_checkpoint
 from tests.gguf_files import write_gguf
@@ -45,9 +47,9 @@ def test_rows_of_a_quantized_table_are_those_of_the_whole_table(tmp_path, change
     assert written(checkpoint, 4).shape == (WINDOWS_AT_ONCE, 4)
 
 
-def written(checkpoint, length, windows=WINDOWS_AT_ONCE, number=0, progress=lambda done: None):
-    starts = text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab)
-    return generated_windows(checkpoint, starts, [256], number, windows, length, progress)
+def written(checkpoint, length, windows=WINDOWS_AT_ONCE, number=0, progress=lambda done: None, chat=()):
+    beginnings = Beginnings((256,), text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab), chat)
+    return generated_windows(checkpoint, beginnings, number, windows, length, progress)
 
 
 def test_windows_begin_alike_and_contain_tokens_of_the_vocabulary(checkpoint):
@@ -57,6 +59,22 @@ def test_windows_begin_alike_and_contain_tokens_of_the_vocabulary(checkpoint):
     assert (windows[:, 0] == 256).all() and (windows[:, 1] < 256).all()  # from 256 on tokens are special
     assert windows.min() >= 0 and windows.max() < checkpoint.spec.vocab
     assert len(np.unique(windows, axis=0)) == len(windows) and told == [*range(1, 8)]
+
+
+def test_a_fifth_of_the_windows_goes_on_as_a_conversation(checkpoint):
+    windows, alone = written(checkpoint, 8, chat=(70, 71, 72)), written(checkpoint, 8)
+    is_chat = (windows[:, 1:4] == [70, 71, 72]).all(axis=1)
+    assert is_chat.sum() == WINDOWS_AT_ONCE // CHAT_SHARE and (windows[:, 0] == 256).all()
+    assert len(np.unique(windows[is_chat, 4:], axis=0)) == is_chat.sum()  # the model goes on from there
+    assert np.array_equal(windows[~is_chat, :2], alone[~is_chat, :2])
+    assert written(checkpoint, 3, chat=(70, 71, 72)).shape == (WINDOWS_AT_ONCE, 3)
+
+
+def test_a_conversation_opens_with_what_its_template_puts_before_the_user():
+    body = "{% for each in messages %}<{{ each.role }}>{{ each.content }}</>{% endfor %}"
+    assert chat_opening(ChatTemplates(templates={"default": "[BOS]Be kind.\n" + body})) == "[BOS]Be kind.\n<user>"
+    assert chat_opening(ChatTemplates(templates={"default": "{{ raise_exception('no') }}"})) == ""
+    assert chat_opening(ChatTemplates(templates={"default": "nothing of the message"})) == ""
 
 
 def test_a_batch_is_what_its_number_says(checkpoint):

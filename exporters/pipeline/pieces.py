@@ -25,6 +25,7 @@ from edgekv.bundle import (
 from edgekv.errors import UsageError
 from edgekv.runtime import HtpOptions
 from edgekv.spec import EMBEDDING, DecoderSpec, views
+from edgekv.spec.text import begins_with
 from edgekv.system import link_or_copy
 from exporters.contents import BundleForm, make_manifest, write_contents
 from exporters.htp.binary import check_chip
@@ -40,7 +41,7 @@ from exporters.pipeline.place import Identity
 from exporters.pipeline.store import PieceStore
 from exporters.pipeline.survey_file import write_survey
 from exporters.quantize.as_stored import stored_record
-from exporters.quantize.generated import generated_windows, text_tokens
+from exporters.quantize.generated import Beginnings, generated_windows, text_tokens
 from exporters.quantize.recipe import Recipe, WeightRule
 from exporters.quantize.reference import NO_CHANGES
 from exporters.quantize.survey import survey
@@ -93,6 +94,7 @@ class TextPiece(Piece):
         tokenizer: see `Identity`.
         sink: decides how windows begin.
         bos: how they begin without a sink.
+        opening: what stands before a user's first message, with which some of them go on; empty without a template.
         number: of the batch.
         windows: their number.
         length: tokens of a window.
@@ -104,6 +106,7 @@ class TextPiece(Piece):
     tokenizer: str
     sink: SinkChoice
     bos: tuple[int, ...]
+    opening: tuple[int, ...]
     number: int
     windows: int
     length: int
@@ -115,10 +118,11 @@ class TextPiece(Piece):
     def make(self, folder: Path, inputs: Inputs) -> object:
         has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
         checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
+        first = self.sink.first if has_sink else self.bos
+        chat = self.opening[len(first) :] if begins_with(self.opening, first) else self.opening
         tokens = generated_windows(
             checkpoint,
-            text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab),
-            self.sink.first if has_sink else self.bos,
+            Beginnings(first, text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab), chat),
             self.number,
             self.windows,
             self.length,

@@ -20,6 +20,9 @@ from exporters.checkpoint.checkpoint import Checkpoint
 CALIBRATION = "calibration.txt"
 """The file of a calibration text, in a checkpoint's folder or beside this module."""
 
+CHAT_SHARE = 5
+"""One of so many tokens of a calibration text is of chats, if the checkpoint has a template."""
+
 _CHATS = "calibration_chats.json"
 _MESSAGES = 6  # of a conversation
 
@@ -167,3 +170,10 @@ def rendered(templates: ChatTemplates, chats: Sequence[Conversation]) -> str:
         return "".join(templates.render([*map(dict, chat)], add_generation_prompt=False) for chat in chats)
     except UsageError:
         return ""
+
+
+def chat_opening(templates: ChatTemplates) -> str:
+    """What a chat template puts before the first message of a user; empty if it fails, or changes the message."""
+    message = "Hello"
+    text = rendered(templates, [[{"role": "user", "content": message}]])
+    return text[: max(0, text.rfind(message))]

@@ -9,6 +9,7 @@ large on other text. The model's own samples are as varied as what it was traine
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,35 +20,63 @@ from edgekv.graphs.delta_rule import DeltaInputs, recall
 from edgekv.kv import KvTensor
 from edgekv.spec.geometry import DELTA_KINDS
 from edgekv.spec.linear import DeltaRule
+from exporters.quantize.calibrate import CHAT_SHARE
 from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
 from exporters.quantize.tail import Tail
 
 WINDOWS_AT_ONCE = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Beginnings:
+    """How windows of written text begin, each with all of `first`.
+
+    The model writes both sides of a conversation where a window has only what stands before a user's first message (Xu
+    et al. 2024, arXiv 2406.08464).
+
+    Attributes:
+        first: the tokens at the start of each window.
+        starts: one of these ids follows at random; none for every id of the vocabulary.
+        chat: the tokens that follow instead in a fifth of the windows; empty if the model has no chat template.
+    """
+
+    first: tuple[int, ...]
+    starts: Sequence[int] = ()
+    chat: tuple[int, ...] = ()
+
+    def drawn(self, windows: int, vocab: int, random: np.random.Generator) -> list[list[int]]:
+        """The tokens given of each window, text before chats."""
+        starts = random.choice(list(self.starts) or vocab, windows)
+        chats = windows // CHAT_SHARE if self.chat else 0
+        texts = [[*self.first, int(start)] for start in starts[: windows - chats]]
+        return texts + [[*self.first, *self.chat] for _ in range(chats)]
+
+
 def generated_windows(
     tensors: Tensors,
-    starts: Sequence[int],
-    first: Sequence[int],
+    beginnings: Beginnings,
     number: int,
     windows: int,
     length: int,
     progress: Callable[[int], None],
 ) -> NDArray[np.int64]:
-    """Windows of sampled tokens, `[windows, T]`: behind the first tokens one at random, then what the model samples.
+    """Windows of text, `[windows, T]`: behind the tokens given what the model samples.
 
     Args:
         tensors: the exact weights; all of them are in memory while it writes.
-        starts: ids to begin with; none for every id of the vocabulary.
-        first: the tokens at the start of each window.
+        beginnings: the tokens given.
         number: of this batch, the random seed.
         windows: their number, at most `WINDOWS_AT_ONCE`.
         length: T of a window.
         progress: called with the tokens written to each window.
     """
     spec, random, weights = tensors.spec, np.random.default_rng(number), Weights(tensors)
-    begun = random.choice(list(starts) or spec.vocab, windows)
-    tokens = np.concatenate([np.tile(np.array(first, np.int64), (windows, 1)), begun[:, None]], axis=1)
+    given = beginnings.drawn(windows, spec.vocab, random)
+    longest, least = max(map(len, given)), min(map(len, given))
+    tokens = np.zeros((windows, max(longest, length)), np.int64)
+    for row, known in zip(tokens, given, strict=True):
+        row[: len(known)] = known
+    ends = np.array([*map(len, given)])
     ops = _DecodeOps(tensors, weights, windows, length)
     for position in range(length - 1):
         ops.position = position
@@ -55,12 +84,11 @@ def generated_windows(
         hidden = ops.embed(tokens[:, position, None], "embedding")
         for layer in range(spec.layers):
             hidden = decoder_layer(ops, spec, layer, hidden)
-        if position + 1 == tokens.shape[1]:
-            scores = logits(ops, spec, hidden)[:, 0]
-            tokens = np.append(tokens, _sampled(scores, random)[:, None], axis=1)
+        if position + 1 >= least:
+            sampled = _sampled(logits(ops, spec, hidden)[:, 0], random)
+            tokens[:, position + 1] = np.where(position + 1 >= ends, sampled, tokens[:, position + 1])
         progress(position + 1)
-    written: NDArray[np.int64] = tokens[:, :length]
-    return written
+    return tokens[:, :length]
 
 
 def text_tokens(tokenizer: Tokenizer, vocab: int) -> list[int]:
