@@ -106,7 +106,7 @@ def export(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Expor
         ar=(1, 16),
         calibration=folder / "text.txt",
         calibration_tokens=256,
-        effort=Effort(3, descends=True, written_tokens=64),
+        effort=Effort(3, descent_bits=4, written_tokens=64),
         compile=True,
         lora=LoraOptions(4, calibrate=(AdapterChoice(folder / "adapter0"),)),
     )
@@ -282,7 +282,10 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "sampling defaults": (json_file("generation_config.json", do_sample=True, temperature=0.5), BUNDLE),
     "chat template": (template, {*BUNDLE, "encode chat", "reference prose"}),
     "sink": (options(sink=SinkWanted("tokens", (256,))), AFTER_SURVEY - ENCODED),
-    "text to learn from": (options(effort=Effort(3, descends=True, written_tokens=128)), {"text", *QUANTIZED, *BUNDLE}),
+    "text to learn from": (
+        options(effort=Effort(3, descent_bits=4, written_tokens=128)),
+        {"text", *QUANTIZED, *BUNDLE},
+    ),
     "adapter to calibrate on": (calibrated_adapter, {"survey adapter", *QUANTIZED, *BUNDLE}),
     "cache": (options(kv_dtype="s16"), QUANTIZED | BUNDLE),
     "rotation": (recipe(rotation="none"), QUANTIZED | BUNDLE),

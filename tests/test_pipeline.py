@@ -416,7 +416,7 @@ def test_an_export_that_learns_goes_on_where_it_was(work):
             if (stage, done) == stop:
                 raise KeyboardInterrupt
 
-        chosen = replace(options(), effort=Effort(3, descends=True, written_tokens=300))
+        chosen = replace(options(), effort=Effort(3, descent_bits=4, written_tokens=300))
         run = RunOptions(cache_dir=work.folder / "cache", **run)
         return export_bundle(work.checkpoint, work.folder / name, chosen, run, progress=progress), told
 

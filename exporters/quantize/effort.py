@@ -13,12 +13,12 @@ class Effort:
 
     Attributes:
         level: its number.
-        descends: whether coordinate descent follows GPTQ in 4 bits; see `quant.descent`.
+        descent_bits: coordinate descent follows GPTQ in types of at most so many bits; see `quant.descent`.
         written_tokens: that the float model writes itself and that join the calibration text.
     """
 
     level: int
-    descends: bool
+    descent_bits: int
     written_tokens: int
 
     @classmethod
@@ -35,10 +35,10 @@ class Effort:
 
 
 EFFORTS = (
-    Effort(1, descends=False, written_tokens=0),
-    Effort(2, descends=True, written_tokens=0),
-    Effort(3, descends=True, written_tokens=16_384),
-    Effort(4, descends=True, written_tokens=49_152),
-    Effort(5, descends=True, written_tokens=131_072),
+    Effort(1, descent_bits=0, written_tokens=0),
+    Effort(2, descent_bits=4, written_tokens=0),
+    Effort(3, descent_bits=8, written_tokens=16_384),
+    Effort(4, descent_bits=8, written_tokens=49_152),
+    Effort(5, descent_bits=8, written_tokens=131_072),
 )
 DEFAULT_EFFORT = EFFORTS[1]

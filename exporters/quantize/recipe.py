@@ -155,11 +155,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 expected="a recipe that rounds on calibration text",
                 fix="Use --effort 1, or another --recipe.",
             )
-        if not effort.descends:
-            return self
         rules = tuple(
             msgspec.structs.replace(rule, method="descent")
-            if rule.method == "gptq" and WEIGHT_TYPES[rule.dtype].bits < 8
+            if rule.method == "gptq" and WEIGHT_TYPES[rule.dtype].bits <= effort.descent_bits
             else rule
             for rule in self.weights
         )
