@@ -72,10 +72,10 @@ _sessions: OrderedDict[tuple[object, ...], ort.InferenceSession] = OrderedDict()
 
 def shared_session(model: str | bytes, options: ort.SessionOptions | None = None, **more: Any) -> ort.InferenceSession:
     """A session of a graph in memory whose weights are those of a shared export: the one that was made before."""
-    folder = ""
-    with suppress(AttributeError, RuntimeError):  # without options, or without a folder among them
-        folder = options.get_session_config_entry(WEIGHTS_FOLDER)
-    if isinstance(model, str) or not Path(folder).is_relative_to(exports.CACHE):
+    folder = _entry(options, WEIGHTS_FOLDER)
+    # Sessions of the HTP fail where one with other options has been made and freed in between.
+    is_on_htp = bool(_entry(options, "session.disable_cpu_ep_fallback"))
+    if isinstance(model, str) or is_on_htp or not Path(folder).is_relative_to(exports.CACHE):
         return _make_session(model, options, **more)
     chosen = options.intra_op_num_threads, options.enable_mem_pattern, options.enable_mem_reuse
     key = (sha256(model).digest(), folder, *chosen)
@@ -83,6 +83,14 @@ def shared_session(model: str | bytes, options: ort.SessionOptions | None = None
     if len(_sessions) > MOST_SESSIONS:
         _sessions.popitem(last=False)
     return _sessions[key]
+
+
+def _entry(options: ort.SessionOptions | None, name: str) -> str:
+    """An entry of a session's configuration; empty if it has none."""
+    found = ""
+    with suppress(AttributeError, RuntimeError):  # without options, or without the entry
+        found = options.get_session_config_entry(name)
+    return found
 
 
 def pytest_configure(config: pytest.Config) -> None:
