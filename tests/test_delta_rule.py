@@ -253,7 +253,7 @@ def test_the_graphs_compute_what_the_reference_computes(tmp_path: Path, name: st
         assert np.square(wanted).sum() > 10**1.5 * np.square(found - wanted).sum()
 
 
-@pytest.mark.parametrize("mode", variants(["emulate", "exact16", "fast"], ["emulate", "fast"]))
+@pytest.mark.parametrize("mode", variants(["emulate", "exact16", "fast"], ["fast"]))
 def test_rejected_drafts_leave_no_trace(bundle: Path, mode: str) -> None:
     """Across two checkpoints, whose passes take fewer drafts."""
     prompt, params = [*range(40, 60)], SamplingParams(max_new_tokens=120, ignore_eos=True)

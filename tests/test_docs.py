@@ -38,6 +38,7 @@ EXTRA = re.compile(r'pip install "?edgekv(?:\[([\w,]+)\])?"?')
 ALL = [block for page in PAGES for block in blocks(page)]
 LONG = (
     "guides/lora.md",
+    "guides/pictures.md",
     "guides/quality.md",
     "guides/speculation.md",
     "guides/troubleshooting.md",

@@ -156,7 +156,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("form", RECIPES)
+@pytest.mark.parametrize("form", variants(RECIPES, ["rotated"]))
 @pytest.mark.parametrize("mode", variants(CPU_MODES, ["fast"]))
 def test_a_step_gives_the_logits_of_the_float_head(checkpoint: Path, form: str, mode: str) -> None:
     """Of the same tokens and hidden states, whatever form the target's graphs give those in."""
@@ -189,7 +189,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", variants(FORMS, ["columns"]))
 def test_every_form_of_targets_can_be_drafted_for(checkpoint: Path, form: str) -> None:
     """A separate head reads one row of a prompt; the part before it gives the hidden states of all."""
     target = target_bundle(checkpoint, **FORMS[form])

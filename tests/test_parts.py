@@ -16,6 +16,7 @@ from exporters.graphs.parts import build_part, save_part, weight_files
 from exporters.lora.options import LoraOptions
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported, exported_architecture
+from tests.thorough import variants
 
 EXPORTS: dict[str, dict[str, Any]] = {
     "whole": {"draft_rows": (4,)},
@@ -34,7 +35,7 @@ def test_a_part_is_built_as_it_was_exported(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", variants(ARCHITECTURES, {"llama-biased", "gemma3", "gemma4", "lfm3", "qwen3_5"}))
 def test_a_part_of_every_architecture_is_built_as_it_was_exported(name: str) -> None:
     _check_parts(open_bundle(exported_architecture(name)))
 

@@ -77,6 +77,7 @@ def done(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_bundles_are_those_of_separate_exports(checkpoint, done, tmp_path):
     folder, report = done
     given = wanted(kv=("u8", "s16"))

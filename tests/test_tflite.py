@@ -27,6 +27,7 @@ from exporters.targets.capabilities import GENIE
 from tests import exports
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options
+from tests.thorough import variants
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +132,9 @@ def test_tflite_runtime_is_laid_over_the_addresses_of_the_cache(exported):
 @pytest.mark.parametrize(
     ("architecture", "engine"),
     [
-        *((name, "litert") for name in ("llama-biased", "qwen2", "qwen3", "gemma3", "phi3")),
+        *variants(
+            [(name, "litert") for name in ("llama-biased", "qwen2", "qwen3", "gemma3", "phi3")], [("gemma3", "litert")]
+        ),
         pytest.param("gemma2", "tflite", marks=pytest.mark.numpy1),
     ],
 )

@@ -102,6 +102,7 @@ def nll_of_each_token(score, ids: list[int], bos: int) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_word_perplexity_is_that_of_single_tokens(bundle, embedded, tmp_path, capsys):
     (tmp_path / "wiki.txt").write_text(TEXT)
     checkpoint = Checkpoint.open(str(embedded))
