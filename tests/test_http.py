@@ -260,6 +260,19 @@ def test_headers_are_limited(server: Server):
         assert b" 400 " in client.recv(4096)
 
 
+def test_a_target_may_be_a_whole_url_whose_host_counts(server: Server):
+    for target, host, status in (
+        (f"http://127.0.0.1:{server.port}/health", "example.com", 200),
+        ("HTTP://localhost/health?x=1", "localhost", 200),
+        ("http://example.com/health", "localhost", 403),
+        ("http://localhost", "localhost", 200),  # the chat page
+        ("http://localhost/nothing", "localhost", 404),
+        ("ftp://localhost/health", "localhost", 404),
+    ):
+        request = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        assert server.raw(request.encode()).startswith(f"HTTP/1.1 {status} ".encode()), target
+
+
 def test_clients_of_other_versions_are_answered(server: Server):
     """HTTP/1.0 knows no chunks; and who asks for HTTP/2, as Java's client and curl can, gets HTTP/1.1."""
     body = msgspec.json.encode({**HELLO, "stream": True})

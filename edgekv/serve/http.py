@@ -379,6 +379,7 @@ class Guard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _use_origin_form(scope)
         path = scope["path"] if scope["path"] in self._routes else _OTHER
         record = scope["state"]["record"] = RequestRecord()
 
@@ -489,6 +490,19 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def _use_origin_form(scope: Scope) -> None:
+    """Read a request target that is a whole URL, as sent to proxies: its host counts, not that of the header.
+
+    RFC 9112, section 3.2.2.
+    """
+    scheme, _, rest = scope["path"].partition("://")
+    if scheme.lower() in ("http", "https"):
+        host, _, path = rest.partition("/")
+        others = (each for each in scope["headers"] if each[0] != b"host")
+        scope["headers"] = [(b"host", host.encode("latin-1", "replace")), *others]
+        scope["path"] = f"/{path}"
 
 
 def write_line(line: str) -> None:
