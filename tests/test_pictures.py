@@ -634,3 +634,21 @@ def test_the_page_takes_dropped_pictures(bundle: Path, chromium: Browser):
         assert chat.run("document.querySelectorAll('.user .pictures img').length") == 2
         assert chat.run("state.messages[1].figures.prompt") > 40
         assert "pictures" not in json.dumps(chat.run(KEPT))
+
+
+def test_the_page_has_a_button_for_pictures_where_the_model_reads_them(
+    bundle: Path, small_export: Path, chromium: Browser
+):
+    chosen = b64encode(png(photo(70, 45))).decode()
+    with served(bundle) as server, new_chat(chromium, server) as chat:
+        chat.wait("!document.getElementById('picture').hidden")
+        chat.run(
+            "(bytes => { const data = new DataTransfer(), files = document.getElementById('files');"
+            " data.items.add(new File([bytes], '1.png', { type: 'image/png' }));"
+            " files.files = data.files; files.dispatchEvent(new Event('change')); })"
+            f"(Uint8Array.from(atob('{chosen}'), each => each.charCodeAt(0)))"
+        )
+        chat.wait("document.querySelectorAll('#dropped img').length === 1")
+    with served(small_export) as server, new_chat(chromium, server) as chat:
+        chat.wait("document.title !== 'edgekv'")
+        assert chat.run("document.getElementById('picture').hidden")

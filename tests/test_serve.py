@@ -51,6 +51,7 @@ def _text(model: edgekv.Model, prompt: str, **params: Any) -> str:
 
 def test_the_model_is_listed(server: Server, client: OpenAI):
     (found,) = client.models.list().data
+    assert found.model_extra is not None and found.model_extra["input_modalities"] == ["text"]
     assert (found.id, found.object) == (NAME, "model") and client.models.retrieve(NAME) == found
     with pytest.raises(openai.NotFoundError, match="expected 'talker'"):
         client.models.retrieve("gpt")

@@ -34,6 +34,11 @@ class Pictures:
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # by a hash of the file, the last used at the end
 
     @property
+    def are_read(self) -> bool:
+        """Whether the bundle reads more than text."""
+        return self._bundle.manifest.vision is not None
+
+    @property
     def spec(self) -> PictureSpec:
         """How pictures are prepared.
 

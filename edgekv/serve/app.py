@@ -19,11 +19,17 @@ from edgekv.serve.service import Service
 
 
 class ModelRecord(msgspec.Struct, frozen=True):
-    """A model, as `/v1/models` lists it."""
+    """A model, as `/v1/models` lists it.
+
+    Attributes:
+        context_length: in tokens.
+        input_modalities: what it reads: text, and for some images.
+    """
 
     id: str
     created: int
     context_length: int
+    input_modalities: tuple[str, ...]
     object: str = "model"
     owned_by: str = "edgekv"
 
@@ -103,4 +109,5 @@ def make_app(service: Service, options: ServeOptions) -> App:
 
 
 def _record(service: Service, name: str) -> ModelRecord:
-    return ModelRecord(name, service.created, service.context)
+    read = ("text", "image") if service.pictures.are_read else ("text",)
+    return ModelRecord(name, service.created, service.context, read)
