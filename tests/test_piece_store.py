@@ -6,6 +6,7 @@ import hashlib
 import json
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -13,10 +14,10 @@ import msgspec
 import pytest
 from moto.server import ThreadedMotoServer
 
-from edgekv.errors import ServiceError, UsageError
+from edgekv.errors import BundleError, ServiceError, UsageError
 from exporters.pipeline.dask.limit import within
-from exporters.pipeline.pieces import read_compiled
-from exporters.pipeline.store import PieceStore
+from exporters.pipeline.pieces import read_compiled, read_manifest
+from exporters.pipeline.store import MissingPieceError, PieceStore
 from tests.folders import contents
 from tests.machines import WAIT_S
 
@@ -54,6 +55,25 @@ def test_a_damaged_piece_is_made_again(tmp_path):
     assert store.find("key") is None
     make()
     assert len(made) == 3 and (store.path("key") / "file").read_text() == "right"
+
+
+def test_a_piece_that_goes_while_it_is_read_is_missing(tmp_path, monkeypatch):
+    """Another export that shares it has ended and removed it: the error of the file says less."""
+    store, path = PieceStore(str(tmp_path)), PieceStore.path
+    store.make("key", "test", lambda folder: (folder / "a").write_text("a"))
+    with pytest.raises(BundleError, match="got nothing there"):
+        read_manifest(store, "key")  # it is there, without a bundle
+
+    def removed(self: PieceStore, name: str) -> Path:
+        folder = path(self, name)
+        self.remove([name])
+        return folder
+
+    monkeypatch.setattr(PieceStore, "path", removed)
+    for read in (partial(read_manifest, store), store.files):
+        with pytest.raises(MissingPieceError, match="piece key: got nothing whole"):
+            read("key")
+        store.make("key", "test", lambda folder: (folder / "a").write_text("a"))
 
 
 def test_a_piece_that_is_damaged_at_its_url_is_made_again(tmp_path):

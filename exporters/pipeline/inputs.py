@@ -288,15 +288,16 @@ class Inputs:
         Raises:
             UsageError: they are not there, or no token ids.
         """
-        try:
-            found: NDArray[np.int64] = np.load(self.store.path(name) / TOKENS, allow_pickle=False)
-            if found.dtype == np.int64 and found.ndim == 2:
-                return found
-            reason = f"{found.dtype} {found.shape}"
-        except (OSError, ValueError, EOFError) as error:
-            reason = str(error)
-        fix = f"Remove the piece from {self.store.place}, and run the same command again."
-        raise UsageError(f"piece {name}", got=reason, expected="token ids [windows, T]", fix=fix)
+        with self.store.reading(name) as folder:
+            try:
+                found: NDArray[np.int64] = np.load(folder / TOKENS, allow_pickle=False)
+                if found.dtype == np.int64 and found.ndim == 2:
+                    return found
+                reason = f"{found.dtype} {found.shape}"
+            except (OSError, ValueError, EOFError) as error:
+                reason = str(error)
+            fix = f"Remove the piece from {self.store.place}, and run the same command again."
+            raise UsageError(f"piece {name}", got=reason, expected="token ids [windows, T]", fix=fix)
 
     def surveyed(self, folded: Folded) -> Surveyed:
         """What the survey decides."""
@@ -309,7 +310,9 @@ class Inputs:
 
     def survey(self, name: str, exact: Exact) -> Survey | None:
         """A finished survey; None if it had nothing to decide."""
-        return read_survey(self.store.path(name), self.exact(exact).spec)
+        spec = self.exact(exact).spec
+        with self.store.reading(name) as folder:
+            return read_survey(folder, spec)
 
     def folded(self, folded: Folded) -> Tensors:
         """The weights with all that the recipe folds into them; the last ones are kept."""
@@ -341,7 +344,8 @@ class Inputs:
         """
         if name in self._layers:
             return self._layers[name]
-        return LayerFile.open(self.store.path(name) / LAYER)
+        with self.store.reading(name) as folder:
+            return LayerFile.open(folder / LAYER)
 
     def take_quantizer(
         self, folded: Folded, rules: Recipe, before: str | None = None, *, follows: bool = True

@@ -438,7 +438,8 @@ def layer_matrices(spec: DecoderSpec) -> list[dict[str, tuple[int, int]]]:
 
 def read_manifest(store: PieceStore, name: str) -> Manifest:
     """The manifest of a written bundle."""
-    return open_bundle(store.path(name) / BUNDLE, verify=False).manifest
+    with store.reading(name) as folder:
+        return open_bundle(folder / BUNDLE, verify=False).manifest
 
 
 def read_compiled(store: PieceStore, name: str) -> Compiled:

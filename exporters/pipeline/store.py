@@ -154,11 +154,27 @@ class PieceStore:
             _put(partial, folder)
         return folder
 
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Path]:
+        """The folder of a finished piece while it is read; see `path`.
+
+        Raises:
+            MissingPieceError: it is not there, or another process has removed it meanwhile, whatever that failed with.
+        """
+        folder = self.path(name)
+        try:
+            yield folder
+        except (EdgeKVError, OSError):
+            if folder.exists():
+                raise
+            raise self._missing(name) from None
+
     def files(self, name: str) -> dict[str, Path]:
         """The files of a finished piece on this machine, by their path inside the piece; see `path`."""
         folder = self.path(name)
-        record = _read(folder)
-        return {} if record is None else {file: folder / file for file in record.files}
+        if (record := _read(folder)) is None:
+            raise self._missing(name)
+        return {file: folder / file for file in record.files}
 
     def make(self, name: str, kind: str, work: Callable[[Path], object], *, anew: bool = False) -> PieceRecord:
         """Do a piece of work, unless it is finished.
