@@ -172,6 +172,21 @@ def test_a_step_gives_the_logits_of_the_float_head(checkpoint: Path, form: str, 
                 assert sqnr_db(wanted[step], row) > 28, (length, step)
 
 
+def test_hidden_states_for_drafters_count_as_memory_of_a_sequence(target: Path, head: Path) -> None:
+    with edgekv.load(target) as model, edgekv.load_drafter(head) as loaded:
+        with pytest.raises(UsageError, match=r"draft: got the path '.*'; expected what it leads to\. Load it"):
+            model.generate(PROMPT, PARAMS, speculate=Speculation("draft", draft=head))  # type: ignore[arg-type]
+        session = model.sequences.get_or_create(1)
+        cache_bytes = session.cache.bytes_held
+        assert model.sequences.memory_bytes == cache_bytes
+        drafted(model, loaded, PROMPT, sequence=1)
+        states = session.hidden.stop - session.hidden.first
+        assert states > 0
+        width = model.bundle.manifest.model.hidden
+        held = model.sequences.memory_bytes - session.cache.bytes_held
+        assert held >= 2 * states * width  # 16 bits each
+
+
 @pytest.mark.parametrize("strategy", variants(STRATEGIES, ["slot"]))
 def test_drafts_change_no_token(target: Path, head: Path, strategy: str) -> None:
     with edgekv.load(target, kv_update=strategy) as model, edgekv.load_drafter(head) as loaded:

@@ -24,6 +24,11 @@ class HiddenStates:
         self._most = most
         self._rows: NDArray[Any] = np.zeros((0, 0))
 
+    @property
+    def bytes_held(self) -> int:
+        """Bytes allocated."""
+        return self._rows.nbytes
+
     def write(self, position: int, rows: NDArray[Any]) -> None:
         """Append copies of rows `[T, H]`, the first one at a position: behind or within the others, or apart."""
         if not self.first <= position <= self.stop:

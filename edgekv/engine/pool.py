@@ -121,7 +121,7 @@ class SessionPool:
     @property
     def memory_bytes(self) -> int:
         """Bytes allocated for all sequences."""
-        return sum([held.cache.bytes_held for held in self._held.values()])
+        return sum([held.bytes_held for held in self._held.values()])
 
     @property
     def stats(self) -> PoolStats:
@@ -308,7 +308,7 @@ class SessionPool:
             if held_bytes + wanted_bytes <= allowance_bytes:
                 return
             if sequence != in_use:
-                held_bytes -= self._held[sequence].cache.bytes_held
+                held_bytes -= self._held[sequence].bytes_held
                 self._free(sequence)
                 self._evictions += 1
 

@@ -335,6 +335,11 @@ class Session:
         self.hidden = HiddenStates(cache.geometry.context)
 
     @property
+    def bytes_held(self) -> int:
+        """Bytes allocated for the cache and hidden states."""
+        return self.cache.bytes_held + self.hidden.bytes_held
+
+    @property
     def is_empty(self) -> bool:
         """Whether no token but the sink's was run."""
         return self.tokens == self._first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from time import perf_counter_ns
 
 from edgekv.draft import (
@@ -78,8 +79,8 @@ class DraftTarget:
             ("corpus", wanted.corpus, "Open it with Model.open_corpus."),
             ("draft", wanted.draft, "Load it with edgekv.load."),
         ):
-            if isinstance(given, str):
-                refuse(name, f"the path {given!r}", "what it leads to", fix)
+            if isinstance(given, str | PathLike):
+                refuse(name, f"the path {fspath(given)!r}", "what it leads to", fix)
         if wanted.draft is not None and not isinstance(wanted.draft, str):
             wanted.draft.draft_model.check(self.model)
 
