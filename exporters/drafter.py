@@ -50,6 +50,7 @@ from exporters.options import ExportOptions
 from exporters.preconditions import check_compiler
 from exporters.progress import Progress, one_step, silent
 from exporters.quantize.calibrate import calibration_windows, read_calibration
+from exporters.quantize.effort import DEFAULT_EFFORT
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.reference import Floats, NumpyOps, Reference, Tensors, Weights
@@ -315,6 +316,7 @@ def _check(options: ExportOptions) -> None:
         ("--draft-rows", bool(options.draft_rows)),
         ("--give-hidden", options.give_hidden),
         ("--target-mb, --max-kl", options.allocates),
+        ("--effort", options.effort != DEFAULT_EFFORT),
         ("--format tflite", options.graph_format != "onnx"),
         ("--splits, --embedding, --head", any((options.splits, options.embedding, options.head))),
     ):

@@ -268,9 +268,17 @@ def test_an_export_says_what_a_drafter_reads(
     assert run(command) == 0
     said = capsys.readouterr().out
     assert "a drafter of 3 layers" in said and "the keys and values of layers 1 and 2 of" in said
-    for option, value in (("--context", "64"), ("--kv", "s16"), ("--draft-rows", "4")):
-        assert run([*command, "--force", option, value]) == 2
-        assert option in capsys.readouterr().err
+    for option in (
+        "--context=64",
+        "--kv=s16",
+        "--draft-rows=4",
+        "--effort=3",
+        "--max-ram=4GB",
+        "--resume",
+        "--keep-stages",
+    ):
+        assert run([*command, "--force", *option.split("=")]) == 2
+        assert f"{option.split('=')[0]}: got it with --draft-for" in capsys.readouterr().err
     assert run(["export", str(checkpoints[1]), "-o", str(tmp_path / "alone"), "--device", "SM8650"]) == 1
     assert "--draft-for" in capsys.readouterr().err and not (tmp_path / "alone").exists()
 

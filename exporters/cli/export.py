@@ -65,7 +65,7 @@ def export(
     from exporters.quantize.scripts import script_warnings
 
     if draft_for is not None:
-        _export_drafter(checkpoint, draft_for, target, given, output, lora=lora, force=force)
+        _export_drafter(checkpoint, draft_for, target, given, run, output, lora=lora, force=force)
         return
     kv_dtype = KV_DTYPES[given.get("graph_format", "onnx")][0]
     options = ExportOptions(**{"kv_dtype": kv_dtype, **given})
@@ -101,12 +101,23 @@ def export(
 _TARGETS_OWN = ("context", "ar", "kv_dtype", "state_bits", "key_layout", "max_attention_window", "sink")
 """Options that the target has decided."""
 
+_OF_PIECES = {
+    "max_ram_bytes": "--max-ram",
+    "cache_dir": "--cache-dir",
+    "store": "--store",
+    "resume": "--resume",
+    "keep_stages": "--keep-stages",
+    "cluster": "--scheduler",
+}
+"""Options of exports that are made of pieces: a drafter, of few layers, is none of them."""
+
 
 def _export_drafter(
     checkpoint: str,
     draft_for: Path,
     folder: Path,
     given: Given[ExportOptions],
+    run: RunOptions,
     output: Output,
     *,
     lora: Sequence[AdapterChoice],
@@ -120,7 +131,12 @@ def _export_drafter(
     if wrong := [name for name in _TARGETS_OWN if name in given] or (["lora"] if lora else []):
         option = {"kv_dtype": "--kv"}.get(wrong[0], f"--{wrong[0].replace('_', '-')}")
         raise UsageError(option, got="it with --draft-for", expected="what the target has", fix="Leave it out.")
-    with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
+    usual = RunOptions()
+    for name, option in _OF_PIECES.items():
+        if getattr(run, name) != getattr(usual, name):
+            fix = "Leave it out: a drafter is made at once, without finished pieces."
+            raise UsageError(option, got="it with --draft-for", expected="a model of its own", fix=fix)
+    with progress_bars(output.is_quiet) as progress:
         drafter = Drafter.open(checkpoint, open_bundle(draft_for))
         manifest = export_drafter(drafter, folder, ExportOptions(**given), force=force, progress=progress)
     if output.as_json:
