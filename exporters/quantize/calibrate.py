@@ -21,7 +21,7 @@ CALIBRATION = "calibration.txt"
 """The file of a calibration text, in a checkpoint's folder or beside this module."""
 
 CHAT_SHARE = 5
-"""One of so many tokens of a calibration text is of chats, if the checkpoint has a template."""
+"""One token in this many of a calibration text comes from a chat, if the checkpoint has a chat template."""
 
 _CHATS = "calibration_chats.json"
 _MESSAGES = 6  # of a conversation
