@@ -114,10 +114,12 @@ def generated_bytes(spec: DecoderSpec, window: int) -> int:
 
 
 def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
-    """Disk space of the stages of an export: one byte per weight, and the residual after every layer."""
+    """Disk space of the stages of an export: one byte per weight, the residual after every layer, and the values of a
+    layer while it is quantized."""
     sizes = spec.sizes
     residual = 2 * 4 * tokens * sizes.hidden
-    return sizes.all_layer_parameters + sizes.layers * residual + sizes.table_parameters
+    values = 2 * residual + 2 * 4 * tokens * sizes.intermediate
+    return sizes.all_layer_parameters + sizes.layers * residual + values + sizes.table_parameters
 
 
 def engine_bytes(size_bytes: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,33 +22,40 @@ _ROWS_AT_ONCE = 1024
 _COLUMNS_AT_ONCE = 512
 
 
+class Rows(Protocol):
+    """Vectors of all tokens, `[tokens, width]`: an array, or what reads some of them at a time."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[tokens, width]`."""
+        ...
+
+    def __getitem__(self, tokens: slice, /) -> Floats: ...
+
+
 class LayerInputs:
     """Inputs of a matrix, or of several that share them, on all calibration tokens.
 
-    Derived values are computed once, on first use, some tokens at a time.
+    Derived values are computed once, on first use, some tokens at a time: memory does not grow with the tokens.
 
     Args:
         exact: `[tokens, in]`, E, of the exact model.
         quantized: `[tokens, in]`, X, of the quantized model.
         missing: `[tokens, out]`, M, what the sums that the outputs are added to have too little; None for nothing.
-        weights: `[tokens]`, what the squared error of each token's outputs counts; None for 1 each.
     """
 
-    def __init__(
-        self, exact: Floats, quantized: Floats, missing: Floats | None = None, weights: Floats | None = None
-    ) -> None:
+    def __init__(self, exact: Rows, quantized: Rows, missing: Rows | None = None) -> None:
         self._exact = exact
         self._quantized = quantized
         self._missing = missing
-        self._weights = weights
 
     @cached_property
     def importance(self) -> Floats:
         """`[in]`, the sum of squares of each input: the diagonal of H = X^T X."""
         found = np.zeros(self._quantized.shape[1], np.float32)
         for tokens in self._tokens():
-            rows = self._weighed(self._quantized[tokens], tokens)
-            found += np.einsum("ti,ti->i", rows, self._quantized[tokens])
+            rows = self._quantized[tokens]
+            found += np.einsum("ti,ti->i", rows, rows)
         return found
 
     @property
@@ -66,9 +74,7 @@ class LayerInputs:
         """`[in, in]`, the upper triangular U with U U^T = H + damping, rows and columns in `order`."""
         hessian = np.zeros((len(self.order), len(self.order)), np.float32)
         for tokens in self._tokens():
-            rows = self._quantized[tokens, self.order]
-            if self._weights is not None:
-                rows *= np.sqrt(self._weights[tokens])[:, None]
+            rows = self._quantized[tokens][:, self.order]
             # Nothing further below the diagonal: `cholesky` does not read it.
             for start in range(0, len(hessian), _COLUMNS_AT_ONCE):
                 here, stop = slice(start, start + _COLUMNS_AT_ONCE), start + _COLUMNS_AT_ONCE
@@ -96,15 +102,17 @@ class LayerInputs:
         if not self._drifted:
             unchanged: Floats = chosen[self.order]
             return unchanged
-        by_outputs = 2 * len(self._exact) * outputs < len(self._exact) * inputs + inputs * outputs  # fewer products
+        count = self._exact.shape[0]
+        by_outputs = 2 * count * outputs < count * inputs + inputs * outputs  # fewer products
         missing = np.zeros_like(chosen) if by_outputs else product(self._drift, chosen)
         for tokens in self._tokens() if by_outputs or self._missing is not None else ():
             wanted = np.zeros((tokens.stop - tokens.start, chosen.shape[1]), np.float32)
+            rows = self._quantized[tokens]
             if by_outputs:
-                wanted += product(self._exact[tokens] - self._quantized[tokens], chosen)
+                wanted += product(self._exact[tokens] - rows, chosen)
             if self._missing is not None:
-                wanted += self._missing[tokens, columns]
-            missing += product(self._quantized[tokens].T, self._weighed(wanted, tokens))
+                wanted += self._missing[tokens][:, columns]
+            missing += product(rows.T, wanted)
         target = solve(self.factor, self._inverses, missing[self.order])
         target += chosen[self.order]
         return target
@@ -113,25 +121,18 @@ class LayerInputs:
         """A matrix `[in, out]` that is `compensated` as a whole, and the inputs with which to round it as it is."""
         whole = np.empty_like(weight)
         whole[self.order] = self.compensated(weight, slice(None))
-        return whole, LayerInputs(self._quantized, self._quantized, weights=self._weights)
+        return whole, LayerInputs(self._quantized, self._quantized)
 
     def _tokens(self) -> Iterator[slice]:
         """All of them, some at a time, in order."""
-        count = len(self._quantized)
+        count = self._quantized.shape[0]
         return (slice(start, min(start + _ROWS_AT_ONCE, count)) for start in range(0, count, _ROWS_AT_ONCE))
-
-    def _weighed(self, rows: Floats, tokens: slice) -> Floats:
-        """Rows of tokens, times what these count."""
-        return rows if self._weights is None else rows * self._weights[tokens, None]
 
     @cached_property
     def _drifted(self) -> bool:
         if self._exact is self._quantized:
             return False
-        drift = sum(
-            float(self._weighed(np.square(self._exact[tokens] - self._quantized[tokens]), tokens).sum())
-            for tokens in self._tokens()
-        )
+        drift = sum(float(np.square(self._exact[tokens] - self._quantized[tokens]).sum()) for tokens in self._tokens())
         return drift > _LEAST_DRIFT * float(self.importance.sum())
 
     @cached_property
@@ -144,6 +145,6 @@ class LayerInputs:
         size = self._quantized.shape[1]
         found = np.zeros((size, size), np.float32)
         for tokens in self._tokens():
-            drift = self._exact[tokens] - self._quantized[tokens]
-            found += product(self._quantized[tokens].T, self._weighed(drift, tokens))
+            rows = self._quantized[tokens]
+            found += product(rows.T, self._exact[tokens] - rows)
         return found

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from quant.encoding import Dtype, Encoding
 
-_SAMPLE = 4096
+_SAMPLE = 4096  # of a call of `observe`
+_MOST_SAMPLED = 1 << 17
+_THINNED = 3
 _CLIPS = np.linspace(1.0, 0.4, 31)
 
 
@@ -20,15 +22,16 @@ LARGEST = 1e9
 class Range:
     """Collects the values of one tensor during calibration."""
 
-    __slots__ = ("_samples", "high", "low")
+    __slots__ = ("_samples", "_step", "high", "low")
 
     def __init__(self, low: float = 0.0, high: float = 0.0, sample: NDArray[np.float32] | None = None) -> None:
         self.low = low
         self.high = high
         self._samples: list[NDArray[np.float32]] = [] if sample is None else [sample]
+        self._step = 1
 
     def observe(self, values: NDArray[Any], *, keep_sample: bool = False) -> None:
-        """Widen the extremes; with `keep_sample` also keep about 4,096 evenly spaced values.
+        """Widen the extremes; with `keep_sample` also keep about 4,096 evenly spaced values, of a long text fewer.
 
         Raises:
             ValueError: a value is NaN, infinite, or larger than any activation of a model that works.
@@ -40,7 +43,10 @@ class Range:
         if keep_sample:
             flat = np.asarray(values, np.float32).reshape(-1)
             # An odd step visits every element of a head, whose width is even.
-            self._samples.append(flat[:: flat.size // _SAMPLE | 1].copy())
+            self._samples.append(flat[:: (flat.size // _SAMPLE | 1) * self._step].copy())
+            if sum(each.size for each in self._samples) > _MOST_SAMPLED:
+                self._samples = [self.sample[::_THINNED].copy()]
+                self._step *= _THINNED
 
     def widen(self, other: Range, most: float) -> None:
         """Cover another range too, up to `most` times the greatest magnitude so far."""

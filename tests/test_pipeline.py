@@ -520,8 +520,8 @@ def test_the_quantized_decoder_is_followed_where_it_drifts(tmp_path, recipe, dec
     quantizer = Quantizer(checkpoint, tokens, 32, find_recipe(recipe))
     for layer in range(checkpoint.spec.layers):
         dict(quantizer.layer(layer))
-    assert quantizer.hidden.shape == (decoders, *tokens.shape, checkpoint.spec.hidden)
-    (exact, *_), *quantized = np.split(quantizer.hidden, decoders)
+    assert quantizer.hidden.shape == (len(tokens), decoders, tokens.shape[1], checkpoint.spec.hidden)
+    exact, *quantized = np.stack([*quantizer.hidden], axis=1)
     reference = Reference(checkpoint, 32).states(list(tokens))
     np.testing.assert_allclose(exact, reference, rtol=1e-4, atol=1e-4)
     assert all(not np.allclose(each, exact, rtol=1e-4, atol=1e-4) for each in quantized)

@@ -60,3 +60,12 @@ def test_the_symmetric_encoding_has_the_least_error_on_the_sample() -> None:
     assert chosen.scale < whole.scale and error(chosen) < error(whole)
     assert error(chosen) <= min(error(Encoding.symmetric(8.0 * clip, "u8")) for clip in np.linspace(0.5, 1, 6)) * 1.05
     assert Range(-8.0, 3.0).symmetric("u8") == whole
+
+
+def test_the_sample_of_a_long_text_stays_small_and_has_every_element() -> None:
+    found, rows = Range(), np.tile(np.arange(64, dtype=np.float32), (512, 1))
+    for _ in range(300):
+        found.observe(rows, keep_sample=True)
+    assert 40_000 < len(found.sample) <= 1 << 17
+    counts = np.bincount(found.sample.astype(np.int64), minlength=64)
+    assert counts.min() > 0.8 * counts.max()

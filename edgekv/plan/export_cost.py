@@ -4,11 +4,11 @@ Measured on two x86 cores with w4a16-lpbq64; other work shared the cores during 
 
 | shape | quantize and write | RAM to quantize | HTP check of a graph | its peak RAM | graph |
 |---|---|---|---|---|---|
-| 4 layers, hidden 256, vocab 4,096 | 4.4 s | 0.22 GB | 1.4 s | 0.19 GB | 0.19 MB |
+| 4 layers, hidden 256, vocab 4,096 | 4.4 s | 0.14 GB | 1.4 s | 0.19 GB | 0.19 MB |
 | 15 layers of SmolLM2-135M | - | - | 9.7 s | 0.63 GB | 1.31 MB |
 | SmolLM2-135M | 82 s | - | 47 s | 0.90 GB | 2.63 MB |
-| 2 layers of SmolLM2-135M | - | 0.35 GB | - | - | - |
-| 1 layer of Llama-3.2-1B | - | 1.19 GB | - | - | - |
+| 2 layers of SmolLM2-135M | - | 0.25 GB | - | - | - |
+| 1 layer of Llama-3.2-1B | - | 1.03 GB | - | - | - |
 | 2 layers of Llama-3.2-1B | - | - | 18 s | 2.14 GB | 0.55 MB |
 | Llama-3.2-1B | 269 s | - | - | - | - |
 """
@@ -29,6 +29,7 @@ _CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 12_800, 4_096
 _LARGE_PARAMETERS = 500_000_000
 
 _SAMPLE = 4_096  # elements sampled from a cache tensor in a window; at most twice as many
+_MOST_SAMPLED = 131_072  # of all windows
 _FLOAT_BYTES = 4
 
 _PROCESS_BYTES = 120_000_000
@@ -36,9 +37,12 @@ _TOKENIZER_BYTES = 800  # per token of the vocabulary
 _SCORES_AT_ONCE = 5  # [T, T]: scores, masked scores, and intermediate results of softmax
 _ROWS_AT_ONCE = 5  # [T, intermediate]: gate, up, sigmoid, silu and their product
 _COLUMNS_AT_ONCE = 1024  # of a matrix that is being quantized
+_TOKENS_AT_ONCE = 1024  # whose inputs are read
+_COPIES_OF_TOKENS = 3  # as read, in order, and of the other decoder
 _COPIES_OF_COLUMNS = 7  # the columns, their integers, errors and scales
 _TABLE_ROWS_AT_ONCE = 8192  # of the head or of the embedding table
 _COPIES_OF_ROWS = 4  # as read, rotated, rounded and dequantized
+_COPIES_OF_HEAD_ROWS = 3  # those that are left while logits are computed
 
 _QUERY_HEAD_GRAPH_BYTES, _KV_HEAD_GRAPH_BYTES, _LAYER_GRAPH_BYTES = 4_630, 7_010, 4_370
 
@@ -61,8 +65,8 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         peak_bytes: peak RAM, the largest of the next three.
-        quantization_peak_bytes: hidden states and cache samples of all windows, and the matrices of a layer or rows of
-            the head that are being quantized.
+        quantization_peak_bytes: values of a window, samples of the cache, and the matrices of a layer or rows
+            of the head that are being quantized.
         writing_peak_bytes: the integers of a layer or of the head, or some rows of the embedding table.
         check_peak_bytes: the HTP compiler in a child process, and the waiting exporter.
         seconds: `export_seconds` and `check_seconds` together.
@@ -108,43 +112,42 @@ def default_calibration_tokens(decoder: Decoder) -> int:
 def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window: int) -> int:
     """Peak RAM to quantize with this many calibration tokens: the largest of the steps of a layer and of the head.
 
-    Memory includes the hidden states of all tokens twice, for the exact and the quantized decoder, and the integers of
-    the layer's matrices, a byte each. GPTQ needs the second moments of a matrix's inputs, `[in, in]`.
+    The values of all windows are in files. Memory includes those of one window, for the exact and the quantized
+    decoder, the integers of the layer's matrices, a byte each, and samples of the cache. GPTQ needs the
+    second moments of a matrix's inputs, `[in, in]`, and coordinate descent needs them beside their factor.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
     keys = decoder.kv_heads * decoder.head_dim
-    both, window_bytes = 2 * _FLOAT_BYTES * tokens, 2 * _FLOAT_BYTES * window
+    both = 2 * _FLOAT_BYTES * window
 
     def factoring(inputs: int, outputs: int) -> int:
-        """One or two squares over the inputs, whichever is faster, a copy of the inputs, and some columns."""
-        squares = 1 if 2 * tokens * outputs < inputs * (tokens + outputs) else 2
+        """Two or three squares over the inputs, whichever is faster, some tokens, and some columns."""
+        squares = 2 if 2 * tokens * outputs < inputs * (tokens + outputs) else 3
         columns = min(outputs, _COLUMNS_AT_ONCE)
-        return _FLOAT_BYTES * inputs * (squares * inputs + tokens + _COPIES_OF_COLUMNS * columns)
+        some = _COPIES_OF_TOKENS * min(tokens, _TOKENS_AT_ONCE)
+        return _FLOAT_BYTES * inputs * (squares * inputs + some + _COPIES_OF_COLUMNS * columns)
 
     attention_weights = 2 * _FLOAT_BYTES * hidden * (queries + 2 * keys)
     output_weights = 2 * _FLOAT_BYTES * queries * hidden
     gate_weights, down_weights = 4 * _FLOAT_BYTES * hidden * inner, 2 * _FLOAT_BYTES * inner * hidden
-    scores = _SCORES_AT_ONCE * window_bytes * window
-    rows = _ROWS_AT_ONCE * window_bytes * inner
     table_rows = min(decoder.vocab, _TABLE_ROWS_AT_ONCE)
     pieces = (
-        both * hidden + attention_weights + factoring(hidden, queries),
-        both * (hidden + queries) + attention_weights + scores + window_bytes * queries,
-        both * queries + output_weights // 2 + factoring(queries, hidden),
-        both * (hidden + queries) + output_weights,
-        both * hidden + gate_weights * 3 // 4 + factoring(hidden, inner),
-        both * (hidden + inner) + gate_weights + rows,
-        both * inner + down_weights // 2 + factoring(inner, hidden),
-        both * (hidden + inner) + down_weights,
+        attention_weights + factoring(hidden, queries),
+        attention_weights + both * (hidden + 2 * queries + _SCORES_AT_ONCE * window),
+        output_weights // 2 + factoring(queries, hidden),
+        output_weights + both * (hidden + queries),
+        gate_weights * 3 // 4 + factoring(hidden, inner),
+        gate_weights + both * (hidden + _ROWS_AT_ONCE * inner),
+        down_weights // 2 + factoring(inner, hidden),
+        down_weights + both * (2 * hidden + inner),
         decoder.table_parameters
-        + _FLOAT_BYTES * table_rows * (_COPIES_OF_ROWS * hidden + window)
-        + both * hidden
+        + _FLOAT_BYTES * table_rows * (_COPIES_OF_HEAD_ROWS * hidden + window)
         + factoring(hidden, table_rows),
     )
     sampled = window * decoder.head_dim
     kept = -(-sampled // (sampled // _SAMPLE | 1))
-    samples = _FLOAT_BYTES * cache_tensors * (tokens // window) * kept
-    return _base_bytes(decoder) + samples + decoder.layer_parameters + both * hidden + max(pieces)
+    samples = _FLOAT_BYTES * cache_tensors * min(tokens // window * kept, _MOST_SAMPLED)
+    return _base_bytes(decoder) + samples + decoder.layer_parameters + max(pieces)
 
 
 def writing_bytes(decoder: Decoder) -> int:

@@ -15,7 +15,7 @@ from exporters.pipeline.inputs import LAYER, Folded, Inputs
 from exporters.pipeline.layer_file import LayerFile
 from exporters.pipeline.piece import Piece
 from exporters.pipeline.pieces import LayerPiece, recipe_of
-from exporters.quantize.reference import Floats
+from exporters.quantize.windows import Windows
 
 _RESIDUAL = "residual"
 MIXED = 1
@@ -144,7 +144,7 @@ class JoinPiece(Piece):
         return None
 
 
-def _residual(inputs: Inputs, name: str) -> Floats:
+def _residual(inputs: Inputs, name: str) -> Windows:
     """The residual that a run to group 2 or to the end of a layer, or a whole layer, has left."""
     folder = inputs.store.path(name)
     return LayerFile.open(folder / (_RESIDUAL if (folder / _RESIDUAL).exists() else LAYER)).hidden()

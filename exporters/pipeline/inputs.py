@@ -365,7 +365,13 @@ class Inputs:
         del kept  # its memory is for the next one
         surveyed, context = self.surveyed(folded), folded.exact.context
         quantizer = Quantizer(
-            self.folded(folded), surveyed.tokens, context, rules, surveyed.sink_tokens, follows=follows
+            self.folded(folded),
+            surveyed.tokens,
+            context,
+            rules,
+            surveyed.sink_tokens,
+            follows=follows,
+            folder=self.store.folder,
         )
         if before is not None:
             layer = self.layer(before)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgekv.errors import UsageError
 from edgekv.json_file import read_json
 from exporters.quantize.reference import Floats
-from exporters.quantize.shards import write_shard
+from exporters.quantize.shards import Streamed, write_shard
+from exporters.quantize.windows import Windows
 from quant import WEIGHT_TYPES, Grid, QuantizedWeight, Range, WeightDtype
 
 _RECORD = "layer.json"
@@ -83,12 +84,14 @@ class LayerFile:
         folder: Path,
         matrices: Mapping[str, QuantizedWeight],
         ranges: Mapping[str, Range],
-        hidden: Floats | None,
+        hidden: Windows | None,
         shared: Mapping[str, Floats] = MappingProxyType({}),
     ) -> None:
         """Write a layer into a folder, which is made; `shared` are its keys and values that later layers read."""
         folder.mkdir(exist_ok=True)
-        tensors: dict[str, NDArray[Any]] = {} if hidden is None else {"hidden": hidden}
+        tensors: dict[str, NDArray[Any] | Streamed] = {}
+        if hidden is not None:
+            tensors["hidden"] = Streamed(np.float32, hidden.shape, lambda: hidden)
         tensors |= {_SHARED + name: rows for name, rows in shared.items()}
         for name, weight in matrices.items():
             tensors |= {f"{name}.integers": weight.integers, f"{name}.scales": weight.scales}
@@ -100,7 +103,7 @@ class LayerFile:
             matrices={name: _Matrix(dtype=weight.grid.dtype) for name, weight in matrices.items()},
             ranges={name: _Extremes(low=seen.low, high=seen.high) for name, seen in ranges.items()},
             tensors={
-                name: _Tensor(dtype=tensors[name].dtype.name, shape=tensors[name].shape, offset=extent.offset)
+                name: _Tensor(dtype=np.dtype(tensors[name].dtype).name, shape=tensors[name].shape, offset=extent.offset)
                 for name, extent in extents.items()
             },
         )
@@ -153,7 +156,8 @@ class LayerFile:
         for name in found.keys() - wanted.keys():
             if name.startswith(_SHARED) and found[name][0] == "float32" and len(found[name][1]) == 4:
                 continue
-            if name not in allowed or found[name][0] != "float32" or (name != "hidden" and len(found[name][1]) != 1):
+            dimensions = 4 if name == "hidden" else 1
+            if name not in allowed or found[name][0] != "float32" or len(found[name][1]) != dimensions:
                 return name
         return next((name for name, each in record.ranges.items() if not each.low <= each.high), None)
 
@@ -185,9 +189,10 @@ class LayerFile:
         names = [name for name in self._record.tensors if name.startswith(_SHARED)]
         return {name.removeprefix(_SHARED): self._read(name) for name in names}
 
-    def hidden(self) -> Floats:
-        """The residual after the layer, `Quantizer.hidden`."""
-        return self._read("hidden")
+    def hidden(self) -> Windows:
+        """The residual after the layer, `Quantizer.hidden`, read some windows at a time."""
+        place = self._record.tensors["hidden"]
+        return Windows(self._file, place.shape, place.offset)
 
     def _read(self, name: str) -> NDArray[Any]:
         place = self._record.tensors[name]

@@ -46,7 +46,7 @@ class SensitivityPiece(Piece):
         measured = [windows[-1 - len(windows) // 3], windows[-1]]
         fitted = windows[: max(1, min(_TOKENS // windows.shape[1], len(windows) * 2 // 3 - 1))]
         rules, sink = recipe_of(self.rules), surveyed.sink_tokens
-        quantizer = Quantizer(tensors, fitted, context, rules, sink, follows=False)
+        quantizer = Quantizer(tensors, fitted, context, rules, sink, follows=False, folder=inputs.store.folder)
 
         def quantized(layer: int | None) -> Candidates:
             return {} if layer is None else quantizer.candidates(layer, types)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,6 +49,7 @@ from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Tensors, Weights
 from exporters.quantize.table import Table, rounded_rows
+from exporters.quantize.windows import Difference, TokenRows, Windows
 from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, WeightDtype, quantize, quantize_per_channel
 
 _MOST_AT_START = 16.0
@@ -172,9 +174,9 @@ class PairedOps(NumpyOps):
             taken[name].widen(start, _MOST_AT_START)
         return taken
 
-    def observe_lengths(self, name: str, x: Floats) -> None:
-        """Observe the lengths of vectors `[..., T, in]`: columns of length 1 that multiply them give no more."""
-        lengths = np.linalg.norm(x, axis=-1)
+    def observe_lengths(self, name: str, windows: Windows) -> None:
+        """Observe the lengths of vectors `[T, in]`: columns of length 1 that multiply them give no more."""
+        lengths = np.stack([np.linalg.norm(window[-1], axis=-1) for window in windows])
         longest = float(lengths[..., self.first :].max())
         if self.first:
             longest = max(longest, min(float(lengths[..., self.first - 1].max()), _LONGEST_AT_START * longest))
@@ -208,17 +210,18 @@ class PairedOps(NumpyOps):
 
 
 class Quantizer:
-    """Runs the decoder once, with the residual of all windows and the weights of one layer in memory.
+    """Runs the decoder once, with the weights of one layer in memory and the values of all windows in files.
 
     A layer runs in pieces that end before each group of matrices. Their inputs are collected from all windows, the
-    matrices are quantized, and the windows continue one after another. Other values are in memory for one window only.
+    matrices are quantized, and the windows continue one after another. So the text may be long: memory holds the values
+    of one window.
 
     With matrices of 8 bits the two decoders hardly differ, so the exact one stands for both and half of the work is
     saved.
 
     Attributes:
-        hidden: `[2, windows, T, hidden]`, the residual of the exact decoder and of the quantized one, or
-            `[1, windows, T, hidden]`.
+        hidden: `[windows, 2, T, hidden]`, the residual of the exact decoder and of the quantized one, or
+            `[windows, 1, T, hidden]`.
         recipe: type and method of each matrix that comes next.
     """
 
@@ -231,6 +234,7 @@ class Quantizer:
         sink: int = 0,
         *,
         follows: bool | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Start with the embeddings.
 
@@ -241,6 +245,10 @@ class Quantizer:
             recipe: type and method of each matrix.
             sink: number of first tokens of each window that no graph computes; they stay exact.
             follows: run the quantized decoder too; None for what `needs_quantized_pass` says of the recipe.
+            folder: on the disk for the values of windows; None for that of temporary files.
+
+        Raises:
+            OSError: the disk is full.
         """
         self._tensors = tensors
         self._spec = tensors.spec
@@ -250,12 +258,9 @@ class Quantizer:
         self._tokens = tokens
         if tensors.spec.layer_inputs:
             self._ops.exact.layer_inputs.add(tokens)
-        rows = tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
-        self.hidden: Floats = np.stack([rows, rows] if self._follows else [rows])
-        if self._follows:
-            self.hidden[1, :, sink:] = self._rounded(tokens[:, sink:])
+        self._folder = folder
         self._ops.ranges["embedding"] = Range()
-        self._ops.ranges["embedding"].observe(rows[:, sink:])
+        self.hidden = self._stored(self._embedded(row, sink) for row in tokens)
 
     def enter(self, hidden: Floats, rows: Mapping[KvTensor, Floats]) -> Iterator[tuple[str, QuantizedWeight]]:
         """Add what a drafter reads of its target to the embeddings; yields the matrices that project both, by name.
@@ -264,24 +269,27 @@ class Quantizer:
             hidden: the target's last hidden states, `[windows, T, H]`.
             rows: its keys and values, `[windows, T, D]`.
         """
-        ops, spec, decoders = self._ops, self._spec, len(self.hidden)
-        paired = np.stack([hidden] * decoders)
+        ops, spec, decoders = self._ops, self._spec, self.hidden.shape[1]
+        paired = self._stored(np.stack([each] * decoders) for each in hidden)
         inputs = {TARGET_IN: paired}
         if spec.target is not None and spec.target.is_cached_apart:
             yield self._entered(TARGET_FRAME, paired)
-            states = [target_inputs(ops, spec, paired[:, window]) for window in range(len(hidden))]
-            embedded = [embedding_inputs(ops, spec, self.hidden[:, window]) for window in range(len(hidden))]
-            inputs = {EMBEDDING_IN: np.stack(embedded, axis=1), TARGET_IN: np.stack(states, axis=1)}
+            states = self._stored(target_inputs(ops, spec, each) for each in paired)
+            embedded = self._stored(embedding_inputs(ops, spec, each) for each in self.hidden)
+            inputs = {EMBEDDING_IN: embedded, TARGET_IN: states}
         for name, x in inputs.items():
             yield self._entered(name, x)
-        for window, tokens in enumerate(self._tokens):
-            ops.begin(window, tokens)
+
+        def entered(window: int) -> Floats:
+            ops.begin(window, self._tokens[window])
             seen = {tensor: np.stack([each[window]] * decoders) for tensor, each in rows.items()}
-            ops.read_target(paired[:, window], seen)
-            self.hidden[:, window] = drafter_input(ops, spec, self.hidden[:, window])
+            ops.read_target(paired[window], seen)
+            return drafter_input(ops, spec, self.hidden[window])
+
+        self.hidden = self._stored(map(entered, range(len(self._tokens))))
         ops.drop()
 
-    def _entered(self, name: str, x: Floats) -> tuple[str, QuantizedWeight]:
+    def _entered(self, name: str, x: Windows) -> tuple[str, QuantizedWeight]:
         """A matrix that reads x, quantized and in use."""
         weight = self.quantized(name, self.inputs(x))
         self.use(name, weight)
@@ -299,7 +307,7 @@ class Quantizer:
             del inputs, weight  # their memory is for the next results
             x = self.run_to(layer, group + 1, x)
 
-    def run_to(self, layer: int, group: int, x: Floats | None = None) -> Floats:
+    def run_to(self, layer: int, group: int, x: Windows | None = None) -> Windows:
         """Run from the inputs of one group of matrices to those of the next.
 
         Args:
@@ -310,7 +318,10 @@ class Quantizer:
             x: inputs of the group before it; none for group 0.
 
         Returns:
-            `[2 or 1, windows, T, in]`, the inputs of the group; at the end of the layer, the residual.
+            `[windows, 2 or 1, T, in]`, the inputs of the group; at the end of the layer, the residual.
+
+        Raises:
+            OSError: the disk is full.
         """
         if x is None:
             found = self._run(layer, mixer_inputs, self.hidden)
@@ -329,7 +340,7 @@ class Quantizer:
         else:
             self.hidden = self._run(layer, add_layer_input, self.hidden, x)
             return self.hidden
-        self._ops.observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), found[-1])
+        self._ops.observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), found)
         return found
 
     def shared_rows(self, layer: int) -> dict[str, Floats]:
@@ -381,25 +392,24 @@ class Quantizer:
         """
         ops, spec, key = self._ops, self._spec, HEAD
         rule = self.recipe.rule(key)
-        windows = range(self.hidden.shape[1])
         if spec.vocabulary == "turned":
             turn = self._turn()
             ops.quantized[HEAD_TURN] = by_outputs(turn.dequantize())
             yield HEAD_TURN, turn
         if spec.target is not None:
-            x = np.stack([last_norm(ops, spec, self.hidden[:, window]) for window in windows], axis=1)
+            x = self._stored(last_norm(ops, spec, each) for each in self.hidden)
             back = self.quantized(TARGET_OUT, self.inputs(x))
             self.use(TARGET_OUT, back)
-            for window in windows:
-                ops.linear(x[-1:, window], TARGET_OUT, TARGET_OUT_RESULT)
+            for each in x:
+                ops.linear(each[-1:], TARGET_OUT, TARGET_OUT_RESULT)
             yield TARGET_OUT, back
         inputs, table = None, self._table if spec.shares_vocabulary else None
         if rule.method not in ("nearest", "stored"):
             # Rows that are embeddings too make up for nothing: what turns their inputs does.
             decoders = slice(None) if table is None else slice(-1, None)
-            inputs = self.inputs(np.stack([head_inputs(ops, spec, self.hidden[decoders, w]) for w in windows], axis=1))
+            inputs = self.inputs(self._stored(head_inputs(ops, spec, each[decoders]) for each in self.hidden))
         integers = np.empty((spec.hidden, spec.vocab), np.int8)
-        ends = [head_inputs(ops, spec, self.hidden[-1:, window]) for window in windows]
+        ends = self._stored(head_inputs(ops, spec, each[-1:]) for each in self.hidden)
         grids = []
         for rows in blocks_of_rows(spec.vocab):
             if rule.method == "stored":
@@ -419,8 +429,8 @@ class Quantizer:
         """The ranges observed since the last call."""
         return self._ops.take_ranges()
 
-    def inputs(self, x: Floats, group: int | None = None) -> LayerInputs:
-        """`[2 or 1, windows, T, in]` as the inputs of a group of matrices, or of those behind the layers (None).
+    def inputs(self, x: Windows, group: int | None = None) -> LayerInputs:
+        """`[windows, 2 or 1, T, in]` as the inputs of a group of matrices, or of those behind the layers (None).
 
         The outputs of some are added to the residual: they make up for a part of what it lost before.
         """
@@ -430,12 +440,12 @@ class Quantizer:
         missing = None
         if group in ADDED_GROUPS and not self._spec.post_norms:
             whole, rounded = self._measured(self.hidden)
-            missing = (whole - rounded) * np.float32(_MADE_UP / self._spec.residual_gain)
+            missing = Difference(whole, rounded, np.float32(_MADE_UP / self._spec.residual_gain))
         return LayerInputs(exact, quantized[0], missing)
 
-    def _measured(self, x: Floats) -> Floats:
-        """`[2 or 1, windows, T, width]` as `[2 or 1, tokens, width]`, of the positions that count."""
-        return x[:, :, self._ops.first :].reshape(len(x), -1, x.shape[-1])
+    def _measured(self, x: Windows) -> list[TokenRows]:
+        """The rows of each decoder at the positions that count."""
+        return [x.decoder(number, self._ops.first) for number in range(x.shape[1])]
 
     def _turn(self) -> QuantizedWeight:
         """The matrix in front of the head, quantized: with the identity it stands for the one that x is turned by."""
@@ -444,8 +454,7 @@ class Quantizer:
         if rule.method == "nearest":
             return quantize_per_channel(turn)
         assert rule.method != "stored", "no checkpoint has it"
-        windows = range(self.hidden.shape[1])
-        x = np.stack([last_norm(self._ops, self._spec, self.hidden[:, window]) for window in windows], axis=1)
+        x = self._stored(last_norm(self._ops, self._spec, each) for each in self.hidden)
         identity = np.eye(len(turn), dtype=np.float32)
         whole, inputs = self.inputs(x).making_up(turn + identity)
         return quantize(whole - identity, rule.dtype, rule.method, inputs)
@@ -454,23 +463,29 @@ class Quantizer:
     def _table(self) -> Table:
         return Table.of(self._tensors)
 
-    def _rounded(self, tokens: NDArray[Any]) -> Floats:
-        """The embeddings of tokens `[windows, T]` as graphs look them up."""
-        return self._table.embeddings(tokens.reshape(-1)).reshape(*tokens.shape, -1)
+    def _embedded(self, tokens: NDArray[Any], sink: int) -> Floats:
+        """The embeddings of a window, `[2 or 1, T, hidden]`: exact, and as graphs look them up behind the sink."""
+        exact = self._tensors.tensor(EMBEDDING, tokens)
+        self._ops.ranges["embedding"].observe(exact[sink:])
+        if not self._follows:
+            return exact[None]
+        return np.stack([exact, np.concatenate([exact[:sink], self._table.embeddings(tokens[sink:])])])
 
-    def _run(self, layer: int, step: Callable[..., Floats], *states: Floats) -> Floats:
-        """Run a piece of the decoder on every window of `states`: `[2, windows, T, width]`. Then free the weights."""
-        windows = [[state[:, window] for state in states] for window in range(states[0].shape[1])]
+    def _stored(self, windows: Iterable[Floats]) -> Windows:
+        """Values `[2 or 1, T, width]` of each window, computed one after another, in a file."""
+        return Windows.of(windows, len(self._tokens), self._folder)
+
+    def _run(self, layer: int, step: Callable[..., Floats], *states: Windows) -> Windows:
+        """Run a piece of the decoder on every window of `states`, then free the weights."""
+
+        def made(window: int) -> Floats:
+            self._ops.begin(window, self._tokens[window])
+            return step(self._ops, self._spec, layer, *(state[window] for state in states))
+
         with np.errstate(over="ignore", invalid="ignore"):  # `PairedOps` names what overflows
-            self._ops.begin(0, self._tokens[0])
-            first = step(self._ops, self._spec, layer, *windows[0])
-            made = np.empty((len(first), len(windows), *first.shape[1:]), np.float32)
-            made[:, 0] = first
-            for window, each in enumerate(windows[1:], start=1):
-                self._ops.begin(window, self._tokens[window])
-                made[:, window] = step(self._ops, self._spec, layer, *each)
+            found = self._stored(map(made, range(len(self._tokens))))
         self._ops.drop()
-        return made
+        return found
 
 
 def _first_measured(sink: int, tokens: int) -> int:
