@@ -115,7 +115,8 @@ def generated_bytes(spec: DecoderSpec, window: int) -> int:
 
 def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
     """Disk space of the stages of an export: one byte per weight, the residual after every layer, and the values of a
-    layer while it is quantized."""
+    layer while it is quantized.
+    """
     sizes = spec.sizes
     residual = 2 * 4 * tokens * sizes.hidden
     values = 2 * residual + 2 * 4 * tokens * sizes.intermediate
