@@ -133,7 +133,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     if options.give_hidden:
         checkpoint = checkpoint.giving_hidden()
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
-    options = replace(options, recipe=options.recipe.with_effort(options.effort))
+    options = replace(options, recipe=options.recipe.with_effort(options.effort, checkpoint.spec))
     pictures = None
     if (vision := checkpoint.vision) is not None:
         options = _for_pictures(options)

@@ -15,7 +15,15 @@ _MOST_SWEEPS = 6
 _FEW = 1e-3  # of the integers; a sweep that changes no more is the last
 
 
-def descend(target: Floats, rounded: NDArray[np.int8], steps: Floats, limits: Limits, hessian: Floats) -> None:
+def descend(
+    target: Floats,
+    rounded: NDArray[np.int8],
+    steps: Floats,
+    limits: Limits,
+    hessian: Floats,
+    *,
+    most_sweeps: int = _MOST_SWEEPS,
+) -> None:
     """Lower the output error tr((T - W)^T H (T - W)) of a rounded matrix W, row by row, in place.
 
     With all other rows fixed, the best value of row k is W_k - (H (W - T))_k / H_kk, rounded to its grid. Each step
@@ -27,9 +35,10 @@ def descend(target: Floats, rounded: NDArray[np.int8], steps: Floats, limits: Li
         steps: `[in, out]`, between neighbouring integers.
         limits: the minimum and maximum integer.
         hessian: `[in, in]`, H, positive definite.
+        most_sweeps: over all rows; fewer if the integers change no more.
     """
     slopes = product(hessian, rounded * steps - target)
-    for _ in range(_MOST_SWEEPS):
+    for _ in range(most_sweeps):
         changed = 0
         for start in range(0, len(rounded), _ROWS_AT_ONCE):
             here = slice(start, start + _ROWS_AT_ONCE)

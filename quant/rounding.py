@@ -7,27 +7,36 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from quant.cholesky import cholesky
 from quant.descent import descend
-from quant.grids import choose_grid, round_within
+from quant.grids import Limits, choose_grid, round_within
 from quant.inputs import LayerInputs
 from quant.weights import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 
-Method = Literal["nearest", "search", "gptq", "descent"]
+Method = Literal["nearest", "search", "gptq", "descent", "attention"]
 Floats = NDArray[np.float32]
 
 _COLUMNS_AT_ONCE = 1024
 _ROWS_AT_ONCE = 256
 _ROWS_IN_CACHE = 32
+_SWEEPS = 2  # over the columns of heads
 
 
 def quantize(
-    weight: NDArray[Any], dtype: WeightDtype, method: Method, inputs: LayerInputs | None, grid: Grid | None = None
+    weight: NDArray[Any],
+    dtype: WeightDtype,
+    method: Method,
+    inputs: LayerInputs | None,
+    grid: Grid | None = None,
+    *,
+    outputs: Floats | None = None,
 ) -> QuantizedWeight:
     """Integers for a matrix `[in, out]`. The same arguments always give the same integers.
 
     `nearest` covers the maximum magnitude and rounds. `search` clips where that lowers the output error. `gptq` also
     compensates the error of earlier layers in its inputs, and the error of rounded rows in those not yet rounded.
-    `descent` then changes single integers as long as that lowers the error. Columns are processed in chunks.
+    `descent` then changes single integers as long as that lowers the error. `attention` does both where
+    errors of outputs cost unequally: for query heads. Columns are processed in chunks.
 
     Args:
         weight: the matrix.
@@ -35,22 +44,30 @@ def quantize(
         method: see above.
         inputs: of the matrix; `nearest` needs none.
         grid: of the result, of this type; None to choose it.
+        outputs: `[heads, D, D]`, F of each head's columns, positive definite, for `attention`: the sum over heads of
+            tr(F E^T H E) becomes small, E being the error of its columns.
 
     Raises:
-        ValueError: the shape does not fit the type, or `inputs` are missing.
+        ValueError: the shape does not fit the type, or `inputs` or `outputs` are missing.
     """
     block = WEIGHT_TYPES[dtype].block
     if weight.ndim != 2 or (block and len(weight) % block):
         raise ValueError(f"weight: got shape {weight.shape}; expected [in, out], in a multiple of {block or 1}")
     if method != "nearest" and inputs is None:
         raise ValueError(f"inputs: got none; expected those of the matrix, which {method} needs")
+    if (method == "attention") != (outputs is not None):
+        raise ValueError(f"outputs: got {'none' if outputs is None else 'some'} with {method}; attention needs them")
+    width = 1 if outputs is None else outputs.shape[1]
     integers = np.empty(weight.shape, np.int8)
     grids = []
-    for start in range(0, weight.shape[1], _COLUMNS_AT_ONCE):
-        columns = slice(start, start + _COLUMNS_AT_ONCE)
+    at_once = max(1, _COLUMNS_AT_ONCE // width) * width
+    for start in range(0, weight.shape[1], at_once):
+        columns = slice(start, start + at_once)
         given = None if grid is None else grid.columns(columns.start, columns.stop)
-        if method in ("gptq", "descent") and inputs is not None:
-            grids.append(_gptq(weight, columns, given or dtype, inputs, integers, descent=method == "descent"))
+        if method not in ("nearest", "search") and inputs is not None:
+            costs = None if outputs is None else outputs[start // width : (start + at_once) // width]
+            descends = method == "descent"
+            grids.append(_gptq(weight, columns, given or dtype, inputs, integers, costs, descends=descends))
             continue
         part = np.ascontiguousarray(weight[:, columns], np.float32)
         importance = None if inputs is None or method == "nearest" else inputs.importance
@@ -70,15 +87,16 @@ def _gptq(
     wanted: WeightDtype | Grid,
     inputs: LayerInputs,
     integers: NDArray[np.int8],
+    outputs: Floats | None,
     *,
-    descent: bool,
+    descends: bool,
 ) -> Grid:
     """GPTQ (Frantar et al. 2022, arXiv 2210.17323), in the form of LDLQ (Chee et al. 2023, arXiv 2307.13304).
 
     With H = A D A^T, A unit upper triangular, row k is rounded after the errors of earlier rows, weighted by column k
     of A, were added to it: the least squared output error that feedback can reach. Rows with a larger diagonal in H
-    come first. The rounded matrix is the one that `LayerInputs.compensated` describes. With `descent`, see
-    `quant.descent`.
+    come first. The rounded matrix is the one that `LayerInputs.compensated` describes. If it `descends`, see
+    `quant.descent`; with `outputs`, `_weighed`.
 
     Returns:
         The grid of the columns; their integers are written to `integers`.
@@ -93,6 +111,18 @@ def _gptq(
         grid = choose_grid(straight, wanted, inputs.importance + inputs.damping)
         del straight
     steps = grid.steps(len(target))[order]
+    if outputs is not None:
+        rounded = _weighed(target, steps, grid.limits, inputs, outputs)
+    else:
+        rounded = _fed_back(target, steps, grid.limits, factor)
+    if descends:
+        descend(target, rounded, steps, grid.limits, inputs.hessian)
+    integers[order, columns] = rounded
+    return grid
+
+
+def _fed_back(target: Floats, steps: Floats, limits: Limits, factor: Floats) -> NDArray[np.int8]:
+    """The integers that GPTQ finds for a matrix `[in, out]`, whose rows are in the order of `LayerInputs.factor`."""
     pivots = np.diagonal(factor)
     errors = np.empty_like(target)
     rounded = np.empty(target.shape, np.int8)
@@ -100,11 +130,48 @@ def _gptq(
         here = slice(start, start + _ROWS_AT_ONCE)
         feedback = factor[: here.stop, here] / pivots[here]
         corrected = target[here] + feedback[:start].T @ errors[:start]
-        _feed_back(corrected, feedback[start:], target[here], steps[here], grid.limits, errors[here], rounded[here])
-    if descent:
-        descend(target, rounded, steps, grid.limits, inputs.hessian)
-    integers[order, columns] = rounded
-    return grid
+        _feed_back(corrected, feedback[start:], target[here], steps[here], limits, errors[here], rounded[here])
+    return rounded
+
+
+def _weighed(target: Floats, steps: Floats, limits: Limits, inputs: LayerInputs, outputs: Floats) -> NDArray[np.int8]:
+    """Integers whose errors cancel between the columns of a head, too (YAQA, Tseng et al. 2025, arXiv 2505.22988).
+
+    Columns with the same place in their heads are rounded together, after the errors of those before them were added
+    as for rows. Then each place in turn descends to the best integers for all others: with them fixed, the error is
+    that of a matrix alone, from a target moved by their errors.
+
+    Args:
+        target: `[in, out]`, rows in the order of `inputs`.
+        steps: `[in, out]`, between neighbouring integers.
+        limits: the minimum and maximum integer.
+        inputs: of the matrix.
+        outputs: see `quantize`.
+    """
+    shape = (len(target), *outputs.shape[:2])
+    wanted, step, errors = (
+        target.reshape(shape),
+        np.ascontiguousarray(steps).reshape(shape),
+        np.zeros(shape, np.float32),
+    )
+    rounded = np.empty(shape, np.int8)
+    factors = np.stack([cholesky(each.copy()) for each in outputs])
+    factors /= np.diagonal(factors, axis1=1, axis2=2)[:, None]
+    scaled = outputs / np.diagonal(outputs, axis1=1, axis2=2)[:, None]
+    for sweep in range(_SWEEPS + 1):
+        for place in range(shape[2]):
+            weights = (scaled if sweep else factors)[:, :, place].copy()
+            weights[:, place] = 0
+            moved = wanted[:, :, place] + np.einsum("ihc,hc->ih", errors, weights)
+            its_steps = np.ascontiguousarray(step[:, :, place])
+            if not sweep:
+                found = _fed_back(moved, its_steps, limits, inputs.factor)
+            else:
+                found = np.ascontiguousarray(rounded[:, :, place])
+                descend(moved, found, its_steps, limits, inputs.hessian, most_sweeps=1)
+            rounded[:, :, place] = found
+            errors[:, :, place] = wanted[:, :, place] - found * its_steps
+    return rounded.reshape(target.shape)
 
 
 def _feed_back(
@@ -112,7 +179,7 @@ def _feed_back(
     feedback: Floats,
     target: Floats,
     steps: Floats,
-    limits: tuple[int, int],
+    limits: Limits,
     errors: Floats,
     rounded: NDArray[np.int8],
 ) -> None:

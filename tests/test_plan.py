@@ -224,7 +224,9 @@ def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     tokens = default_calibration_tokens(sizes)
     windows = np.arange(tokens).reshape(-1, window) % sizes.vocab
     tracemalloc.start()
-    quantizer = Quantizer(checkpoint, windows, window, find_recipe("w4a16").with_effort(DEFAULT_EFFORT))
+    quantizer = Quantizer(
+        checkpoint, windows, window, find_recipe("w4a16").with_effort(DEFAULT_EFFORT, checkpoint.spec)
+    )
     for layer in range(sizes.layers):
         dict(quantizer.layer(layer))
     dict(quantizer.head())

@@ -110,14 +110,30 @@ def test_learning_needs_a_recipe_that_rounds_on_calibration_text(checkpoint, tmp
         Effort.parse("--effort", "6")
 
 
-def test_learning_changes_how_matrices_are_rounded_and_nothing_else(tmp_path):
+def test_learning_changes_how_matrices_are_rounded_and_nothing_else(checkpoint, tmp_path):
     rules = [{"tensors": "*", "dtype": "int4"}, {"tensors": "*.k_proj.weight", "dtype": "int8"}]
     rules += [{"tensors": "lm_head.weight", "dtype": "int8", "method": "search"}]
-    recipe = find_recipe(write_recipe(tmp_path, *rules))
-    learned = recipe.with_effort(EFFORTS[1])
+    recipe, spec = find_recipe(write_recipe(tmp_path, *rules)), checkpoint.spec
+    learned = recipe.with_effort(EFFORTS[1], spec)
     assert [rule.method for rule in learned.weights] == ["descent", "gptq", "search"]
-    assert recipe.with_effort(EFFORTS[0]) == recipe
+    assert recipe.with_effort(EFFORTS[0], spec) == recipe
     assert msgspec.structs.replace(learned, weights=recipe.weights) == recipe
+    weighed = recipe.with_effort(EFFORTS[2], spec).weights[len(rules) :]
+    kinds = {"q_proj": "int4", "k_proj": "int8"}
+    assert [(rule.tensors, rule.dtype, rule.method) for rule in weighed] == [
+        (f"model.layers.{layer}.self_attn.{name}.weight", dtype, "attention")
+        for layer in range(spec.layers)
+        for name, dtype in kinds.items()
+    ]
+
+
+def test_only_queries_without_norms_are_weighed_by_attention(checkpoint, tmp_path):
+    recipe = find_recipe(write_recipe(tmp_path, {"tensors": "*", "dtype": "int4", "method": "attention"}))
+    with pytest.raises(UsageError, match=r"got the method attention for .*v_proj.weight; expected q_proj or k_proj"):
+        recipe.check(checkpoint.spec)
+    normed = msgspec.structs.replace(checkpoint.spec, qk_norm="per-head")
+    plain = find_recipe(write_recipe(tmp_path, {"tensors": "*", "dtype": "int4"}))
+    assert plain.with_effort(EFFORTS[2], normed).weights == plain.with_effort(EFFORTS[1], normed).weights
 
 
 def test_blocks_that_do_not_divide_a_matrix_are_refused_by_name(embedded, tmp_path):

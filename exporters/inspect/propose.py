@@ -60,7 +60,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         """The recipe `before` with one more rule per promotion."""
         methods = ((each.tensor, before.rule(each.tensor).method) for each in self.promotions)
         rules = [
-            WeightRule(tensors=name, dtype="int8", method="gptq" if method in ("stored", "descent") else method)
+            WeightRule(tensors=name, dtype="int8", method=method if method in ("nearest", "search") else "gptq")
             for name, method in methods
         ]
         return msgspec.structs.replace(before, weights=(*before.weights, *rules))

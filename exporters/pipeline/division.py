@@ -107,7 +107,7 @@ class MatrixPiece(Piece):
         if self.residual is not None:
             quantizer.hidden = _residual(inputs, self.residual)
         x = inputs.layer(self.inputs).hidden()
-        weight = quantizer.quantized(self.matrix, quantizer.inputs(x, self.group))
+        weight = quantizer.quantized(self.matrix, quantizer.inputs(x, self.group), x)
         LayerFile.write(folder / LAYER, {self.matrix: weight}, {}, None)
         return None
 

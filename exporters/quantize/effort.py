@@ -14,11 +14,14 @@ class Effort:
     Attributes:
         level: its number.
         descent_bits: coordinate descent follows GPTQ in types of at most so many bits; see `quant.descent`.
+        weighs_attention: whether errors of queries count by what they do to attention; see
+            `exporters.quantize.attention`.
         written_tokens: that the float model writes itself and that join the calibration text.
     """
 
     level: int
     descent_bits: int
+    weighs_attention: bool
     written_tokens: int
 
     @classmethod
@@ -35,10 +38,10 @@ class Effort:
 
 
 EFFORTS = (
-    Effort(1, descent_bits=0, written_tokens=0),
-    Effort(2, descent_bits=4, written_tokens=0),
-    Effort(3, descent_bits=8, written_tokens=16_384),
-    Effort(4, descent_bits=8, written_tokens=49_152),
-    Effort(5, descent_bits=8, written_tokens=131_072),
+    Effort(1, descent_bits=0, weighs_attention=False, written_tokens=0),
+    Effort(2, descent_bits=4, weighs_attention=False, written_tokens=0),
+    Effort(3, descent_bits=8, weighs_attention=True, written_tokens=16_384),
+    Effort(4, descent_bits=8, weighs_attention=True, written_tokens=49_152),
+    Effort(5, descent_bits=8, weighs_attention=True, written_tokens=131_072),
 )
 DEFAULT_EFFORT = EFFORTS[1]

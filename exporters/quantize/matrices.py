@@ -45,6 +45,7 @@ from edgekv.spec.tensors import (
     by_outputs,
 )
 from exporters.checkpoint.columns import blocks_of_rows
+from exporters.quantize.attention import WINDOWS, attention_costs, projection_name
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Tensors, Weights
@@ -258,6 +259,8 @@ class Quantizer:
         self._tokens = tokens
         if tensors.spec.layer_inputs:
             self._ops.exact.layer_inputs.add(tokens)
+        self._context = context
+        self._known_costs: dict[str, Floats] = {}
         self._folder = folder
         self._ops.ranges["embedding"] = Range()
         self.hidden = self._stored(self._embedded(row, sink) for row in tokens)
@@ -291,7 +294,7 @@ class Quantizer:
 
     def _entered(self, name: str, x: Windows) -> tuple[str, QuantizedWeight]:
         """A matrix that reads x, quantized and in use."""
-        weight = self.quantized(name, self.inputs(x))
+        weight = self.quantized(name, self.inputs(x), x)
         self.use(name, weight)
         return name, weight
 
@@ -301,7 +304,7 @@ class Quantizer:
         for group in range(groups(self._spec)):
             inputs = self.inputs(x, group)
             for name in names(self._spec, layer, group):
-                weight = self.quantized(name, inputs)
+                weight = self.quantized(name, inputs, x)
                 self.use(name, weight)
                 yield name, weight
             del inputs, weight  # their memory is for the next results
@@ -355,12 +358,28 @@ class Quantizer:
         for tensor in (each for each in tensors if each.past in rows):
             self._ops.share(tensor, np.moveaxis(rows[tensor.past], 1, 0))
 
-    def quantized(self, name: str, inputs: LayerInputs) -> QuantizedWeight:
-        """A matrix of a layer, quantized on its inputs."""
+    def quantized(self, name: str, inputs: LayerInputs, x: Windows) -> QuantizedWeight:
+        """A matrix, quantized on its inputs.
+
+        Args:
+            name: of the matrix.
+            inputs: see `inputs`.
+            x: the same as `[windows, 2 or 1, T, in]`.
+        """
         rule = self.recipe.rule(name)
         if rule.method == "stored":
             return self._tensors.integers(name)
-        return quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs)
+        outputs = self._costs(name, x) if rule.method == "attention" else None
+        return quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs, outputs=outputs)
+
+    def _costs(self, name: str, x: Windows) -> Floats:
+        """See `attention_costs`: of some windows of the exact decoder."""
+        if name not in self._known_costs:
+            layer = int(name.split(".")[2])
+            some = (x[window][0] for window in range(0, len(x), -(-len(x) // WINDOWS)))
+            found = attention_costs(self._spec, self._ops.exact, layer, some, self._context, self._ops.first)
+            self._known_costs = {projection_name(layer, projection): each for projection, each in found.items()}
+        return self._known_costs[name]
 
     def use(self, name: str, weight: QuantizedWeight | None) -> None:
         """Run with a quantized matrix from now on; None if the exact one stands for it."""
@@ -377,7 +396,8 @@ class Quantizer:
             for name in names(self._spec, layer, group):
                 weight, method = by_inputs(self._ops.exact[name]), self.recipe.rule(name).method
                 assert method != "stored", "stored integers have one type"
-                method = "gptq" if method == "descent" else method  # the types compare alike, in a fraction of the time
+                if method in ("descent", "attention"):
+                    method = "gptq"  # the types compare alike, in a fraction of the time
                 found[name] = {dtype: quantize(weight, dtype, method, inputs) for dtype in types[name]}
                 self.use(name, None)
             del inputs
@@ -398,7 +418,7 @@ class Quantizer:
             yield HEAD_TURN, turn
         if spec.target is not None:
             x = self._stored(last_norm(ops, spec, each) for each in self.hidden)
-            back = self.quantized(TARGET_OUT, self.inputs(x))
+            back = self.quantized(TARGET_OUT, self.inputs(x), x)
             self.use(TARGET_OUT, back)
             for each in x:
                 ops.linear(each[-1:], TARGET_OUT, TARGET_OUT_RESULT)

@@ -29,6 +29,7 @@ from edgekv.spec.sizes import FRONT, LEAST_BITS, MOST_BITS, front_bits
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.spec.vision import EncoderSpec
 from edgekv.system import MIB, read_file
+from exporters.quantize.attention import weighed_projections
 from exporters.quantize.effort import Effort
 from quant import WEIGHT_TYPES, WeightDtype
 
@@ -141,13 +142,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 str(file), got=error.strerror, expected="a file that can be written", fix="Choose another place."
             ) from None
 
-    def with_effort(self, effort: Effort) -> Recipe:
+    def with_effort(self, effort: Effort, spec: DecoderSpec) -> Recipe:
         """The same types, rounded with this effort.
 
         Raises:
             UsageError: it writes text for a recipe in which no rule has GPTQ.
         """
-        fits_text = any(rule.method in ("gptq", "descent") for rule in self.weights)
+        fits_text = any(rule.method in ("gptq", "descent", "attention") for rule in self.weights)
         if effort.written_tokens and not fits_text:
             raise UsageError(
                 f"--effort {effort.level}",
@@ -161,7 +162,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             else rule
             for rule in self.weights
         )
-        return msgspec.structs.replace(self, weights=rules)
+        found = msgspec.structs.replace(self, weights=rules)
+        if not effort.weighs_attention:
+            return found
+        weighed = [
+            WeightRule(tensors=name, dtype=rule.dtype, method="attention")
+            for name in weighed_projections(spec)
+            if (rule := found.rule(name)).method == "descent"
+        ]
+        return msgspec.structs.replace(found, weights=(*rules, *weighed))
 
     def shares_vocabulary(self, spec: DecoderSpec) -> bool:
         """Whether the head's matrix is the table of embeddings too: that has 8 bits."""
@@ -228,7 +237,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             UsageError: no rule matches a matrix, its inputs are not a multiple of the block size, stored integers shall
-                be kept of matrices that are rotated, or two transforms of heads exclude each other.
+                be kept of matrices that are rotated, the errors of one cannot be weighed by attention, or two
+                transforms of heads exclude each other.
         """
         changed = {self.rotation, self.value_rotation, self.heads, self.neuron_scaling} != {"none"}
         if changed and self._keeps_integers:
@@ -245,8 +255,16 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 expected="one transform of keys and values",
                 fix="Leave out key_scaling and value_rotation.",
             )
+        weighed = weighed_projections(spec)
         for name, (_, inputs) in matrices(spec).items():
             dtype = self.rule(name).dtype
+            if self.rule(name).method == "attention" and name not in weighed:
+                raise UsageError(
+                    f"--recipe {self.name}",
+                    got=f"the method attention for {name}",
+                    expected="q_proj or k_proj of a model without norms of queries and caps of scores",
+                    fix='Use the method "descent" for this tensor.',
+                )
             block = WEIGHT_TYPES[dtype].block
             if block and inputs % block:
                 raise UsageError(
