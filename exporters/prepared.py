@@ -31,6 +31,7 @@ from exporters.quantize.calibrate import (
     read_calibration,
     rendered,
 )
+from exporters.quantize.generated import text_tokens
 from exporters.quantize.pictures import CalibrationPictures, calibration_pictures, with_pictures
 from exporters.quantize.sink import sink_candidates
 from exporters.records import recipe_record
@@ -105,6 +106,13 @@ class Prepared:
         templates = self.checkpoint.chat
         found = () if templates is None else tuple(self.checkpoint.encode(chat_opening(templates)))
         return found if 2 * len(found) < self.survey_tokens.shape[1] else ()
+
+    def chat_special(self) -> tuple[int, ...]:
+        """The ids in conversations of the calibration text that stand for no text."""
+        checkpoint, given = self.checkpoint, int(self.checkpoint.special.bos is not None)
+        text = text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab)
+        found = np.setdiff1d(self.plain_tokens[:, given:], text)
+        return tuple(found[found < checkpoint.spec.vocab].tolist())
 
     @property
     def form(self) -> BundleForm:

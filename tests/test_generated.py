@@ -47,8 +47,8 @@ def test_rows_of_a_quantized_table_are_those_of_the_whole_table(tmp_path, change
     assert written(checkpoint, 4).shape == (WINDOWS_AT_ONCE, 4)
 
 
-def written(checkpoint, length, windows=WINDOWS_AT_ONCE, number=0, progress=lambda done: None, chat=()):
-    beginnings = Beginnings((256,), text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab), chat)
+def written(checkpoint, length, windows=WINDOWS_AT_ONCE, number=0, progress=lambda done: None, chat=(), special=()):
+    beginnings = Beginnings((256,), text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab), special, chat)
     return generated_windows(checkpoint, beginnings, number, windows, length, progress)
 
 
@@ -59,6 +59,14 @@ def test_windows_begin_alike_and_contain_tokens_of_the_vocabulary(checkpoint):
     assert (windows[:, 0] == 256).all() and (windows[:, 1] < 256).all()  # from 256 on tokens are special
     assert windows.min() >= 0 and windows.max() < checkpoint.spec.vocab
     assert len(np.unique(windows, axis=0)) == len(windows) and told == [*range(1, 8)]
+
+
+def test_special_tokens_are_written_as_far_as_chats_have_them(checkpoint):
+    """A token that ends a document can be massive in the middle of a text, and ranges would lose bits."""
+    special = [token for token in range(checkpoint.spec.vocab) if token >= 256]
+    assert written(checkpoint, 24)[:, 1:].max() < 256
+    found = np.unique(written(checkpoint, 24, special=special[1:])[:, 1:])
+    assert set(special[1:]) & set(found.tolist()) and special[0] not in found
 
 
 def test_a_fifth_of_the_windows_goes_on_as_a_conversation(checkpoint):

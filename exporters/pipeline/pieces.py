@@ -95,6 +95,7 @@ class TextPiece(Piece):
         sink: decides how windows begin.
         bos: how they begin without a sink.
         opening: what stands before a user's first message, with which some of them go on; empty without a template.
+        special: ids of chats that stand for no text.
         number: of the batch.
         windows: their number.
         length: tokens of a window.
@@ -107,6 +108,7 @@ class TextPiece(Piece):
     sink: SinkChoice
     bos: tuple[int, ...]
     opening: tuple[int, ...]
+    special: tuple[int, ...]
     number: int
     windows: int
     length: int
@@ -122,7 +124,7 @@ class TextPiece(Piece):
         chat = self.opening[len(first) :] if begins_with(self.opening, first) else self.opening
         tokens = generated_windows(
             checkpoint,
-            Beginnings(first, text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab), chat),
+            Beginnings(first, text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab), self.special, chat),
             self.number,
             self.windows,
             self.length,

@@ -156,10 +156,11 @@ class Planner:
         bos = () if checkpoint.special.bos is None else (checkpoint.special.bos,)
         ram_bytes = generated_bytes(checkpoint.spec, length)
         opening = prepared.chat_opening() if windows else ()
+        special = prepared.chat_special() if windows else ()
         found = []
         for number, at in enumerate(range(0, windows, WINDOWS_AT_ONCE)):
             size = min(WINDOWS_AT_ONCE, windows - at)
-            piece = TextPiece(exact, self._identity.tokenizer, sink, bos, opening, number, size, length)
+            piece = TextPiece(exact, self._identity.tokenizer, sink, bos, opening, special, number, size, length)
             found.append(self.plan.put(piece, ram_bytes))
         return tuple(found)
 

@@ -36,17 +36,20 @@ class Beginnings:
 
     Attributes:
         first: the tokens at the start of each window.
-        starts: one of these ids follows at random; none for every id of the vocabulary.
+        text: ids that stand for text, one of which follows at random.
+        special: other ids that the model may write, as chats have them. What ends a document is none of them: few
+            texts go on behind it, and there it can be as massive as a first token, so that ranges would lose bits.
         chat: the tokens that follow instead in a fifth of the windows; empty if the model has no chat template.
     """
 
     first: tuple[int, ...]
-    starts: Sequence[int] = ()
+    text: Sequence[int]
+    special: Sequence[int] = ()
     chat: tuple[int, ...] = ()
 
-    def drawn(self, windows: int, vocab: int, random: np.random.Generator) -> list[list[int]]:
+    def drawn(self, windows: int, random: np.random.Generator) -> list[list[int]]:
         """The tokens given of each window, text before chats."""
-        starts = random.choice(list(self.starts) or vocab, windows)
+        starts = random.choice(list(self.text), windows)
         chats = windows // CHAT_SHARE if self.chat else 0
         texts = [[*self.first, int(start)] for start in starts[: windows - chats]]
         return texts + [[*self.first, *self.chat] for _ in range(chats)]
@@ -71,7 +74,9 @@ def generated_windows(
         progress: called with the tokens written to each window.
     """
     spec, random, weights = tensors.spec, np.random.default_rng(number), Weights(tensors)
-    given = beginnings.drawn(windows, spec.vocab, random)
+    given = beginnings.drawn(windows, random)
+    never = np.ones(spec.vocab, bool)
+    never[[*beginnings.text, *beginnings.special]] = False
     longest, least = max(map(len, given)), min(map(len, given))
     tokens = np.zeros((windows, max(longest, length)), np.int64)
     for row, known in zip(tokens, given, strict=True):
@@ -85,7 +90,7 @@ def generated_windows(
         for layer in range(spec.layers):
             hidden = decoder_layer(ops, spec, layer, hidden)
         if position + 1 >= least:
-            sampled = _sampled(logits(ops, spec, hidden)[:, 0], random)
+            sampled = _sampled(np.where(never, -np.inf, logits(ops, spec, hidden)[:, 0]), random)
             tokens[:, position + 1] = np.where(position + 1 >= ends, sampled, tokens[:, position + 1])
         progress(position + 1)
     return tokens[:, :length]
