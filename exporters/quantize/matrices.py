@@ -175,8 +175,8 @@ class PairedOps(NumpyOps):
             taken[name].widen(start, _MOST_AT_START)
         return taken
 
-    def observe_lengths(self, name: str, windows: Windows) -> None:
-        """Observe the lengths of vectors `[T, in]`: columns of length 1 that multiply them give no more."""
+    def observe_lengths(self, name: str, windows: Iterable[Floats]) -> None:
+        """Observe the lengths of vectors, `[2 or 1, T, in]`: columns of length 1 that multiply them give no more."""
         lengths = np.stack([np.linalg.norm(window[-1], axis=-1) for window in windows])
         longest = float(lengths[..., self.first :].max())
         if self.first:
