@@ -4,7 +4,7 @@ from quant.encoding import DTYPES, Dtype, Encoding
 from quant.inputs import LayerInputs
 from quant.ranges import LARGEST, Range
 from quant.rescale import rescale
-from quant.rounding import Method, quantize, quantize_per_channel
+from quant.rounding import FITTED, Method, quantize, quantize_per_channel
 from quant.weights import (
     WEIGHT_TYPES,
     Grid,
@@ -16,6 +16,7 @@ from quant.weights import (
 )
 
 __all__ = [
+    "FITTED",
     "LARGEST",
     "DTYPES",
     "WEIGHT_TYPES",

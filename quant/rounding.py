@@ -14,6 +14,9 @@ from quant.inputs import LayerInputs
 from quant.weights import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 
 Method = Literal["nearest", "search", "gptq", "descent", "attention"]
+FITTED: frozenset[str] = frozenset({"gptq", "descent", "attention"})
+"""The methods that fit integers to calibration text."""
+
 Floats = NDArray[np.float32]
 
 _COLUMNS_AT_ONCE = 1024
@@ -64,7 +67,7 @@ def quantize(
     for start in range(0, weight.shape[1], at_once):
         columns = slice(start, start + at_once)
         given = None if grid is None else grid.columns(columns.start, columns.stop)
-        if method not in ("nearest", "search") and inputs is not None:
+        if method in FITTED and inputs is not None:
             costs = None if outputs is None else outputs[start // width : (start + at_once) // width]
             descends = method == "descent"
             grids.append(_gptq(weight, columns, given or dtype, inputs, integers, costs, descends=descends))

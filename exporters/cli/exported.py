@@ -12,9 +12,9 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.drafter import Drafter
 from exporters.quantize.as_stored import describe_stored
 from exporters.quantize.recipe import describe_recipe
+from quant import FITTED
 
 _TOKENS_PER_INPUT = 2
-_WITHOUT_TEXT = ("nearest", "search", "stored")
 
 BROKEN_NATS = 0.2
 """Divergence from the float model that an export warns of."""
@@ -71,7 +71,7 @@ def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterato
 
 def export_warnings(manifest: Manifest) -> Iterator[str]:
     """A calibration text that is too short, and what a bundle lost beyond what anybody can want."""
-    if (fitted := [each.tensor for each in manifest.recipe.weights if each.method not in _WITHOUT_TEXT]) != []:
+    if (fitted := [each.tensor for each in manifest.recipe.weights if each.method in FITTED]) != []:
         shapes = matrices(manifest.model)
         widest = max(fitted, key=lambda name: shapes[name][1])
         wanted, found = _TOKENS_PER_INPUT * shapes[widest][1], manifest.source.calibration_tokens

@@ -31,7 +31,7 @@ from edgekv.spec.vision import EncoderSpec
 from edgekv.system import MIB, read_file
 from exporters.quantize.attention import weighed_projections
 from exporters.quantize.effort import Effort
-from quant import WEIGHT_TYPES, WeightDtype
+from quant import FITTED, WEIGHT_TYPES, WeightDtype
 
 _FRONT_BASE = "w4a16"
 _MeanBits = Annotated[float, msgspec.Meta(ge=LEAST_BITS, le=MOST_BITS)]
@@ -148,7 +148,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             UsageError: it writes text for a recipe in which no rule has GPTQ.
         """
-        fits_text = any(rule.method in ("gptq", "descent", "attention") for rule in self.weights)
+        fits_text = any(rule.method in FITTED for rule in self.weights)
         if effort.written_tokens and not fits_text:
             raise UsageError(
                 f"--effort {effort.level}",

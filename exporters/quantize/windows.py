@@ -56,7 +56,7 @@ class Windows:
 
     def __getitem__(self, window: int) -> Floats:
         if window >= len(self):
-            raise IndexError(window)  # ends an iteration
+            raise IndexError(window)
         return self._read(prod(self.shape[1:]) * window, self.shape[1:])
 
     def __iter__(self) -> Iterator[Floats]:
