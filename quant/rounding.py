@@ -11,6 +11,7 @@ from quant.cholesky import cholesky
 from quant.descent import descend
 from quant.grids import Limits, choose_grid, round_within
 from quant.inputs import LayerInputs
+from quant.products import one_thread
 from quant.weights import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 
 Method = Literal["nearest", "search", "gptq", "descent", "attention"]
@@ -84,6 +85,7 @@ def quantize_per_channel(weight: NDArray[Any]) -> QuantizedWeight:
     return quantize(weight, "int8", "nearest", None)
 
 
+@one_thread()
 def _gptq(
     weight: Floats,
     columns: slice,

@@ -44,9 +44,11 @@ def test_factors_keep_the_integers_and_mixing_does_not():
 
 @pytest.mark.parametrize("architecture", ["llama-2", "qwen3", "olmo2", "smollm2"])
 def test_some_rows_of_a_transformed_tensor_are_those_of_the_whole(tmp_path, architecture):
+    """Up to the last bit: BLAS may sum the rows at the edge of a product in another order."""
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES[architecture])))
     rotation = "none" if checkpoint.spec.post_norms else "hadamard"
     recipe = RecipeRecord("all", rotation, [], value_rotation="hadamard", key_scaling="pairs", neuron_scaling="equal")
     folded = FoldedCheckpoint(checkpoint, recipe)
     for view in views(folded.spec):
-        np.testing.assert_array_equal(folded.tensor(view.name, slice(3, 9)), folded.tensor(view.name)[3:9])
+        whole = folded.tensor(view.name)
+        np.testing.assert_allclose(folded.tensor(view.name, slice(3, 9)), whole[3:9], atol=1e-6 * np.abs(whole).max())
