@@ -1,18 +1,29 @@
-"""Coordinate descent on the integers of a matrix: what GPTQ's single pass leaves of the squared output error."""
+"""Descent on the integers of a matrix and the scales of its blocks: what GPTQ's single pass leaves of the error."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quant.cholesky import cholesky, corner_inverses, solve
+from quant.feedback import fed_back
 from quant.grids import Limits, round_within
 from quant.products import product
+from quant.weights import LPBQ_LEVELS, Grid
 
 Floats = NDArray[np.float32]
 
 _ROWS_AT_ONCE = 32
 _MOST_SWEEPS = 6
 _FEW = 1e-3  # of the integers; a sweep that changes no more is the last
+_ROUNDS = 3
+_SWEEPS_BETWEEN = 2  # over single rows: within a block, and between two rounds
+_BLOCK = 64  # rows, of types without blocks
+_MOVES = np.array([0, -1, 1])  # of a block scale in one round
+_LEAST_GAIN = 1e-6  # of a block's error
 
 
 def descend(
@@ -61,3 +72,95 @@ def _descend_rows(rounded: NDArray[np.int8], slopes: Floats, steps: Floats, limi
         rounded[row] = best
         slopes[row + 1 :] += hessian[row + 1 :, row, None] * moves[row]
     return moves
+
+
+def descend_blocks(
+    target: Floats,
+    rounded: NDArray[np.int8],
+    grid: Grid,
+    order: NDArray[np.intp],
+    hessian: Floats,
+    *,
+    keeps_grid: bool,
+) -> Grid:
+    """Lower the output error of a rounded matrix block by block, in place, and learn the scales of the blocks with it.
+
+    With all other rows fixed, the best real values of the rows B are W_B - H_BB^-1 (H (W - T))_B. They are rounded with
+    feedback, on the steps that the block has and on those of the block scales beside it; each column takes what lowers
+    its error most. `descend` follows. So 64 integers change together where no single one could, and a block scale is
+    chosen by the error that is left after rounding, where `choose_grid` has to take inputs as independent. (AdaScale in
+    Qualcomm's AIMET learns scales, too, with gradients.)
+
+    Args:
+        target: `[in, out]`, T, the matrix before rounding, rows in `order`.
+        rounded: `[in, out]`, the integers to improve, rows in `order`.
+        grid: of the integers.
+        order: `[in]`, the inputs by descending diagonal of H.
+        hessian: `[in, in]`, H, positive definite, rows and columns in `order`.
+        keeps_grid: learn no scales.
+
+    Returns:
+        The grid with the scales that were learned.
+    """
+    block = grid.type.block or _BLOCK
+    parts = [np.flatnonzero(order // block == number) for number in range(-(-len(order) // block))]
+    factors = [cholesky(hessian[np.ix_(rows, rows)]) for rows in parts]
+    learned = None if keeps_grid or grid.block_scales is None else grid.block_scales.copy()
+    for remaining in reversed(range(_ROUNDS)):
+        steps = grid.steps(len(target))[order]
+        slopes = product(hessian, rounded * steps - target)
+        for number, (rows, factor) in enumerate(zip(parts, factors, strict=True)):
+            before = rounded[rows] * steps[rows]
+            away = solve(factor, corner_inverses(factor), slopes[rows])
+            levels = None if learned is None else _near(learned[number])
+            tried = steps[rows[:1]] if levels is None else levels * grid.scales
+            part = hessian[np.ix_(rows, rows)]
+            found, errors = _rounded_together(before - away, tried, grid.limits, factor, part)
+            best = errors.argmin(axis=0)[None]
+            gains = _chosen(errors, best) < (1 - _LEAST_GAIN) * np.square(product(factor.T, away)).sum(axis=0)
+            rounded[rows] = np.where(gains, _chosen(found, best[None]), rounded[rows])
+            steps[rows] = np.where(gains, _chosen(tried, best), steps[rows])
+            if learned is not None and levels is not None:
+                learned[number] = np.where(gains, _chosen(levels, best), learned[number])
+            slopes += product(hessian[:, rows], rounded[rows] * steps[rows] - before)
+        if learned is not None:
+            grid = replace(grid, block_scales=learned.copy())
+        sweeps = _SWEEPS_BETWEEN if remaining else _MOST_SWEEPS
+        descend(target, rounded, steps, grid.limits, hessian, most_sweeps=sweeps)
+    return grid
+
+
+def _near(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Block scales `[out]`, and those beside them, `[tries, out]`."""
+    found: NDArray[np.uint8] = np.clip(levels + _MOVES[:, None], 1, LPBQ_LEVELS).astype(np.uint8)
+    return found
+
+
+def _chosen(tries: NDArray[Any], best: NDArray[np.intp]) -> NDArray[Any]:
+    """`[..., out]` of `[..., tries, out]`, for the number of a try in each column."""
+    found: NDArray[Any] = np.take_along_axis(tries, best, -2)[..., 0, :]
+    return found
+
+
+def _rounded_together(
+    wanted: Floats, steps: Floats, limits: Limits, factor: Floats, hessian: Floats
+) -> tuple[NDArray[np.int8], Floats]:
+    """Integers of a block on several steps, and their errors `[tries, out]`.
+
+    Args:
+        wanted: `[rows, out]`, the best real values.
+        steps: `[tries, out]`.
+        limits: the minimum and maximum integer.
+        factor: of H_BB.
+        hessian: H_BB.
+
+    Returns:
+        The integers `[rows, tries, out]`, and the errors.
+    """
+    tries, columns = steps.shape
+    repeated = np.tile(wanted, tries)
+    spread = np.repeat(steps.reshape(1, -1), len(wanted), axis=0)
+    found = fed_back(repeated, spread, limits, factor)
+    descend(repeated, found, spread, limits, hessian, most_sweeps=_SWEEPS_BETWEEN)
+    errors: Floats = np.square(product(factor.T, repeated - found * spread)).sum(axis=0)
+    return found.reshape(len(wanted), tries, columns), errors.reshape(tries, columns)

@@ -8,21 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant.cholesky import cholesky
-from quant.descent import descend
+from quant.descent import descend, descend_blocks
+from quant.feedback import fed_back
 from quant.grids import Limits, choose_grid, round_within
 from quant.inputs import LayerInputs
 from quant.products import one_thread
 from quant.weights import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 
-Method = Literal["nearest", "search", "gptq", "descent", "attention"]
-FITTED: frozenset[str] = frozenset({"gptq", "descent", "attention"})
+Method = Literal["nearest", "search", "gptq", "descent", "blocks", "attention"]
+FITTED: frozenset[str] = frozenset({"gptq", "descent", "blocks", "attention"})
 """The methods that fit integers to calibration text."""
 
 Floats = NDArray[np.float32]
 
 _COLUMNS_AT_ONCE = 1024
-_ROWS_AT_ONCE = 256
-_ROWS_IN_CACHE = 32
 _SWEEPS = 2  # over the columns of heads
 
 
@@ -39,8 +38,9 @@ def quantize(
 
     `nearest` covers the maximum magnitude and rounds. `search` clips where that lowers the output error. `gptq` also
     compensates the error of earlier layers in its inputs, and the error of rounded rows in those not yet rounded.
-    `descent` then changes single integers as long as that lowers the error. `attention` does both where
-    errors of outputs cost unequally: for query heads. Columns are processed in chunks.
+    `descent` then changes single integers as long as that lowers the error, and `blocks` those of a block together,
+    with the scale of the block. `attention` does what `descent` does where errors of outputs cost unequally: for query
+    heads. Columns are processed in chunks.
 
     Args:
         weight: the matrix.
@@ -70,8 +70,7 @@ def quantize(
         given = None if grid is None else grid.columns(columns.start, columns.stop)
         if method in FITTED and inputs is not None:
             costs = None if outputs is None else outputs[start // width : (start + at_once) // width]
-            descends = method == "descent"
-            grids.append(_gptq(weight, columns, given or dtype, inputs, integers, costs, descends=descends))
+            grids.append(_gptq(weight, columns, given or dtype, method, inputs, integers, costs))
             continue
         part = np.ascontiguousarray(weight[:, columns], np.float32)
         importance = None if inputs is None or method == "nearest" else inputs.importance
@@ -90,17 +89,16 @@ def _gptq(
     weight: Floats,
     columns: slice,
     wanted: WeightDtype | Grid,
+    method: Method,
     inputs: LayerInputs,
     integers: NDArray[np.int8],
     outputs: Floats | None,
-    *,
-    descends: bool,
 ) -> Grid:
     """GPTQ (Frantar et al. 2022, arXiv 2210.17323), in the form of LDLQ (Chee et al. 2023, arXiv 2307.13304).
 
     With H = A D A^T, A unit upper triangular, row k is rounded after the errors of earlier rows, weighted by column k
     of A, were added to it: the least squared output error that feedback can reach. Rows with a larger diagonal in H
-    come first. The rounded matrix is the one that `LayerInputs.compensated` describes. If it `descends`, see
+    come first. The rounded matrix is the one that `LayerInputs.compensated` describes. For `descent` and `blocks` see
     `quant.descent`; with `outputs`, `_weighed`.
 
     Returns:
@@ -119,24 +117,14 @@ def _gptq(
     if outputs is not None:
         rounded = _weighed(target, steps, grid.limits, inputs, outputs)
     else:
-        rounded = _fed_back(target, steps, grid.limits, factor)
-    if descends:
+        rounded = fed_back(target, steps, grid.limits, factor)
+    if method == "descent":
         descend(target, rounded, steps, grid.limits, inputs.hessian)
+    if method == "blocks":
+        keeps_grid = isinstance(wanted, Grid)
+        grid = descend_blocks(target, rounded, grid, order, inputs.hessian, keeps_grid=keeps_grid)
     integers[order, columns] = rounded
     return grid
-
-
-def _fed_back(target: Floats, steps: Floats, limits: Limits, factor: Floats) -> NDArray[np.int8]:
-    """The integers that GPTQ finds for a matrix `[in, out]`, whose rows are in the order of `LayerInputs.factor`."""
-    pivots = np.diagonal(factor)
-    errors = np.empty_like(target)
-    rounded = np.empty(target.shape, np.int8)
-    for start in range(0, len(target), _ROWS_AT_ONCE):
-        here = slice(start, start + _ROWS_AT_ONCE)
-        feedback = factor[: here.stop, here] / pivots[here]
-        corrected = target[here] + feedback[:start].T @ errors[:start]
-        _feed_back(corrected, feedback[start:], target[here], steps[here], limits, errors[here], rounded[here])
-    return rounded
 
 
 def _weighed(target: Floats, steps: Floats, limits: Limits, inputs: LayerInputs, outputs: Floats) -> NDArray[np.int8]:
@@ -170,35 +158,13 @@ def _weighed(target: Floats, steps: Floats, limits: Limits, inputs: LayerInputs,
             moved = wanted[:, :, place] + np.einsum("ihc,hc->ih", errors, weights)
             its_steps = np.ascontiguousarray(step[:, :, place])
             if not sweep:
-                found = _fed_back(moved, its_steps, limits, inputs.factor)
+                found = fed_back(moved, its_steps, limits, inputs.factor)
             else:
                 found = np.ascontiguousarray(rounded[:, :, place])
                 descend(moved, found, its_steps, limits, inputs.hessian, most_sweeps=1)
             rounded[:, :, place] = found
             errors[:, :, place] = wanted[:, :, place] - found * its_steps
     return rounded.reshape(target.shape)
-
-
-def _feed_back(
-    wanted: Floats,
-    feedback: Floats,
-    target: Floats,
-    steps: Floats,
-    limits: Limits,
-    errors: Floats,
-    rounded: NDArray[np.int8],
-) -> None:
-    """Round rows one after another; `feedback`, `[rows, rows]`, carries their errors to later rows."""
-    for start in range(0, len(wanted), _ROWS_IN_CACHE):
-        stop = min(start + _ROWS_IN_CACHE, len(wanted))
-        for row in range(start, stop):
-            corrected = wanted[row]
-            corrected += feedback[start:row, row] @ errors[start:row]
-            corrected /= steps[row]
-            rounded[row] = round_within(corrected, limits, out=corrected)
-            corrected *= steps[row]
-            np.subtract(target[row], corrected, out=errors[row])
-        wanted[stop:] += feedback[start:stop, stop:].T @ errors[start:stop]
 
 
 def _rounded(weight: Floats, grid: Grid) -> Floats:

@@ -68,7 +68,10 @@ def test_4_bits_cost_far_less_than_rounding_to_nearest(measured):
 @pytest.mark.thorough
 def test_learning_the_rounding_costs_less_on_text_it_never_saw(measured):
     """23 % less with 4,096 tokens."""
-    recipe, effort = find_recipe("w4a16"), Effort(3, descent_bits=4, weighs_attention=True, written_tokens=4096)
+    recipe, effort = (
+        find_recipe("w4a16"),
+        Effort(3, descent_bits=4, block_bits=4, weighs_attention=True, written_tokens=4096),
+    )
     assert measured(recipe, effort).kl_nats < 0.85 * measured(recipe, EFFORTS[0]).kl_nats
 
 

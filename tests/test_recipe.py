@@ -10,7 +10,7 @@ from edgekv.bundle import RecipeRecord, open_bundle
 from edgekv.errors import UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import FoldedCheckpoint
-from exporters.checkpoint.rotate import applied_rotation, hadamard
+from exporters.checkpoint.rotate import applied_rotation, hadamard, principal_directions
 from exporters.export import export_bundle
 from exporters.quantize.effort import EFFORTS, Effort
 from exporters.quantize.recipe import describe_recipe, find_recipe, recipe_names
@@ -43,11 +43,27 @@ def test_the_rotation_is_orthogonal(size):
     np.testing.assert_allclose(rotation @ rotation.T, np.eye(size), atol=1e-5)
 
 
-def test_a_rotated_checkpoint_has_the_same_logits(checkpoint):
+@pytest.mark.parametrize("rotation", ["hadamard", "principal"])
+def test_a_rotated_checkpoint_has_the_same_logits(checkpoint, rotation):
     window = [np.arange(40)]
-    folded = FoldedCheckpoint(checkpoint, RecipeRecord(name="rotated", rotation="hadamard", weights=[]))
+    folded = FoldedCheckpoint(checkpoint, RecipeRecord(name="rotated", rotation=rotation, weights=[]))
     exact, turned = (next(Reference(each).logits(window)) for each in (checkpoint, folded))
     assert np.abs(exact - turned).max() < 1e-4 * np.ptp(exact)
+
+
+def test_principal_directions_come_in_the_order_of_the_weights_that_read_them(embedded):
+    """So blocks of a matrix differ in magnitude. Behind a Hadamard matrix they hardly do."""
+    checkpoint = Checkpoint.open(str(embedded))
+    spec = checkpoint.spec
+    found = principal_directions(spec, checkpoint.tensor)
+    np.testing.assert_allclose(found @ found.T, np.eye(spec.hidden), atol=1e-5)
+    sizes = {}
+    for rotation in ("hadamard", "principal"):
+        folded = FoldedCheckpoint(checkpoint, RecipeRecord(name="rotated", rotation=rotation, weights=[]))
+        every = [folded.tensor(f"model.layers.{layer}.mlp.gate_proj.weight") for layer in range(spec.layers)]
+        sizes[rotation] = np.square(every).mean(axis=(0, 1)).reshape(-1, 64).mean(axis=1)
+    assert (np.diff(sizes["principal"]) < 0).all() and sizes["principal"][0] > 1.5 * sizes["principal"][-1]
+    assert sizes["hadamard"].max() < 1.3 * sizes["hadamard"].min()
 
 
 def test_a_residual_behind_norms_is_not_rotated(checkpoint):
@@ -117,6 +133,7 @@ def test_learning_changes_how_matrices_are_rounded_and_nothing_else(checkpoint, 
     learned = recipe.with_effort(EFFORTS[1], spec)
     assert [rule.method for rule in learned.weights] == ["descent", "gptq", "search"]
     assert recipe.with_effort(EFFORTS[0], spec) == recipe
+    assert [rule.method for rule in recipe.with_effort(EFFORTS[2], spec).weights[:2]] == ["blocks", "descent"]
     assert msgspec.structs.replace(learned, weights=recipe.weights) == recipe
     weighed = recipe.with_effort(EFFORTS[2], spec).weights[len(rules) :]
     kinds = {"q_proj": "int4", "k_proj": "int8"}
@@ -133,7 +150,7 @@ def test_only_queries_without_norms_are_weighed_by_attention(checkpoint, tmp_pat
         recipe.check(checkpoint.spec)
     normed = msgspec.structs.replace(checkpoint.spec, qk_norm="per-head")
     plain = find_recipe(write_recipe(tmp_path, {"tensors": "*", "dtype": "int4"}))
-    assert plain.with_effort(EFFORTS[2], normed).weights == plain.with_effort(EFFORTS[1], normed).weights
+    assert [rule.method for rule in plain.with_effort(EFFORTS[2], normed).weights] == ["blocks"]
 
 
 def test_blocks_that_do_not_divide_a_matrix_are_refused_by_name(embedded, tmp_path):

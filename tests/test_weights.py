@@ -27,10 +27,11 @@ def output_error(quantized, exact=INPUTS, inputs=INPUTS) -> float:
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
 def test_no_method_is_worse_than_the_one_before(dtype):
     sums = LayerInputs(INPUTS, INPUTS)
-    nearest, search, gptq, descent = (
-        output_error(quantize(WEIGHT, dtype, method, sums)) for method in ("nearest", "search", "gptq", "descent")
+    nearest, search, gptq, descent, blocks = (
+        output_error(quantize(WEIGHT, dtype, method, sums))
+        for method in ("nearest", "search", "gptq", "descent", "blocks")
     )
-    assert descent < gptq < search
+    assert blocks < descent < gptq < search
     assert search < nearest or (dtype == "int8" and search == nearest), "8 bits have no need to clip"
 
 
@@ -47,10 +48,13 @@ def test_a_grid_that_is_given_stays(dtype):
     """GPTQ gains on it too; a table of embeddings that is a head's matrix has such a grid."""
     sums = LayerInputs(INPUTS, INPUTS)
     covering = quantize(WEIGHT, dtype, "nearest", None)
-    nearest, gptq = (quantize(WEIGHT, dtype, method, sums, covering.grid) for method in ("nearest", "gptq"))
+    nearest, *fitted = (
+        quantize(WEIGHT, dtype, method, sums, covering.grid) for method in ("nearest", "gptq", "descent", "blocks")
+    )
     assert np.array_equal(nearest.integers, covering.integers)
-    assert np.array_equal(gptq.grid.steps(len(WEIGHT)), covering.grid.steps(len(WEIGHT)))
-    assert output_error(gptq) < output_error(nearest)
+    for each in fitted:
+        assert np.array_equal(each.grid.steps(len(WEIGHT)), covering.grid.steps(len(WEIGHT)))
+        assert output_error(each) < output_error(nearest)
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES)
@@ -65,6 +69,19 @@ def test_after_descent_no_single_integer_is_better(dtype):
         allowed = (found.integers + move >= least) & (found.integers + move <= most)
         gain = -2 * move * steps * slopes - np.square(steps) * np.diagonal(hessian)[:, None]
         assert np.mean(allowed & (gain > 1e-3 * np.abs(gain).mean())) < 0.002
+
+
+@pytest.mark.parametrize("dtype", [name for name, each in WEIGHT_TYPES.items() if each.block])
+def test_scales_of_blocks_are_learned_with_their_integers(dtype):
+    """Where inputs go together, another scale than that for independent inputs loses less."""
+    sums = LayerInputs(INPUTS, INPUTS)
+    chosen = quantize(WEIGHT, dtype, "gptq", sums)
+    kept, learned = (quantize(WEIGHT, dtype, "blocks", sums, grid) for grid in (chosen.grid, None))
+    assert output_error(learned) < 0.99 * output_error(kept)
+    moved = learned.grid.block_scales.astype(int) - chosen.grid.block_scales
+    assert np.array_equal(learned.grid.scales, chosen.grid.scales)
+    assert np.mean(moved != 0) > 0.02 and np.abs(moved).max() <= 3, "three rounds of one step each"
+    assert learned.grid.block_scales.min() >= 1 and learned.grid.block_scales.max() <= 15
 
 
 def test_gptq_makes_up_for_inputs_that_have_drifted():
@@ -224,7 +241,7 @@ def test_integers_do_not_depend_on_the_threads_of_blas() -> None:
         "exact = random.standard_normal((1016, 600)).astype(np.float32)\n"
         "noise = random.standard_normal(exact.shape).astype(np.float32)\n"
         "weight = random.standard_normal((600, 512)).astype(np.float32)\n"
-        "for method in ('gptq', 'descent'):\n"
+        "for method in ('gptq', 'descent', 'blocks'):\n"
         "    found = quantize(weight, 'int4', method, LayerInputs(exact, exact + noise / 10))\n"
         "    sys.stdout.buffer.write(found.dequantize().tobytes())\n"
     )

@@ -51,7 +51,17 @@ from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Tensors, Weights
 from exporters.quantize.table import Table, rounded_rows
 from exporters.quantize.windows import Difference, TokenRows, Windows
-from quant import LARGEST, Grid, LayerInputs, QuantizedWeight, Range, WeightDtype, quantize, quantize_per_channel
+from quant import (
+    FITTED,
+    LARGEST,
+    Grid,
+    LayerInputs,
+    QuantizedWeight,
+    Range,
+    WeightDtype,
+    quantize,
+    quantize_per_channel,
+)
 
 _MOST_AT_START = 16.0
 _LONGEST_AT_START = 4.0
@@ -396,7 +406,7 @@ class Quantizer:
             for name in names(self._spec, layer, group):
                 weight, method = by_inputs(self._ops.exact[name]), self.recipe.rule(name).method
                 assert method != "stored", "stored integers have one type"
-                if method in ("descent", "attention"):
+                if method in FITTED:
                     method = "gptq"  # the types compare alike, in a fraction of the time
                 found[name] = {dtype: quantize(weight, dtype, method, inputs) for dtype in types[name]}
                 self.use(name, None)

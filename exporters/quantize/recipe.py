@@ -20,6 +20,7 @@ from edgekv.bundle import (
     OutlierChannels,
     RecipeRecord,
     RotationName,
+    ValueRotationName,
     atomic_file,
     readable_json,
 )
@@ -55,7 +56,7 @@ class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     weights: list[WeightRule]
     activations: Literal["u16"] = "u16"
     rotation: RotationName = "none"
-    value_rotation: RotationName = "none"
+    value_rotation: ValueRotationName = "none"
     key_scaling: KeyScalingName = "none"
     neuron_scaling: NeuronScalingName = "none"
     outlier_channels: OutlierChannels = "split"
@@ -72,7 +73,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         name: of the file, without its suffix.
         weights: rules for matrices; if several match a name, the last one wins.
         activations: type of every activation.
-        rotation: `hadamard` rotates the residual and is folded into the weights; see `checkpoint.rotate`.
+        rotation: `hadamard` or `principal` rotates the residual and is folded into the weights; see
+            `checkpoint.rotate`.
         value_rotation: `hadamard` rotates the values of each head, folded into `v_proj` and `o_proj`.
         key_scaling: `pairs` scales the keys of each head pair by pair, folded into `q_proj` and `k_proj`.
         neuron_scaling: `equal` or `norm` scales the neurons of the feed-forward; see `exporters.checkpoint.neurons`.
@@ -92,7 +94,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     weights: tuple[WeightRule, ...]
     activations: Literal["u16"]
     rotation: RotationName
-    value_rotation: RotationName = "none"
+    value_rotation: ValueRotationName = "none"
     key_scaling: KeyScalingName = "none"
     neuron_scaling: NeuronScalingName = "none"
     outlier_channels: OutlierChannels = "split"
@@ -157,9 +159,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 fix="Use --effort 1, or another --recipe.",
             )
         rules = tuple(
-            msgspec.structs.replace(rule, method="descent")
-            if rule.method == "gptq" and WEIGHT_TYPES[rule.dtype].bits <= effort.descent_bits
-            else rule
+            msgspec.structs.replace(rule, method=_method(effort, rule.dtype)) if rule.method == "gptq" else rule
             for rule in self.weights
         )
         found = msgspec.structs.replace(self, weights=rules)
@@ -168,9 +168,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         weighed = [
             WeightRule(tensors=name, dtype=rule.dtype, method="attention")
             for name in weighed_projections(spec)
-            if (rule := found.rule(name)).method == "descent"
+            if (rule := found.rule(name)).method in ("descent", "blocks")
         ]
         return msgspec.structs.replace(found, weights=(*rules, *weighed))
+
+    def for_blocks(self) -> Recipe:
+        """With the rotation that gains most where most matrices have block scales, if it has any."""
+        return self if self.rotation == "none" else msgspec.structs.replace(self, rotation="principal")
 
     def shares_vocabulary(self, spec: DecoderSpec) -> bool:
         """Whether the head's matrix is the table of embeddings too: that has 8 bits."""
@@ -273,6 +277,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                     expected=f"a multiple of {block} inputs",
                     fix="Use smaller blocks, or give this tensor a rule of its own in a recipe file.",
                 )
+
+
+def _method(effort: Effort, dtype: WeightDtype) -> MatrixMethod:
+    """How a matrix of a type is rounded that is fitted to text."""
+    bits = WEIGHT_TYPES[dtype].bits
+    if bits <= effort.block_bits:
+        return "blocks"
+    return "descent" if bits <= effort.descent_bits else "gptq"
 
 
 def check_recipe_path(file: Path) -> None:
