@@ -42,7 +42,7 @@ from edgekv.spec import (
 )
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import heads_of, transformed, transformed_as
-from exporters.checkpoint.rotate import hadamard
+from exporters.checkpoint.rotate import ResidualRotation
 from exporters.graphs.onnx import write_graphs
 from exporters.htp.check import float_verdict, floating_nodes
 from exporters.inspect.evaluate import open_source
@@ -302,8 +302,9 @@ def _frame(bundle: Bundle, source: Checkpoint) -> Floats:
     """From the hidden states that a bundle's graphs give to those of its checkpoint, `[H, H]`."""
     given = transformed_as(bundle, source)
     exact = np.diag(source.tensor(FINAL_NORM))
-    if bundle.manifest.recipe.rotation != "none":
-        exact = exact @ hadamard(source.spec.hidden)
+    name = bundle.manifest.recipe.rotation
+    if name != "none":
+        exact = ResidualRotation(source.spec, source.tensor, name).rotated(exact)
     weights = given.tensor(FINAL_NORM)[: source.spec.hidden] * np.float32(given.spec.head_gain)
     return np.asarray(exact / weights, np.float32)
 

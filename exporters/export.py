@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -67,6 +67,8 @@ def export_bundle(
     """
     check_output(target, force=force)
     check_compiler(options)
+    if options.allocates and options.graph_format == "onnx":
+        options = replace(options, recipe=options.recipe.for_blocks())
     with one_step("prepare", progress):
         prepared = prepare(checkpoint, options)
     store = open_store(run)

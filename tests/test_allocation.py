@@ -172,4 +172,4 @@ def test_the_command_takes_a_recipe_of_4_bits_by_itself(checkpoint: Checkpoint, 
     command += ["--skip-htp-check", "--no-quality-check", "--context", "64", "--ar", "1,16"]
     assert run([*command, "--calibration-tokens", "256", "--cache-dir", str(cache), "--target-mb", "100"]) == 0
     found = open_bundle(tmp_path / "bundle").manifest.recipe
-    assert (found.name, found.rotation, found.heads) == ("100mb", "hadamard", "aligned")
+    assert (found.name, found.rotation, found.heads) == ("100mb", "principal", "aligned")

@@ -151,12 +151,13 @@ def steps_of(model: edgekv.Model, loaded: HeadDraftModel, text: Sequence[int], k
 
 RECIPES = {
     "rotated": find_recipe("w8a16"),
+    "sorted": find_recipe("w8a16").for_blocks(),
     "plain": PLAIN,
     "4 bits": find_recipe("w4a16"),
 }
 
 
-@pytest.mark.parametrize("form", variants(RECIPES, ["rotated"]))
+@pytest.mark.parametrize("form", variants(RECIPES, ["rotated", "sorted"]))
 @pytest.mark.parametrize("mode", variants(CPU_MODES, ["fast"]))
 def test_a_step_gives_the_logits_of_the_float_head(checkpoint: Path, form: str, mode: str) -> None:
     """Of the same tokens and hidden states, whatever form the target's graphs give those in."""

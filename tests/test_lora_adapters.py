@@ -108,6 +108,17 @@ def test_an_adapter_gives_what_merging_it_gives(name: str, tmp_path: Path) -> No
     assert error(bundle, tuned, None) > 4 * error(bundle, tuned, "tuned")
 
 
+def test_an_adapter_is_rotated_as_the_weights_were(base: Path, adapters: Path, tmp_path: Path) -> None:
+    """The checkpoint is not read again, from which the directions came."""
+    options = replace(OPTIONS, recipe=OPTIONS.recipe.for_blocks())
+    bundle = shutil.copytree(exported(base, options), tmp_path / "bundle")
+    assert open_bundle(bundle).manifest.recipe.rotation == "principal"
+    add(bundle, adapters / "one", "one")
+    plain, tuned = floats(base), floats(base, (adapters / "one", 1.0))
+    assert error(bundle, tuned, "one") < 2 * error(bundle, plain, None)
+    assert error(bundle, tuned, None) > 4 * error(bundle, tuned, "one")
+
+
 @pytest.mark.htp
 def test_the_htp_computes_adapters_in_integers(adapted: Path, adapters: Path, base: Path) -> None:
     tuned = floats(base, (adapters / "one", 1.0))

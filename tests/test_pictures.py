@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -407,14 +407,21 @@ def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
     assert 10 * np.log10(np.square(float_logits).sum() / np.square(logits - float_logits).sum()) > 20
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+@pytest.mark.parametrize(
+    ("write", "rotation"),
+    [(write_smolvlm, "hadamard"), (write_smolvlm, "principal"), (write_internvl, "hadamard")],
+)
 def test_eval_shows_where_the_error_of_an_encoder_arises(
-    write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write: Callable[[Path], Path],
+    rotation: Literal["hadamard", "principal"],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     """The last line is the error of the rows that decoders read."""
     checkpoint, text = write(tmp_path / "checkpoint"), tmp_path / "text.txt"
     text.write_text("def main(argv=None):\n    return 0\n" * 20)
-    bundle = exported(checkpoint, export_options(context=96, ar=(1, 16)))
+    recipe = msgspec.structs.replace(find_recipe("w8a16"), rotation=rotation)
+    bundle = exported(checkpoint, export_options(recipe, context=96, ar=(1, 16)))
     assert run(["eval", str(bundle), "--text", str(text), "--tokens", "64", "--layers", "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["encoder"]
     assert [each["place"] for each in layers] == ["patches", "0", "1", "rows"]
@@ -422,10 +429,10 @@ def test_eval_shows_where_the_error_of_an_encoder_arises(
     assert levels[0] > max(levels[1:]) and min(levels) > 25
     opened, source = open_bundle(bundle), Checkpoint.open(str(checkpoint))
     vision = source.vision
-    assert opened.manifest.recipe.rotation == "hadamard" and vision is not None
+    assert opened.manifest.recipe.rotation == rotation and vision is not None
     patches = patches_of(drawn_picture(99, 32), vision.spec, vision.pictures)
     (wanted,), rows = encode(vision, [patches]), PictureEncoder(opened, CpuEngine(1)).encode(drawn_picture(99, 32))
-    wanted = ResidualRotation(source.spec, source.tensor).writing(wanted.T).T
+    wanted = ResidualRotation(source.spec, source.tensor, rotation).rotated(wanted)
     noise = np.square(opened.manifest.encodings["embedding"].dequantize(rows) - wanted).sum(-1)
     assert levels[-1] == pytest.approx((10 * np.log10(np.square(wanted).sum(-1) / noise)).min(), abs=0.2)
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         StoredRecord,
         TargetRecord,
         TokenRecord,
+        ValueRotationName,
         WeightRecord,
     )
     from edgekv.bundle.verified import FileHashes, file_hashes, force_rehash, rehashing
@@ -95,6 +96,7 @@ __all__ = [
     "TargetRecord",
     "StoredRecord",
     "TokenRecord",
+    "ValueRotationName",
     "WeightRecord",
     "all_compiled",
     "atomic_directory",
@@ -139,7 +141,7 @@ __getattr__ = lazy(
         "manifest_file": "read_manifest write_manifest",
         "records": "AdapterRecord FileRecord GenerationRecord HeadsName KeyScalingName MatrixMethod "
         "NeuronScalingName OutlierChannels QualityRecord RecipeRecord RotationName SinkRecord "
-        "SourceRecord StoredRecord TargetRecord TokenRecord WeightRecord",
+        "SourceRecord StoredRecord TargetRecord TokenRecord ValueRotationName WeightRecord",
         "verified": "FileHashes file_hashes force_rehash rehashing",
         "weights": "BundleWeights EmbeddingTable Extent MatrixPlace TensorPlace WeightPlaces",
     },

@@ -12,7 +12,8 @@ import msgspec
 from edgekv.spec import Vocabulary
 from quant import Method, WeightDtype
 
-RotationName = Literal["none", "hadamard"]
+RotationName = Literal["none", "hadamard", "principal"]
+ValueRotationName = Literal["none", "hadamard"]
 KeyScalingName = Literal["none", "pairs"]
 HeadsName = Literal["none", "aligned"]
 NeuronScalingName = Literal["none", "equal", "norm"]
@@ -220,7 +221,7 @@ class RecipeRecord(Record, frozen=True):
     name: str
     rotation: RotationName
     weights: list[WeightRecord]
-    value_rotation: RotationName = "none"
+    value_rotation: ValueRotationName = "none"
     key_scaling: KeyScalingName = "none"
     neuron_scaling: NeuronScalingName = "none"
     outlier_channels: OutlierChannels = "keep"

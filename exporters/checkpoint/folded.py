@@ -25,6 +25,7 @@ class FoldedCheckpoint:
         recipe: RecipeRecord,
         heads: AlignedHeads | None = None,
         neurons: Mapping[int, Floats] | None = None,
+        directions: Floats | None = None,
     ) -> None:
         """Fold on access.
 
@@ -33,13 +34,17 @@ class FoldedCheckpoint:
             recipe: the transforms.
             heads: those of single heads, if the recipe aligns them.
             neurons: factors of neurons by layer, if they are known.
+            directions: of the rotation `principal`, if they are known.
         """
         self.spec = spec = tensors.spec
         if recipe.rotation != "none" and spec.post_norms:
             raise ValueError("recipe: got a rotation of a residual with post-norms; expected none")
         self._tensors = tensors
         self._views = {view.name: view for view in views(spec)}
-        rotation = [] if recipe.rotation == "none" else [ResidualRotation(spec, tensors.tensor)]
+        rotation = list[ResidualRotation]()
+        if recipe.rotation != "none":
+            rotation.append(ResidualRotation(spec, tensors.tensor, recipe.rotation, directions))
+        self._rotation = rotation
         rotated = folded(tensors.tensor, self._views, rotation)
         scaling = recipe.neuron_scaling
         self._neurons = None if scaling == "none" else NeuronScaling(rotated, scaling, neurons)
@@ -71,6 +76,11 @@ class FoldedCheckpoint:
         for fold in folds(self._views[key], self._transforms):
             change = fold.change(change)
         return change
+
+    @property
+    def directions(self) -> Floats | None:
+        """See `ResidualRotation.directions`; None without a rotation."""
+        return next((each.directions for each in self._rotation), None)
 
     def neuron_scales(self, layer: int) -> Floats | None:
         """The factor of each neuron of a layer, `[intermediate]`; None if they are not scaled."""

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from edgekv.bundle import KeyScalingName, RotationName
+from edgekv.bundle import KeyScalingName, ValueRotationName
 from edgekv.spec import DecoderSpec, View, head_width
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 from exporters.checkpoint.rotate import hadamard
@@ -36,7 +36,7 @@ class HeadTransforms:
         read: the tensors before, by name and rows.
     """
 
-    def __init__(self, spec: DecoderSpec, values: RotationName, keys: KeyScalingName, read: Read) -> None:
+    def __init__(self, spec: DecoderSpec, values: ValueRotationName, keys: KeyScalingName, read: Read) -> None:
         self._read = read
         self._spec = spec
         self._rotates = values == "hadamard" and not spec.output_gates

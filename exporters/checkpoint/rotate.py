@@ -3,19 +3,29 @@
 RMSNorm without its weights commutes with a rotation. So the weights of each norm go into the matrices that read it, an
 orthogonal R into all matrices that write the residual, and its inverse into all that read it (QuaRot, Ashkboos et al.
 2024, arXiv 2404.00456). Outliers of single channels spread over all channels, and graphs get no new operation.
+
+A Hadamard matrix makes all input channels of a matrix alike. `principal` sorts them instead: the first channels are the
+directions in which weights that read the residual are large, the last those in which they are small, and a Hadamard
+matrix mixes each 64 neighbours alone. So the blocks of a matrix with block scales differ in magnitude, and each has
+steps of its own. Weights are small where inputs are large, so large errors meet small inputs.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from collections import defaultdict
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import RotationName
-from edgekv.spec import EMBEDDING, FINAL_NORM, DecoderSpec, View, Vocabulary, by_inputs, by_outputs
+from edgekv.spec import EMBEDDING, FINAL_NORM, DecoderSpec, View, Vocabulary, by_inputs, by_outputs, views
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
+from quant.products import one_thread, product
+
+_MIXED = 64  # at most: neighbouring directions that are channels together; the blocks of most types
+_RIDGE = 0.3  # of the mean variance of weights, added to that of each direction
 
 
 def applied_rotation(spec: DecoderSpec, asked: RotationName) -> RotationName:
@@ -38,25 +48,35 @@ class ResidualRotation:
     Args:
         spec: the decoder.
         read: the tensors before, by name and rows.
+        name: `hadamard` or `principal`.
+        directions: of `principal`; None to compute them.
     """
 
-    def __init__(self, spec: DecoderSpec, read: Read) -> None:
-        self._factors = hadamard_factors(spec.hidden)
-        self._vocabulary = spec.vocabulary
+    def __init__(self, spec: DecoderSpec, read: Read, name: RotationName, directions: Floats | None = None) -> None:
+        self._spec = spec
         self._read = read
+        self._name = name
+        self._given = directions
+
+    @cached_property
+    def directions(self) -> Floats | None:
+        """`[hidden, hidden]`, R, if it depends on the weights."""
+        if self._name != "principal":
+            return None
+        return principal_directions(self._spec, self._read) if self._given is None else self._given
 
     def __call__(self, view: View) -> Fold | None:
         """The fold of a tensor. Weights of norms become 1; those of the last one the head's gain, if it is turned."""
         if view.role == "turn":
             return Fold(out_map=lambda _: self._turn())
         if view.role == "norm":
-            gain = self._head_gain() if (view.name, self._vocabulary) == (FINAL_NORM, "turned") else np.float32(1)
+            gain = self._head_gain() if (view.name, self._spec.vocabulary) == (FINAL_NORM, "turned") else np.float32(1)
             return Fold(out_map=lambda norm: np.full_like(norm, gain))
         if view.writes_residual:
             return Fold(out_map=self.writing)
         if view.norm is not None:
             return Fold(in_map=partial(self._reading, view.norm))
-        return Fold(in_map=self._rotate) if view.key == EMBEDDING else None
+        return Fold(in_map=self.rotated) if view.key == EMBEDDING else None
 
     def _head_gain(self) -> np.float32:
         weights: np.float32 = np.sqrt(np.mean(np.square(self._read(FINAL_NORM, EVERY))))
@@ -65,26 +85,59 @@ class ResidualRotation:
     def _turn(self) -> Floats:
         """`[hidden, hidden]`, symmetric: M over the head's gain, less the identity."""
         weights = self._read(FINAL_NORM, EVERY)
-        scaled: Floats = self.writing(self._rotate(np.diag(weights / self._head_gain())))
+        scaled: Floats = self.writing(self.rotated(np.diag(weights / self._head_gain())))
         return scaled - np.eye(len(weights), dtype=np.float32)
 
     def writing(self, matrix: Floats) -> Floats:
         """A matrix `[hidden, ...]` whose results are rotated."""
-        return by_outputs(self._rotate(by_inputs(matrix)))
+        return by_outputs(self.rotated(by_inputs(matrix)))
 
     def _reading(self, norm: str, matrix: Floats) -> Floats:
         """A matrix `[..., hidden]` that reads the rotated result of a norm, whose weights go into it, in place."""
         matrix *= self._read(norm, EVERY)
-        return self._rotate(matrix)
+        return self.rotated(matrix)
 
-    def _rotate(self, vectors: Floats) -> Floats:
-        """`vectors @ R`, one factor of R at a time, which needs far fewer products."""
+    def rotated(self, vectors: Floats) -> Floats:
+        """`vectors @ R`; of a Hadamard matrix one factor at a time, which needs far fewer products."""
         shape, behind = vectors.shape, 1
-        for factor in reversed(self._factors):
+        if self.directions is not None:
+            return product(vectors.reshape(-1, shape[-1]), self.directions).reshape(shape)
+        for factor in reversed(hadamard_factors(self._spec.hidden)):
             before = vectors.reshape(-1, len(factor), behind)
             vectors = (before[..., 0] @ factor)[..., None] if behind == 1 else factor.T @ before
             behind *= len(factor)
         return vectors.reshape(shape)
+
+
+@one_thread()
+def principal_directions(spec: DecoderSpec, read: Read) -> Floats:
+    """`[hidden, hidden]`, orthogonal: the columns are directions of the residual, those of large weights first.
+
+    They are eigenvectors of the harmonic mean of the covariances of weights behind each norm of a layer, so that a
+    direction comes last only if hardly any layer has large weights there. Each matrix counts as much as it has outputs,
+    whatever its magnitude. On SmolLM2-135M the harmonic mean gains a third more than the arithmetic one.
+
+    Args:
+        spec: the decoder.
+        read: its exact tensors, by name and rows.
+    """
+    readers = defaultdict[str, list[View]](list)
+    for view in views(spec):
+        if view.layer is not None and view.norm is not None and view.is_matrix:
+            readers[view.norm].append(view)
+    size = spec.hidden
+    ridge, total = _RIDGE * np.eye(size), np.zeros((size, size))
+    for norm, matrices in readers.items():
+        covariance, outputs = np.zeros((size, size)), sum(view.shape[0] for view in matrices)
+        for view in matrices:
+            weights = read(view.name, EVERY) * read(norm, EVERY)
+            own = product(weights.T, weights).astype(np.float64)
+            covariance += view.shape[0] / outputs * own / max(np.trace(own) / size, float(np.finfo(np.float32).tiny))
+        total += outputs * np.linalg.inv(covariance + ridge)
+    _, vectors = np.linalg.eigh(total)
+    mixed = hadamard(min(size & -size, _MIXED))
+    found: Floats = (vectors.reshape(size, -1, len(mixed)) @ mixed).reshape(size, size).astype(np.float32)
+    return found
 
 
 @lru_cache(maxsize=8)  # the widths of a model's heads

@@ -46,8 +46,9 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
     if record is None or vision is None:
         return []
     base: VisionEncoder | RotatedEncoder = vision
-    if bundle.manifest.recipe.rotation != "none":
-        base = RotatedEncoder(vision, ResidualRotation(checkpoint.spec, checkpoint.tensor).writing)
+    name = bundle.manifest.recipe.rotation
+    if name != "none":
+        base = RotatedEncoder(vision, ResidualRotation(checkpoint.spec, checkpoint.tensor, name).writing)
     spec = record.encoder
     tensors: EncoderTensors = WideEncoder(base, spec.wide) if spec.wide else base
     patches = patches_of(drawn_picture(_PICTURE, spec.image), spec, record.pictures)

@@ -29,7 +29,7 @@ from quant import QuantizedWeight
 LORA_FILE = "lora.safetensors"
 
 _CONFIG = "config"
-_EXACT, _FOLDED, _NEURONS, _SINK = "exact.", "folded.", "neurons.", "sink.embedding"
+_EXACT, _FOLDED, _NEURONS, _SINK, _DIRECTIONS = "exact.", "folded.", "neurons.", "sink.embedding", "directions"
 
 
 def write_lora_base(checkpoint: Checkpoint, folded: Tensors, sink: tuple[int, ...], folder: Path) -> None:
@@ -48,6 +48,8 @@ def write_lora_base(checkpoint: Checkpoint, folded: Tensors, sink: tuple[int, ..
         for layer in range(checkpoint.spec.layers):
             if (scales := folded.neuron_scales(layer)) is not None:
                 arrays[f"{_NEURONS}{layer}"] = scales
+        if folded.directions is not None:
+            arrays[_DIRECTIONS] = folded.directions
     if sink:
         arrays[_SINK] = folded.tensor(EMBEDDING, np.array(sink))
     (folder / LORA_FILE).write_bytes(encode_tensors(arrays, {_CONFIG: json.dumps(dict(checkpoint.config))}))
@@ -118,7 +120,8 @@ class LoraBase:
         neurons = {
             int(name.removeprefix(_NEURONS)): each for name, each in file.arrays.items() if name.startswith(_NEURONS)
         }
-        return replace(plain, _folded=FoldedCheckpoint(plain, manifest.recipe, heads, neurons), _split=split)
+        folded = FoldedCheckpoint(plain, manifest.recipe, heads, neurons, file.arrays.get(_DIRECTIONS))
+        return replace(plain, _folded=folded, _split=split)
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """A norm before the transforms."""

@@ -80,7 +80,7 @@ class EncoderPiece(Piece):
         base: VisionEncoder | RotatedEncoder = vision
         turn = None
         if self.rotation != "none":
-            rotation = ResidualRotation(self.exact.spec, inputs.exact(self.exact).tensor)
+            rotation = ResidualRotation(self.exact.spec, inputs.exact(self.exact).tensor, self.rotation)
             base = RotatedEncoder(vision, rotation.writing)
             turn = rotation.writing(np.eye(self.encoder.output, dtype=np.float32))
         tensors: EncoderTensors = WideEncoder(base, self.encoder.wide) if self.encoder.wide else base

@@ -104,7 +104,7 @@ class Axes:
     rotations: Annotated[
         Sequence[RotationName | None],
         Option(
-            "Rotations of the residual, comma-separated: none, hadamard.",
+            "Rotations of the residual, comma-separated: none, hadamard, principal.",
             parse=_rotations,
             shown="that of each recipe",
         ),
