@@ -142,8 +142,8 @@ class ExportOptions:
         Effort,
         Option(
             "Time spent on rounding weights, 1 to 5: from 2 on coordinate descent follows GPTQ in 4 bits, from 3 on "
-            "in 8 bits too, scales of blocks are learned, errors of queries count by what they do to attention, and "
-            "the float model writes text to calibrate on.",
+            "in 8 bits too, errors of queries count by what they do to attention, and the float model writes "
+            "text to calibrate on.",
             metavar="1..5",
             parse=Effort.parse,
             shown=str(DEFAULT_EFFORT.level),

@@ -70,7 +70,7 @@ def test_learning_the_rounding_costs_less_on_text_it_never_saw(measured):
     """23 % less with 4,096 tokens."""
     recipe, effort = (
         find_recipe("w4a16"),
-        Effort(3, descent_bits=4, block_bits=4, weighs_attention=True, written_tokens=4096),
+        Effort(3, descent_bits=4, weighs_attention=True, written_tokens=4096),
     )
     assert measured(recipe, effort).kl_nats < 0.85 * measured(recipe, EFFORTS[0]).kl_nats
 

@@ -106,7 +106,7 @@ def export(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Expor
         ar=(1, 16),
         calibration=folder / "text.txt",
         calibration_tokens=256,
-        effort=Effort(3, descent_bits=4, block_bits=4, weighs_attention=True, written_tokens=64),
+        effort=Effort(3, descent_bits=4, weighs_attention=True, written_tokens=64),
         compile=True,
         lora=LoraOptions(4, calibrate=(AdapterChoice(folder / "adapter0"),)),
     )
@@ -283,7 +283,7 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "chat template": (template, {*BUNDLE, "encode chat", "reference prose"}),
     "sink": (options(sink=SinkWanted("tokens", (256,))), AFTER_SURVEY - ENCODED),
     "text to learn from": (
-        options(effort=Effort(3, descent_bits=4, block_bits=4, weighs_attention=True, written_tokens=128)),
+        options(effort=Effort(3, descent_bits=4, weighs_attention=True, written_tokens=128)),
         {"text", *QUANTIZED, *BUNDLE},
     ),
     "adapter to calibrate on": (calibrated_adapter, {"survey adapter", *QUANTIZED, *BUNDLE}),

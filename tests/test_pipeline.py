@@ -416,7 +416,7 @@ def test_an_export_that_learns_goes_on_where_it_was(work):
             if (stage, done) == stop:
                 raise KeyboardInterrupt
 
-        effort = Effort(3, descent_bits=4, block_bits=4, weighs_attention=True, written_tokens=300)
+        effort = Effort(3, descent_bits=4, weighs_attention=True, written_tokens=300)
         chosen = replace(options(), effort=effort)
         run = RunOptions(cache_dir=work.folder / "cache", **run)
         return export_bundle(work.checkpoint, work.folder / name, chosen, run, progress=progress), told
@@ -424,7 +424,7 @@ def test_an_export_that_learns_goes_on_where_it_was(work):
     stop = None
     whole, _ = export("whole")
     assert work.pieces == []
-    assert {each.method for each in whole.recipe.weights} == {"attention", "blocks", "gptq"}
+    assert {each.method for each in whole.recipe.weights} == {"attention", "descent", "gptq"}
     assert (whole.source.calibration_tokens, whole.source.generated_tokens) == (256 + 320, 320)  # windows of 64
     stop = ("quantize", 1)
     with pytest.raises(KeyboardInterrupt):
@@ -448,7 +448,7 @@ def test_a_cap_that_one_layer_exceeds_is_refused_and_says_what_is_needed(work):
 
 def test_a_cap_that_the_float_model_exceeds_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "checkpoint", {"vocab_size": 65536, "num_hidden_layers": 1})
-    cap, chosen = RunOptions(max_ram_bytes=210_000_000), replace(options(), effort=Effort(3, 8, 4, True, 64))
+    cap, chosen = RunOptions(max_ram_bytes=210_000_000), replace(options(), effort=Effort(3, 8, True, 64))
     with pytest.raises(UsageError, match=r"for the float model, which writes text for --effort.*, or a lower --effort"):
         export_bundle(Checkpoint.open(str(folder)), tmp_path / "bundle", chosen, cap)
     assert not (tmp_path / "bundle").exists()

@@ -14,7 +14,6 @@ class Effort:
     Attributes:
         level: its number.
         descent_bits: coordinate descent follows GPTQ in types of at most so many bits; see `quant.descent`.
-        block_bits: likewise, of descent over blocks, which learns their scales.
         weighs_attention: whether errors of queries count by what they do to attention; see
             `exporters.quantize.attention`.
         written_tokens: that the float model writes itself and that join the calibration text.
@@ -22,7 +21,6 @@ class Effort:
 
     level: int
     descent_bits: int
-    block_bits: int
     weighs_attention: bool
     written_tokens: int
 
@@ -40,10 +38,10 @@ class Effort:
 
 
 EFFORTS = (
-    Effort(1, descent_bits=0, block_bits=0, weighs_attention=False, written_tokens=0),
-    Effort(2, descent_bits=4, block_bits=0, weighs_attention=False, written_tokens=0),
-    Effort(3, descent_bits=8, block_bits=4, weighs_attention=True, written_tokens=16_384),
-    Effort(4, descent_bits=8, block_bits=4, weighs_attention=True, written_tokens=32_768),
-    Effort(5, descent_bits=8, block_bits=4, weighs_attention=True, written_tokens=65_536),
+    Effort(1, descent_bits=0, weighs_attention=False, written_tokens=0),
+    Effort(2, descent_bits=4, weighs_attention=False, written_tokens=0),
+    Effort(3, descent_bits=8, weighs_attention=True, written_tokens=16_384),
+    Effort(4, descent_bits=8, weighs_attention=True, written_tokens=32_768),
+    Effort(5, descent_bits=8, weighs_attention=True, written_tokens=65_536),
 )
 DEFAULT_EFFORT = EFFORTS[1]

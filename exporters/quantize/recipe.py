@@ -159,7 +159,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 fix="Use --effort 1, or another --recipe.",
             )
         rules = tuple(
-            msgspec.structs.replace(rule, method=_method(effort, rule.dtype)) if rule.method == "gptq" else rule
+            msgspec.structs.replace(rule, method="descent")
+            if rule.method == "gptq" and WEIGHT_TYPES[rule.dtype].bits <= effort.descent_bits
+            else rule
             for rule in self.weights
         )
         found = msgspec.structs.replace(self, weights=rules)
@@ -168,7 +170,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         weighed = [
             WeightRule(tensors=name, dtype=rule.dtype, method="attention")
             for name in weighed_projections(spec)
-            if (rule := found.rule(name)).method in ("descent", "blocks")
+            if (rule := found.rule(name)).method == "descent"
         ]
         return msgspec.structs.replace(found, weights=(*rules, *weighed))
 
@@ -277,14 +279,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                     expected=f"a multiple of {block} inputs",
                     fix="Use smaller blocks, or give this tensor a rule of its own in a recipe file.",
                 )
-
-
-def _method(effort: Effort, dtype: WeightDtype) -> MatrixMethod:
-    """How a matrix of a type is rounded that is fitted to text."""
-    bits = WEIGHT_TYPES[dtype].bits
-    if bits <= effort.block_bits:
-        return "blocks"
-    return "descent" if bits <= effort.descent_bits else "gptq"
 
 
 def check_recipe_path(file: Path) -> None:
