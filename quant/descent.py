@@ -105,13 +105,14 @@ def descend_blocks(
     block = grid.type.block or _BLOCK
     parts = [np.flatnonzero(order // block == number) for number in range(-(-len(order) // block))]
     factors = [cholesky(hessian[np.ix_(rows, rows)]) for rows in parts]
+    inverses = [corner_inverses(factor) for factor in factors]
     learned = None if keeps_grid or grid.block_scales is None else grid.block_scales.copy()
     for remaining in reversed(range(_ROUNDS)):
         steps = grid.steps(len(target))[order]
         slopes = product(hessian, rounded * steps - target)
         for number, (rows, factor) in enumerate(zip(parts, factors, strict=True)):
             before = rounded[rows] * steps[rows]
-            away = solve(factor, corner_inverses(factor), slopes[rows])
+            away = solve(factor, inverses[number], slopes[rows])
             levels = None if learned is None else _near(learned[number])
             tried = steps[rows[:1]] if levels is None else levels * grid.scales
             part = hessian[np.ix_(rows, rows)]

@@ -63,6 +63,10 @@ class ResidualRotation:
             return None
         return principal_directions(self._spec, self._read) if self._given is None else self._given
 
+    @cached_property
+    def _factors(self) -> list[Floats]:
+        return hadamard_factors(self._spec.hidden)
+
     def __call__(self, view: View) -> Fold | None:
         """The fold of a tensor. Weights of norms become 1; those of the last one the head's gain, if it is turned."""
         if view.role == "turn":
@@ -100,7 +104,7 @@ class ResidualRotation:
         shape, behind = vectors.shape, 1
         if self.directions is not None:
             return product(vectors.reshape(-1, shape[-1]), self.directions).reshape(shape)
-        for factor in reversed(hadamard_factors(self._spec.hidden)):
+        for factor in reversed(self._factors):
             before = vectors.reshape(-1, len(factor), behind)
             vectors = (before[..., 0] @ factor)[..., None] if behind == 1 else factor.T @ before
             behind *= len(factor)
