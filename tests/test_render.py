@@ -371,13 +371,14 @@ def _resident_bytes(files: set[Path]) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
 def test_a_graph_that_has_not_run_for_a_while_leaves_no_weights_in_memory(small: Path, kept: Path) -> None:
-    decode, prefill = ({kept / file for file in _files_of_weights(small / f"ar{ar}_cl64.onnx")} for ar in (1, 8))
-    alone = prefill - decode
+    """Each session maps files of its own, also those that graphs share: on processors without VNNI, all."""
+    files = {kept / file for ar in (1, 8) for file in _files_of_weights(small / f"ar{ar}_cl64.onnx")}
     with edgekv.load(small, cpu_mode="fast") as model:
-        resident = [_resident_bytes(alone) for _ in model.generate([*range(5, 21)], 30, ignore_eos=True)]
-        assert resident[0] > 0 == resident[-1] and _resident_bytes(decode) > 0
+        resident = [_resident_bytes(files) for _ in model.generate([*range(5, 21)], 30, ignore_eos=True)]
+        prefill, both, decode = resident[0], max(resident), resident[-1]
+        assert prefill > 0 < decode <= both - prefill
         first, again = ([token.id for token in model.generate([*range(5, 21)], 4, ignore_eos=True)] for _ in range(2))
-        assert first == again and _resident_bytes(alone) > 0
+        assert first == again and _resident_bytes(files) > decode
 
 
 @pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])
