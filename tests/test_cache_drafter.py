@@ -26,6 +26,7 @@ from edgekv.engine.cache_drafter import CacheDraftModel
 from edgekv.errors import BundleError, CheckpointError, EdgeKVError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
 from edgekv.graphs.decoder import decoder_layer, drafter_input, last_norm, logits
+from edgekv.graphs.processor import multiplies_integers
 from edgekv.kv import STRATEGIES, KvTensor
 from edgekv.spec import TARGET_HIDDEN, DecoderInterface
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -189,7 +190,8 @@ def test_a_step_gives_the_logits_of_the_float_drafter(
                 rows = {tensor: rows[0] for tensor, rows in read.rows.items()}
                 (wanted, _) = float_step(exact.tensors, np.array(tokens), hidden, rows)
                 found_db.append(sqnr_db(wanted, step.logits))
-    assert min(found_db) > 14 and np.median(found_db) > 21, found_db
+    least_db = 17 if multiplies_integers() else 14
+    assert min(found_db) > least_db and np.median(found_db) > 21, found_db
 
 
 @pytest.mark.parametrize("strategy", variants(STRATEGIES, ["slot"]))
