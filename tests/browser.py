@@ -1,65 +1,51 @@
-"""Headless Chromium, driven by its DevTools protocol over a pipe."""
+"""Headless Chromium, the one of the system, driven by Playwright."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import select
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 VARIABLE = "EDGEKV_TEST_CHROMIUM"
 """Names the program. CI sets it, so that a browser that is missing there fails the tests instead of skipping them."""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 PROGRAM = os.environ.get(VARIABLE) or next(filter(None, map(shutil.which, _NAMES)), None)
 WAIT_S = 30.0
-ANSWER_S = 90.0
+_ALLOWED = ["clipboard-read", "clipboard-write"]
 
 
-class Browser:
-    """A browser with one page.
+class Tab:
+    """A page in a profile of its own.
 
     Attributes:
-        messages: errors of scripts, and what the page wrote to the console, so far.
+        messages: errors of scripts, and what the browser and the page wrote to the console, so far.
     """
 
-    def __init__(self, to_browser: int, from_browser: int) -> None:
-        self._to, self._from = to_browser, from_browser
-        self._buffer = b""
-        self._number = 0
+    def __init__(self, page: Page) -> None:
         self.messages: list[str] = []
-        target = self._send("Target.createTarget", url="about:blank", session=None)["targetId"]
-        self._session = None
-        self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self._send(f"{domain}.enable")
-        self._send("Emulation.setFocusEmulationEnabled", enabled=True)
-        allowed = ["clipboardReadWrite", "clipboardSanitizedWrite"]
-        self._send("Browser.grantPermissions", permissions=allowed, session=None)
+        self._page = page
+        page.set_default_timeout(WAIT_S * 1000)
+        page.on("pageerror", lambda error: self.messages.append(str(error)))
+        page.on("console", lambda message: self.messages.append(f"{message.text} ({message.location})"))
 
     def open(self, url: str) -> None:
         """Load a page and wait for it."""
-        self._send("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self._page.goto(url)
 
-    @contextmanager
-    def preparing(self, script: str) -> Iterator[None]:
-        """Run a script in every page that loads within the block, before the page's own."""
-        name = self._send("Page.addScriptToEvaluateOnNewDocument", source=script)["identifier"]
-        yield
-        self._send("Page.removeScriptToEvaluateOnNewDocument", identifier=name)
+    def prepare(self, script: str) -> None:
+        """Run a script in every page that is opened from now on, before the page's own."""
+        self._page.add_init_script(script)
 
     def run(self, script: str) -> Any:
         """The value of an expression."""
-        answer = self._send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
-        return answer["result"].get("value")
+        return self._page.evaluate(script)
 
     def wait(self, script: str) -> None:
         """Wait until an expression is true."""
@@ -68,36 +54,24 @@ class Browser:
             if time.monotonic() > end:
                 shown = self.run("document.body.innerText")
                 raise AssertionError(f"never: {script}; {self.messages}; the page shows: {shown}")
-            time.sleep(0.02)
+            self._page.wait_for_timeout(20)
 
     def type(self, text: str) -> None:
         """Type into what has the focus."""
-        self._send("Input.insertText", text=text)
+        self._page.keyboard.insert_text(text)
 
-    def press(self, key: str, code: int, *, shift: bool = False) -> None:
-        """Press a key."""
-        given: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
-        text = "\r" if key == "Enter" else key if len(key) == 1 else None
-        self._send("Input.dispatchKeyEvent", type="keyDown", **given, **({"text": text} if text else {}))
-        self._send("Input.dispatchKeyEvent", type="keyUp", **given)
+    def press(self, key: str) -> None:
+        """Press a key, such as `Enter` or `Shift+Enter`."""
+        self._page.keyboard.press(key)
 
     def click(self, selector: str) -> None:
         """Click on the first element that a CSS selector finds, in its middle."""
-        place = self.run(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            " e.scrollIntoView({ block: 'nearest' }); const r = e.getBoundingClientRect();"
-            " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
-        for kind in ("mousePressed", "mouseReleased"):
-            self._send("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+        self._page.locator(selector).first.click(force=True)  # at once: an answer may end meanwhile
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
         """Give the page the size of a screen."""
-        self._send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
-        scheme = "dark" if dark else "light"
-        self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._page.set_viewport_size({"width": width, "height": height})
+        self._page.emulate_media(color_scheme="dark" if dark else "light")
 
     def clipboard(self) -> str:
         """The text on the clipboard."""
@@ -106,70 +80,27 @@ class Browser:
 
     def screenshot(self, path: Path) -> None:
         """Write what the page shows."""
-        path.write_bytes(base64.b64decode(self._send("Page.captureScreenshot", format="png")["data"]))
-
-    def _send(self, method: str, session: str | None = "own", **params: Any) -> dict[str, Any]:
-        self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
-        if session is not None and self.__dict__.get("_session"):
-            message["sessionId"] = self._session
-        os.write(self._to, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._read()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, answer["error"]
-                found: dict[str, Any] = answer["result"]
-                return found
-            self._note(answer)
-
-    def _note(self, event: dict[str, Any]) -> None:
-        if event.get("method") == "Runtime.exceptionThrown":
-            self.messages.append(json.dumps(event["params"]["exceptionDetails"]))
-        if event.get("method") == "Log.entryAdded":
-            self.messages.append(event["params"]["entry"]["text"])
-
-    def _read(self) -> dict[str, Any]:
-        while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._from], [], [], ANSWER_S)
-            assert ready, f"the browser did not answer within {ANSWER_S:g} s"
-            piece = os.read(self._from, 1 << 20)
-            assert piece, "the browser has ended"
-            self._buffer += piece
-        data, _, self._buffer = self._buffer.partition(b"\0")
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+        self._page.screenshot(path=path)
 
 
 @contextmanager
-def browser(profile: Path) -> Iterator[Browser]:
-    """A browser until the block ends.
-
-    Args:
-        profile: a folder for its data.
-    """
-    assert PROGRAM is not None
-    read_end, to_browser = os.pipe()
-    from_browser, write_end = os.pipe()
-
-    def place() -> None:
-        os.dup2(read_end, 3)
-        os.dup2(write_end, 4)
-
-    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
-    options = (*flags, "--disable-background-networking", "--remote-debugging-pipe", f"--user-data-dir={profile}")
-    process = subprocess.Popen(
-        [PROGRAM, *options], pass_fds=(3, 4), preexec_fn=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    os.close(read_end)
-    os.close(write_end)
+def new_tab(chromium: Browser) -> Iterator[Tab]:
+    """A page until the block ends; nothing that others have stored is in it."""
+    context = chromium.new_context()
+    context.grant_permissions(_ALLOWED)
     try:
-        yield Browser(to_browser, from_browser)
+        yield Tab(context.new_page())
     finally:
-        process.terminate()
-        try:
-            process.wait(WAIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        os.close(to_browser)
-        os.close(from_browser)
+        context.close()
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser until the block ends."""
+    from playwright.sync_api import sync_playwright
+
+    assert PROGRAM is not None
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=PROGRAM, chromium_sandbox=False)
+        yield chromium
+        chromium.close()

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.browser import Browser
+from playwright.sync_api import Browser
+
+from tests.browser import Tab, new_tab
 from tests.serving import NAME, Server
 
-ENTER, ESCAPE, TAB = 13, 27, 9
 IDLE = "!document.getElementById('send').hidden"
 TURNS = "[...document.querySelectorAll('.turn')].map(e => [e.classList[1], e.querySelector('.text').textContent])"
 FIGURES = "[...document.querySelectorAll('.assistant .figures')].map(e => e.textContent)"
@@ -18,20 +19,17 @@ KEPT = "JSON.parse(localStorage.getItem('edgekv chat'))"
 
 
 @contextmanager
-def new_chat(chromium: Browser, server: Server) -> Iterator[Browser]:
+def new_chat(chromium: Browser, server: Server) -> Iterator[Tab]:
     """The page with no conversation; it must end without an error of a script or of the content security policy."""
-    chromium.open(f"{server.serving.url}/")
-    chromium.run("document.querySelectorAll('dialog :is(input, textarea)').forEach(e => { e.value = ''; })")
-    chromium.run("state = { messages: [], settings: {} }, save(), 0")
-    chromium.messages.clear()
-    chromium.resize(1000, 700)
-    chromium.open(f"{server.serving.url}/?again")
-    chromium.wait(f"document.title === {NAME!r}")
-    yield chromium
-    assert chromium.messages == []
+    with new_tab(chromium) as chat:
+        chat.resize(1000, 700)
+        chat.open(f"{server.serving.url}/")
+        chat.wait(f"document.title === {NAME!r}")
+        yield chat
+        assert chat.messages == []
 
 
-def change_settings(chat: Browser, **values: object) -> None:
+def change_settings(chat: Tab, **values: object) -> None:
     chat.click("#settings")
     for name, value in values.items():
         chat.run(f"document.getElementById({name!r}).value = {json.dumps(str(value))}, undefined")
@@ -39,7 +37,7 @@ def change_settings(chat: Browser, **values: object) -> None:
     chat.wait("!document.getElementById('dialog').open")
 
 
-def say(chat: Browser, text: str, turns: int | None = None) -> None:
+def say(chat: Tab, text: str, turns: int | None = None) -> None:
     """Send a message.
 
     Args:
@@ -47,17 +45,17 @@ def say(chat: Browser, text: str, turns: int | None = None) -> None:
     """
     chat.run("document.getElementById('input').focus()")
     chat.type(text)
-    chat.press("Enter", ENTER)
+    chat.press("Enter")
     if turns is not None:
         wait_for_turns(chat, turns)
 
 
-def wait_for_turns(chat: Browser, turns: int) -> None:
+def wait_for_turns(chat: Tab, turns: int) -> None:
     """Wait until nothing is being written and there are so many turns."""
     chat.wait(f"{IDLE} && document.querySelectorAll('.turn').length === {turns}")
 
 
-def show(chat: Browser, *contents: str) -> None:
+def show(chat: Tab, *contents: str) -> None:
     """Show a conversation, which a user's message begins."""
     messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
     chat.run(f"state.messages = {json.dumps(messages)}, draw(), undefined")

@@ -24,9 +24,10 @@ from tests.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, writ
 from tests.exports import export_options, exported
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from exporters.targets.genie.folder import GenieFolder
     from tests.aihub_server import AiHub
-    from tests.browser import Browser
 
 # A busy machine is no failure, and CI looks at the same examples each time: searching for new ones is for people.
 settings.register_profile("edgekv", deadline=None, derandomize="CI" in os.environ)
@@ -244,12 +245,12 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def chromium() -> Iterator[Browser]:
     from tests.browser import PROGRAM, browser
 
     if PROGRAM is None:
         pytest.skip("needs Chromium: apt-get install chromium")
-    with browser(tmp_path_factory.mktemp("profile")) as chromium:
+    with browser() as chromium:
         yield chromium
 
 

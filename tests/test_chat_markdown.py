@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
-from tests.browser import Browser
+from tests.browser import Tab
 from tests.chat_page import new_chat, show
 from tests.serving import Server, served
 
@@ -46,25 +47,25 @@ def server(talking: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def opened(chromium: Browser, server: Server) -> Iterator[Browser]:
+def opened(chromium: Browser, server: Server) -> Iterator[Tab]:
     with new_chat(chromium, server) as chat:
         yield chat
 
 
 @pytest.fixture
-def chat(opened: Browser) -> Iterator[Browser]:
+def chat(opened: Tab) -> Iterator[Tab]:
     opened.resize(1000, 700)
     yield opened
     assert opened.messages == []
 
 
-def _rendered(chat: Browser, text: str) -> str:
+def _rendered(chat: Tab, text: str) -> str:
     show(chat, "x", text)
     found: str = chat.run(HTML)
     return found
 
 
-def _fuzz(chat: Browser, script: str, texts: list[str]) -> list[str]:
+def _fuzz(chat: Tab, script: str, texts: list[str]) -> list[str]:
     """The texts for which a function of a text, and of an element to show it in, is false."""
     each = "text => !check(text, document.createElement('div'))"
     found: list[str] = chat.run(f"(() => {{ const check = {script}; return {json.dumps(texts)}.filter({each}); }})()")
@@ -105,11 +106,11 @@ def _fuzz(chat: Browser, script: str, texts: list[str]) -> list[str]:
         ("[a] (b) [c][d] [e](/metrics) [f](x.html)", "<p>[a] (b) [c][d] [e](/metrics) [f](x.html)</p>"),
     ],
 )  # fmt: skip
-def test_a_text_becomes_elements(chat: Browser, text: str, html: str) -> None:
+def test_a_text_becomes_elements(chat: Tab, text: str, html: str) -> None:
     assert _rendered(chat, text) == html
 
 
-def test_a_table_has_a_head_and_sides(chat: Browser) -> None:
+def test_a_table_has_a_head_and_sides(chat: Tab) -> None:
     _rendered(chat, "| a | *b* | c |\n|---|:--|--:|\n| `d` | e \\| f |\n\ng")
     rows = (
         "[...document.querySelectorAll('.assistant tr')].map(r => [...r.children].map(e => [e.tagName, e.innerHTML]))"
@@ -133,7 +134,7 @@ def test_a_table_has_a_head_and_sides(chat: Browser) -> None:
         ("```", ""),
     ],
 )
-def test_a_fence_shows_code_as_it_is(chat: Browser, text: str, code: str) -> None:
+def test_a_fence_shows_code_as_it_is(chat: Tab, text: str, code: str) -> None:
     _rendered(chat, text)
     assert chat.run("document.querySelector('.assistant pre').textContent") == code
     assert chat.run("document.querySelectorAll('.assistant pre').length") == 1
@@ -157,7 +158,7 @@ def test_a_fence_shows_code_as_it_is(chat: Browser, text: str, code: str) -> Non
         "__proto__ constructor **toString** [x](https://__proto__/) \u202egnp.exe \ufeff\ud800 \0",
     ],
 )
-def test_a_hostile_answer_is_inert(chat: Browser, text: str) -> None:
+def test_a_hostile_answer_is_inert(chat: Tab, text: str) -> None:
     chat.run("window.alerted = 0, window.alert = () => { alerted++; }, undefined")
     before = chat.run("performance.getEntriesByType('resource').length")
     _rendered(chat, text)
@@ -183,7 +184,7 @@ def _texts() -> list[str]:
     return ["".join(chosen.choices(_PIECES, k=chosen.randrange(2, 40))) for _ in range(3000)]
 
 
-def test_no_word_is_lost_and_nothing_else_appears(chat: Browser) -> None:
+def test_no_word_is_lost_and_nothing_else_appears(chat: Tab) -> None:
     script = (
         "(text, element) => { markdown(element)(text); const parts = [...element.querySelectorAll('*')];"
         " const count = (all) => all.split('alpha').length;"
@@ -194,7 +195,7 @@ def test_no_word_is_lost_and_nothing_else_appears(chat: Browser) -> None:
     assert _fuzz(chat, script, _texts()) == []
 
 
-def test_a_text_that_grows_ends_as_the_whole_text(chat: Browser) -> None:
+def test_a_text_that_grows_ends_as_the_whole_text(chat: Tab) -> None:
     """However an answer is cut into pieces while it streams."""
     script = (
         "(text, element) => { const whole = document.createElement('div'); markdown(whole)(text);"
@@ -205,7 +206,7 @@ def test_a_text_that_grows_ends_as_the_whole_text(chat: Browser) -> None:
     assert _fuzz(chat, script, [*_texts()[:500], SAMPLE]) == []
 
 
-def test_finished_blocks_stay_while_an_answer_grows(chat: Browser) -> None:
+def test_finished_blocks_stay_while_an_answer_grows(chat: Tab) -> None:
     """So that a selection or a focused button in them stays too."""
     kept = chat.run(
         "(() => { const element = document.createElement('div'), write = markdown(element);"
@@ -223,7 +224,7 @@ def test_finished_blocks_stay_while_an_answer_grows(chat: Browser) -> None:
         "- - ",        " ", "\t", "-", "a.:;!?", "**", "***a*", "()", "[a](b(c)",
     ],
 )  # fmt: skip
-def test_hostile_texts_take_linear_time(chat: Browser, text: str) -> None:
+def test_hostile_texts_take_linear_time(chat: Tab, text: str) -> None:
     """A quadratic step takes minutes for these; an answer is rendered again with every frame."""
     long = json.dumps(text * (200_000 // len(text)))
     taken_ms = chat.run(
@@ -233,7 +234,7 @@ def test_hostile_texts_take_linear_time(chat: Browser, text: str) -> None:
     assert taken_ms < 5_000
 
 
-def test_a_phone_scrolls_code_and_tables_and_not_the_page(chat: Browser) -> None:
+def test_a_phone_scrolls_code_and_tables_and_not_the_page(chat: Tab) -> None:
     chat.resize(320, 600)
     show(chat, "x", f"| {'a |' * 30}\n|{'-|' * 30}\n\n```{'j' * 200}\n{'c' * 200}\n```\n\n{'w' * 200} `{'v' * 200}`")
     assert chat.run("document.documentElement.scrollWidth") == 320
@@ -246,7 +247,7 @@ def test_a_phone_scrolls_code_and_tables_and_not_the_page(chat: Browser) -> None
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_text_has_contrast(chat: Browser, dark: bool) -> None:
+def test_every_text_has_contrast(chat: Tab, dark: bool) -> None:
     """At least 4.5 to 1, as the accessibility guidelines ask for (WCAG 2.2, 1.4.3)."""
     chat.resize(1000, 700, dark=dark)
     show(chat, "x", f"{SAMPLE}\n[link](https://a.b)\n")

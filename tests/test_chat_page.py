@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
 from edgekv.serve.page import page
-from tests.browser import Browser
+from tests.browser import Tab, new_tab
 from tests.chat_page import (
-    ENTER,
     ERROR,
-    ESCAPE,
     FIGURES,
     IDLE,
     KEPT,
-    TAB,
     TURNS,
     change_settings,
     new_chat,
@@ -36,12 +34,12 @@ def server(talking: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def chat(chromium: Browser, server: Server) -> Iterator[Browser]:
+def chat(chromium: Browser, server: Server) -> Iterator[Tab]:
     with new_chat(chromium, server) as chat:
         yield chat
 
 
-def test_a_conversation_continues_from_the_cache(chat: Browser, server: Server) -> None:
+def test_a_conversation_continues_from_the_cache(chat: Tab, server: Server) -> None:
     change_settings(chat, max_tokens=8, temperature=0, system="Be brief.")
     say(chat, "Hello", turns=2)
     say(chat, "More", turns=4)
@@ -65,18 +63,18 @@ def test_a_conversation_continues_from_the_cache(chat: Browser, server: Server) 
     assert chat.run("document.getElementById('meter').value") == prompt + 8
 
 
-def test_a_full_context_is_shown_as_full(chat: Browser) -> None:
+def test_a_full_context_is_shown_as_full(chat: Tab) -> None:
     """The last token of an answer is not run: prompt and answer are one more than the context."""
     say(chat, "Hello", turns=2)
     assert chat.run("document.getElementById('used').textContent") == "512 of 512"
 
 
 @pytest.mark.parametrize("way", ["escape", "button"])
-def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Browser, server: Server, way: str) -> None:
+def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Tab, server: Server, way: str) -> None:
     say(chat, "Hello")
     chat.wait(f"{TURNS}[1]?.[1].length > 3")
     if way == "escape":
-        chat.press("Escape", ESCAPE)
+        chat.press("Escape")
     else:
         chat.click("#stop")
     chat.wait(IDLE)
@@ -97,7 +95,7 @@ def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Browser, s
     assert chat.run(f"{KEPT}.messages") == []
 
 
-def test_a_reload_in_the_middle_of_an_answer_keeps_what_was_written(chat: Browser, server: Server) -> None:
+def test_a_reload_in_the_middle_of_an_answer_keeps_what_was_written(chat: Tab, server: Server) -> None:
     say(chat, "Hello")
     chat.wait(f"{TURNS}[1]?.[1].length > 3")
     chat.open(f"{server.serving.url}/?later")
@@ -108,14 +106,14 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_what_was_written(chat: Browse
     chat.wait("fetch('health').then(r => r.json()).then(h => h.running === 0)")
 
 
-def test_the_page_works_on_a_phone_and_by_keyboard(chat: Browser) -> None:
+def test_the_page_works_on_a_phone_and_by_keyboard(chat: Tab) -> None:
     chat.resize(320, 600, dark=True)
     change_settings(chat, max_tokens=30)
     chat.run("document.getElementById('input').focus()")
     chat.type("A line")
-    chat.press("Enter", ENTER, shift=True)
+    chat.press("Shift+Enter")
     chat.type("x" * 200)
-    chat.press("Enter", ENTER)
+    chat.press("Enter")
     wait_for_turns(chat, 2)
     assert chat.run("document.documentElement.scrollWidth") == 320
     outside = "[...document.querySelectorAll('button, textarea, meter, .text')].filter(e => e.offsetParent)"
@@ -128,7 +126,7 @@ def test_the_page_works_on_a_phone_and_by_keyboard(chat: Browser) -> None:
     name = "(e => e === document.body ? 'the browser' : e.id || e.textContent)(document.activeElement)"
     order = []
     for _ in range(9):
-        chat.press("Tab", TAB)
+        chat.press("Tab")
         order.append(chat.run(name))
     assert order == ["again", "send", "the browser", "new", "settings", "log", "Copy", "Edit", "Copy"]
     unnamed = "[...document.querySelectorAll('button, textarea, input, meter, select')]"
@@ -136,7 +134,7 @@ def test_the_page_works_on_a_phone_and_by_keyboard(chat: Browser) -> None:
     assert chat.run(f"{unnamed}.filter(e => !({named})).map(e => e.id)") == []
 
 
-def test_the_meter_moves_while_an_answer_is_written(chat: Browser) -> None:
+def test_the_meter_moves_while_an_answer_is_written(chat: Tab) -> None:
     change_settings(chat, max_tokens=80, temperature=0)  # both turns fit the context
     watched = "new MutationObserver(() => shown.push(used.textContent)).observe(used, { childList: true })"
     chat.run(f"globalThis.shown = [], globalThis.used = document.getElementById('used'), {watched}, undefined")
@@ -153,7 +151,7 @@ def test_the_meter_moves_while_an_answer_is_written(chat: Browser) -> None:
         assert chat.run("document.getElementById('meter').value") == counted
 
 
-def test_an_edited_message_asks_again_from_there(chat: Browser, server: Server) -> None:
+def test_an_edited_message_asks_again_from_there(chat: Tab, server: Server) -> None:
     change_settings(chat, max_tokens=5, temperature=0)
     say(chat, "First", turns=2)
     say(chat, "Second", turns=4)
@@ -161,12 +159,12 @@ def test_an_edited_message_asks_again_from_there(chat: Browser, server: Server) 
     chat.click(".edit")
     assert chat.run("document.activeElement.value") == "First"
     chat.type(" of all")
-    chat.press("Escape", ESCAPE)
+    chat.press("Escape")
     assert chat.run(TURNS) == before
     assert chat.run("document.activeElement.textContent") == "Edit"
-    chat.press("Enter", ENTER)
+    chat.press("Enter")
     chat.type(" of all")
-    chat.press("Enter", ENTER)
+    chat.press("Enter")
     wait_for_turns(chat, 2)
     messages = [{"role": "user", "content": "First of all"}]
     asked = server.client().chat.completions.create(model=NAME, messages=messages, max_tokens=5, temperature=0)  # type: ignore
@@ -176,7 +174,7 @@ def test_an_edited_message_asks_again_from_there(chat: Browser, server: Server) 
     assert chat.run("document.activeElement.id") == "input"
 
 
-def test_what_cannot_be_answered_again_keeps_its_answer(chat: Browser) -> None:
+def test_what_cannot_be_answered_again_keeps_its_answer(chat: Tab) -> None:
     """Neither an edit nor another try loses what was there, and the edit can be corrected."""
     change_settings(chat, max_tokens=5)
     say(chat, "First", turns=2)
@@ -184,10 +182,10 @@ def test_what_cannot_be_answered_again_keeps_its_answer(chat: Browser) -> None:
     before, figures = chat.run(TURNS), chat.run(FIGURES)
     chat.click(".edit")
     chat.type("x" * 3000)
-    chat.press("Enter", ENTER)
+    chat.press("Enter")
     chat.wait(f"{ERROR}.includes('512') && document.activeElement.value?.length === 3005")
     assert chat.run("document.activeElement.tagName") == "TEXTAREA"
-    chat.press("Escape", ESCAPE)
+    chat.press("Escape")
     assert chat.run(TURNS) == before
     chat.run("window.fetch = async () => { throw new TypeError('Failed to fetch'); }, 0")
     chat.click("#again")
@@ -199,7 +197,7 @@ def test_what_cannot_be_answered_again_keeps_its_answer(chat: Browser) -> None:
     chat.messages.clear()  # the browser notes the status 400
 
 
-def test_copy_buttons_copy_a_message_and_its_code(chat: Browser) -> None:
+def test_copy_buttons_copy_a_message_and_its_code(chat: Tab) -> None:
     answer = "See:\n\n```python\nx = '<b>'\n\ny = 2\n```\n**end**"
     show(chat, "A *question*", answer)
     texts = {
@@ -220,7 +218,7 @@ def test_copy_buttons_copy_a_message_and_its_code(chat: Browser) -> None:
     assert chat.run("document.getElementById('status').textContent") == "Copied"
 
 
-def test_a_stream_that_breaks_off_is_told_and_kept(chat: Browser) -> None:
+def test_a_stream_that_breaks_off_is_told_and_kept(chat: Tab) -> None:
     data = json.dumps({"choices": [{"delta": {"content": "Half an ans"}}]})
     chat.run(
         f"window.fetch = async () => new Response({json.dumps(f'data: {data}{chr(10) * 2}: waiting{chr(10)}')}), 0"
@@ -244,7 +242,7 @@ def test_a_stream_that_breaks_off_is_told_and_kept(chat: Browser) -> None:
         '{"messages": [{"role": "__proto__", "content": "x"}, {"role": "user"}], "settings": null}',
     ],
 )
-def test_damaged_storage_is_a_new_conversation(chat: Browser, server: Server, kept: str) -> None:
+def test_damaged_storage_is_a_new_conversation(chat: Tab, server: Server, kept: str) -> None:
     chat.run(f"addEventListener('pagehide', () => localStorage.setItem('edgekv chat', {kept!r})), 0")
     chat.open(f"{server.serving.url}/?damaged")
     chat.wait(f"document.title === {NAME!r}")
@@ -253,22 +251,22 @@ def test_damaged_storage_is_a_new_conversation(chat: Browser, server: Server, ke
     say(chat, "Hello", turns=2)
 
 
-def test_a_browser_without_storage_can_chat(chat: Browser, server: Server) -> None:
+def test_a_browser_without_storage_can_chat(chat: Tab, server: Server) -> None:
     """As where cookies are blocked."""
     refused = "{ get() { throw new DOMException('no', 'SecurityError'); } }"
     script = "".join(f"Object.defineProperty(window, '{kind}Storage', {refused});" for kind in ("local", "session"))
-    with chat.preparing(script):
-        chat.open(f"{server.serving.url}/?blocked")
+    chat.prepare(script)
+    chat.open(f"{server.serving.url}/?blocked")
     chat.wait(f"document.title === {NAME!r}")
     change_settings(chat, max_tokens=3)
     say(chat, "Hello", turns=2)
     assert chat.run(ERROR) == ""
 
 
-def test_a_page_that_opened_before_the_server_started_finds_the_model(chat: Browser, server: Server) -> None:
+def test_a_page_that_opened_before_the_server_started_finds_the_model(chat: Tab, server: Server) -> None:
     broken = "window.working = fetch; window.fetch = async () => { throw new TypeError('Failed to fetch'); }"
-    with chat.preparing(broken):
-        chat.open(f"{server.serving.url}/?early")
+    chat.prepare(broken)
+    chat.open(f"{server.serving.url}/?early")
     chat.wait(f"{ERROR} === 'The server does not answer. Is it running?'")
     chat.run("window.fetch = working, document.getElementById('max_tokens').value = 3, 0")
     say(chat, "Hello", turns=2)
@@ -286,7 +284,7 @@ def test_an_adapter_is_chosen_and_kept(chromium: Browser, tmp_path_factory: pyte
         change_settings(chat, max_tokens=12, temperature=0)
         say(chat, "Hello", turns=2)
         chat.run("document.getElementById('adapter').focus()")
-        chat.press("l", ord("L"))  # a list takes the first entry with this letter
+        chat.press("l")  # a list takes the first entry with this letter
         chat.wait("document.getElementById('adapter').value.endsWith(':loud')")
         chat.click("#again")
         chat.wait("document.querySelector('.assistant h2').textContent === 'Model · loud'")
@@ -303,7 +301,7 @@ def test_an_adapter_is_chosen_and_kept(chromium: Browser, tmp_path_factory: pyte
         assert chat.run("document.querySelector('.assistant h2').textContent") == "Model · loud"
 
 
-def test_the_policy_refuses_html_foreign_hosts_and_other_scripts(chat: Browser) -> None:
+def test_the_policy_refuses_html_foreign_hosts_and_other_scripts(chat: Tab) -> None:
     refused = "(() => { try { document.body.innerHTML = '<b>x</b>'; return 'done'; } catch (e) { return e.name; } })()"
     assert chat.run(refused) == "TypeError"
     assert chat.run("fetch('http://example.com/').then(() => 'done', e => e.name)") == "TypeError"
@@ -314,7 +312,7 @@ def test_the_policy_refuses_html_foreign_hosts_and_other_scripts(chat: Browser) 
     chat.messages.clear()
 
 
-def test_an_error_is_told_and_leaves_no_empty_answer(chat: Browser) -> None:
+def test_an_error_is_told_and_leaves_no_empty_answer(chat: Tab) -> None:
     change_settings(chat, max_tokens=10)
     say(chat, "x" * 3000)
     chat.wait(f"{ERROR} !== ''")
@@ -325,16 +323,15 @@ def test_an_error_is_told_and_leaves_no_empty_answer(chat: Browser) -> None:
 
 
 def test_a_key_is_asked_for_and_sent(chromium: Browser, talking: Path) -> None:
-    with served(talking, keys=("secret",)) as server:
-        chromium.open(f"{server.serving.url}/")
-        chromium.wait(f"{ERROR}.includes('key')")
-        change_settings(chromium, key="secret", max_tokens=3)
-        chromium.wait("document.title === 'talker'")
-        say(chromium, "Hello")
-        chromium.wait(f"{IDLE} && {TURNS}[1]?.[1] !== undefined")
-        assert chromium.run(ERROR) == ""
-        assert "secret" not in chromium.run("JSON.stringify(localStorage)")
-    chromium.messages.clear()
+    with served(talking, keys=("secret",)) as server, new_tab(chromium) as chat:
+        chat.open(f"{server.serving.url}/")
+        chat.wait(f"{ERROR}.includes('key')")
+        change_settings(chat, key="secret", max_tokens=3)
+        chat.wait("document.title === 'talker'")
+        say(chat, "Hello")
+        chat.wait(f"{IDLE} && {TURNS}[1]?.[1] !== undefined")
+        assert chat.run(ERROR) == ""
+        assert "secret" not in chat.run("JSON.stringify(localStorage)")
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 from PIL import Image
+from playwright.sync_api import Browser
 
 import edgekv
 from devices import find
@@ -64,7 +65,6 @@ from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.pictures import GeniePipeline, pieces_of
 from exporters.targets.genie.write import write_genie
 from exporters.targets.prove import own_tokens
-from tests.browser import Browser
 from tests.chat_page import KEPT, change_settings, new_chat, say
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported, exported_architecture

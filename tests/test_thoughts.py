@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from playwright.sync_api import Browser
 
 import edgekv
 from edgekv.cli.dialog import Dialog
@@ -21,7 +22,6 @@ from edgekv.text.sampler import Sampler
 from edgekv.text.thoughts import ThoughtFormat, ThoughtReader, thought_format
 from edgekv.text.tools.format import GEMMA4
 from edgekv.text.tools.grammar import tools_grammar
-from tests.browser import Browser
 from tests.chat_page import FIGURES, KEPT, TURNS, change_settings, new_chat, say
 from tests.serving import NAME, served, talking_bundle
 
