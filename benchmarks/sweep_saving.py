@@ -24,7 +24,7 @@ from statistics import fmean
 
 import msgspec
 
-from edgekv.bundle import atomic_file
+from edgekv.scratch import atomic_file
 from exporters.sweep.result import Result, SweepReport
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from edgekv.bundle import atomic_file
 from edgekv.draft import Speculation
 from edgekv.driver import Generation
 from edgekv.engine import GenerationStats
@@ -18,6 +17,7 @@ from edgekv.json_file import read_json, readable_json
 from edgekv.load_options import OnFull, check_on_full
 from edgekv.model import Model
 from edgekv.pictures import Picture
+from edgekv.scratch import atomic_file
 from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
 from edgekv.text import FittedPrompt, SamplingParams, Token, split_turns
 

@@ -1,4 +1,4 @@
-"""The machine: memory, processes, sizes as text, and files that are safe to read."""
+"""The machine: memory, sizes as text, and files that are safe to read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-_PROCESS_QUERY_LIMITED_INFORMATION, _STILL_ACTIVE, _ERROR_ACCESS_DENIED = 0x1000, 259, 5
 # A FIFO without a writer must not block `open`; Windows has neither flag nor FIFOs there, and needs O_BINARY.
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -107,36 +106,6 @@ def _proc_bytes(name: str, field: str) -> int | None:
     except (OSError, UnicodeDecodeError):
         return None
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), None)
-
-
-# Processes
-
-
-def is_alive(pid: int) -> bool:
-    """Whether another process has this id. False for our own id: a file with it was left by an earlier process."""
-    if pid == os.getpid() or pid < 1:
-        return False
-    if os.name == "nt":  # `os.kill(pid, 0)` would end the process there
-        return _is_alive_on_windows(pid)
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _is_alive_on_windows(pid: int) -> bool:
-    kernel: Any = ctypes.windll.kernel32  # type: ignore[attr-defined]
-    process = kernel.OpenProcess(_PROCESS_QUERY_LIMITED_INFORMATION, False, pid)
-    if not process:
-        return bool(kernel.GetLastError() == _ERROR_ACCESS_DENIED)
-    try:
-        code = ctypes.c_uint32()
-        return bool(kernel.GetExitCodeProcess(process, ctypes.byref(code))) and code.value == _STILL_ACTIVE
-    finally:
-        kernel.CloseHandle(process)
 
 
 # Sizes

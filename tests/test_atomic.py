@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from edgekv.bundle import MANIFEST, atomic, atomic_directory, open_bundle
+from edgekv import scratch
+from edgekv.bundle import MANIFEST, atomic_directory, open_bundle
 from edgekv.errors import BundleError, UsageError
+from edgekv.scratch import atomic_file
 
 BUILD_FOREVER = """
 import sys, time
@@ -33,7 +35,7 @@ for _ in range(150):
 def _make(target: Path, content: str, *, force: bool = False) -> None:
     with atomic_directory(target, force=force) as folder:
         (folder / MANIFEST).write_text(content)
-        assert folder.parent == target.parent
+        assert folder.stat().st_dev == target.parent.stat().st_dev
 
 
 def _killed_while_building(target: Path) -> Path:
@@ -44,6 +46,14 @@ def _killed_while_building(target: Path) -> Path:
         partial = Path(child.stdout.readline().strip())
         child.send_signal(signal.SIGKILL)
     return partial
+
+
+def _cut_off_swap(target: Path) -> Path:
+    """What was at `target` until a process that replaced it was killed."""
+    old = _killed_while_building(target).with_name("old")
+    old.mkdir()
+    (old / MANIFEST).write_text("old")
+    return old
 
 
 def test_the_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -108,29 +118,61 @@ def test_a_killed_process_leaves_the_old_one_and_its_rest_is_cleaned(tmp_path: P
 
 
 def test_what_a_living_process_builds_is_left_alone(tmp_path: Path) -> None:
-    others = tmp_path / f".bundle.partial-{os.getppid()}"
-    others.mkdir()
-    _make(tmp_path / "bundle", "new")
-    assert others.exists()
+    command = [sys.executable, "-c", BUILD_FOREVER, str(tmp_path / "bundle")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        partial = Path(child.stdout.readline().strip())
+        _make(tmp_path / "bundle", "new")
+        assert (partial / "half").exists()
+        child.kill()
 
 
 def test_a_swap_that_was_cut_off_is_taken_back(tmp_path: Path) -> None:
-    dead = _killed_while_building(tmp_path / "other").name.rpartition("-")[2]
-    old = tmp_path / f".bundle.old-{dead}"
-    old.mkdir()
-    (old / MANIFEST).write_text("old")
+    _cut_off_swap(tmp_path / "bundle")
     with pytest.raises(UsageError, match="an existing folder"), atomic_directory(tmp_path / "bundle"):
         raise AssertionError("refused before anything is built")
     assert (tmp_path / "bundle" / MANIFEST).read_text() == "old"
 
 
 def test_readers_are_told_where_the_old_one_is_after_a_swap_that_was_cut_off(tmp_path: Path) -> None:
-    dead = _killed_while_building(tmp_path / "other").name.rpartition("-")[2]
-    (tmp_path / f".bundle.old-{dead}").mkdir()
-    with pytest.raises(
-        BundleError, match=rf"was killed.*The one before is whole: mv \S*/\.bundle\.old-{dead} \S*/bundle"
-    ):
+    old = _cut_off_swap(tmp_path / "bundle")
+    with pytest.raises(BundleError, match=rf"was killed.*The one before is whole: mv {old} \S*/bundle"):
         open_bundle(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EIO, "Input/output error")])
+def test_the_old_one_is_put_back_when_the_new_one_cannot_be_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    target, replace = tmp_path / "bundle", Path.replace
+    _make(target, "old")
+
+    def fails(self: Path, to: str | Path) -> Path:
+        if self.name == "new":
+            raise error
+        return replace(self, to)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        _make(target, "new", force=True)
+    assert (target / MANIFEST).read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_what_cannot_be_put_back_stays_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, replace = tmp_path / "bundle", Path.replace
+    _make(target, "old")
+
+    def fails(self: Path, to: str | Path) -> Path:
+        if to == target:
+            raise OSError(errno.EIO, "Input/output error")
+        return replace(self, to)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output"):
+        patched.setattr(Path, "replace", fails)
+        _make(target, "new", force=True)
+    assert not target.exists()
+    _make(target, "new", force=True)
+    assert (target / MANIFEST).read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
 def test_processes_that_replace_one_folder_at_once_do_not_fail(tmp_path: Path) -> None:
@@ -163,7 +205,7 @@ def test_folders_are_not_flushed_where_that_cannot_be(tmp_path: Path, monkeypatc
     _make(tmp_path / "linux", "whole")
     assert True in flushed and False in flushed
     flushed.clear()
-    monkeypatch.setattr(atomic, "_on_windows", lambda: True)
+    monkeypatch.setattr(scratch, "_on_windows", lambda: True)
     _make(tmp_path / "windows", "whole")
     assert flushed == [False]
 
@@ -179,17 +221,17 @@ def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def test_the_rest_of_a_killed_process_is_removed_with_the_next_file(tmp_path: Path) -> None:
-    write = "import sys, time; from edgekv.bundle.atomic import atomic_file\nfrom pathlib import Path\n"
+    write = "import sys, time; from edgekv.scratch import atomic_file\nfrom pathlib import Path\n"
     write += "with atomic_file(Path(sys.argv[1])) as file: file.write_text('half'); print(flush=True); time.sleep(600)"
     target = tmp_path / "file.bin"
     with subprocess.Popen([sys.executable, "-c", write, str(target)], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        with atomic.atomic_file(target) as partial:
+        with atomic_file(target) as partial:
             partial.write_text("whole")
         assert len([*tmp_path.iterdir()]) == 2, "what a living process writes is left alone"
         child.kill()
-    with atomic.atomic_file(target) as partial:
+    with atomic_file(target) as partial:
         partial.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["file.bin"]
 

@@ -181,7 +181,7 @@ def test_a_killed_export_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path, e
     command = [sys.executable, "-m", "edgekv", "export", str(embedded), *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while not any(tmp_path.glob(".bundle.partial-*/weights-*")) and process.poll() is None:
+    while not any(tmp_path.glob(".bundle.partial-*/new/weights-*")) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)

@@ -1,7 +1,5 @@
 """Checkpoints that are fetched from a URL."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -10,6 +8,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from edgekv.errors import CheckpointError
 from exporters.pipeline.place import open_checkpoint
+from tests.processes import left_by_a_killed_process
 
 
 class Hostile(MemoryFileSystem):
@@ -66,9 +65,7 @@ def test_a_killed_fetch_is_cleared_away_by_the_next(own_cache):
     with pytest.raises(CheckpointError, match="model_type"):
         open_checkpoint("memory://left")  # fetched, but no checkpoint
     (fetched,) = own_cache.iterdir()
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    partial = fetched.with_name(f".{fetched.name}.partial-{int(ended.stdout)}")
-    fetched.rename(partial)
+    fetched.rename(left_by_a_killed_process(own_cache, f".{fetched.name}.partial") / "new")
     with pytest.raises(CheckpointError, match="model_type"):
         open_checkpoint("memory://left")
     assert [*own_cache.iterdir()] == [fetched]

@@ -23,7 +23,6 @@ from edgekv.system import (
     MIB,
     format_bytes,
     free_memory_bytes,
-    is_alive,
     link_or_copy,
     open_regular,
     parse_bytes,
@@ -83,40 +82,6 @@ def test_the_peak_of_a_process_counts_what_it_held_and_gave_back() -> None:
 def test_where_there_is_no_proc_the_peak_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "_proc_bytes", lambda *_: None)
     assert peak_bytes() == 0
-
-
-def test_processes_are_alive_until_they_end() -> None:
-    with subprocess.Popen(["sleep", "60"]) as child:
-        assert is_alive(child.pid)
-        child.kill()
-    assert not is_alive(child.pid)
-    assert is_alive(os.getppid()) and not is_alive(os.getpid())
-    assert not any(is_alive(pid) for pid in (0, -1, 1 << 80))
-
-
-@pytest.mark.parametrize(("handle", "code", "error", "alive"), [(7, 259, 0, True), (7, 1, 0, False), (0, 0, 87, False)])
-def test_on_windows_no_signal_is_sent(
-    monkeypatch: pytest.MonkeyPatch, handle: int, code: int, error: int, alive: bool
-) -> None:
-    """There `os.kill(pid, 0)` ends the process."""
-
-    def exit_code(process: int, found: object) -> int:
-        found._obj.value = code  # type: ignore[attr-defined]
-        return 1
-
-    closed: list[int] = []
-    kernel = SimpleNamespace(
-        OpenProcess=lambda access, inherit, pid: handle,
-        GetExitCodeProcess=exit_code,
-        GetLastError=lambda: error,
-        CloseHandle=closed.append,
-    )
-    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel), raising=False)
-    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
-    monkeypatch.setattr(os, "name", "nt")
-    found = is_alive(os.getppid())
-    monkeypatch.undo()
-    assert found == alive and closed == [handle] * bool(handle)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         remove_lora,
         write_lora,
     )
-    from edgekv.bundle.atomic import atomic_directory, atomic_file, check_output, remove_directory
+    from edgekv.bundle.atomic import atomic_directory, check_output, remove_directory
     from edgekv.bundle.bundle import Bundle, open_bundle
     from edgekv.bundle.compiled import COMPILED, Compiled, CompiledBinary, CompiledManifest, all_compiled, open_compiled
     from edgekv.bundle.files import is_plain_path, record_files
@@ -100,7 +100,6 @@ __all__ = [
     "WeightRecord",
     "all_compiled",
     "atomic_directory",
-    "atomic_file",
     "check_lora_name",
     "check_output",
     "file_hashes",
@@ -131,7 +130,7 @@ __getattr__ = lazy(
     {
         "adapters": "AdapterError ClippedMatrix LoraAdapter LoraRecord check_lora_name lora_adapters lora_names "
         "lora_tensor new_lora_record open_lora remove_lora write_lora",
-        "atomic": "atomic_directory atomic_file check_output remove_directory",
+        "atomic": "atomic_directory check_output remove_directory",
         "bundle": "Bundle open_bundle",
         "compiled": "COMPILED Compiled CompiledBinary CompiledManifest all_compiled open_compiled",
         "files": "is_plain_path record_files",

@@ -1,61 +1,30 @@
-"""Files and folders that appear complete or not at all."""
+"""Folders that appear complete or not at all."""
 
 from __future__ import annotations
 
 import errno
-import glob
 import os
-import re
 import shutil
 import stat
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.errors import BundleError, UsageError
-from edgekv.system import is_alive
+from edgekv.scratch import NEW, OLD, flush_to_disk, held_folder, held_folders, is_held, remove_abandoned
 
 _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST)
 _in_use: set[Path] = set()
 
 
 @contextmanager
-def atomic_file(target: Path, *, flush: bool = False) -> Iterator[Path]:
-    """A temporary path beside `target`, renamed to `target` when the block ends without an exception.
-
-    The file is `.NAME.partial-PID-THREAD`; on an exception it is removed. Leftovers of a killed process are removed by
-    the next one with the same target.
-
-    Args:
-        target: the file; replaced if it exists.
-        flush: write it to the disk before it is renamed.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}-{threading.get_ident()}")
-    for path in target.parent.glob(f"{glob.escape(f'.{target.name}.partial-')}*-*"):
-        owner = path.name.removeprefix(f".{target.name}.partial-").partition("-")[0]
-        if owner.isdecimal() and not is_alive(int(owner)):
-            with suppress(OSError):
-                path.unlink()
-    try:
-        yield partial
-        if flush:
-            _flush(partial)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
 def atomic_directory(target: str | Path, *, force: bool = False, marker: str = MANIFEST) -> Iterator[Path]:
-    """A new empty folder beside `target`, renamed to `target` when the block ends without an exception.
+    """A new empty folder on the same disk, renamed to `target` when the block ends without an exception.
 
-    The folder is `.NAME.partial-PID`. On success its files are flushed to disk before it is renamed; on an
-    exception it is removed. Leftovers of a killed process are removed by the next one with the same target.
+    It is in a folder `.NAME.partial-SYSTEM-RANDOM` beside the target, which is removed in any case; see `held_folder`.
+    On success its files are flushed to disk before it is renamed. Leftovers of a killed process are removed by the next
+    one with the same target.
 
     Args:
         target: the folder to create, with its parents.
@@ -68,35 +37,29 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
         BundleError: the parent folder cannot be written.
     """
     target = Path(target).absolute()
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    if partial in _in_use:
+    if target in _in_use:
         raise ValueError(f"target: {target} is being written by this process already")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _clean(target)
-        check_output(target, force=force, marker=marker)
-        partial.mkdir()
-    except OSError as error:
-        fix = "Give a path in a folder that you can write."
-        raise BundleError(f"output {target}", got=error.strerror, expected="a writable folder", fix=fix) from None
-    _in_use.add(partial)
-    try:
-        yield partial
-        _flush_tree(partial)
-        _swap(partial, target, force=force, marker=marker)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        _in_use.discard(partial)
+    with ExitStack() as resources:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _clean(target)
+            check_output(target, force=force, marker=marker)
+            held = resources.enter_context(held_folder(target.parent, _prefix(target)))
+            (held / NEW).mkdir()
+        except OSError as error:
+            fix = "Give a path in a folder that you can write."
+            raise BundleError(f"output {target}", got=error.strerror, expected="a writable folder", fix=fix) from None
+        _in_use.add(target)
+        resources.callback(_in_use.discard, target)
+        yield held / NEW
+        _flush_tree(held / NEW)
+        _swap(held, target, force=force, marker=marker)
 
 
 def remove_directory(target: Path) -> None:
     """Remove a folder that `atomic_directory` has made; other processes see it whole or not at all."""
-    gone = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    with suppress(OSError):  # there is none
-        target.replace(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError), held_folder(target.parent, _prefix(target)) as held:  # there may be none
+        target.replace(held / "removed")
 
 
 def check_output(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
@@ -132,76 +95,48 @@ def replaced_by_a_killed_process(target: Path) -> Path | None:
 
     The next `atomic_directory` with this target restores it.
     """
-    try:
-        found = [path for path, kind in _leftovers(target) if kind == "old"]
-    except OSError:
-        return None
-    return found[0] if found and not os.path.lexists(target) else None
+    left = [held / OLD for held in held_folders(target.parent, _prefix(target)) if not is_held(held)]
+    return next((old for old in left if old.is_dir() and not os.path.lexists(target)), None)
 
 
-def _swap(partial: Path, target: Path, *, force: bool, marker: str) -> None:
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial"
+
+
+def _swap(held: Path, target: Path, *, force: bool, marker: str) -> None:
     """Rename a folder, in place of an existing one. If several processes replace it at once, the last one wins."""
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    while True:
-        check_output(target, force=force, marker=marker)
-        with suppress(FileNotFoundError):  # there is none, or another process has moved it away
-            target.replace(old)
-        try:
-            partial.replace(target)
-        except BaseException as error:
-            # Another process has put one there meanwhile, and may have moved it away again.
-            if isinstance(error, OSError) and (error.errno in _OCCUPIED or target.exists()):
-                shutil.rmtree(old, ignore_errors=True)
-                continue
-            if old.exists():
-                old.replace(target)
-            raise
-        _flush(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
-        return
+    new, old = held / NEW, held / OLD
+    try:
+        while True:
+            check_output(target, force=force, marker=marker)
+            with suppress(FileNotFoundError):  # there is none, or another process has moved it away
+                target.replace(old)
+            try:
+                new.replace(target)
+                break
+            except OSError as error:
+                # Another process has put one there meanwhile, and may have moved it away again.
+                if error.errno not in _OCCUPIED and not target.exists():
+                    raise
+            shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        if old.exists() and not os.path.lexists(target):
+            old.replace(target)
+        raise
+    flush_to_disk(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _clean(target: Path) -> None:
     """Remove leftovers of dead processes, and restore a target that one of them was replacing when it died."""
-    for path, kind in _leftovers(target):
-        if kind == "old" and not target.exists():
-            with suppress(FileNotFoundError):  # another process restores it too
-                path.replace(target)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _leftovers(target: Path) -> Iterator[tuple[Path, str]]:
-    """Folders beside a target that dead processes have left, and whether they are `partial` or `old`."""
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-(\d+)")
-    for path in [*target.parent.iterdir()] if target.parent.is_dir() else []:
-        match = pattern.fullmatch(path.name)
-        if match is not None and path not in _in_use and not is_alive(int(match[2])):
-            yield path, match[1]
+    if (old := replaced_by_a_killed_process(target)) is not None:
+        with suppress(FileNotFoundError):  # another process restores it too
+            old.replace(target)
+    remove_abandoned(target.parent, _prefix(target))
 
 
 def _flush_tree(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in names:
-            _flush(Path(parent) / name)
-        _flush(Path(parent))
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or folder to disk. Windows and some file systems cannot do that with folders."""
-    is_folder = path.is_dir()
-    if is_folder and _on_windows():
-        return
-    # Windows flushes only files that are open for writing.
-    descriptor = os.open(path, os.O_RDWR if _on_windows() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _on_windows() -> bool:
-    return os.name == "nt"
+            flush_to_disk(Path(parent) / name)
+        flush_to_disk(Path(parent))

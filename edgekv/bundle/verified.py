@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from edgekv.bundle.atomic import atomic_file
 from edgekv.errors import EdgeKVError
 from edgekv.json_file import read_json
+from edgekv.scratch import atomic_file
 from edgekv.system import cache_folder, sha256_of
 
 _FILE = "hashes.json"
@@ -74,7 +74,7 @@ def file_hashes() -> Iterator[FileHashes]:
             kept = dict(list(hashes.known.items())[-_MOST:])
             with suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                with atomic_file(file) as partial:
+                with atomic_file(file, flush=False) as partial:
                     partial.touch(0o600)
                     partial.write_bytes(msgspec.json.encode(kept))
 

@@ -9,8 +9,8 @@ from hashlib import sha256
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from edgekv.bundle import atomic_file
 from edgekv.draft.corpus_index import BYTES_PER_TOKEN, CorpusIndex
+from edgekv.scratch import atomic_file
 from edgekv.system import cache_folder, open_regular
 
 CORPORA = "corpora"
@@ -45,7 +45,7 @@ def kept_index(key: Sequence[bytes], make: Callable[[], bytes]) -> CorpusIndex:
 
 def _keep(kept: Path, content: bytes) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(kept) as partial:
+    with atomic_file(kept, flush=False) as partial:
         partial.touch(0o600)
         with partial.open("wb") as file:
             file.write(content)

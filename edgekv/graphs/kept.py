@@ -8,15 +8,15 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import onnxruntime as ort
 
-from edgekv.bundle import FileHashes, atomic_file, file_hashes
+from edgekv.bundle import FileHashes, file_hashes
 from edgekv.errors import EngineError
 from edgekv.graphs.cpu_mode import BUILDING_EXTRA, RenderedMode, can_build
 from edgekv.graphs.processor import processor
 from edgekv.graphs.source import PartSource, Source
+from edgekv.scratch import atomic_file, held_folder, scratch_folder
 from edgekv.steps import step
 from edgekv.system import MIB, cache_folder, read_file
 
@@ -90,8 +90,8 @@ def rendered_graph(
     if content is not None:
         yield content, folder
         return
-    with TemporaryDirectory(prefix="edgekv-", ignore_cleanup_errors=True) as scratch:
-        yield _render(source, mode, Path(scratch), batch_invariant)[0], Path(scratch)
+    with scratch_folder("graphs") as scratch:
+        yield _render(source, mode, scratch, batch_invariant)[0], scratch
 
 
 def _render(source: Source, mode: RenderedMode, folder: Path, batch_invariant: bool) -> tuple[bytes, tuple[str, ...]]:
@@ -100,11 +100,11 @@ def _render(source: Source, mode: RenderedMode, folder: Path, batch_invariant: b
     from edgekv.graphs.packed_weights import SCRATCH, pack_weights
     from edgekv.graphs.weight_file import WeightFile
 
-    with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
-        data = Path(scratch, "weights")
+    with held_folder(folder, SCRATCH) as scratch:
+        data = scratch / "weights"
         with step(f"build {source.name} for {mode}"), data.open("wb") as file:
             model = rendered(source, mode, WeightFile(file, data.name), batch_invariant=batch_invariant)
-        return pack_weights(model.SerializeToString(), Path(scratch), folder)
+        return pack_weights(model.SerializeToString(), scratch, folder)
 
 
 def _with_names(content: bytes, weights: tuple[str, ...]) -> bytes:
@@ -150,7 +150,7 @@ def _read(kept: Path) -> bytes | None:
 def _keep(kept: Path, content: bytes, most: int = _MOST_FILES) -> None:
     """Write a file and remove the oldest ones."""
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(kept) as partial:
+    with atomic_file(kept, flush=False) as partial:
         partial.touch(0o600)
         partial.write_bytes(sha256(content).digest() + content)
     _remove_oldest(kept.parent, kept.suffix, most)

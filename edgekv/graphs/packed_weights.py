@@ -7,18 +7,17 @@ import os
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import time
 
 import onnx
 import onnxruntime as ort
 
-from edgekv.bundle import atomic_file
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
+from edgekv.scratch import atomic_file, held_folder, remove_abandoned
 from edgekv.system import sha256_of
 
 WEIGHTS = ".weights"
-SCRATCH = "rendering-"
+SCRATCH = "rendering"
 _SMALL_BYTES = 1 << 12
 _PAGE_BYTES = 4096
 _CONFIG = "session.optimized_model_external_initializers_"
@@ -40,8 +39,8 @@ def pack_weights(model: bytes, weights: Path, folder: Path) -> tuple[bytes, tupl
     Returns:
         The model with references to the files, and their names: the SHA-256 of each in hexadecimal digits.
     """
-    with TemporaryDirectory(dir=folder, prefix=SCRATCH, ignore_cleanup_errors=True) as scratch:
-        path, data = Path(scratch, "model.onnx"), Path(scratch, "model.data")
+    with held_folder(folder, SCRATCH) as scratch:
+        path, data = scratch / "model.onnx", scratch / "model.data"
         options = session_options(weights, 1)
         options.optimized_model_filepath = str(path)
         options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
@@ -87,7 +86,7 @@ def _move(tensor: onnx.TensorProto, content: mmap.mmap, folder: Path) -> str:
     if target.exists() and sha256_of(target) == target.stem:
         os.utime(target)
         return name
-    with atomic_file(target) as partial:
+    with atomic_file(target, flush=False) as partial:
         partial.touch(0o600)
         with partial.open("wb") as file:
             file.writelines(pieces)
@@ -103,14 +102,8 @@ def remove_unused_weights(folder: Path, used: set[str], age_s: float = 3600.0) -
         age_s: younger files stay: another process may be writing the model that uses them.
     """
     oldest_s = time() - age_s
-    for path in folder.iterdir():
-        is_ours = path.suffix == WEIGHTS or path.name.startswith((SCRATCH, "."))
-        if not is_ours or path.name in used or path.stat().st_mtime > oldest_s:
-            continue
+    remove_abandoned(folder)
+    for path in folder.glob(f"*{WEIGHTS}"):
         with suppress(OSError):
-            if path.is_dir():
-                for each in path.iterdir():
-                    each.unlink()
-                path.rmdir()
-            else:
+            if path.name not in used and path.stat().st_mtime <= oldest_s:
                 path.unlink()

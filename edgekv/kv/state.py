@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
 import msgspec
@@ -16,6 +14,8 @@ import numpy as np
 
 from edgekv.errors import EdgeKVError
 from edgekv.kv.arena import Rows
+from edgekv.private_file import write_private
+from edgekv.scratch import atomic_file
 from edgekv.system import open_regular
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
@@ -81,18 +81,8 @@ def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> Non
     content = encode_tensors(state.rows, metadata)
     target = Path(file)
     try:
-        with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as written:
-            partial = Path(written.name)
-            try:
-                written.write(content)
-                written.flush()
-                os.fsync(written.fileno())
-                written.close()  # Windows renames and removes no file that is open
-                partial.replace(target)
-            except BaseException:
-                written.close()
-                partial.unlink(missing_ok=True)
-                raise
+        with atomic_file(target) as partial:
+            write_private(partial, content)
     except OSError as error:
         raise StateError(
             f"state {file}", got=error.strerror, expected="a writable file", fix="Give a path that you can write."

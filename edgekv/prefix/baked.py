@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from edgekv.bundle import Bundle, readable_json
-from edgekv.bundle.atomic import atomic_file
 from edgekv.bundle.files import is_plain_path
 from edgekv.errors import BundleError, UsageError
 from edgekv.json_file import read_json
@@ -23,6 +22,7 @@ from edgekv.kv.arena import DTYPES
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import GroupRows, Rows
 from edgekv.prefix.store import PrefixStore, Snapshot
+from edgekv.scratch import atomic_file, remove_abandoned
 from edgekv.system import read_file
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
@@ -36,7 +36,7 @@ _TOKENS = "tokens"
 _GROUP = "group_"
 _LARGEST_TOKEN = 2**32 - 1  # above every vocabulary: baked prefixes have no pictures
 _STATE = "state/"
-_OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors|\..+\.partial-\d+-\d+")  # other files are others'
+_OWN = re.compile(r"[0-9a-f]{8}\..+\.safetensors")  # other files are others'
 # Rows of a limited window are stored from the start of a block, for stores with blocks of this size or smaller.
 BAKED_TOKENS_PER_BLOCK = 32
 _KEPT_LONGEST = RetentionPolicy((TokenRangeRetentionConfig(0, None, MAX_PRIORITY),))
@@ -115,7 +115,7 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
         digest = hashlib.sha256(content).hexdigest()
         # A unique name: the old file stays intact until the record names the new one.
         file = f"{digest[:8]}.{name}-{engine}.safetensors"
-        with atomic_file(bundle / FOLDER / file, flush=True) as partial:
+        with atomic_file(bundle / FOLDER / file) as partial:
             partial.write_bytes(content)
         entry = BakedPrefix(
             name=name,
@@ -258,8 +258,9 @@ def locked(file: Path) -> Iterator[None]:
 def _replace_record(bundle: Path, record: BakedRecord) -> None:
     """Commit a change: replace the record, then remove files of prefixes that it no longer lists."""
     folder = bundle / FOLDER
-    with atomic_file(folder / RECORD, flush=True) as partial:
+    with atomic_file(folder / RECORD) as partial:
         partial.write_bytes(readable_json(record))
+    remove_abandoned(folder)
     named = {entry.file for entry in record.prefixes}
     for path in folder.iterdir():
         if path.name not in named and _OWN.fullmatch(path.name) and path.is_file():

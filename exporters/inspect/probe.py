@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from edgekv.errors import UsageError
 from edgekv.kv import KvTensor, fold
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.graph import rope_tables
+from edgekv.scratch import held_folder, remove_abandoned, scratch_folder
 from edgekv.spec import (
     CHECKPOINT_TOKENS,
     DELTA_KINDS,
@@ -70,6 +71,20 @@ class _Piece:
         path = folder / f"{self.part.name}.onnx"
         save_part(self.built, path, bundle.path)
         return path
+
+
+@contextmanager
+def _folder_beside(bundle: Bundle) -> Iterator[Path]:
+    """A temporary folder on the bundle's disk, for hard links; elsewhere if nothing can be written beside it."""
+    with ExitStack() as resources:
+        prefix = ".edgekv-probe"
+        try:
+            folder = resources.enter_context(held_folder(bundle.path.parent, prefix))
+        except OSError:
+            folder = resources.enter_context(scratch_folder("probe"))
+        else:
+            remove_abandoned(bundle.path.parent, prefix)
+        yield folder
 
 
 def _cut(bundle: Bundle, record: GraphRecord, *, embeds: bool) -> list[_Piece]:
@@ -189,8 +204,8 @@ class Probe:
         states: list[Integers] = [window[first:] for window in windows]
         held: list[dict[KvTensor, Integers]] = [{} for _ in windows]
         for piece in self._pieces:
-            with TemporaryDirectory(dir=self._bundle.path.parent, prefix=".edgekv-probe-") as scratch:
-                session = self._engine.session(piece.save(self._bundle, Path(scratch)))
+            with _folder_beside(self._bundle) as scratch:
+                session = self._engine.session(piece.save(self._bundle, scratch))
             for number, state in enumerate(states):
                 tokens = windows[number][first:]
                 trace, states[number] = self._run(session, piece, state, tokens, held[number])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.errors import UsageError
+from edgekv.scratch import is_held, is_temporary
 from exporters.pipeline.store import RECORD, PieceStore
 
 _DAY_S = 86400.0
@@ -52,7 +53,7 @@ def mark_used(store: PieceStore, keys: set[str]) -> None:
 
 
 def prune(store: PieceStore, days: float) -> Pruned:
-    """Remove pieces last used more than so many days ago, and what killed workers left half-written then."""
+    """Remove pieces last used more than so many days ago, and what was begun then and nobody writes any more."""
     oldest, pieces, size_bytes = time.time() - days * _DAY_S, 0, 0
     for folder in [*store.folder.iterdir()] if store.folder.is_dir() else []:
         used = _used(folder)
@@ -65,10 +66,10 @@ def prune(store: PieceStore, days: float) -> Pruned:
 
 
 def _used(folder: Path) -> float | None:
-    """When a piece was last used, or a half-written one begun; None for other things."""
+    """When a piece was last used, or a half-written one changed; None for other things, and for what is written now."""
     try:
-        if folder.name.startswith(".partial-"):
-            return folder.stat().st_mtime
+        if is_temporary(folder):
+            return None if is_held(folder) else max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
         return (folder / RECORD).stat().st_mtime
     except OSError:
         return None

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,16 +13,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from edgekv.bundle import FileRecord, atomic_file, file_hashes, is_plain_path, record_files, remove_directory
+from edgekv.bundle import FileRecord, file_hashes, is_plain_path, record_files, remove_directory
 from edgekv.errors import EdgeKVError, ServiceError, UsageError
 from edgekv.json_file import decode_json, read_json
-from edgekv.system import CACHE_VARIABLE, cache_folder, is_alive
+from edgekv.scratch import NEW, atomic_file, held_folder, remove_abandoned
+from edgekv.system import CACHE_VARIABLE, cache_folder
 from exporters.resources import full_disk_named
 
 RECORD = "piece.json"
 _WHOLE = "the record of a finished piece"
 _AGAIN = "Run the same command again: it is made again."
-_PARTIAL = ".partial-"
+_PARTIAL = ".partial"
 _proven: dict[Path, list[tuple[str, int, int, int]]] = {}  # files that this process has hashed
 
 T = TypeVar("T")
@@ -227,7 +225,7 @@ class PieceStore:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def check(self) -> None:
-        """Check that the place can be written, and remove what killed processes of this machine left half-written.
+        """Check that the place can be written, and remove what killed processes left half-written.
 
         Raises:
             UsageError: it cannot, or its package is missing.
@@ -239,7 +237,7 @@ class PieceStore:
                 system.pipe_file(f"{root}/.reached", b"")
             else:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with atomic_file(self.folder / ".reached") as partial:
+                with atomic_file(self.folder / ".reached", flush=False) as partial:
                     partial.touch()
         except Exception as error:  # each file system has errors of its own
             raise UsageError(
@@ -248,13 +246,7 @@ class PieceStore:
                 expected="a folder or an fsspec URL that can be written",
                 fix="Check the path, the credentials, and that the URL's package is installed, such as s3fs.",
             ) from None
-        for left in self.folder.glob(f"{_PARTIAL}*"):
-            machine, _, rest = left.name.removeprefix(_PARTIAL).partition("+")
-            if machine == platform.node() and _is_dead(rest.partition("+")[0]):
-                shutil.rmtree(left, ignore_errors=True)
-        for left in self.folder.glob(".*.partial-*"):  # pieces that a process was removing
-            if _is_dead(left.name.rpartition("-")[2]):
-                shutil.rmtree(left, ignore_errors=True)
+        remove_abandoned(self.folder)
 
     def _publish(self, name: str, folder: Path, record: PieceRecord) -> None:
         """Copy a piece to the URL, if the place is one."""
@@ -291,18 +283,16 @@ class PieceStore:
 
     @contextmanager
     def _partial(self, kind: str) -> Iterator[Path]:
-        """A new folder, whose name is unique among machines; it is removed if it is still there at the end.
+        """A new folder, removed if it is still there at the end.
 
         Raises:
             BundleError: the disk is full.
         """
-        partial = self.folder / f"{_PARTIAL}{platform.node()}+{os.getpid()}+{uuid.uuid4().hex}"
-        try:
-            with full_disk_named(self.folder, f"the piece {kind}"):
-                partial.mkdir(parents=True)
-                yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with full_disk_named(self.folder, f"the piece {kind}"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with held_folder(self.folder, _PARTIAL) as held:
+                (held / NEW).mkdir()
+                yield held / NEW
 
 
 def store_in(cache_dir: Path | None = None) -> PieceStore:
@@ -360,10 +350,6 @@ def _stamps(folder: Path, record: PieceRecord) -> list[tuple[str, int, int, int]
         status = (folder / name).stat()
         found.append((file.sha256, status.st_size, status.st_mtime_ns, status.st_ino))
     return found
-
-
-def _is_dead(pid: str) -> bool:
-    return pid.isdecimal() and int(pid) != os.getpid() and not is_alive(int(pid))
 
 
 def _put(partial: Path, folder: Path) -> None:

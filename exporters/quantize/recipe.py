@@ -21,10 +21,10 @@ from edgekv.bundle import (
     RecipeRecord,
     RotationName,
     ValueRotationName,
-    atomic_file,
     readable_json,
 )
 from edgekv.errors import UsageError
+from edgekv.scratch import atomic_file
 from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
 from edgekv.spec.sizes import FRONT, LEAST_BITS, MOST_BITS, front_bits
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices

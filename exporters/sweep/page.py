@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgekv.bundle import atomic_file
+from edgekv.scratch import atomic_file
 from edgekv.system import format_bytes
 from exporters.inspect.page.charts import LineChart, Point, Series, Tick, round_step
 from exporters.inspect.page.template import find_template

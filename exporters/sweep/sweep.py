@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgekv.bundle import atomic_file, readable_json
+from edgekv.bundle import readable_json
 from edgekv.cli.command import option_words
 from edgekv.errors import EdgeKVError, UsageError
 from edgekv.plan import MemoryLimit, Overrides, estimate_speed, find_subject
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
+from edgekv.scratch import atomic_file
 from edgekv.system import format_bytes
 from exporters.inspect.tally import Evaluation
 from exporters.options import Cluster, ExportOptions

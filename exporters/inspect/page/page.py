@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from edgekv.bundle import Bundle, atomic_file
+from edgekv.bundle import Bundle
 from edgekv.errors import UsageError
 from edgekv.plan import Overrides, find_subject, make_size_report
+from edgekv.scratch import atomic_file
 from exporters.inspect.page.charts import Bar, LineChart, Point, Series, treemap
 from exporters.inspect.page.sizes import byte_shares, matrix_types
 from exporters.inspect.page.template import find_template

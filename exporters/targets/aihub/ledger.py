@@ -9,9 +9,10 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import MANIFEST, Bundle, atomic_file, readable_json
+from edgekv.bundle import MANIFEST, Bundle, readable_json
 from edgekv.errors import BundleError
 from edgekv.json_file import read_json
+from edgekv.scratch import atomic_file
 from edgekv.system import sha256_of
 
 FORMAT = 1
