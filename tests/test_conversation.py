@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -256,6 +257,23 @@ def test_a_loaded_conversation_has_its_own_system_prompt(model: edgekv.Model, tm
     assert second.system == "Be brief."
     first.messages = [{"role": "system", "content": [{"type": "text", "text": "In parts."}]}]
     assert first.system == "In parts."
+
+
+def test_a_conversation_that_does_not_reach_the_disk_leaves_the_one_before(
+    model: edgekv.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = Conversation(model, system="Be brief.")
+    conversation.save(tmp_path / "talk.json")
+    before = (tmp_path / "talk.json").read_bytes()
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", fsync)
+    conversation.system = "Be long."
+    with pytest.raises(UsageError, match=r"talk\.json: got Input/output error"):
+        conversation.save(tmp_path / "talk.json")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
 
 
 @pytest.mark.parametrize(

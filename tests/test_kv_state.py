@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -223,3 +226,22 @@ def test_a_sliding_window_counts_the_tokens_that_it_drops(made):
 def test_a_policy_as_text_is_refused_with_the_names_of_the_objects():
     with pytest.raises(EdgeKVError, match=r"got 'sinks\(2,8\)'; .* or a Sinks or KeyDiff of edgekv\.kv"):
         make(policy="sinks(2,8)")
+
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from edgekv.kv import CacheState, write_state
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+state = CacheState(
+    sizes={}, encodings={}, positions=(), position=0, rewindable=0, tokens_seen=0, rows={}, tokens=()
+)
+write_state(state, sys.argv[1], fingerprint="f")
+"""
+
+
+def test_what_a_killed_process_left_of_a_state_is_removed_by_the_next(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path / "s")], check=False)
+    assert done.returncode == -signal.SIGKILL and len([*tmp_path.iterdir()]) == 1
+    write_state(make().state, tmp_path / "s", fingerprint="f")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600

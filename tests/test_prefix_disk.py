@@ -314,7 +314,7 @@ def test_a_change_that_fails_leaves_what_another_process_has_written_since(
     assert found(opened(tmp_path), (0, 1)) == 2
 
 
-@pytest.mark.parametrize("damage", ["removed", "garbage", "another table", "a page", "a short secret"])
+@pytest.mark.parametrize("damage", ["removed", "garbage", "a page", "a short secret"])
 def test_a_damaged_table_is_an_empty_cache_and_said_once(tmp_path: Path, damage: str) -> None:
     saved(tmp_path)
     (tmp_path / "notes.txt").write_text("the user's own")
@@ -324,9 +324,6 @@ def test_a_damaged_table_is_an_empty_cache_and_said_once(tmp_path: Path, damage:
         path.unlink()
     if damage == "garbage":
         index.write_bytes(os.urandom(5000))
-    elif damage == "another table":
-        with sqlite3.connect(index) as connection:
-            connection.execute("CREATE TABLE blocks (name TEXT)")
     elif damage != "removed":
         index.write_bytes(raw[:8192] + bytes(4096) + raw[12288:] if damage == "a page" else raw)
         if damage == "a short secret":
@@ -346,6 +343,48 @@ def test_a_damaged_table_is_an_empty_cache_and_said_once(tmp_path: Path, damage:
     audit(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("PRAGMA user_version = 4", "got a table of format 4; expected format 3. Use the edgekv that wrote it"),
+        ("ALTER TABLE blocks ADD COLUMN more TEXT", "got a table of another program; expected format 3"),
+        ("DROP TABLE blocks; PRAGMA user_version = 0", "got a table of another program; expected format 3"),
+    ],
+)
+def test_a_table_of_another_version_is_refused_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    saved(tmp_path)
+    with sqlite3.connect(tmp_path / INDEX) as connection:
+        connection.executescript(f"PRAGMA journal_mode = DELETE; {change}")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(PrefixError, match=message):
+        opened(tmp_path)
+    for words in (["ls", str(tmp_path)], ["rm", str(tmp_path), "--all"]):
+        assert run(["prefix", *words]) != 0
+        assert message in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_listing_changes_no_damaged_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path)
+    (tmp_path / INDEX).write_bytes(b"garbage" * 999)
+    before = files(tmp_path)
+    for words in (["ls", str(tmp_path)], ["rm", str(tmp_path), "--all"]):
+        assert run(["prefix", *words]) != 0
+        assert "got a damaged table; expected a whole one" in capsys.readouterr().err
+    assert (tmp_path / INDEX).read_bytes() == b"garbage" * 999 and files(tmp_path) == before
+
+
+def test_a_block_that_cannot_be_read_now_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    store, before = opened(tmp_path), files(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
+        assert found(store, LONG) == 0
+    assert files(tmp_path) == before and found(opened(tmp_path), LONG) == len(LONG)
+
+
 def test_a_table_that_is_damaged_while_it_is_open_leaves_the_memory(tmp_path: Path) -> None:
     saved(tmp_path, tuple(range(50, 60)))
     store = opened(tmp_path)
@@ -358,16 +397,6 @@ def test_a_table_that_is_damaged_while_it_is_open_leaves_the_memory(tmp_path: Pa
     store.save()
     assert store.stats.failed_writes == 1
     assert found(opened(tmp_path), LONG) == 0
-
-
-def test_the_command_line_prints_a_warning_without_its_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved(tmp_path)
-    (tmp_path / INDEX).write_bytes(b"garbage" * 999)
-    assert run(["prefix", "ls", str(tmp_path)]) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"edgekv: warning: prefix cache: {tmp_path / INDEX} was damaged; the cache starts empty"]
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:

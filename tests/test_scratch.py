@@ -116,3 +116,15 @@ def test_scratch_folders_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with scratch_folder("test") as folder:
         assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flush: bool
+) -> None:
+    """Otherwise a power cut may leave an empty one in place of the one before."""
+    flushed: list[list[str]] = []
+    monkeypatch.setattr("os.fsync", lambda _: flushed.append([path.name for path in tmp_path.iterdir()]))
+    with atomic_file(tmp_path / "a", flush=flush) as partial:
+        partial.touch()
+    assert len(flushed) == 2 * flush and "a" not in (flushed or [[]])[0]

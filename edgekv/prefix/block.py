@@ -16,7 +16,8 @@ from edgekv.prefix.keys import Keys, Link
 from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
 from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
-FORMAT = "edgekv-prefix-2"
+FORMAT = 3  # of the files, and of the table that names them
+_FORMAT_NAME = f"edgekv-prefix-{FORMAT}"
 SNAPSHOT = -1
 ROWS = "rows"
 
@@ -189,7 +190,7 @@ class Memory:
 
 def encode_block(id: BlockId, arrays: Arrays, keys: Keys) -> bytes:
     """The content of a block's file."""
-    return encode_tensors(arrays, {"format": FORMAT, "checksum": _checksum(id, arrays, keys).hex()})
+    return encode_tensors(arrays, {"format": _FORMAT_NAME, "checksum": _checksum(id, arrays, keys).hex()})
 
 
 def decode_block(id: BlockId, content: bytes, keys: Keys) -> Arrays | None:
@@ -201,13 +202,13 @@ def decode_block(id: BlockId, content: bytes, keys: Keys) -> Arrays | None:
         file = decode_tensors(content)
     except TensorFileError:
         return None
-    wanted = {"format": FORMAT, "checksum": _checksum(id, file.arrays, keys).hex()}
+    wanted = {"format": _FORMAT_NAME, "checksum": _checksum(id, file.arrays, keys).hex()}
     return file.arrays if file.metadata == wanted else None
 
 
 def _checksum(id: BlockId, arrays: Arrays, keys: Keys) -> bytes:
     key, part = id
-    parts: list[bytes | memoryview] = [FORMAT.encode(), key, str(part).encode()]
+    parts: list[bytes | memoryview] = [_FORMAT_NAME.encode(), key, str(part).encode()]
     for name, array in sorted(arrays.items()):
         parts += [
             repr((name, array.dtype.str, array.shape)).encode(),

@@ -35,7 +35,7 @@ class Disk:
         """Open a folder; create it and its table if they are missing. `store` names the model in listings.
 
         Raises:
-            PrefixError: the folder cannot be used, is of an older format, or is writable by other users.
+            PrefixError: the folder cannot be used, is of another format, or is writable by other users.
         """
         self._folder = folder
         self._limit_bytes = limit_bytes
@@ -93,18 +93,22 @@ class Disk:
         return self._held
 
     def load(self, row: Row, is_right: Callable[[Arrays], bool]) -> Arrays | None:
-        """The verified arrays of a block; None if the file is gone, or was rejected and removed.
+        """The verified arrays of a block; None if the file is gone, was rejected and removed, or cannot be read now.
 
         `is_right` checks names, types and shapes, which a valid checksum does not.
         """
-        arrays, is_there = self._read(row, is_right)
-        if arrays is None:
-            # Another process may have removed the file and written it again: look once more while none can.
-            with suppress(OSError), self._table.transaction():
-                arrays, is_there = self._read(row, is_right)
-                if arrays is None:
-                    self._remove([row])
-            self._counters.rejected_files += arrays is None and is_there
+        arrays, is_there = None, False
+        try:
+            arrays, is_there = self._read(row, is_right)
+            if arrays is None:
+                # Another process may have removed the file and written it again: look once more while none can.
+                with self._table.transaction():
+                    arrays, is_there = self._read(row, is_right)
+                    if arrays is None:
+                        self._remove([row])
+        except OSError:
+            is_there = True
+        self._counters.rejected_files += arrays is None and is_there
         if arrays is not None:
             self._counters.disk.bytes_out += row.size_bytes
         return arrays
@@ -143,12 +147,12 @@ class Disk:
             block.is_saved = True
 
     def _read(self, row: Row, is_right: Callable[[Arrays], bool]) -> tuple[Arrays | None, bool]:
-        """The verified arrays of a block, or None; and whether there is a file."""
+        """The verified arrays of a block, or None; and whether there is a file. OSError if it cannot be read now."""
         try:
             content = read_private(self._folder / row.file, row.size_bytes + 1)
         except FileNotFoundError:
             return None, False
-        except OSError:
+        except NotPrivateError:
             return None, True
         arrays = decode_block((row.key, row.part), content, self.keys)
         return arrays if arrays is not None and is_right(arrays) else None, True

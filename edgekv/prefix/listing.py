@@ -75,7 +75,7 @@ class _Sequences:
 
 
 def stored_prefixes(folder: Path) -> list[StoredPrefix]:
-    """The sequences in a prefix cache folder; UsageError if it is none, or cannot be read."""
+    """The sequences in a prefix cache folder; UsageError if it is none, of another version, or cannot be read."""
     with _opened(folder) as table:
         sequences = _Sequences(table.rows())
         return [sequences.prefix(end) for end in sorted(sequences.ends)]
@@ -85,7 +85,7 @@ def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
     """Remove the sequences whose id starts with `wanted` (None: all), except for files that others share; returns them.
 
     Raises:
-        UsageError: it is not a prefix folder, it cannot be changed, or no sequence has such an id.
+        UsageError: it is not a prefix folder of this version, it cannot be changed, or no sequence has such an id.
     """
     with _opened(folder) as table, table.transaction():
         sequences = _Sequences(table.rows())
@@ -109,7 +109,7 @@ def _opened(folder: Path) -> Iterator[Table]:
         raise UsageError(str(folder), got=found, expected="a folder of prefixes, or a bundle", fix=fix)
     try:
         check_folder(folder)
-        table = Table(folder)
+        table = Table(folder, is_ours=False)
         try:
             yield table
         finally:

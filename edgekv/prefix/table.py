@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgekv.errors import EdgeKVWarning
-from edgekv.prefix.block import SNAPSHOT, BlockId
+from edgekv.errors import EdgeKVWarning, PrefixError
+from edgekv.prefix.block import FORMAT, SNAPSHOT, BlockId
 from edgekv.prefix.keys import SECRET_BYTES
 from edgekv.private_file import read_private, write_private
 
 INDEX = "blocks.sqlite"
 LOCKED = "database is locked"  # SQLite's words
-_FORMAT = 3
 _BUSY_S = 30
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _MAX_NAMES = 500  # parameters of one query; SQLite allows 999 at least
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
@@ -30,6 +30,10 @@ CREATE INDEX IF NOT EXISTS by_parent ON blocks (parent, part, tokens);
 CREATE INDEX IF NOT EXISTS by_use ON blocks (priority, used);
 CREATE TABLE IF NOT EXISTS secret (value BLOB NOT NULL);
 """
+
+
+class _DamagedError(sqlite3.DatabaseError):
+    """A table whose content is damaged."""
 
 
 class Row(NamedTuple):
@@ -70,22 +74,32 @@ class Table:
     if the table cannot be read, or not written within half a minute.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Open the table of a folder. If there is none, or it is damaged, make an empty one; the latter is said.
+    def __init__(self, folder: Path, *, is_ours: bool = True) -> None:
+        """Open the table of a folder.
+
+        Args:
+            folder: with the table.
+            is_ours: whether blocks are written here: if there is no table, or it is damaged, an empty one is made, and
+                the latter is said.
 
         Raises:
             NotPrivateError: another user could have written it.
+            PrefixError: it is of another version or program, which is never changed; or damaged and not ours.
         """
         path = folder / INDEX
-        with suppress(FileExistsError):
-            write_private(path, b"")  # SQLite creates its other files with the mode of this one
+        if is_ours:
+            with suppress(FileExistsError):
+                write_private(path, b"")  # SQLite creates its other files with the mode of this one
         read_private(path, 0, secret=True)
         with _as_os_errors():
             try:
                 self._connection, self.secret = _connect(path)
-            except sqlite3.OperationalError:
-                raise
-            except sqlite3.DatabaseError:
+            except sqlite3.DatabaseError as error:
+                if not isinstance(error, _DamagedError) and error.sqlite_errorcode & 0xFF not in _DAMAGED:
+                    raise
+                if not is_ours:
+                    fix = f"Remove its blocks, which nobody can read: rm -r {folder}"
+                    raise PrefixError(str(path), got="a damaged table", expected="a whole one", fix=fix) from None
                 text = f"prefix cache: {path} was damaged; the cache starts empty"
                 warnings.warn(text, EdgeKVWarning, stacklevel=2)
                 for suffix in ("", "-wal", "-shm", "-journal"):
@@ -195,25 +209,35 @@ def _connect(path: Path) -> tuple[sqlite3.Connection, bytes]:
     # Generations of one model take turns, whichever thread they run in.
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        columns = [row[1] for row in connection.execute("PRAGMA table_info(blocks)")]
-        if version not in (0, _FORMAT) or (columns and columns != [*Row._fields]):
-            raise sqlite3.DatabaseError("another format")
+        _check_format(connection, path)
         if connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
-            raise sqlite3.DatabaseError("damaged pages")
+            raise _DamagedError("damaged pages")
         with suppress(sqlite3.OperationalError):
             connection.execute("PRAGMA journal_mode = WAL")  # needs shared memory, which network disks lack
         connection.execute("PRAGMA synchronous = NORMAL")
-        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_FORMAT}; COMMIT")
+        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT")
         new = "INSERT INTO secret SELECT ? WHERE NOT EXISTS (SELECT 1 FROM secret)"
         connection.execute(new, (os.urandom(SECRET_BYTES),))
         (secret,) = connection.execute("SELECT value FROM secret").fetchone()
         if not isinstance(secret, bytes) or len(secret) != SECRET_BYTES:
-            raise sqlite3.DatabaseError("another secret")
+            raise _DamagedError("another secret")
     except BaseException:
         connection.close()
         raise
     return connection, secret
+
+
+def _check_format(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a database that this version has not made."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    columns = [row[1] for row in connection.execute("PRAGMA table_info(blocks)")]
+    is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+    if version == 0 and is_empty:
+        return
+    if version != FORMAT or columns not in ([], [*Row._fields]):
+        found = f"a table of format {version}" if version not in (0, FORMAT) else "a table of another program"
+        fix = f"Use the edgekv that wrote it, or another folder; or remove this one: rm -r {path.parent}"
+        raise PrefixError(str(path), got=found, expected=f"format {FORMAT}", fix=fix)
 
 
 @contextmanager
