@@ -94,6 +94,18 @@ def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
     raise UsageError(option, got=repr(shown), expected=wanted, fix="Correct the list.")
 
 
+def check_place(option: str, text: str) -> str:
+    """A path or a URL that is not empty.
+
+    Raises:
+        UsageError: it is empty, as that of a shell's variable that is not set.
+    """
+    if not text:
+        fix = "Set the variable that it comes from, or leave it out; the current folder is `.`."
+        raise UsageError(option, got="an empty path", expected="a path", fix=fix)
+    return text
+
+
 def find_device(option: str, name: str) -> Device:
     """A chip by the names that people know.
 

@@ -13,8 +13,7 @@ from edgekv.spec import DecoderSpec, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.sensitivity import Costs
 from exporters.options import ExportOptions
-from exporters.pipeline.inputs import Exact
-from exporters.pipeline.pieces import read_manifest
+from exporters.pipeline.inputs import BUNDLE, Exact
 from exporters.pipeline.planning import Exported, Planner
 from exporters.pipeline.quality import Quality
 from exporters.pipeline.store import PieceStore
@@ -28,6 +27,7 @@ _MOST_TRIED = 4
 _MARGIN = 0.95
 _AIM = 0.998  # of a size: a bundle that is larger than estimated is made twice
 _HOPELESS = 1.25
+_MEASURED_BYTES = 1024  # that the manifest grows by when the bundle is checked and measured: three records, a verdict
 _FILLED = 0.98  # of a size, or the estimate is corrected once
 
 
@@ -107,8 +107,9 @@ class _Size:
         return exported.write
 
     def read(self, store: PieceStore, name: str) -> int:
-        """Bytes of the bundle."""
-        return sum(file.bytes for file in read_manifest(store, name).files.values())
+        """Bytes of the bundle, with its manifest as it will be."""
+        written = [path for inner, path in store.files(name).items() if inner.startswith(f"{BUNDLE}/")]
+        return sum(path.stat().st_size for path in written) + _MEASURED_BYTES
 
     def is_reached(self, chosen: Allocation, found_bytes: float) -> bool:
         """Whether the goal is reached, and its bytes are used; if not, the next proposal knows the other files.

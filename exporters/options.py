@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from devices import Device
 from edgekv.bundle.formats import GraphFormat
 from edgekv.errors import UsageError
-from edgekv.option import Option, OptionGroup, find_device, parse_numbers
+from edgekv.option import Option, OptionGroup, check_place, find_device, parse_numbers
 from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
 from edgekv.spec.geometry import KeyLayout, KvDtype
 from edgekv.system import parse_bytes
@@ -409,6 +409,7 @@ class RunOptions:
         str | None,
         Option(
             "Folder or fsspec URL of finished pieces, which all workers reach; they stay there.",
+            parse=check_place,
             shown="pieces in the cache directory",
         ),
     ] = None

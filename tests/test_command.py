@@ -82,7 +82,7 @@ def test_each_annotated_field_is_an_option() -> None:
 
 
 def test_a_file_of_defaults_sets_them_as_the_command_line_does() -> None:
-    told = {"layers": [3, 4], "name": ["A"], "no_fan": True, "degrees": 200}
+    told = {"layers": "3,4", "name": ["A"], "no_fan": True, "degrees": 200}
     assert ran(bake, "here", default_map=told)[1] == Cake((3, 4), names=("A",), oven=Oven(200, False))
     assert ran(bake, "here", "-l", "9", default_map=told)[1].layers == (9,)
 
@@ -181,3 +181,36 @@ def test_load_takes_the_fields_of_its_options_by_name_and_no_others(small_export
         edgekv.load(small_export, thread=1)
     with edgekv.load(small_export) as model, pytest.raises(TypeError, match="generate: got the keyword 'top'"):
         model.generate("Hi", top=1)
+
+
+def _paths(command: click.Command, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Parameter]]:
+    """The options and arguments of a command, and of those within it, that name places."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            within = command.get_command(click.Context(command), name)
+            assert within is not None
+            yield from _paths(within, (*words, name))
+        return
+    for each in command.params:
+        is_place = each.name in ("checkpoint", "store", "draft", "draft_corpus")
+        if isinstance(each.type, click.Path) or (is_place and not getattr(each, "is_flag", False)):
+            yield words, each
+
+
+def test_no_path_may_be_empty() -> None:
+    """`--prefix-cache "$CACHE"` would write into the current folder where the variable is not set."""
+    found = [pair for name, entry in find_commands().items() for pair in _paths(entry.load(), (name,))]
+    assert len(found) > 60
+    for words, parameter in found:
+        with pytest.raises(UsageError, match="got an empty path; expected a path"):
+            parameter.type.convert("", parameter, None)
+            raise AssertionError(f"{words}: {parameter.name}")
+
+
+@pytest.mark.parametrize("words", [["generate", "BUNDLE", "--prefix-cache", ""], ["export", "", "-o", "new"]])
+def test_an_empty_path_leaves_the_current_folder_alone(
+    words: list[str], bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([str(bundle) if word == "BUNDLE" else word for word in words]) == 2
+    assert "got an empty path" in capsys.readouterr().err and not [*tmp_path.iterdir()]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_command_of_a_group_has_a_table_within_it(tmp_path: Path, capsys) -> N
         ("[generat]\ntop-k = 1\n", "generat: got no name of a command.*Did you mean generate"),
         ("[generate]\nmax-new-token = 1\n", "generate: max-new-token: got no name of an option.*max-new-tokens"),
         ("generate = 3\n", r"generate: got 3; expected a table, \[generate\]"),
-        ("[generate]\ntop-k = 'many'\n", "Invalid value for '--top-k'"),
+        ("[generate]\ntop-k = 'many'\n", r"own\.toml: generate: top-k: got 'many'; expected a whole number"),
         ("\xff", "expected TOML"),
     ],
 )
@@ -50,6 +51,58 @@ def test_what_is_wrong_in_it_is_named(bundle: Path, tmp_path: Path, capsys, text
     told = capsys.readouterr()
     assert not told.out
     assert re.search(said, told.err, re.DOTALL), told.err
+
+
+WRONG = {
+    "max-new-tokens": ["3.5", "true", "[3]", "{}", "1979-05-27", "'many'", "''", "inf"],
+    "temperature": ["true", "'warm'", "[0.5]", "{}", "-1"],
+    "json": ["1", "'yes'", "[true]", "0.0", "{}"],
+    "stop": ["[1]", "1", "true", "[['a']]", "[true]", "{}", "[{}]"],
+    "prompt": ["1", "true", "['a']", "[]", "1979-05-27"],
+    "session": ["1", "true", "''", "['a']"],
+    "logit-bias": ["true", "[true]", "'many'", "{}"],
+    "early-stopping": ["true", "'many'", "{}", "[]"],
+    "cache-mode": ["true", "{}", "[1]"],
+    "kv-update": ["1", "true", "[]"],
+    "htp": ["true", "3", "'many'", "{}", "[true]"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_each_value_is_checked_as_the_option_is(bundle: Path, tmp_path: Path, capsys, key: str, value: str) -> None:
+    file = config(tmp_path, f"[generate]\n{key} = {value}\n")
+    code = run(["--config", file, "generate", str(bundle), "--prompt", "The", "--max-new-tokens", "1"])
+    told = capsys.readouterr()
+    assert code == 2 and not told.out and "bug" not in told.err, told.err
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "max-new-tokens = '2'\ntop-k = 3\ntemperature = 1\nseed = 7",
+        "stop = ['a', 'b']\nlogit-bias = ['3:1', '4:-1']\nmax-new-tokens = 2",
+        "stop = 'q'\nlogit-bias = '3:1'\nmax-new-tokens = 2\nignore-eos = true\njson = true",
+        "json = false\nignore-eos = false\nmax-new-tokens = 2",
+    ],
+)
+def test_a_value_means_what_it_means_on_the_command_line(bundle: Path, tmp_path: Path, capsys, lines: str) -> None:
+    words = []
+    for key, value in tomllib.loads(lines).items():
+        for each in value if isinstance(value, list) else [value]:
+            words += [f"--{key}"] * (each is not False) + [str(each)] * (not isinstance(each, bool))
+    command = ["generate", str(bundle), "--prompt", "The"]
+    assert run(["--config", config(tmp_path, f"[generate]\n{lines}\n"), *command]) == 0
+    told = capsys.readouterr().out
+    assert run([*command, *words]) == 0
+    assert [line.split('"stats"')[0] for line in capsys.readouterr().out.splitlines()][:1] == [
+        line.split('"stats"')[0] for line in told.splitlines()
+    ][:1]
+
+
+def test_lists_stand_for_texts_with_commas(bundle: Path, tmp_path: Path, capsys) -> None:
+    file = config(tmp_path, "[bench]\nprompt-tokens = [4, 8]\nnew-tokens = 1\nrepetitions = 1\njson = true\n")
+    assert run(["--config", file, "bench", str(bundle)]) == 0
+    assert capsys.readouterr().out
 
 
 def test_a_file_that_is_not_there_is_named(bundle: Path, tmp_path: Path, capsys) -> None:

@@ -27,7 +27,7 @@ import click
 
 from edgekv.cli.output import steps_on_stderr
 from edgekv.errors import UsageError
-from edgekv.option import Argument, Option, OptionGroup, Parser
+from edgekv.option import Argument, Option, OptionGroup, Parser, check_place
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
@@ -291,8 +291,17 @@ class _Parsed(_ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         assert param is not None
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)  # a list in a file of defaults
-        return self._parse(max(param.opts, key=len), text)
+        return self._parse(max(param.opts, key=len), str(value))
+
+
+class _Path(click.Path):
+    """A path. An empty one would be the current folder, which nobody means: the variable of a shell is not set."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None
+        if value == "":
+            check_place(max(param.opts, key=len), value)
+        return super().convert(value, param, ctx)
 
 
 class _Choice(click.Choice[str]):
@@ -304,6 +313,11 @@ class _Choice(click.Choice[str]):
         assert param is not None
         wanted, fix = " or ".join(self.choices), f"Use {self.choices[0]}."
         raise UsageError(max(param.opts, key=len), got=repr(value), expected=wanted, fix=fix)
+
+
+def takes_lists(kind: Any) -> bool:
+    """Whether a file of defaults may have a list for the comma-separated text of an option of this type."""
+    return isinstance(kind, _Parsed)
 
 
 def _default(parameter: inspect.Parameter) -> Any:
@@ -402,11 +416,12 @@ def _from_text(kind: Any) -> Any:
 def _typed(kind: Any, spec: Option | Argument) -> dict[str, Any]:
     """The settings of `click` for a type."""
     if spec.parse is not None:
-        return {"type": _Parsed(spec.parse), "multiple": isinstance(spec, Option) and spec.collect is not None}
+        repeated = {"multiple": spec.collect is not None} if isinstance(spec, Option) else {}
+        return {"type": _Parsed(spec.parse), **repeated}
     if get_origin(kind) is Literal:
         return {"type": _Choice(get_args(kind))}
     if kind is Path:
-        return {"type": click.Path(path_type=Path)}
+        return {"type": _Path(path_type=Path)}
     if isinstance(spec, Option) and spec.least is not None:
         return {"type": click.FloatRange(spec.least) if kind is float else click.IntRange(int(spec.least))}
     if kind in (int, float, str):

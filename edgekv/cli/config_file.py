@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from edgekv.cli.command import takes_lists
 from edgekv.errors import UsageError
 from edgekv.system import MIB, read_file
 
@@ -65,11 +66,68 @@ def _defaults(
 
 def _options(field: str, table: Mapping[str, Any], command: click.Command) -> dict[str, Any]:
     """The defaults of a command."""
-    names = {flag.lstrip("-"): each.name for each in command.params for flag in each.opts if each.name}
-    for key in table:
-        if key not in names:
-            _refuse(field, key, "an option", list(names))
-    return {names[key]: value for key, value in table.items()}
+    options = {
+        flag.lstrip("-"): each for each in command.params if isinstance(each, click.Option) for flag in each.opts
+    }
+    defaults = {}
+    for key, value in table.items():
+        if key not in options:
+            _refuse(field, key, "an option", list(options))
+        option = options[key]
+        found = _value(f"{field}: {key}", value, option, click.Context(command))
+        if found is not False or option.secondary_opts:  # a flag that is not given
+            defaults[str(option.name)] = found
+    return defaults
+
+
+def _value(field: str, value: Any, option: click.Option, ctx: click.Context) -> Any:
+    """A value as the command line would have it: a text, several of them, or whether a flag is given.
+
+    Raises:
+        UsageError: it is of another type, or the command line would refuse it.
+    """
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise UsageError(field, got=repr(value), expected="true or false", fix=_FIX)
+        return value
+    if isinstance(value, list) and (option.multiple or takes_lists(option.type)):
+        texts = [_text(field, each, option, ctx) for each in value]
+        return texts if option.multiple else _checked(field, ",".join(texts), value, option, ctx)
+    text = _text(field, value, option, ctx)
+    return [text] if option.multiple else text
+
+
+def _text(field: str, value: Any, option: click.Option, ctx: click.Context) -> str:
+    """A value that is not a list, as a word of the command line."""
+    is_text = isinstance(option.type, (click.types.StringParamType, click.Path))
+    types: Sequence[type] = (str,) if is_text else (str, int, float)
+    if isinstance(value, bool) or not isinstance(value, (*types,)):
+        raise UsageError(field, got=repr(value), expected=_wanted(option), fix=_FIX)
+    return _checked(field, str(value), value, option, ctx)
+
+
+def _checked(field: str, text: str, value: Any, option: click.Option, ctx: click.Context) -> str:
+    """A word that the command line takes for the option."""
+    try:
+        option.type.convert(text, option, ctx)
+    except click.UsageError:
+        raise UsageError(field, got=repr(value), expected=_wanted(option), fix=_FIX) from None
+    except UsageError as error:  # of the option's own parser
+        raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
+    return text
+
+
+def _wanted(option: click.Option) -> str:
+    """The values of an option, in words."""
+    kind = option.type
+    if isinstance(kind, (click.types.IntParamType, click.types.FloatParamType)):
+        words = "a whole number" if isinstance(kind, click.types.IntParamType) else "a number"
+        least = getattr(kind, "min", None)
+        return words if least is None else f"{words}, at least {least:g}"
+    if isinstance(kind, click.Choice):
+        return " or ".join(map(str, kind.choices))
+    words = "a path" if isinstance(kind, click.Path) else "a text"
+    return f"{words}, or a list of them" if option.multiple or takes_lists(kind) else words
 
 
 def _refuse(field: str, name: str, wanted: str, known: Iterable[str]) -> NoReturn:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
 from edgekv.errors import UsageError, refuse
-from edgekv.option import Option
+from edgekv.option import Option, check_place
 
 if TYPE_CHECKING:
     from edgekv.draft.corpus_index import CorpusIndex
@@ -54,11 +54,20 @@ class Speculation:
     ] = "auto"
     corpus: Annotated[
         CorpusIndex | str | None,
-        Option("A UTF-8 text or source file to copy drafts from; indexed once.", "--draft-corpus", metavar="FILE"),
+        Option(
+            "A UTF-8 text or source file to copy drafts from; indexed once.",
+            "--draft-corpus",
+            metavar="FILE",
+            parse=check_place,
+        ),
     ] = None
     draft: Annotated[
         HasDraftModel | str | None,
-        Option("Bundle of a smaller model with the same tokenizer, or of a drafter for this model.", metavar="BUNDLE"),
+        Option(
+            "Bundle of a smaller model with the same tokenizer, or of a drafter for this model.",
+            metavar="BUNDLE",
+            parse=check_place,
+        ),
     ] = None
     tokens: Annotated[
         int | None,

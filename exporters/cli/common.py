@@ -11,7 +11,7 @@ import click
 
 from devices import Device
 from edgekv.cli.commands import check_extra
-from edgekv.option import Option, find_device
+from edgekv.option import Option, check_place, find_device
 from exporters.options import Cluster, RunOptions
 
 DeviceOption = Annotated[
@@ -20,7 +20,7 @@ DeviceOption = Annotated[
 OutputFolder = Annotated[Path, Option("The folder to write.", "-o --output")]
 ForceOption = Annotated[bool, Option("Replace an existing output.")]
 TextOption = Annotated[Path, Option("A UTF-8 text file.")]
-CheckpointOption = Annotated[str | None, Option("The checkpoint, if it has moved since the export.")]
+CheckpointOption = Annotated[str | None, Option("The checkpoint, if it has moved since the export.", parse=check_place)]
 MovedAdapters = Annotated[
     Sequence[Path],
     Option(

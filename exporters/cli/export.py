@@ -12,7 +12,7 @@ import click
 
 from edgekv.cli.command import Given, command
 from edgekv.cli.output import Output, print_json
-from edgekv.option import Argument, Option, OptionGroup
+from edgekv.option import Argument, Option, OptionGroup, check_place
 from exporters.checkpoint.lora.choice import AdapterChoice
 from exporters.cli.common import ForceOption, ready_to_run
 from exporters.cli.compile import show_compiled
@@ -27,7 +27,11 @@ _RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster
 @command
 def export(
     checkpoint: Annotated[
-        str, Argument("A Hugging Face checkpoint folder, a GGUF file, a hub id such as org/model, or their URL.")
+        str,
+        Argument(
+            "A Hugging Face checkpoint folder, a GGUF file, a hub id such as org/model, or their URL.",
+            parse=check_place,
+        ),
     ],
     target: Annotated[Path, Option("The bundle's folder; must not exist yet.", "-o --output", group="Target")],
     given: Annotated[Given[ExportOptions], OptionGroup("Target")],

@@ -14,7 +14,7 @@ from devices import Device
 from edgekv.cli.command import NOTHING, Given, command
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
-from edgekv.option import Argument, Option, OptionGroup, find_device, parse_numbers
+from edgekv.option import Argument, Option, OptionGroup, check_place, find_device, parse_numbers
 from edgekv.plan.options import DEFAULT_CONTEXT
 from edgekv.spec.geometry import KvDtype
 from edgekv.text_file import read_text_file
@@ -114,7 +114,10 @@ class Axes:
 @command
 def sweep(
     checkpoint: Annotated[
-        str, Argument("A checkpoint folder or GGUF file that all workers see, its fsspec URL, or a hub id.")
+        str,
+        Argument(
+            "A checkpoint folder or GGUF file that all workers see, its fsspec URL, or a hub id.", parse=check_place
+        ),
     ],
     text: Annotated[Path, Option("A UTF-8 text file on which quality is measured.")],
     folder: Annotated[Path, Option("Folder for results, page, bundles and pieces.", "-o --output")],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from edgekv.option import Option
+from edgekv.option import Option, check_place
 from edgekv.system import parse_bytes
 
 
@@ -23,6 +23,7 @@ class SweepOptions:
         str | None,
         Option(
             "Folder or fsspec URL of the pieces, which all workers reach, such as s3://bucket/sweeps.",
+            parse=check_place,
             shown="OUTPUT/pieces",
             group="Run",
         ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.errors import UsageError
+from edgekv.option import check_place
 
 _LARGEST_SCALE = 100
 
@@ -33,7 +34,7 @@ class AdapterChoice:
         name, equals, number = given.rpartition("=")
         if Path(given).is_dir() or not equals:
             name, number = given, "1"
-        if not Path(name).is_dir():
+        if not Path(check_place(option, name)).is_dir():
             raise UsageError(
                 option, got=f"{given!r}, which is no folder", expected="DIR or DIR=SCALE", fix="Check the path."
             )
