@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000  # as in the format's own reader
+MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader
 # In the order of the format's own writer, which puts the last ones first: then all arrays are aligned.
 _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
@@ -94,7 +94,7 @@ def decode_tensors(content: bytes | bytearray) -> TensorFile:
         TensorFileError: it is truncated, or is not such a file.
     """
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
-    if len(content) < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, len(content) - _LENGTH_BYTES):
+    if len(content) < _LENGTH_BYTES or length > min(MAX_HEADER_BYTES, len(content) - _LENGTH_BYTES):
         raise TensorFileError("the header is truncated")
     body = memoryview(content)[_LENGTH_BYTES + length :]
     try:

@@ -107,6 +107,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+def test_local_workers_leave_nothing_in_the_temporary_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with connected(LOCAL, 1, 1):
+        assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["edgekv"]
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_next_start_removes_what_a_killed_command_left(tmp_path):
     temporary = tmp_path / "temporary"

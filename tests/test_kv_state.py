@@ -245,3 +245,12 @@ def test_what_a_killed_process_left_of_a_state_is_removed_by_the_next(tmp_path):
     write_state(make().state, tmp_path / "s", fingerprint="f")
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_is_larger_than_a_state_can_be_is_not_read(tmp_path):
+    with (tmp_path / "s").open("wb") as file:
+        file.truncate(40 << 30)  # a sparse file
+    with pytest.raises(StateError, match=r"state .*: file: got file of 42\.95 GB, more than the limit of .* MB"):
+        read_state(tmp_path / "s", fingerprint="", rows_bytes=1 << 20)
+    with pytest.raises(StateError, match=r"state .*: file: got file of 42\.95 GB, more than the limit of .* GB"):
+        read_state(tmp_path / "s", fingerprint="")

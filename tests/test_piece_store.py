@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -87,6 +88,28 @@ def test_a_piece_that_is_damaged_at_its_url_is_made_again(tmp_path):
     assert (PieceStore(url, tmp_path / "third").path("key") / "file").read_text() == "right"
 
 
+@pytest.mark.parametrize("place", ["folder", "url"])
+def test_the_record_of_another_piece_is_none(tmp_path, place):
+    """A folder that was copied or renamed: its hashes are right, and it is other work."""
+    shared = tmp_path / "shared"
+    store = PieceStore(str(shared) if place == "folder" else f"file://{shared}", tmp_path / "cache")
+    store.make("one", "test", lambda folder: (folder / "file").write_text("one"))
+    shutil.copytree(shared / "one", shared / "other")
+    assert store.find("other") is None and store.seconds("other") == 0
+    for read in (store.path, store.files, partial(store.answer, kind=int)):
+        with pytest.raises(MissingPieceError, match="piece other: got nothing whole"):
+            read("other")
+    store.make("other", "test", lambda folder: (folder / "file").write_text("other"))
+    assert (store.path("other") / "file").read_text() == "other"
+
+
+def test_a_piece_of_another_kind_is_made_again(tmp_path):
+    store = PieceStore(str(tmp_path))
+    store.make("key", "survey", lambda folder: (folder / "file").write_text("survey"))
+    store.make("key", "layer", lambda folder: (folder / "file").write_text("layer"))
+    assert (store.path("key") / "file").read_text() == "layer" and store.find("key").kind == "layer"
+
+
 @pytest.mark.parametrize("name", ["../../out", "/out", "inner/../../../out", "C:/out"])
 def test_a_forged_record_writes_nothing_outside_of_its_piece(name, tmp_path):
     shared = tmp_path / "shared"
@@ -95,7 +118,7 @@ def test_a_forged_record_writes_nothing_outside_of_its_piece(name, tmp_path):
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("x")
     found = {name: {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}}
-    fields = {"kind": "test", "seconds": 0.0, "files": found, "answer": None}
+    fields = {"name": "key", "kind": "test", "seconds": 0.0, "files": found, "answer": None}
     seal = hashlib.sha256(msgspec.json.encode([*fields.values()])).hexdigest()
     (shared / "key" / "piece.json").write_text(json.dumps(fields | {"sha256": seal}))
     before = contents(tmp_path)

@@ -173,7 +173,7 @@ def test_a_damaged_piece_is_made_anew(work):
 def seal(piece):
     """Give a piece that was changed the record that belongs to its files."""
     (piece / RECORD).unlink()
-    record = PieceRecord.of(piece, "layer", 0.0, None)
+    record = PieceRecord.of(piece, piece.name, "layer", 0.0, None)
     (piece / RECORD).write_bytes(msgspec.json.encode(record))
 
 

@@ -85,6 +85,13 @@ def test_a_mode_that_keeps_nothing_is_refused(bundle: Path, tmp_path: Path) -> N
         load_sequence(model.engine, 0, tmp_path / "talk")
 
 
+def test_a_file_that_no_sequence_fills_is_not_read(bundle: Path, tmp_path: Path, capsys) -> None:
+    with (tmp_path / "talk").open("wb") as file:
+        file.truncate(40 << 30)  # a sparse file
+    assert run(["generate", str(bundle), "--prompt", "The", "--session", str(tmp_path / "talk")]) == 1
+    assert "talk: file: got file of 42.95 GB, more than the limit of" in capsys.readouterr().err
+
+
 def test_a_pipe_is_no_session(bundle: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with edgekv.load(bundle, threads=1) as model, pytest.raises(StateError, match="a FIFO, not a regular file"):

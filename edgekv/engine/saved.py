@@ -10,6 +10,8 @@ from edgekv.errors import UsageError
 from edgekv.kv import StateError, read_state, write_state
 from edgekv.prefix import prefix_fingerprint
 
+_ELEMENT_BYTES = 8  # at most, of any row
+
 
 def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
     """Restore a file written by `save_sequence`; if it does not exist, the sequence stays empty.
@@ -37,7 +39,9 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
         )
     if not file.exists():
         return 0
-    state = read_state(file, fingerprint=_fingerprint(engine))
+    groups = engine.bundle.manifest.geometry.groups()
+    most_bytes = sum(_ELEMENT_BYTES * each.tensors * each.context * each.head_dim for each in groups)
+    state = read_state(file, fingerprint=_fingerprint(engine), rows_bytes=most_bytes)
     if len(state.tokens) != state.tokens_seen:
         found = f"{len(state.tokens)} tokens of {state.tokens_seen}"
         raise StateError(f"state {file}: tokens", got=found, expected="all", fix="Remove the file.")

@@ -16,10 +16,11 @@ from edgekv.errors import EdgeKVError
 from edgekv.kv.arena import Rows
 from edgekv.private_file import write_private
 from edgekv.scratch import atomic_file
-from edgekv.system import open_regular
-from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
+from edgekv.system import read_file
+from edgekv.tensor_file import MAX_HEADER_BYTES, TensorFileError, decode_tensors, encode_tensors
 
 FORMAT = "edgekv.kv-state.1"
+_LARGEST_ROWS_BYTES = 1 << 32
 
 _Position = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # rows of pictures have hashes as ids
@@ -89,15 +90,19 @@ def write_state(state: CacheState, file: str | Path, *, fingerprint: str) -> Non
         ) from None
 
 
-def read_state(file: str | Path, *, fingerprint: str) -> CacheState:
+def read_state(file: str | Path, *, fingerprint: str, rows_bytes: int = _LARGEST_ROWS_BYTES) -> CacheState:
     """Read a state.
 
+    Args:
+        file: that `write_state` wrote.
+        fingerprint: see `write_state`.
+        rows_bytes: the most that its rows can have; a file that is larger is not read.
+
     Raises:
-        StateError: the file is missing, damaged, not a state, or has another fingerprint.
+        StateError: the file is missing, damaged, not a state, too large, or has another fingerprint.
     """
     try:
-        with open_regular(Path(file)) as opened:
-            held = decode_tensors(opened.read())
+        held = decode_tensors(read_file(Path(file), MAX_HEADER_BYTES + rows_bytes))
     except OSError as error:
         raise _refusal(file, "file", error.strerror or error, "one that can be read") from None
     except TensorFileError as error:

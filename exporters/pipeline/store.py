@@ -37,6 +37,7 @@ class PieceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A finished piece.
 
     Attributes:
+        name: of the piece: the record of another one, copied here, is none.
         kind: of the work.
         seconds: that it took.
         files: sizes and hashes of its files.
@@ -47,6 +48,7 @@ class PieceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ValueError: a file is outside of the piece, or the hash is that of other fields.
     """
 
+    name: str
     kind: str
     seconds: float
     files: dict[str, FileRecord]
@@ -57,18 +59,19 @@ class PieceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in self.files:
             if not is_plain_path(name):
                 raise ValueError(f"files: got {name!r}; expected plain paths inside the piece")
-        if self.sha256 != (wanted := _seal(self.kind, self.seconds, self.files, self.answer)):
+        if self.sha256 != (wanted := self._seal(self.name, self.kind, self.seconds, self.files, self.answer)):
             raise ValueError(f"sha256: got {self.sha256!r}; expected {wanted}, for the other fields")
 
     @classmethod
-    def of(cls, folder: Path, kind: str, seconds: float, answer: object) -> PieceRecord:
+    def of(cls, folder: Path, name: str, kind: str, seconds: float, answer: object) -> PieceRecord:
         """The record of the files in a folder, and of an answer."""
         files, raw = record_files(folder), msgspec.Raw(msgspec.json.encode(answer))
-        return cls(kind=kind, seconds=seconds, files=files, answer=raw, sha256=_seal(kind, seconds, files, raw))
+        seal = cls._seal(name, kind, seconds, files, raw)
+        return cls(name=name, kind=kind, seconds=seconds, files=files, answer=raw, sha256=seal)
 
-
-def _seal(kind: str, seconds: float, files: Mapping[str, FileRecord], answer: msgspec.Raw) -> str:
-    return hashlib.sha256(msgspec.json.encode((kind, seconds, files, answer))).hexdigest()
+    @staticmethod
+    def _seal(name: str, kind: str, seconds: float, files: Mapping[str, FileRecord], answer: msgspec.Raw) -> str:
+        return hashlib.sha256(msgspec.json.encode((name, kind, seconds, files, answer))).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +100,11 @@ class PieceStore:
         return (self.cache or cache_folder() / "pieces") if self.is_remote else Path(self.place)
 
     def find(self, name: str) -> PieceRecord | None:
-        """The record of a finished piece; None if the place has none, or a damaged one.
+        """The record of a finished piece; None if the place has none, a damaged one, or that of another piece.
 
         Of a URL only the record is read: `path` checks the files.
         """
-        return self._record(name) if self.is_remote else _intact(self.folder / name)
+        return self._record(name) if self.is_remote else _intact(self.folder / name, name)
 
     def seconds(self, name: str) -> float:
         """The time that a finished piece took; 0 if it is not there."""
@@ -134,7 +137,7 @@ class PieceStore:
             ServiceError: it is damaged at the URL; it is removed there.
         """
         folder = self.folder / name
-        if _intact(folder) is not None:
+        if _intact(folder, name) is not None:
             return folder
         record = self.find(name) if self.is_remote else None
         if record is None:
@@ -144,12 +147,12 @@ class PieceStore:
             for file in [*record.files, RECORD]:
                 (partial / file).parent.mkdir(parents=True, exist_ok=True)
                 system.get_file(f"{root}/{file}", str(partial / file))
-            if _intact(partial) is None:
+            if _intact(partial, name) is None:
                 with suppress(Exception):  # each file system has errors of its own
                     system.rm_file(f"{root}/{RECORD}")
                 found = f"damaged files in {self.place}"
                 raise ServiceError(f"piece {name}", got=found, expected="those of its record", fix=_AGAIN)
-            _put(partial, folder)
+            _put(partial, folder, name)
         return folder
 
     @contextmanager
@@ -170,7 +173,7 @@ class PieceStore:
     def files(self, name: str) -> dict[str, Path]:
         """The files of a finished piece on this machine, by their path inside the piece; see `path`."""
         folder = self.path(name)
-        if (record := _read(folder)) is None:
+        if (record := _read(folder, name)) is None:
             raise self._missing(name)
         return {file: folder / file for file in record.files}
 
@@ -188,20 +191,21 @@ class PieceStore:
         """
         folder = self.folder / name
         if not anew:
-            if (found := self.find(name)) is not None:
+            if (found := self.find(name)) is not None and found.kind == kind:
                 return found
-            if (kept := _intact(folder)) is not None:  # made for another place
+            if (kept := _intact(folder, name)) is not None and kept.kind == kind:  # made for another place
                 self._publish(name, folder, kept)
                 return kept
+            anew = kept is not None  # of another kind
         with self._partial(kind) as partial:
             start = perf_counter()
             answer = work(partial)
-            record = PieceRecord.of(partial, kind, round(perf_counter() - start, 3), answer)
+            record = PieceRecord.of(partial, name, kind, round(perf_counter() - start, 3), answer)
             (partial / RECORD).write_bytes(msgspec.json.encode(record))
             self._publish(name, partial, record)
             if anew:
                 remove_directory(folder)
-            _put(partial, folder)
+            _put(partial, folder, name)
         _proven[folder] = _stamps(folder, record)
         return record
 
@@ -258,13 +262,14 @@ class PieceStore:
 
     def _record(self, name: str) -> PieceRecord | None:
         if not self.is_remote:
-            return _read(self.folder / name)
+            return _read(self.folder / name, name)
         system, root = self._system(f"/{name}")
         try:
             raw = system.cat_file(f"{root}/{RECORD}")
-            return decode_json(raw, PieceRecord, field=f"{root}/{RECORD}", expected=_WHOLE, fix=_AGAIN)
+            record = decode_json(raw, PieceRecord, field=f"{root}/{RECORD}", expected=_WHOLE, fix=_AGAIN)
         except (OSError, EdgeKVError):
             return None
+        return record if record.name == name else None
 
     def _missing(self, name: str) -> MissingPieceError:
         return MissingPieceError(
@@ -314,19 +319,20 @@ def store_in(cache_dir: Path | None = None) -> PieceStore:
     return PieceStore(str(folder / "pieces"))
 
 
-def _read(folder: Path) -> PieceRecord | None:
+def _read(folder: Path, name: str) -> PieceRecord | None:
     try:
-        return read_json(folder / RECORD, PieceRecord, expected=_WHOLE, fix=_AGAIN)
+        record = read_json(folder / RECORD, PieceRecord, expected=_WHOLE, fix=_AGAIN)
     except EdgeKVError:
         return None
+    return record if record.name == name else None
 
 
-def _intact(folder: Path) -> PieceRecord | None:
-    """The record of a piece; None if there is none, or one of its files is missing or damaged.
+def _intact(folder: Path, name: str) -> PieceRecord | None:
+    """The record of a piece; None if there is none, it is another one's, or a file is missing or damaged.
 
     Files that this process has hashed are hashed again only if their time of change is another one.
     """
-    if (record := _read(folder)) is None:
+    if (record := _read(folder, name)) is None:
         return None
     try:
         stamps = _stamps(folder, record)
@@ -352,12 +358,12 @@ def _stamps(folder: Path, record: PieceRecord) -> list[tuple[str, int, int, int]
     return found
 
 
-def _put(partial: Path, folder: Path) -> None:
+def _put(partial: Path, folder: Path, name: str) -> None:
     """Rename a complete folder; one that another process has put there meanwhile stays."""
-    if folder.exists() and _intact(folder) is None:
+    if folder.exists() and _intact(folder, name) is None:
         shutil.rmtree(folder, ignore_errors=True)
     try:
         partial.rename(folder)
     except OSError:
-        if _intact(folder) is None:
+        if _intact(folder, name) is None:
             raise

@@ -103,7 +103,8 @@ def _processes(folder: str, count: int, ram_bytes: int) -> Iterator[LocalCluster
 
     def start() -> LocalCluster:
         try:
-            with dask.config.set({"distributed.nanny.pre-spawn-environ": _ENVIRONMENT}):
+            # The scheduler makes a folder too, and takes no place for it: it would stay in the temporary directory.
+            with dask.config.set({"distributed.nanny.pre-spawn-environ": _ENVIRONMENT, "temporary-directory": folder}):
                 return LocalCluster(
                     n_workers=count,
                     threads_per_worker=1,
