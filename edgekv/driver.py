@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING
-from weakref import finalize
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from weakref import finalize, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,62 +27,106 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 """A thread that died without closing its generation notifies nobody."""
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _User:
+    """Who has a call: the thread of its last step, and the object that ends the call when it is dropped."""
+
+    thread: threading.Thread
+    owner: ref[object]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread may go on with the call."""
+        is_here = self.thread is threading.current_thread()
+        return not is_here and self.thread.is_alive() and self.owner() is not None
+
 
 class Driver:
     """The only lock of an engine: one step at a time, and one call at a time for each cache.
 
-    As a context manager it is the lock of a step. It is not reentrant. The garbage collector may end a call in the
-    middle of a step of the same thread, so such an end is deferred to the end of the step.
+    The garbage collector may end a call in the middle of a step of the same thread, so such an end is deferred to the
+    end of the step. Ctrl-C may come between any two lines: the lock is only ever taken by a `with` on the lock itself,
+    which no signal divides, and what was deferred is removed once it is done.
 
     Attributes:
         engine: what is driven; set by its owner.
         is_closed: whether the model is closed.
+        lock: of a step, for what needs nothing but that no step runs; not reentrant.
     """
 
     engine: Engine
 
     def __init__(self) -> None:
         self.is_closed = False
-        self._lock = threading.Lock()
-        self._freed = threading.Condition(self._lock)
-        self._threads: dict[Sequence, threading.Thread] = {}  # of the last step of each call
+        self.lock = threading.Lock()
+        self._waiting: list[SimpleQueue[None]] = []  # one for each thread that waits for a cache
+        self._users: dict[Sequence, _User] = {}
         self._deferred: deque[Callable[[], None]] = deque()
 
-    def __enter__(self) -> Self:
-        self._lock.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while True:
-            try:
-                while self._deferred:
-                    self._deferred.popleft()()
-            finally:  # an interruption of such work must not keep the lock: what is left is done at the next step's end
-                self._lock.release()
-            # Work deferred in the meantime could not get the lock.
-            if not self._deferred or not self._lock.acquire(blocking=False):
-                return
+    def locked(self, work: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+        """Do some work under the lock, and then what was deferred meanwhile. It is not reentrant."""
+        try:
+            with self.lock:
+                return work(*arguments, **options)
+        finally:
+            self._do_deferred()
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Do some work under the lock: now if it is free, otherwise after the current step."""
-        self._deferred.append(work)
-        if self._lock.acquire(blocking=False):
-            self.__exit__()
+        """Do some work under the lock: now if it is free, otherwise after the current step.
 
-    def start(self, request: Request) -> Sequence:
+        Work that Ctrl-C interrupts is done again after the next step.
+        """
+        self._deferred.append(work)
+        self._do_deferred()
+
+    def _do_deferred(self) -> None:
+        """Do what was deferred, unless a step runs: its end does it, as it looks for it without the lock."""
+        while self._deferred and not self.lock.locked():
+            with self.lock:
+                self._do_all()
+
+    def _do_all(self) -> None:
+        while self._deferred:
+            try:
+                self._deferred[0]()
+            except Exception:
+                self._deferred.popleft()
+                raise
+            self._deferred.popleft()
+
+    def start(self, request: Request, owner: object) -> Sequence:
         """Begin a request once its cache is free: an earlier call of this thread or of a finished one is displaced.
+
+        Args:
+            request: to begin.
+            owner: ends it with `drop` when nothing refers to it any more.
 
         Raises:
             UsageError: the model was closed.
             EdgeKVError: see `Engine.start`.
         """
-        with self:
-            self.check_open()
-            if not isinstance(request.cache, str):
-                self._wait_for(request.cache)
-            sequence = self.engine.start(request)
-            self._threads[sequence] = threading.current_thread()
-            return sequence
+        freed: SimpleQueue[None] = SimpleQueue()
+        while (sequence := self.locked(self._start, request, ref(owner), freed)) is None:
+            with suppress(Empty):
+                freed.get(timeout=_POLL_S)
+        return sequence
+
+    def _start(self, request: Request, owner: ref[object], freed: SimpleQueue[None]) -> Sequence | None:
+        """Begin a request; None if a call of another thread has its cache, whose end `freed` gets."""
+        self.check_open()
+        if not isinstance(request.cache, str) and (held := self.engine.holder(request.cache)) is not None:
+            user = self._users.get(held)
+            if user is not None and user.is_elsewhere:
+                if freed not in self._waiting:
+                    self._waiting.append(freed)
+                return None
+        sequence = self.engine.start(request)
+        self._users[sequence] = _User(threading.current_thread(), owner)
+        return sequence
 
     def advance(self, sequence: Sequence) -> Event | None:
         """The next event of a call, which continues in this thread; None if it has ended.
@@ -89,14 +136,16 @@ class Driver:
             ValueError: a later call has its cache.
             EdgeKVError: see `Sequence.advance`.
         """
-        with self:
-            if not self.claims(sequence):
-                return None
-            try:
-                return sequence.advance()
-            finally:
-                if sequence.has_ended:
-                    self.forget(sequence)
+        return self.locked(self._advance, sequence)
+
+    def _advance(self, sequence: Sequence) -> Event | None:
+        if not self._claims(sequence):
+            return None
+        try:
+            return sequence.advance()
+        finally:
+            if sequence.has_ended:
+                self._forget(sequence)
 
     def prefill(self, sequence: Sequence, most: int) -> bool:
         """See `Sequence.prefill`; False also for a call that has ended, or has a token.
@@ -105,14 +154,16 @@ class Driver:
             EdgeKVError: as `advance`.
             ValueError: as `advance`.
         """
-        with self:
-            if not self.claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:
-                return False
-            try:
-                return sequence.prefill(most)
-            finally:
-                if sequence.has_ended:
-                    self.forget(sequence)
+        return self.locked(self._prefill, sequence, most)
+
+    def _prefill(self, sequence: Sequence, most: int) -> bool:
+        if not self._claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:
+            return False
+        try:
+            return sequence.prefill(most)
+        finally:
+            if sequence.has_ended:
+                self._forget(sequence)
 
     def run_together(self, sequences: list[Sequence]) -> None:
         """See `Engine.run_together`.
@@ -120,45 +171,42 @@ class Driver:
         Raises:
             ValueError: a later call has the cache of one.
         """
-        with self:
+
+        def run() -> None:
             self.check_open()
             for each in sequences:
-                self.claims(each)
+                self._claims(each)
             self.engine.run_together(sequences)
+
+        self.locked(run)
 
     def end(self, sequence: Sequence) -> None:
         """End a call. Nothing happens if it has ended."""
-        with self:
-            self._abort(sequence)
+        self.locked(self._abort, sequence)
 
-    def drop(self, sequence: Sequence) -> None:
-        """End a call from anywhere: the garbage collector may call this while the lock is held."""
-        self.defer(lambda: self._abort(sequence))
+    def drop(self, request: Request) -> None:
+        """End the call of a request, if there is one: the garbage collector may call this while the lock is held."""
+        self.defer(lambda: self._abort_request(request))
 
     def close(self) -> None:
         """End all calls and refuse later ones."""
-        with self:
+
+        def close() -> None:
             if self.is_closed:
                 return
             self.is_closed = True
             self.engine.close()
-            self._threads.clear()
-            self._freed.notify_all()
+            self._users.clear()
+            self._wake()
+
+        self.locked(close)
 
     def check_open(self) -> None:
         """Raise UsageError if the model was closed."""
         if self.is_closed:
             raise UsageError("model", got="a closed model", expected="an open one", fix="Load the bundle again.")
 
-    def _wait_for(self, cache: int | None) -> None:
-        while (held := self.engine.holder(cache)) is not None:
-            thread = self._threads.get(held)
-            if thread is None or thread is threading.current_thread() or not thread.is_alive():
-                return
-            self._freed.wait(_POLL_S)
-            self.check_open()
-
-    def claims(self, sequence: Sequence) -> bool:
+    def _claims(self, sequence: Sequence) -> bool:
         """Continue a call in this thread; False if it has ended. The caller has the lock.
 
         Raises:
@@ -166,27 +214,65 @@ class Driver:
             ValueError: a later call has its cache.
         """
         if not sequence.has_ended:
-            self._threads[sequence] = threading.current_thread()
+            self._users[sequence] = replace(self._users[sequence], thread=threading.current_thread())
             return True
         if sequence.is_displaced or (self.is_closed and sequence.stop_reason is None):
             self.check_open()
             raise ValueError("generation: its cache is used by a later call of the model; finish one before the next")
         return False
 
+    def _abort_request(self, request: Request) -> None:
+        if not self.is_closed:
+            for each in {*self.engine.running, *self.engine.waiting, *self._users}:
+                if each.request is request:
+                    self._abort(each)
+
     def _abort(self, sequence: Sequence) -> None:
         try:
             if not self.is_closed:
                 self.engine.abort(sequence)
         finally:
-            self.forget(sequence)
+            self._forget(sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Sequence) -> None:
         """A call has ended; the caller has the lock."""
-        self._threads.pop(sequence, None)
-        self._freed.notify_all()
+        self._users.pop(sequence, None)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let those who wait for a cache look again; the caller has the lock."""
+        while self._waiting:
+            self._waiting.pop().put(None)
 
 
-class Generation(Iterator[Token]):
+class Call:
+    """A request that runs. It owns its cache until it ends, is closed, or is dropped.
+
+    Attributes:
+        sequence: what the engine runs.
+    """
+
+    def __init__(self, driver: Driver, request: Request) -> None:
+        """Begin a request; this may wait for other threads.
+
+        Raises:
+            EdgeKVError: see `Driver.start`.
+        """
+        self._driver = driver
+        self._drop = finalize(self, driver.drop, request)  # first: what has begun is ended, whatever comes between
+        self.sequence = driver.start(request, self)
+
+    def advance(self) -> Event | None:
+        """See `Driver.advance`."""
+        return self._driver.advance(self.sequence)
+
+    def close(self) -> None:
+        """End it here. Closing twice is harmless."""
+        self._driver.end(self.sequence)
+        self._drop.detach()
+
+
+class Generation(Call, Iterator[Token]):
     """A stream of tokens. The prompt is run when the first token is requested.
 
     It owns its cache until it ends, is closed (`close`, or a `with` block), or is dropped; then the computed rows are
@@ -195,16 +281,6 @@ class Generation(Iterator[Token]):
     Attributes:
         sequence: what the engine runs.
     """
-
-    def __init__(self, driver: Driver, request: Request) -> None:
-        """Begin a request that samples; this may wait for other threads.
-
-        Raises:
-            EdgeKVError: see `Driver.start`.
-        """
-        self.sequence = driver.start(request)
-        self._driver = driver
-        self._drop = finalize(self, driver.drop, self.sequence)
 
     def __next__(self) -> Token:
         """The next token.
@@ -215,15 +291,9 @@ class Generation(Iterator[Token]):
             UsageError: the model was closed, or a logits processor left nothing to choose from.
             EngineError: the runtime failed.
         """
-        driver, sequence = self._driver, self.sequence
-        with driver:
-            if not driver.claims(sequence):
-                raise StopIteration
-            try:
-                token = sequence.advance()
-            finally:
-                if sequence.has_ended:
-                    driver.forget(sequence)
+        token = self.advance()
+        if token is None:
+            raise StopIteration
         assert isinstance(token, Token), "it samples"
         return token
 
@@ -250,8 +320,7 @@ class Generation(Iterator[Token]):
 
     def close(self) -> None:
         """End the generation here and store the computed rows in the prefix cache. Closing twice is harmless."""
-        self._drop.detach()
-        self._driver.end(self.sequence)
+        super().close()
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -290,21 +359,11 @@ class Generation(Iterator[Token]):
         return self.sequence.stats
 
 
-class Scoring(Iterator[NDArray[np.float32]]):
+class Scoring(Call, Iterator[NDArray[np.float32]]):
     """Logits `[rows, V]` of the next tokens, teacher forced; other calls of the model can have a step in between.
 
     It owns the model's own cache until it ends, is closed or is dropped.
     """
-
-    def __init__(self, driver: Driver, request: Request) -> None:
-        """Begin a request that scores; this may wait for other threads.
-
-        Raises:
-            EdgeKVError: see `Driver.start`.
-        """
-        self._sequence = driver.start(request)
-        self._driver = driver
-        self._drop = finalize(self, driver.drop, self._sequence)
 
     def __next__(self) -> NDArray[np.float32]:
         """The logits of the next step; first those of the sink, if there is one.
@@ -315,12 +374,7 @@ class Scoring(Iterator[NDArray[np.float32]]):
             ContextFullError: the context has no room.
             EngineError: the runtime failed.
         """
-        scores = self._driver.advance(self._sequence)
+        scores = self.advance()
         if not isinstance(scores, Scores):
             raise StopIteration
         return scores.rows
-
-    def close(self) -> None:
-        """End here and free the cache. Closing twice is harmless."""
-        self._drop.detach()
-        self._driver.end(self._sequence)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
-from edgekv.driver import Driver, Generation, Scoring
+from edgekv.driver import Call, Driver, Generation, Scoring
 from edgekv.engine import Batch, BeamResult, BoundAdapter, CacheSetup, DraftModel, Engine, Request, Session, SessionPool
 from edgekv.engine.pictures import Pictures, PictureSource
 from edgekv.kv import KVCache
@@ -50,7 +50,7 @@ class Model:
         self.bundle = bundle
         self.defaults = default_params(bundle.manifest.generation)
         self._driver = Driver()
-        self.engine = self._driver.engine = Engine(bundle, backend, caches, prefix_cache, self._driver)
+        self.engine = self._driver.engine = Engine(bundle, backend, caches, prefix_cache, self._driver.lock)
         self._texts = self.engine.texts
         self._pictures = self.engine.pictures
 
@@ -78,9 +78,12 @@ class Model:
         Raises:
             EngineError: the engine refused a graph.
         """
-        with self._driver:
+
+        def prepare() -> None:
             self._driver.check_open()
             self.engine.graphs.prepare("decode", "prefill")
+
+        self._driver.locked(prepare)
 
     # ------------------------------------------------------------------ what it is
 
@@ -177,8 +180,7 @@ class Model:
             UsageError: the bundle has none of a name, or they do not fit into the slots together.
             BundleError: one is damaged.
         """
-        with self._driver:
-            return self.engine.open_lora(lora)
+        return self._driver.locked(self.engine.open_lora, lora)
 
     # ------------------------------------------------------------------ calls
 
@@ -282,12 +284,12 @@ class Model:
         )
         if isinstance(chosen, SamplingParams):
             return Generation(self._driver, request)
-        search = self._driver.start(request)
+        search = Call(self._driver, request)
         try:
-            while not isinstance(found := self._driver.advance(search), BeamResult):
+            while not isinstance(found := search.advance(), BeamResult):
                 pass
         finally:
-            self._driver.end(search)
+            search.close()
         return found
 
     @property
@@ -298,9 +300,12 @@ class Model:
             UsageError: the bundle or the engine cannot.
             EngineError: the engine refused the verify graph.
         """
-        with self._driver:
+
+        def made() -> Batch:
             self._driver.check_open()
             return self.engine.batch
+
+        return self._driver.locked(made)
 
     def advance_together(self, generations: abc.Sequence[Generation]) -> None:
         """Run the next inference of several generations in one pass of a verify graph; `next` of each then needs none.

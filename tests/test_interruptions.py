@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from linecache import getline
 from pathlib import Path
@@ -14,11 +16,13 @@ from typing import Any
 import pytest
 
 import edgekv
+from edgekv.driver import Driver
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KeyDiff, KVCache
 from edgekv.kv.columns import ColumnArena
 from edgekv.kv.rows import RowArena
 from edgekv.prefix import StoreConfig
+from edgekv.prefix.table import INDEX, Row, Table
 from tests.kv_graph import feed, geometry_of, held
 from tests.thorough import variants
 
@@ -141,20 +145,77 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_a_model_that_gives_the_same_tokens(
     model.close()
 
 
-def _interrupt(call: Any, number: int | None) -> int:
-    """Run a call until the line of this number in the cache, the session and the runtime; return the lines run."""
+PACKAGE = Path(edgekv.__file__).parent
+PATIENCE_S = 60
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # within a finalizer
+@pytest.mark.parametrize("end", ["whole", "closed", "dropped"])
+def test_ctrl_c_at_any_line_of_the_driver_keeps_no_other_thread_waiting(small: Path, end: str) -> None:
+    model = edgekv.load(small, threads=1)
+    wanted = [token.id for token in model.generate(PROMPT, 2, sequence=1)]
+
+    def call() -> None:
+        generation = model.generate(PROMPT, 2, sequence=1)
+        if end == "whole":
+            assert len([*generation]) == 2
+        next(generation, None)
+        if end == "closed":
+            generation.close()
+
+    def elsewhere() -> None:
+        found.append([token.id for token in model.generate(PROMPT, 2, sequence=1)])
+
+    file = str(PACKAGE / "driver.py")
+    lines = _interrupt(call, None, file)
+    assert lines > 40
+    for number in range(1, lines + 1):
+        found: list[list[int]] = []
+        _interrupt(call, number, file)
+        thread = threading.Thread(target=elsewhere, daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+        assert found == [wanted], f"after an interruption at line {number} of {lines}"
+
+
+def test_ctrl_c_at_any_line_of_deferred_work_keeps_no_lock() -> None:
+    driver = Driver()
+
+    def step() -> None:
+        driver.defer(lambda: done.append("deferred"))
+
+    done: list[str] = []
+    lines = _interrupt(partial(driver.locked, step), None, str(PACKAGE / "driver.py"))
+    for number in range(1, lines + 1):
+        done.clear()
+        _interrupt(partial(driver.locked, step), number, str(PACKAGE / "driver.py"))
+        assert not driver.lock.locked()
+        driver.defer(lambda: done.append("later"))
+        assert done[-1] == "later"
+        assert "deferred" in done or number < 5  # before it was known
+
+
+def test_ctrl_c_at_any_line_of_a_change_of_the_prefix_table_keeps_no_other_process_waiting(tmp_path: Path) -> None:
+    table = Table(tmp_path)
+    row = Row(b"k" * 16, 0, b"p" * 16, b"t", 0, True, 1, 1, 1, "store")
+    lines = _interrupt(partial(table.put, row), None, str(PACKAGE / "prefix" / "table.py"))
+    for number in range(1, lines + 1):
+        _interrupt(partial(table.put, row), number, str(PACKAGE / "prefix" / "table.py"))
+        with closing(sqlite3.connect(tmp_path / INDEX, timeout=0)) as other:
+            other.execute("BEGIN IMMEDIATE")  # refused while a transaction is open
+
+
+def _interrupt(call: Any, number: int | None, *within: str) -> int:
+    """Run a call until the line of this number in files or folders, by default the model's; return the lines run."""
     lines = 0
-    within = tuple(
-        str(Path(edgekv.__file__).parent / folder) for folder in ("kv", "engine", "text", "runtime", "prefix")
-    )
+    files = within or tuple(str(PACKAGE / name) for name in ("kv", "engine", "text", "runtime", "prefix", "driver.py"))
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
-        file = frame.f_code.co_filename
-        if not file.startswith(within) or frame.f_code.co_name in ("__enter__", "__exit__"):  # of the lock
+        if not frame.f_code.co_filename.startswith(files):
             return None
         # A `with` is traced once more behind its block, where Python itself lets nothing interrupt it.
-        if event == "line" and not getline(file, frame.f_lineno).lstrip().startswith("with "):
+        if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
             lines += 1
             if lines == number:
                 sys.settrace(None)

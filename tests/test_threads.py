@@ -156,34 +156,39 @@ def test_sequences_that_are_dropped_while_others_step_are_computed_again(small_e
 
 def test_what_the_garbage_collector_asks_for_in_a_step_waits_for_its_end() -> None:
     driver, done = Driver(), []
-    with driver:
+
+    def step() -> None:
         driver.defer(lambda: done.append("first"))
         assert done == []
+
+    driver.locked(step)
     assert done == ["first"]
     driver.defer(lambda: done.append("second"))
     assert done == ["first", "second"]
-    with driver:  # free again
-        pass
+    assert not driver.lock.locked()
 
 
-def test_deferred_work_that_fails_keeps_no_lock() -> None:
+@pytest.mark.parametrize(("error", "again"), [(OSError, []), (KeyboardInterrupt, ["again"])])
+def test_deferred_work_that_fails_keeps_no_lock(error: type[BaseException], again: list[str]) -> None:
     """Such as Ctrl-C while a dropped call stores its prefix: what is left is done at the end of the next step."""
     driver, done = Driver(), []
+    failures = [error]
 
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+    def fails_once() -> None:
+        if failures:
+            raise failures.pop()
+        done.append("again")
 
     def step() -> None:
-        with driver:
-            done.append("step")
-
-    with pytest.raises(KeyboardInterrupt), driver:
-        driver.defer(interrupted)
+        driver.defer(fails_once)
         driver.defer(lambda: done.append("second"))
+
+    with pytest.raises(error):
+        driver.locked(step)
     assert done == []
-    thread = _in_thread(step)
+    thread = _in_thread(lambda: driver.locked(done.append, "step"))
     thread.join(PATIENCE_S)
-    assert not thread.is_alive() and done == ["step", "second"]
+    assert not thread.is_alive() and done == ["step", *again, "second"]
 
 
 def test_a_scoring_that_is_dropped_half_read_keeps_nobody_waiting(small_export: Path) -> None:

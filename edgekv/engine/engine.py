@@ -185,11 +185,11 @@ class Engine:
         """End a sequence; computed rows are stored in the prefix cache. Nothing happens if it has ended."""
         if sequence.has_ended:
             return
-        sequence.has_ended = True
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
+        sequence.has_ended = True  # last: an interrupted call of this is made again
         try:
             if sequence.has_begun:
                 sequence.finish()

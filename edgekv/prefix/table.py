@@ -117,13 +117,13 @@ class Table:
         if self._connection.in_transaction:
             yield
             return
-        with _as_os_errors():
-            self._connection.execute("BEGIN IMMEDIATE")
         try:
+            with _as_os_errors():
+                self._connection.execute("BEGIN IMMEDIATE")
             yield
             with _as_os_errors():
                 self._connection.execute("COMMIT")
-        except BaseException:
+        except BaseException:  # also Ctrl-C right behind BEGIN: an open transaction would lock all others out for ever
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise

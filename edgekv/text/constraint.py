@@ -101,17 +101,21 @@ class _Compilation:
     """A grammar that is compiled in a thread of its own.
 
     Attributes:
-        has_ended: set at its end.
-        result: then, and an error if it failed.
+        result: once it has ended, and an error if it failed.
     """
 
     def __init__(self, compile: Callable[[], LLMatcher], at_end: Callable[[], None]) -> None:
-        self.has_ended = threading.Event()
         self.result: LLMatcher | BaseException | None = None
         self._started = monotonic()
         self._compile = compile
         self._at_end = at_end
-        threading.Thread(target=self._run, name="edgekv grammar", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="edgekv grammar", daemon=True)
+        self._thread.start()
+
+    def has_ended(self, within_s: float) -> bool:
+        """Whether it has ended, or does so soon. Unlike an event's, an interrupted wait keeps nobody from ending it."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     @property
     def is_late(self) -> bool:
@@ -123,7 +127,6 @@ class _Compilation:
             self.result = self._compile()
         except BaseException as error:  # a panic of the library is no Exception
             self.result = error
-        self.has_ended.set()
         self._at_end()
 
 
@@ -158,7 +161,8 @@ class GrammarCompiler:
         except ValueError as error:
             refuse("grammar", f"a tokenizer that llguidance cannot read: {error}", "another tokenizer", "Leave it out.")
         self._vocab = vocab
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # taken itself: Ctrl-C may come within the methods of a condition
+        self._changed = threading.Condition(self._lock)
         self._kept: OrderedDict[Grammar, LLMatcher | UsageError] = OrderedDict()
         self._compiling: dict[Grammar, _Compilation] = {}
 
@@ -174,15 +178,15 @@ class GrammarCompiler:
             UsageError: the grammar is wrong, uses what is not supported, or is too complex.
             BusyError: too many others are compiled.
         """
-        with self._changed:
+        with self._lock:
             kept = self._kept.get(grammar)
             running = self._started(grammar) if kept is None else None
         if running is not None:  # without the lock: compiled grammars need not wait for this one
-            in_time = running.has_ended.wait(COMPILE_LIMIT_S)
+            in_time = running.has_ended(COMPILE_LIMIT_S)
             late = _refused(grammar, f"one that does not compile within {COMPILE_LIMIT_S:g} s")
             kept = _outcome(grammar, running.result) if in_time else late
         assert kept is not None
-        with self._changed:
+        with self._lock:
             self._kept[grammar] = kept
             self._kept.move_to_end(grammar)
             if len(self._kept) > _KEPT:
@@ -215,8 +219,8 @@ class GrammarCompiler:
         return self._compiling[grammar]
 
     def _end(self, grammar: Grammar) -> None:
-        with self._changed:
-            del self._compiling[grammar]
+        with self._lock:
+            self._compiling.pop(grammar, None)  # none if Ctrl-C came before it was noted
             self._changed.notify_all()
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
