@@ -29,7 +29,7 @@ from edgekv.bundle import (
 from edgekv.errors import UsageError
 from edgekv.graphs.decoder import last_norm
 from edgekv.kv import KvTensor
-from edgekv.plan import CALIBRATION_WINDOW, default_calibration_tokens
+from edgekv.plan import calibration_window, default_calibration_tokens
 from edgekv.spec import (
     FINAL_NORM,
     TARGET_HIDDEN,
@@ -208,7 +208,7 @@ def export_drafter(
     bos = drafter.source.special.bos
     first = sink or (() if bos is None else (bos,))
     tokens = options.calibration_tokens or default_calibration_tokens(drafter.source.spec.sizes)
-    length = min(CALIBRATION_WINDOW, target.context, tokens)
+    length = min(calibration_window(target.context, has_delta_rule=spec.delta_rule is not None), tokens)
     windows = calibration_windows(drafter.source.encode(calibration.text), length, tokens, first)
     with one_step("check weights", progress):
         drafter.checkpoint.check_values()

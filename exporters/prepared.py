@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.errors import UsageError
-from edgekv.plan import CALIBRATION_WINDOW, EncoderPlan, default_calibration_tokens
+from edgekv.plan import EncoderPlan, calibration_window, default_calibration_tokens
 from edgekv.spec import DecoderInterface, EncoderSpec, Geometry, LayeredGeometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -28,6 +28,7 @@ from exporters.quantize.calibrate import (
     as_chats,
     calibration_windows,
     chat_opening,
+    check_states_are_read,
     read_calibration,
     rendered,
 )
@@ -167,10 +168,12 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
     calibration = read_calibration(options.calibration, checkpoint.folder)
     first, bos = sink_candidates(checkpoint, options.sink), checkpoint.special.bos
     tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
-    windows = _Windows.of(checkpoint, calibration, min(CALIBRATION_WINDOW, options.contexts[-1], tokens), tokens)
+    length = calibration_window(options.contexts[-1], has_delta_rule=checkpoint.spec.delta_rule is not None)
+    windows = _Windows.of(checkpoint, calibration, min(length, tokens), tokens)
 
     def beginning(first: Sequence[int]) -> NDArray[np.int64]:
         ids, vision = windows.beginning(first), checkpoint.vision
+        check_states_are_read(checkpoint.spec, ids.shape[1])
         if vision is None or pictures is None:
             return ids
         return with_pictures(ids, checkpoint.spec.vocab, vision.spec.rows, len(pictures.tiles))

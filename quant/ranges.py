@@ -20,13 +20,23 @@ LARGEST = 1e9
 
 
 class Range:
-    """Collects the values of one tensor during calibration."""
+    """Collects the values of one tensor during calibration.
 
-    __slots__ = ("_samples", "_step", "high", "low")
+    Attributes:
+        low: the least value, at most 0.
+        high: the greatest, at least 0.
+        is_seen: whether there was any value; no encoding follows from a range without one.
+    """
 
-    def __init__(self, low: float = 0.0, high: float = 0.0, sample: NDArray[np.float32] | None = None) -> None:
-        self.low = low
-        self.high = high
+    __slots__ = ("_samples", "_step", "high", "is_seen", "low")
+
+    def __init__(
+        self, low: float | None = None, high: float | None = None, sample: NDArray[np.float32] | None = None
+    ) -> None:
+        """With the extremes that were seen; None for none yet."""
+        self.low = low or 0.0
+        self.high = high or 0.0
+        self.is_seen = low is not None or high is not None
         self._samples: list[NDArray[np.float32]] = [] if sample is None else [sample]
         self._step = 1
 
@@ -36,10 +46,12 @@ class Range:
         Raises:
             ValueError: a value is NaN, infinite, or larger than any activation of a model that works.
         """
+        if not values.size:
+            return
         low, high = float(values.min()), float(values.max())
         if not (low >= -LARGEST and high <= LARGEST):  # NaN too
             raise ValueError(f"values: got {low:.3g} to {high:.3g}; expected at most {LARGEST:.0e} in magnitude")
-        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.low, self.high, self.is_seen = min(self.low, low), max(self.high, high), True
         if keep_sample:
             flat = np.asarray(values, np.float32).reshape(-1)
             # An odd step visits every element of a head, whose width is even.
@@ -56,6 +68,7 @@ class Range:
     def cover(self, other: Range) -> None:
         """Cover all of another range too, and its sample."""
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.is_seen |= other.is_seen
         self._samples += other._samples
 
     @property

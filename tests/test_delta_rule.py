@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from exporters.inspect.divergence import sqnr_db
 from exporters.inspect.evaluate import open_source
 from exporters.inspect.probe import Probe
 from exporters.lora.options import LoraOptions
+from exporters.prepared import prepare
 from exporters.quantize.reference import NumpyOps, Reference, Weights
 from quant import Encoding
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
@@ -356,6 +358,26 @@ def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
 def test_what_cannot_run_them_is_refused_by_name(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         delta_bundle(tmp_path, **options)
+
+
+def test_states_are_calibrated_beyond_a_short_context(bundle: Path, tmp_path: Path) -> None:
+    """Those of 64 tokens read no checkpoint: S would get a scale of 1e-38, and be wiped at every 64th token."""
+    short = open_bundle(delta_bundle(tmp_path, context=64, ar=(1, 16), draft_rows=())).manifest
+    long = open_bundle(bundle).manifest
+    read = [name for name in long.encodings if re.search(r"recurrent|\.delta\.(known|held)", name)]
+    assert len(read) > 3 * 4
+    for name in read:
+        assert 0.5 < short.encodings[name].scale / long.encodings[name].scale < 2, name
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "words"),
+    [("qwen3_5", 64, "64 tokens; expected at least 65: more than 64"), ("lfm3", 4, "4 tokens; expected at least 7")],
+)
+def test_a_calibration_text_that_reads_no_state_is_refused(tmp_path: Path, name: str, tokens: int, words: str) -> None:
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES[name])))
+    with pytest.raises(UsageError, match=f"calibration: got windows of {words}"):
+        prepare(checkpoint, export_options(context=128, ar=(1, 16), calibration_tokens=tokens))
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5-multimodal"])

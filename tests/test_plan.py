@@ -18,7 +18,6 @@ from edgekv.cli.plan import plan
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import DEFAULT_STRATEGY
 from edgekv.plan import (
-    CALIBRATION_WINDOW,
     MASK_BYTES,
     PROTOBUF_BYTES,
     RECIPES,
@@ -27,6 +26,7 @@ from edgekv.plan import (
     Overrides,
     Plan,
     activation_bytes,
+    calibration_window,
     compile_bytes,
     default_calibration_tokens,
     export_cost,
@@ -220,7 +220,7 @@ def test_the_estimates_are_near_what_was_measured(decoder, export_s, check_s, ch
 @pytest.mark.slow
 def test_the_exporter_allocates_what_the_formula_says(tmp_path):
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path)))
-    sizes, window = checkpoint.spec.sizes, CALIBRATION_WINDOW
+    sizes, window = checkpoint.spec.sizes, calibration_window(4096, has_delta_rule=False)
     tokens = default_calibration_tokens(sizes)
     windows = np.arange(tokens).reshape(-1, window) % sizes.vocab
     tracemalloc.start()

@@ -5,8 +5,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgekv.errors import UsageError
+from edgekv.spec import EncodingTypes, Result
+from exporters.quantize.encodings import result_encodings
 from quant import Encoding
 from quant.ranges import Range
+
+
+def test_no_encoding_follows_from_a_range_without_a_value() -> None:
+    """It would be 1e-38: every value of every text would be clipped to zero."""
+    types, results = EncodingTypes("u16", "u8"), {"states": Result("tail", "states"), "shares": Result("softmax", "x")}
+    seen = Range()
+    seen.observe(np.zeros((0, 4), np.float32))
+    for ranges in ({}, {"states": Range()}, {"states": seen}):
+        with pytest.raises(UsageError, match="calibration: got no value of states; expected values of every result"):
+            result_encodings(results, ranges, types)
+    seen.observe(np.ones((1, 4), np.float32))
+    assert result_encodings(results, {"states": seen}, types)["states"].reach[1] > 1
+
 
 BOUNDS = st.tuples(st.floats(-100, 0), st.floats(0, 100))
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
     from edgekv.plan.encoder import EncoderPlan
     from edgekv.plan.export_cost import (
-        CALIBRATION_WINDOW,
         ExportCost,
+        calibration_window,
         default_calibration_tokens,
         graph_bytes,
         graphs_bytes,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from edgekv.plan.subject import Subject
 
 __all__ = [
-    "CALIBRATION_WINDOW",
     "COMPILE_BYTES",
     "DEFAULT_AR",
     "DEFAULT_CONTEXT",
@@ -60,6 +59,7 @@ __all__ = [
     "VERIFY_ROWS",
     "activation_bytes",
     "compile_bytes",
+    "calibration_window",
     "default_calibration_tokens",
     "divide",
     "estimate_speed",
@@ -84,8 +84,8 @@ __getattr__ = lazy(
         "activations": "activation_bytes",
         "compiling": "COMPILE_BYTES compile_bytes",
         "encoder": "EncoderPlan",
-        "export_cost": "CALIBRATION_WINDOW ExportCost default_calibration_tokens graph_bytes graphs_bytes "
-        "layer_graph_bytes quantization_bytes writing_bytes",
+        "export_cost": "ExportCost calibration_window default_calibration_tokens graph_bytes "
+        "graphs_bytes layer_graph_bytes quantization_bytes writing_bytes",
         "fit": "Demand Fit MemoryLimit",
         "limits": "HTP_CONTEXT_BYTES MOST_CONTEXT PROTOBUF_BYTES",
         "masks": "MASK_BYTES mask_bytes mask_warnings",

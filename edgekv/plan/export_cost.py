@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import msgspec
 
 from edgekv.plan.encoder import EncoderPlan
-from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
+from edgekv.spec import CHECKPOINT_TOKENS, Decoder, Geometry, LayeredGeometry, Weights
 
-CALIBRATION_WINDOW = 512
-"""Maximum tokens of one window of calibration text."""
+_WINDOW = 512  # of calibration text, in tokens
+_DELTA_WINDOW = 4 * CHECKPOINT_TOKENS  # in a shorter context too: texts that go on for ever read S in any
 
 _CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 12_800, 4_096
 _LARGE_PARAMETERS = 500_000_000
@@ -103,6 +103,11 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def calibration_window(context: int, *, has_delta_rule: bool) -> int:
+    """Tokens of a window of calibration text for graphs of this context."""
+    return min(_WINDOW, max(context, _DELTA_WINDOW if has_delta_rule else 0))
+
+
 def default_calibration_tokens(decoder: Decoder) -> int:
     """Default number of calibration tokens: fewer for large models, which need more time for each."""
     parameters = decoder.all_layer_parameters + decoder.table_parameters
@@ -180,7 +185,8 @@ def export_cost(
     decoder: Decoder, weights: Weights, geometry: Geometry | LayeredGeometry, ar: Sequence[int]
 ) -> ExportCost:
     """The cost of exporting graphs of these AR, with a calibration text that fills all windows."""
-    window = min(CALIBRATION_WINDOW, geometry.context)
+    has_delta_rule = isinstance(geometry, LayeredGeometry) and geometry.delta_rule is not None
+    window = calibration_window(geometry.context, has_delta_rule=has_delta_rule)
     tokens = default_calibration_tokens(decoder) // window * window
     each_bytes = graph_bytes(decoder)
     graphs = len(ar) + 1

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
+from edgekv.spec import CHECKPOINT_TOKENS, DecoderSpec
 from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.text import begins_with
 from edgekv.text_file import read_text_file
@@ -146,6 +147,27 @@ def calibration_windows(ids: Sequence[int], length: int, tokens: int, first: Seq
     field = "--calibration-tokens" if tokens == length else "--context"
     windows = cut_windows(ids, length, first, field)[: max(1, tokens // length)]
     return np.stack([window for window in windows if len(window) == len(windows[0])])
+
+
+def check_states_are_read(spec: DecoderSpec, length: int) -> None:
+    """Refuse windows of `length` tokens, none of which reads what some token's state has of those before it.
+
+    Such states would get the range of zeros, and be wiped in every text.
+
+    Raises:
+        UsageError: a window ends at or before the first checkpoint of a gated delta rule, or within a kernel.
+    """
+    kernel = 0 if spec.convolution_states is None else spec.convolution_states.kernel
+    least, reader = kernel, f"the {kernel} that a convolution reads"
+    if spec.delta_rule is not None and kernel <= CHECKPOINT_TOKENS:
+        least, reader = CHECKPOINT_TOKENS + 1, f"more than {CHECKPOINT_TOKENS}, after which a gated delta rule reads S"
+    if length < least:
+        raise UsageError(
+            "calibration",
+            got=f"windows of {length} tokens",
+            expected=f"at least {least}: {reader}",
+            fix="Give a longer calibration text, or more --calibration-tokens.",
+        )
 
 
 def as_chats(text: str, most_characters: int) -> list[Conversation]:

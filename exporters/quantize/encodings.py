@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from edgekv.errors import UsageError
 from edgekv.graphs.decoder import decoder_layer, drafter_input, logits
 from edgekv.graphs.delta_rule import DeltaInputs, DeltaOps
 from edgekv.spec import (
@@ -72,10 +73,24 @@ def choose_encodings(
 def result_encodings(
     results: Mapping[str, Result], ranges: Mapping[str, Range], types: EncodingTypes, depth: float = 0.0
 ) -> dict[str, Encoding]:
-    """An encoding for each result, from the observed values, the types and the depth of the mask."""
+    """An encoding for each result, from the observed values, the types and the depth of the mask.
+
+    Raises:
+        UsageError: the calibration text gave no value of a result.
+    """
 
     def seen(result: Result) -> Range:
-        return Range() if result.kind in UNOBSERVED else ranges[result.source]
+        if result.kind in UNOBSERVED:
+            return Range(0.0, 1.0)
+        found = ranges.get(result.source)
+        if found is None or not found.is_seen:
+            raise UsageError(
+                "calibration",
+                got=f"no value of {result.source}",
+                expected="values of every result, which its encoding follows from",
+                fix="Give a longer calibration text, or more --calibration-tokens.",
+            )
+        return found
 
     return {name: RULES[result.kind](seen(result), types, depth) for name, result in results.items()}
 

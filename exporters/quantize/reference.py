@@ -337,7 +337,8 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
                 for heads in (new.queries, new.keys, new.values, new.strengths, new.decays)
             )
             self._tail.open(rule, new.keys[0], chunk.stop - chunk.start)
-            self._seen(KvTensor(layer, "recurrent", 0).past, self._tail.stored(KvTensor(layer, "recurrent", 0)))
+            if first >= CHECKPOINT_TOKENS:  # before, S is 0 whatever the text
+                self._seen(KvTensor(layer, "recurrent", 0).past, self._tail.stored(KvTensor(layer, "recurrent", 0)))
             found.append(recall(self, rule, layer, DeltaInputs(*parts)))
             self._tail.commit(rule)
         return [np.concatenate(heads, axis=-2) for heads in zip(*found, strict=True)]
