@@ -236,3 +236,14 @@ def test_modes_that_cannot_be_are_refused(bundle: Path) -> None:
         edgekv.load(bundle, policy="sliding-window", cache_mode="disabled", verify=False)
     with pytest.raises(UsageError, match="sequence: got -1"):
         _load(bundle, "disabled").generate(PROMPT, sequence=-1)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "long-sequence-only(40)"])
+def test_scores_are_those_of_the_text_whatever_is_recomputed_between_their_pieces(small_export: Path, mode: str) -> None:
+    model, text = _load(small_export, mode), [5, 9, 13, 7, 21, 3, 8, 11] * 5
+    alone = model.score(text)
+    scoring, found = model.score_steps(text), []
+    for rows in scoring:
+        found.append(rows)
+        assert len([*model.generate([30, 4, 17], 2, sequence=1, ignore_eos=True)]) == 2
+    assert len(found) > 2 and np.array_equal(np.concatenate(found), alone)

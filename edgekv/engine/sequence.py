@@ -314,6 +314,13 @@ class Sequence:
     def _scored(self, left: list[int]) -> Scores:
         """The logits after the next tokens of its prompt; it ends with the last ones if nothing else is wanted."""
         session = self._pool.own
+        done = self.tokens[: len(self.tokens) - len(left)]
+        if not self._has_run(session, len(done)):  # sequences that are recomputed run in it too
+            session.reset()
+            session.adapt(self.adapter)
+            session.writer = self
+            if new := done[len(session.tokens) :]:
+                session.feed(new, "score", logits=False)
         rows: list[NDArray[Any]] = []
         if session.cache.sink is not None and session.is_empty:
             rows.append(session.cache.sink.logits)
@@ -447,8 +454,11 @@ class Sequence:
 
     def _holds(self, session: Session) -> bool:
         """Whether the session holds exactly the known tokens, as this sequence left them."""
-        cache = session.cache
-        return session.writer is self and not cache.dirty and cache.tokens_seen == self.known_tokens
+        return self._has_run(session, self.known_tokens)
+
+    def _has_run(self, session: Session, tokens: int) -> bool:
+        """Whether the session holds exactly so many tokens, as this sequence left them."""
+        return session.writer is self and not session.cache.dirty and session.cache.tokens_seen == tokens
 
     def _recall(self, session: Session, tokens: list[int]) -> tuple[int, int]:
         """How many of these tokens the session has, and how many of those were restored."""
