@@ -50,7 +50,7 @@ def read_private(path: Path, limit_bytes: int, *, secret: bool = False) -> bytes
         if not stat.S_ISREG(status.st_mode):
             raise NotPrivateError(path, "not a regular file")
         _check(path, status, 0o077 if secret else 0o022)
-        return file.read(limit_bytes)
+        return file.read(min(limit_bytes, status.st_size + 1))  # memory is taken for all that is asked for
 
 
 def write_private(path: Path, data: bytes) -> None:

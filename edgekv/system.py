@@ -177,7 +177,7 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
     """
     with open_regular(path) as file:
         size_bytes = os.fstat(file.fileno()).st_size
-        raw = file.read(limit_bytes + 1) if size_bytes <= limit_bytes else b""
+        raw = file.read(size_bytes + 1) if size_bytes <= limit_bytes else b""
     if size_bytes > limit_bytes or len(raw) > limit_bytes:
         found, limit = format_bytes(max(size_bytes, len(raw))), format_bytes(limit_bytes)
         raise OSError(errno.EFBIG, f"file of {found}, more than the limit of {limit}", str(path))

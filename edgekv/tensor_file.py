@@ -110,7 +110,7 @@ def decode_tensors(content: bytes | bytearray) -> TensorFile:
         end = _checked_end(name, entry)
     if end != len(body):
         raise TensorFileError(f"{len(body)} bytes of arrays, not {end}")
-    return TensorFile({name: _array(entry, body) for name, entry in entries.items()}, metadata)
+    return TensorFile({name: _array(name, entry, body) for name, entry in entries.items()}, metadata)
 
 
 def _checked_end(name: str, entry: _Entry) -> int:
@@ -123,6 +123,9 @@ def _checked_end(name: str, entry: _Entry) -> int:
     return end
 
 
-def _array(entry: _Entry, body: memoryview) -> NDArray[Any]:
+def _array(name: str, entry: _Entry, body: memoryview) -> NDArray[Any]:
     start, end = entry.data_offsets
-    return np.frombuffer(body[start:end], _DTYPES[entry.dtype]).reshape(entry.shape)
+    try:
+        return np.frombuffer(body[start:end], _DTYPES[entry.dtype]).reshape(entry.shape)
+    except ValueError:  # more than 32 axes, or one of 2^63 beside one of 0
+        raise TensorFileError(f"{name} has a shape of {len(entry.shape)} axes that no array has") from None

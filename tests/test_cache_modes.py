@@ -239,7 +239,9 @@ def test_modes_that_cannot_be_are_refused(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "long-sequence-only(40)"])
-def test_scores_are_those_of_the_text_whatever_is_recomputed_between_their_pieces(small_export: Path, mode: str) -> None:
+def test_scores_are_those_of_the_text_whatever_is_recomputed_between_their_pieces(
+    small_export: Path, mode: str
+) -> None:
     model, text = _load(small_export, mode), [5, 9, 13, 7, 21, 3, 8, 11] * 5
     alone = model.score(text)
     scoring, found = model.score_steps(text), []

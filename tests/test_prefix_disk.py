@@ -764,3 +764,11 @@ def test_a_listing_of_another_user_s_folder_is_refused(tmp_path: Path, capsys: p
     tmp_path.chmod(0o777)
     assert run(["prefix", "ls", str(tmp_path)]) == 2
     assert "got open to other users (mode 777); expected a folder of your own" in capsys.readouterr().err
+
+
+def test_a_row_that_says_that_its_file_is_huge_takes_no_memory(tmp_path: Path) -> None:
+    file = tmp_path / "block"
+    file.write_bytes(b"rows")
+    file.chmod(0o600)
+    assert read_private(file, 1 << 60) == b"rows"
+    assert read_private(file, 3) == b"row"

@@ -84,3 +84,10 @@ def test_a_changed_header_is_read_or_refused(tail, byte):
         assert {name: each.tobytes() for name, each in again.arrays.items()} == {
             name: each.tobytes() for name, each in found.arrays.items()
         }
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 62, 4], [0, 1 << 70], [0] * 70])
+def test_a_shape_that_no_array_has_is_named(shape: list[int]) -> None:
+    header = json.dumps({"rows": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    with pytest.raises(TensorFileError, match="rows has a shape of"):
+        decode_tensors(len(header).to_bytes(8, "little") + header)

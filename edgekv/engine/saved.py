@@ -8,6 +8,7 @@ from pathlib import Path
 from edgekv.engine.engine import Engine
 from edgekv.errors import UsageError
 from edgekv.kv import StateError, read_state, write_state
+from edgekv.kv.policies.text import policy_text
 from edgekv.prefix import prefix_fingerprint
 
 _ELEMENT_BYTES = 8  # at most, of any row
@@ -20,7 +21,7 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
     with the saved ones are not run again.
 
     Args:
-        engine: of the same bundle and runtime.
+        engine: of the same bundle, runtime and context policy.
         sequence: the id for `Model.generate`.
         file: the file.
 
@@ -28,7 +29,7 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
         Tokens restored.
 
     Raises:
-        StateError: the file is damaged, or of another bundle or engine; the sequence is unchanged.
+        StateError: the file is damaged, or of another bundle, engine or context policy; the sequence is unchanged.
         UsageError: a cache mode that does not keep every sequence.
         MemoryBudgetError: there is no memory for the sequence.
     """
@@ -45,6 +46,7 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
     if len(state.tokens) != state.tokens_seen:
         found = f"{len(state.tokens)} tokens of {state.tokens_seen}"
         raise StateError(f"state {file}: tokens", got=found, expected="all", fix="Remove the file.")
+    engine.pool.own.cache.check_state(state)
     session = engine.pool.get_or_create(sequence)
     session.cache.restore(state)
     session.adopt(state.tokens)
@@ -76,5 +78,5 @@ def save_sequence(engine: Engine, sequence: int, file: Path) -> int:
 def _fingerprint(engine: Engine) -> str:
     """What the rows depend on, as readable text, so that an error shows which part differs."""
     manifest = engine.bundle.manifest
-    digest = prefix_fingerprint(manifest, engine.name)[:16]
-    return f"{manifest.model.model_type} bundle {digest} on {engine.name}"
+    digest, policy = prefix_fingerprint(manifest, engine.name)[:16], policy_text(engine.caches.policy)
+    return f"{manifest.model.model_type} bundle {digest} on {engine.name}, context policy {policy}"

@@ -414,9 +414,9 @@ class KVCache:
         """Replace the content by a saved state. Statistics continue.
 
         Raises:
-            StateError: the state has another geometry or encoding, or more tokens than the policy allows.
+            StateError: the state has another geometry or encoding, or tokens or positions that the policy never has.
         """
-        self._check_state(state)
+        self.check_state(state)
         self.dirty = True
         self._close()
         self._memory.grow(len(state.positions), one_by_one=True)
@@ -468,13 +468,27 @@ class KVCache:
         pairs = [(each.scale, each.zero_point) for each in self.encodings]
         return dict(zip(names, pairs, strict=True)) if pairs else {}
 
-    def _check_state(self, state: CacheState) -> None:
+    def check_state(self, state: CacheState) -> None:
+        """Refuse a state that this cache cannot continue.
+
+        Raises:
+            StateError: as `restore`.
+        """
         for field, found, expected in (
             ("geometry", state.sizes, self._sizes),
             ("encodings", state.encodings, self._named_encodings),
         ):
             if found != expected:
                 raise StateError(f"state: {field}", got=found, expected=expected, fix="Use a cache of the same model.")
+        held, seen = len(state.positions), state.tokens_seen
+        for part, number, least, most in (
+            ("tokens_seen", seen, held, seen if self._evicts else held),
+            ("position", state.position, held, seen),
+            ("rewindable", state.rewindable, 0, held),
+        ):
+            if not least <= number <= most:
+                wanted = f"{least} to {most}, for {held} tokens held with the context policy {self.policy}"
+                raise StateError(f"state: {part}", got=number, expected=wanted, fix="Run the prompt again.")
         for group in self.groups:
             if group.geometry.is_state:
                 group.check(state.rows, state.tokens_seen)

@@ -495,6 +495,10 @@ class AttentionMask:
 Table = NDArray[Any]
 
 
+_MOST_POSITIONS = 1 << 16
+"""Of a table that grows: texts that go on for ever, and files that say so, take no memory for their positions."""
+
+
 class RopeTable:
     """Rows of cosines and sines, `[positions, R/2]`, in the encodings of the graph's inputs.
 
@@ -518,9 +522,11 @@ class RopeTable:
         self._cos, self._sin = self._compute(0, positions)
 
     def rows(self, position: int, count: int) -> tuple[Table, Table]:
-        """Cosines and sines `[count, R/2]` from `position` on; the table grows as needed."""
+        """Cosines and sines `[count, R/2]` from `position` on; the table grows up to `_MOST_POSITIONS`."""
         if (end := position + count) > len(self._cos):
-            more = self._compute(len(self._cos), max(end, 2 * len(self._cos)))
+            if end > _MOST_POSITIONS:
+                return self._compute(position, end)
+            more = self._compute(len(self._cos), min(max(end, 2 * len(self._cos)), _MOST_POSITIONS))
             self._cos, self._sin = (np.concatenate(pair) for pair in zip((self._cos, self._sin), more, strict=True))
         return self._cos[position:end], self._sin[position:end]
 

@@ -47,6 +47,16 @@ def parse_policy(text: str, inverse_frequencies: Sequence[float]) -> Policy:
     raise UsageError("context policy", got=repr(text), expected=POLICY_FORMS, fix="Use fail.")
 
 
+def policy_text(policy: Policy) -> str:
+    """A policy as users write it, which `parse_policy` reads."""
+    match policy:
+        case Sinks(tokens=tokens, window=window):
+            return f"sinks({tokens}, {window})"
+        case KeyDiff(budget=budget, recent=recent):
+            return f"keydiff({budget}, {recent})"
+    return policy.name
+
+
 def _numbers(text: str) -> list[int]:
     """The numbers between commas; an empty list if one of them is not a number."""
     parts = text.split(",")
