@@ -80,6 +80,7 @@ golden: .venv-parity/ready
 	.venv-parity/bin/python tests/golden/drafters.py --check
 	.venv-parity/bin/python tests/golden/heads.py --check
 	.venv-parity/bin/python tests/golden/lora_parity.py
+	.venv-parity/bin/python tests/golden/texts.py --check
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

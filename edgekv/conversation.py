@@ -20,6 +20,7 @@ from edgekv.pictures import Picture
 from edgekv.scratch import atomic_file
 from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
 from edgekv.text import FittedPrompt, SamplingParams, Token, split_turns
+from edgekv.text.tools import render_with_tools
 
 _SEQUENCE = 0
 
@@ -220,10 +221,10 @@ class Conversation:
 
     def _answer(self, messages: list[Message]) -> Answer:
         """Generate what follows messages, which become those of the conversation."""
-        opened, render = self._model.pictures, self._model.chat_templates.render
+        opened, templates = self._model.pictures, self._model.chat_templates
         prompt = self._model.engine.texts.fit(
             messages,
-            lambda kept: opened.expanded(render(kept), self.pictures_of(kept)),
+            lambda kept: opened.expanded(render_with_tools(templates, kept, None), self.pictures_of(kept)),
             on_full=self.on_full,
             wanted_tokens=self.params.max_new_tokens,
             tokenize=lambda text: self._known.tokens_of(text, self._model),

@@ -1,7 +1,7 @@
 """The sandbox of chat templates: a child process with limits on time and memory that compiles and renders them.
 
-The environment is that of transformers, with limits on loops and products of texts, so that most bad templates are
-refused alike on all machines. Everything else is bounded by the process: Jinja computes constants while it compiles,
+The environment is that of transformers, with limits on loops and products, so that most bad templates are refused alike
+on all machines. Everything else is bounded by the process: Jinja computes constants while it compiles,
 and filters, `%` and `~` make texts of any length. Only Linux limits the memory of the process.
 
 `python -m edgekv.sandbox` answers each line of JSON, `[SOURCE, VARIABLES]`, with a line `[KIND, TEXT]`. The kind is
@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
@@ -181,8 +181,11 @@ def _compiled(source: str) -> Template:
 @cache
 def _environment() -> Environment:
     from jinja2 import TemplateRuntimeError, nodes
-    from jinja2.ext import loopcontrols
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
 
     class Limited(ImmutableSandboxedEnvironment):
         """Counts the iterations of all loops of a rendering."""
@@ -196,11 +199,55 @@ def _environment() -> Environment:
             return template
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "*" and not all(isinstance(each, (int, float)) for each in (left, right)):
-                raise TemplateRuntimeError("multiplies a text or a list")
+            if operator == "*":
+                repeated, count = (right, left) if isinstance(left, int) else (left, right)
+                if isinstance(repeated, (str, list, tuple)) and isinstance(count, int):
+                    most = LARGEST_PROMPT_CHARACTERS if isinstance(repeated, str) else MOST_ITERATIONS
+                    if len(repeated) * count > most:
+                        raise TemplateRuntimeError(f"a product of more than {most:,} elements")
             if operator == "**" and (abs(left) > 1 << 32 or abs(right) > 64):
                 raise TemplateRuntimeError("a power that is too large")
             return super().call_binop(context, operator, left, right)
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the model says, for training; as in transformers, it is a scope of its own."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("said"), [], [], body).set_lineno(line)
+
+        def said(self, caller: Callable[[], str]) -> str:
+            return caller()
+
+    class Variables(Namespace):
+        """A namespace whose names do not begin with an underscore."""
+
+        def __init__(*args: Any, **named: Any) -> None:
+            self, *others = args  # so that a variable may be called self
+            content = dict(*others, **named)
+            for name in content:
+                check_name(name)
+            Namespace.__init__(self, content)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check_name(name)
+            Namespace.__setitem__(self, name, value)
+
+    class Dictionary:
+        """What templates may call of `dict`."""
+
+        def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+            return dict(*args, **named)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    def check_name(name: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"the name {name!r} in a namespace")
 
     def counted(items: Iterable[Any]) -> Iterator[Any]:
         global _iterations_left
@@ -213,14 +260,25 @@ def _environment() -> Environment:
     def refuse(message: str) -> None:
         raise TemplateRuntimeError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+    def to_json(
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)
+
+    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters |= {"tojson": to_json, "_counted": counted}
     environment.globals |= {
+        "dict": Dictionary(),
+        "namespace": Variables,
         "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": strftime_now,
     }
     return environment
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgekv import sandbox
 from edgekv.child import kill_children
-from edgekv.errors import CheckpointError, UsageError
-from edgekv.spec.chat import ChatTemplates, read_bundle_templates, read_checkpoint_templates, write_templates
+from edgekv.errors import UsageError
+from edgekv.spec.chat import ChatTemplates
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -23,6 +24,7 @@ STRICT = (
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
 )
 USER = {"role": "user", "content": "Hello"}
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "texts.json").read_text())
 
 
 def templates(source: str, **tokens: str) -> ChatTemplates:
@@ -67,7 +69,13 @@ def _nested(loops: int) -> str:
     ("source", "refusal"),
     [
         ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "iterations"),
-        ("{% set x = 'a' * 1000000000 %}", "multiplies a text"),
+        ("{% set x = 'a' * 10**9 %}", "a product of more than 16,777,216 elements"),
+        ("{{ 10**9 * 'ab' }}", "a product of more than"),
+        ("{% set x = [0] * 10**7 %}", "a product of more than 1,000,000 elements"),
+        ("{% set ns = namespace(x='a' * 10**7) %}" + "{% set ns.x = ns.x * 100 %}", "a product of more than"),
+        ("{% generation %}{% set x = 'a' * 10**9 %}{% endgeneration %}", "a product of more than"),
+        ("{{ ('%' ~ 10**9 ~ 'd') | format(1) }}", "MemoryError|characters"),
+        ("{% generation %}", "generation|Unexpected end"),
         ("{{ 9 ** 999999999 }}", "a power that is too large"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{% for i in range(60000) %}{{ messages[0].content }}{% endfor %}", "characters"),
@@ -135,6 +143,8 @@ def test_a_variable_that_json_does_not_have_is_refused():
         (["Hello"], r"messages\[0\]: got str; expected an object"),
         ([{"role": "king", "content": "x"}], r"messages\[0\].role: got 'king'"),
         ([USER, {"role": "user", "content": 3}], r"messages\[1\].content: got int"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content: got NoneType; expected text"),
+        ([USER, {"role": "assistant", "function_call": {"name": "f"}}], r"messages\[1\].function_call: got a value"),
         ([USER, USER], "roles must alternate"),
     ],
 )
@@ -143,46 +153,36 @@ def test_messages_that_cannot_be_rendered_are_refused(messages, refusal):
         templates(STRICT, bos_token="").render(messages)
 
 
-def test_the_file_of_its_own_comes_before_the_configuration(tmp_path: Path):
-    config = {"chat_template": "old", "bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = read_checkpoint_templates(tmp_path)
-    assert found == ChatTemplates(templates={"default": "old"}, tokens={"bos_token": "<s>", "eos_token": "</s>"})
-    (tmp_path / "chat_template.jinja").write_text("new")
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")
-    found = read_checkpoint_templates(tmp_path)
-    assert found is not None and found.templates == {"default": "new", "rag": "rag"}
-    write_templates(found, tmp_path)
-    assert read_bundle_templates(tmp_path) == found
-
-
-def test_several_templates_in_the_configuration(tmp_path: Path):
-    entries = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entries}))
-    found = read_checkpoint_templates(tmp_path)
-    assert found is not None and found.templates == {"default": "a", "tool_use": "b"}
-
-
-def test_a_folder_without_a_template_has_none(tmp_path: Path):
-    assert read_checkpoint_templates(tmp_path) is None and read_bundle_templates(tmp_path) is None
+@pytest.mark.parametrize("number", range(len(GOLDEN["templates"])))
+def test_a_template_renders_as_in_transformers(number: int):
+    """`tests/golden/texts.py` renders the same; None where transformers fails."""
+    source, text = GOLDEN["templates"][number]
+    try:
+        found = templates(source, **GOLDEN["named"]).render(GOLDEN["messages"], tools=GOLDEN["tools"])
+    except UsageError:
+        found = None
+    assert found == text
 
 
 @pytest.mark.parametrize(
-    ("content", "refusal"),
+    "source",
     [
-        ('{"chat_template": "{% for %}"}', "template default: got TemplateSyntaxError"),
-        (json.dumps({"chat_template": _nested(60)}), "template default: got "),
-        (json.dumps({"chat_template": "{{ " + "9" * 5000 + " }}"}), "template default: got .*4300 digits"),
-        (json.dumps({"chat_template": "{% break %}"}), "template default: got .*outside"),
-        ('{"chat_template": 3}', "chat_template: got int"),
-        ('{"chat_template": [{"name": "x"}]}', "chat_template: got list"),
-        ("[1]", "expected a JSON object"),
-        ("[" * 100000, "expected a JSON object"),
-        ('{"chat_template": "' + "x" * (1 << 21) + '"}', "2,097,152 characters"),
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}",
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{{ m.content.strip() }};{% endfor %}",
     ],
 )
-def test_broken_templates_are_refused_at_export(tmp_path: Path, content: str, refusal: str):
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=refusal):
-        read_checkpoint_templates(tmp_path)
+def test_a_content_that_is_null_is_no_text(source: str):
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    said = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": None},
+        {"role": "assistant", "reasoning_content": "hm", "content": None},
+    ]
+    assert templates(source).render(said) == "user:Hello;assistant:;tool:;assistant:;"
+
+
+def test_any_name_may_be_a_variable_of_the_template():
+    found = templates("{{ templates }}{{ self }}{{ source }}").render([USER], templates=1, source=3)
+    assert found.startswith("1") and found.endswith("3")

@@ -368,11 +368,17 @@ def test_half_a_surrogate_pair_is_a_replacement_character() -> None:
 
 
 PLAIN = ChatTemplates(templates={"default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"})
-CALLED = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}],
-}
+
+
+def _called(arguments: object) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}],
+    }
+
+
+CALLED = _called('{"a": 1}')
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "7"}
 
 
@@ -405,9 +411,37 @@ def test_messages_show_earlier_calls_and_results() -> None:
     assert told[3]["content"] == '{"response": "Seven."}' and told[1]["content"] == call
     native = ChatTemplates(templates={"default": TEMPLATES["hermes"]})
     tools = Tools.read(DECLARED)
-    assert declared_messages(native, turns, tools) == (turns, tools.declarations)
+    whole = [_called({"a": 1}) if each is CALLED else each for each in turns]
+    assert declared_messages(native, turns, tools) == (whole, tools.declarations)
     unknown = ChatTemplates(templates={"default": "{{ tools }} <tool_call><function=name>"})
-    assert declared_messages(unknown, turns, None) == (turns, None)
+    assert declared_messages(unknown, turns, None) == (whole, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ("", {}),
+        (" ", {}),
+        ("null", {}),
+        (None, {}),
+        ('{"a": ', {"arguments": '{"a": '}),
+        ("[1]", {"arguments": "[1]"}),
+        ("3", {"arguments": "3"}),
+        ([1], {"arguments": [1]}),
+        ("[" * 100_000, {"arguments": "[" * 100_000}),
+    ],
+)
+def test_arguments_of_earlier_calls_are_objects_whatever_the_model_wrote(arguments: object, told: object) -> None:
+    """Clients send a call that was cut off again with every later turn."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments"
+        " | items %}({{ k }}={{ v }}){% endfor %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    templates = ChatTemplates(templates={"default": source})
+    text = render_with_tools(templates, [ASK[0], _called(arguments), RESULT], None)
+    assert text.endswith(f"<tool_call>{json.dumps(told)}7") and text.startswith("Weather?") and "None" not in text
 
 
 def test_what_gemmas_notation_cannot_bind_is_refused() -> None:

@@ -40,7 +40,7 @@ from edgekv.text.grammar import Grammar
 from edgekv.text.tools import render_with_tools
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
+_TAKEN = {"messages", "tools", "add_generation_prompt", "name"}
 _KINDS = ("text", "json_object", "json_schema")
 URL_PART = "image_url"
 MOST_PICTURES = 32
@@ -99,7 +99,7 @@ class MessagePictures:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], pictures: MessagePictures, *, has_developer: bool
 ) -> list[Message]:
-    """Messages with content as text, or parts if there are pictures, and arguments of tool calls as objects.
+    """Messages with content as text, or parts if there are pictures.
 
     Args:
         messages: as the API has them.
@@ -154,22 +154,7 @@ def _message(message: Mapping[str, Any], field: str, pictures: MessagePictures, 
     found["content"] = _content(message.get("content"), f"{field}.content", pictures)
     if found.get("role") == "developer" and not has_developer:
         found["role"] = "system"
-    calls = found.get("tool_calls")
-    if isinstance(calls, list):
-        found["tool_calls"] = [_call(call) for call in calls]
     return found
-
-
-def _call(call: object) -> object:
-    """A tool call whose arguments are an object: the API has them as a text of JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 class SchemaFormat(msgspec.Struct, frozen=True):

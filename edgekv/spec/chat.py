@@ -6,7 +6,6 @@ child process, in Jinja's immutable sandbox, with limits on time, memory, loops 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 LARGEST_TEMPLATE_BYTES = 1 << 20
 _LARGEST_FILE_BYTES = 1 << 24
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]
 """A message: `role`, `content`, and other fields that the template knows, such as `tool_calls`."""
@@ -77,6 +78,7 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def render(
         self,
         messages: Sequence[Message],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -84,6 +86,8 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         **variables: Any,
     ) -> str:
         """The prompt for a conversation, as Hugging Face transformers renders it.
+
+        A field that is null is left out. A template that needs a content where there is none gets an empty one.
 
         Args:
             messages: the turns so far, each with a `role` and a `content`.
@@ -105,11 +109,20 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 expected=" or ".join(self.templates) or "a chat template in the checkpoint",
                 fix="Give a prompt instead of messages, or export a checkpoint with a chat template.",
             )
+        told = [_as_told(message) for message in messages]
         if self.reads_parts:
-            messages = [_in_parts(message) for message in messages]
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            told = [_in_parts(message) for message in told]
+        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        shared = {**self.tokens, **given, **variables}
         try:
-            return render_apart(self.templates[chosen], {**self.tokens, **given, **variables})
+            try:
+                return render_apart(self.templates[chosen], {"messages": told, **shared})
+            except TemplateFailedError:
+                if all("content" in message for message in told):
+                    raise
+                empty: object = [] if self.reads_parts else ""
+                whole = [{"content": empty, **message} for message in told]
+                return render_apart(self.templates[chosen], {"messages": whole, **shared})
         except (TemplateFailedError, TypeError, ValueError, RecursionError) as reason:
             raise UsageError(
                 f"chat template {chosen}",
@@ -138,7 +151,14 @@ def pictures_in(messages: Sequence[Message]) -> list[int]:
     return [part.get("picture", 0) for part in parts if isinstance(part, dict) and part.get("type") == IMAGE_PART]
 
 
-def _in_parts(message: Message) -> Message:
+def _as_told(message: Message) -> dict[str, Any]:
+    """A message without fields that are null, and with the model's thoughts under all names that templates read."""
+    told = {name: value for name, value in message.items() if value is not None}
+    thoughts = next((told[name] for name in _THOUGHTS if name in told), None)
+    return told if thoughts is None else {"thinking": thoughts, **told, _THOUGHTS[0]: thoughts}
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose content is a list of parts."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
@@ -165,31 +185,14 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise UsageError(
                 f"messages[{number}].role", got=repr(role)[:80], expected=" or ".join(ROLES), fix="Use user or system."
             )
-        if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+        for name in ("function_call", "audio"):
+            if message.get(name) is not None:
+                fix = "Use tool_calls." if name == "function_call" else "Leave it out."
+                raise UsageError(f"messages[{number}].{name}", got="a value", expected="nothing", fix=fix)
+        if not isinstance(content, (str, list)) and not (content is None and role in ("assistant", "tool")):
             raise UsageError(
                 f"messages[{number}].content", got=type(content).__name__, expected="text", fix="Give a string."
             )
-
-
-def read_checkpoint_templates(folder: Path) -> ChatTemplates | None:
-    """The templates of a Hugging Face folder: `chat_template.jinja` first, then `tokenizer_config.json`.
-
-    None if there is none.
-
-    Raises:
-        CheckpointError: a file is broken, or a template cannot be compiled.
-    """
-    config = _read_object(folder / "tokenizer_config.json")
-    templates = _configured(config.get("chat_template"), folder / "tokenizer_config.json")
-    for path in [folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))]:
-        if path.is_file():
-            templates[DEFAULT if path.parent == folder else path.stem] = _read_text(path)
-    if not templates:
-        return None
-    tokens = {name: _token(config.get(name)) for name in config if name.endswith("_token")}
-    found = ChatTemplates(templates=templates, tokens={name: text for name, text in tokens.items() if text is not None})
-    found.check(str(folder))
-    return found
 
 
 def read_bundle_templates(folder: Path) -> ChatTemplates | None:
@@ -207,53 +210,3 @@ def read_bundle_templates(folder: Path) -> ChatTemplates | None:
 def write_templates(templates: ChatTemplates, folder: Path) -> None:
     """Write templates into a bundle's folder."""
     (folder / FILE).write_bytes(msgspec.json.encode(templates))
-
-
-def _configured(value: object, path: Path) -> dict[str, str]:
-    """Templates of `tokenizer_config.json`: one as text, or several as a list of names and templates."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return {DEFAULT: value}
-    entries = value if isinstance(value, list) else []
-    found = {
-        entry["name"]: entry["template"]
-        for entry in entries
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-    }
-    if len(found) != len(entries) or not found:
-        raise CheckpointError(
-            f"{path}: chat_template",
-            got=type(value).__name__,
-            expected="a template, or a list of objects with name and template",
-            fix="Fetch tokenizer_config.json again.",
-        )
-    return found
-
-
-def _token(value: object) -> str | None:
-    """A special token, which is text or an object with its content."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        found = error
-    if isinstance(found, dict):
-        return found
-    raise CheckpointError(str(path), got=str(found)[:80], expected="a JSON object", fix="Fetch it again.")
-
-
-def _read_text(path: Path) -> str:
-    if (size := path.stat().st_size) > _LARGEST_FILE_BYTES:
-        limit = f"at most {_LARGEST_FILE_BYTES:,} bytes"
-        raise CheckpointError(str(path), got=f"{size:,} bytes", expected=limit, fix="Fetch it again.")
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(str(path), got=error, expected="UTF-8 text", fix="Fetch it again.") from None

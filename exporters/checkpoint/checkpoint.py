@@ -38,8 +38,8 @@ from edgekv.spec import (
     text_tensor,
     views,
 )
-from edgekv.spec.chat import ChatTemplates, read_checkpoint_templates
-from edgekv.spec.text import encode
+from edgekv.spec.chat import ChatTemplates
+from edgekv.spec.text import TOKENIZER, encode
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.check_tensors import check_tensors, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
@@ -64,8 +64,9 @@ from exporters.checkpoint.quantized import (
     Storage,
     read_quantization,
 )
-from exporters.checkpoint.special import SpecialTokens, check_vocabulary, open_checkpoint_tokenizer, special_tokens
+from exporters.checkpoint.special import SpecialTokens, check_vocabulary, special_tokens
 from exporters.checkpoint.stored import Stored, check_floats, same_numbers, stored_tensors
+from exporters.checkpoint.tokenizer import CheckpointTokenizer
 from exporters.checkpoint.vision import VisionEncoder
 from quant import QuantizedWeight
 
@@ -80,6 +81,7 @@ class Checkpoint:
 
     Attributes:
         predicts_further: whether it has layers that predict further tokens, which are left out.
+        tokenizer_file: a `tokenizer.json` of this tokenizer; None if it was made from other files.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Checkpoint:
     vision: VisionEncoder | None = field(default=None, repr=False)
     _pictured: Floats | None = field(default=None, repr=False)
     predicts_further: bool = False
+    tokenizer_file: Path | None = None
     _transforms: tuple[Transform, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -117,8 +120,10 @@ class Checkpoint:
         spec = describe(Config(config := read_json(folder / CONFIG)))
         quantization = read_quantization(config)
         generation = read_json(folder / GENERATION_CONFIG, optional=True)
-        tokenizer = open_checkpoint_tokenizer(folder / "tokenizer.json", spec.vocab)
-        special = special_tokens(config, generation, tokenizer, spec.vocab)
+        found = CheckpointTokenizer.open(folder)
+        tokenizer = found.tokenizer
+        check_vocabulary(tokenizer, spec.vocab, str(folder / TOKENIZER))
+        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named.get("eos_token"))
         parts = stored_tensors(folder)
         tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
         check_floats(tensors)
@@ -140,11 +145,16 @@ class Checkpoint:
         files = tuple(sorted(read | (set() if vision is None else vision.files)))
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
-        defaults, chat = generation_record(generation), read_checkpoint_templates(folder)
-        if vision is not None and chat is not None:
-            chat = msgspec.structs.replace(chat, reads_parts=True)
+        defaults, chat = generation_record(generation), found.templates(reads_pictures=vision is not None)
         opened = cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted, files)
-        return replace(opened, quantization=quantization, adapters=merged, vision=vision, predicts_further=bool(ahead))
+        return replace(
+            opened,
+            quantization=quantization,
+            adapters=merged,
+            vision=vision,
+            predicts_further=bool(ahead),
+            tokenizer_file=found.file,
+        )
 
     @classmethod
     def open_drafter(cls, name: str, target: Checkpoint, frame: Floats | None = None) -> Checkpoint:
@@ -165,11 +175,13 @@ class Checkpoint:
         folder = locate(name)
         spec = describe_drafter(Config(config := read_json(folder / CONFIG)), target.spec)
         generation = read_json(folder / GENERATION_CONFIG, optional=True)
-        tokenizer = open_checkpoint_tokenizer(folder / "tokenizer.json", spec.vocab)
+        found = CheckpointTokenizer.open(folder)
+        tokenizer = found.tokenizer
+        check_vocabulary(tokenizer, spec.vocab, str(folder / TOKENIZER))
         if tokenizer.get_vocab(with_added_tokens=True) != target.tokenizer.get_vocab(with_added_tokens=True):
             fix = "Give the target that the drafter was trained for."
             raise CheckpointError(
-                f"{folder / 'tokenizer.json'}", got="another vocabulary", expected=f"that of {target.name}", fix=fix
+                f"{folder / TOKENIZER}", got="another vocabulary", expected=f"that of {target.name}", fix=fix
             )
         stored = stored_tensors(folder)
         if spec.target is not None and spec.target.is_cached_apart:
@@ -180,10 +192,11 @@ class Checkpoint:
             tensors = drafter_tensors(stored, spec, target)
         check_floats(stored)
         check_tensors(tensors, views(spec), spec)
-        special = special_tokens(config, generation, tokenizer, spec.vocab)
+        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named.get("eos_token"))
         files = tuple(sorted({each.file for each in stored.values()}))
         wanted = {view.name: view for view in views(spec)}
-        return cls(name, folder, spec, special, tokenizer, None, None, config, tensors, wanted, files)
+        opened = cls(name, folder, spec, special, tokenizer, None, None, config, tensors, wanted, files)
+        return replace(opened, tokenizer_file=found.file)
 
     @classmethod
     def _open_gguf(cls, path: Path, adapters: Sequence[AdapterChoice]) -> Checkpoint:
@@ -211,8 +224,8 @@ class Checkpoint:
 
     def write_tokenizer(self, path: Path) -> None:
         """Write `tokenizer.json`."""
-        if self.folder.is_dir():
-            shutil.copyfile(self.folder / "tokenizer.json", path)
+        if self.tokenizer_file is not None:
+            shutil.copyfile(self.tokenizer_file, path)
         else:
             self.tokenizer.save(str(path), pretty=False)
 

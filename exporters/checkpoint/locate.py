@@ -6,7 +6,9 @@ from pathlib import Path
 
 from edgekv.errors import CheckpointError
 from edgekv.spec import identify
+from edgekv.spec.text import TOKENIZER
 from exporters.checkpoint.generation import GENERATION_CONFIG
+from exporters.checkpoint.tokenizer import FILES
 
 
 def locate(name: str, revision: str | None = None) -> Path:
@@ -39,8 +41,7 @@ def locate(name: str, revision: str | None = None) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
-    patterns += ["config.json", GENERATION_CONFIG, "tokenizer_config.json", "chat_template*"]
+    patterns = ["*.safetensors", "*.safetensors.index.json", "config.json", GENERATION_CONFIG, TOKENIZER, *FILES]
     copies = ["consolidated*", "original/*"]  # the same weights in the original publisher's format
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=copies))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from edgekv.errors import CheckpointError
-from edgekv.spec.text import open_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +20,16 @@ class SpecialTokens:
 
 
 def special_tokens(
-    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab: int
+    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab: int, end: str | None = None
 ) -> SpecialTokens:
     """The special tokens of a configuration; generation_config.json goes first.
+
+    Args:
+        config: of the model.
+        generation: of generation_config.json.
+        tokenizer: has the tokens.
+        vocab: number of the model's embeddings.
+        end: the tokenizer's own `eos_token`, which ends a text too.
 
     Raises:
         CheckpointError: one is no token of the tokenizer below `vocab`.
@@ -50,18 +55,15 @@ def special_tokens(
 
     bos = pick("bos_token_id")
     pad = () if config.get("pad_token_id") == -1 else pick("pad_token_id")  # some files use -1 for none
-    return SpecialTokens(bos=bos[0] if bos else None, eos=pick("eos_token_id"), pad=pad[0] if pad else None)
-
-
-def open_checkpoint_tokenizer(path: Path, vocab: int) -> Tokenizer:
-    """The tokenizer. Special tokens may be beyond the vocabulary, such as Gemma 3's token for images."""
-    tokenizer = open_tokenizer(path, CheckpointError, "Fetch it again, together with the checkpoint.")
-    check_vocabulary(tokenizer, vocab, str(path))
-    return tokenizer
+    eos = pick("eos_token_id")
+    own = None if end is None else tokenizer.token_to_id(end)
+    if own is not None and own < vocab and own not in eos:
+        eos = (*eos, own)
+    return SpecialTokens(bos=bos[0] if bos else None, eos=eos, pad=pad[0] if pad else None)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab: int, name: str) -> None:
-    """Check that every token but special ones is in the vocabulary.
+    """Check that every token but special ones is in the vocabulary. Gemma 3's special token for images is beyond it.
 
     Raises:
         CheckpointError: naming `name`.

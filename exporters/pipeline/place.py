@@ -11,7 +11,6 @@ from typing import Any
 
 from edgekv.bundle import atomic_directory, is_plain_path
 from edgekv.errors import CheckpointError, UsageError
-from edgekv.spec.text import TOKENIZER
 from edgekv.system import cache_folder, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.locate import locate
@@ -47,8 +46,8 @@ class Identity:
             checkpoint: an open checkpoint.
             progress: as for `Checkpoint.weights_sha256`.
         """
-        file = checkpoint.folder / TOKENIZER
-        tokenizer = sha256_of(file) if file.is_file() else hashed(checkpoint.tokenizer.to_str())
+        file = checkpoint.tokenizer_file
+        tokenizer = hashed(checkpoint.tokenizer.to_str()) if file is None else sha256_of(file)
         return cls(
             weights=checkpoint.weights_sha256(progress),
             config=checkpoint.config_sha256,

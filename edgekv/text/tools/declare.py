@@ -14,13 +14,14 @@ from edgekv.text.tools.tool import Tools
 
 
 def render_with_tools(
-    templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None, **variables: Any
+    templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None, /, **variables: Any
 ) -> str:
     """The text of a conversation, with the tools that the model may call.
 
     A template that shows how its model calls tools declares them itself. For another one the messages do: the tools
     and the form of an answer are described in the system prompt, or in front of the first message of the user. Earlier
-    calls, their results and answers are written in that form.
+    calls, their results and answers are written in that form. The arguments of earlier calls become objects: no text
+    is an empty one, and what the model wrote instead of one is told under the name `arguments`.
 
     Args:
         templates: of the model.
@@ -41,7 +42,8 @@ def render_with_tools(
 def declared_messages(
     templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None
 ) -> tuple[Sequence[Message], list[Mapping[str, Any]] | None]:
-    """The messages, and the tools, for a template."""
+    """The messages, with objects as arguments of calls, and the tools, for a template."""
+    messages = [_with_objects(message) for message in messages]
     if tools is None and not any(each.get("role") == "tool" or each.get("tool_calls") for each in messages):
         return messages, None
     if native_format(templates) is None:
@@ -50,6 +52,31 @@ def declared_messages(
         if "tool" not in templates.templates.get(DEFAULT, ""):
             return _written(messages, has_form=False), None
     return messages, None if tools is None else tools.declarations
+
+
+def _with_objects(message: Message) -> Message:
+    """A message whose calls have objects as arguments: OpenAI's API has them as text, and templates read objects."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return {**message, "tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _with_object(call: object) -> object:
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {**call, "arguments": _arguments(call["arguments"])} if "arguments" in call else call
+
+
+def _arguments(given: object) -> Mapping[str, Any]:
+    found: object = given
+    if isinstance(given, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(given) if given.strip() else None
+    if isinstance(found, Mapping):
+        return found
+    return {} if found is None else {"arguments": given}
 
 
 def _described(messages: Sequence[Message], tools: Tools) -> list[Message]:
@@ -113,16 +140,13 @@ def _add_user(messages: list[Message], content: object, *, after_result: bool) -
 
 
 def _function(call: object, names: dict[str, object]) -> object:
-    """The function of a call, with its arguments as an object; its name is noted under the call's id, of any type."""
+    """The function of a call; its name is noted under the call's id, of any type."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         return call
-    name, arguments = function.get("name"), function.get("arguments")
+    name = function.get("name")
     names[repr(call.get("id"))] = name
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return {"name": name, "arguments": arguments}
+    return {"name": name, "arguments": function.get("arguments")}
 
 
 def _joined(first: object, second: object) -> object:
