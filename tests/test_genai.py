@@ -22,7 +22,7 @@ from exporters.targets.genai.folder import open_genai_folder
 from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.run import run_folder
 from exporters.targets.genai.write import choose_graphs, choose_pad_token, write_genai
-from tests.checkpoints import NEWER, write_sinking
+from tests.checkpoints import NEWER, write_checkpoint, write_sinking
 from tests.exports import export_options, exported, kept
 
 pytestmark = pytest.mark.htp
@@ -96,6 +96,27 @@ def test_its_tokenizer_is_ours_but_for_the_first_token(bundle: Path, embedded: P
     ours = Tokenizer.from_file(str(embedded / "tokenizer.json"))
     assert [0, *tokens] == ours.encode(text).ids
     assert decoded == ours.decode(tokens[:500])
+
+
+def test_its_tokenizer_renders_the_chat_template(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", NEWER)
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|1|>", "bos_token": "<|0|>"}))
+    (checkpoint / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}<|2|>{{ m['role'] }}:{{ m['content'] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|2|>assistant:{% endif %}"
+    )
+    bundle = exported(checkpoint, export_options(context=64, ar=(1, 16)))
+    write_genai(open_bundle(bundle), tmp_path / "genai", GenaiOptions(None, check=False))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    program = (
+        "import sys, onnxruntime_genai as og\n"
+        "tokenizer = og.Tokenizer(og.Model(sys.argv[1]))\n"
+        "print(tokenizer.apply_chat_template(sys.argv[2], add_generation_prompt=True), end='')\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "genai"), json.dumps(messages)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
+    with edgekv.load(bundle) as model:
+        assert done.stdout == model.chat_templates.render(messages)
 
 
 def test_a_shared_binary_ends_its_process_on_the_emulator_and_no_other(

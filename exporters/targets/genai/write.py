@@ -10,6 +10,7 @@ from devices import Device
 from edgekv.bundle import Bundle, GraphRecord, atomic_directory, readable_json
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.spec.chat import DEFAULT, read_bundle_templates
 from exporters.compile import compile_folder
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
@@ -23,7 +24,7 @@ from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.proof import prove_integers
 from exporters.targets.record import write_record
 
-_TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def write_genai(
@@ -67,7 +68,7 @@ def write_genai(
         config = genai_config(manifest, decode, prefill, options.engine, pad_token)
         (folder / CONFIG).write_bytes(readable_json(config))
         shutil.copyfile(bundle.path / TOKENIZER, folder / TOKENIZER)
-        (folder / "tokenizer_config.json").write_bytes(_TOKENIZER_CONFIG)
+        (folder / _TOKENIZER_CONFIG).write_bytes(readable_json(_tokenizer_config(bundle)))
         return write_record(
             GenaiManifest,
             folder,
@@ -82,6 +83,14 @@ def write_genai(
             sink=[] if manifest.sink is None else manifest.sink.tokens,
             left_out=[graph.name for graph in manifest.graphs if graph.role == "verify"],
         )
+
+
+def _tokenizer_config(bundle: Bundle) -> dict[str, str]:
+    """The class of the tokenizer, and the chat template with its tokens, if there is one."""
+    templates = read_bundle_templates(bundle.path)
+    default = None if templates is None else templates.templates.get(DEFAULT)
+    chat = {} if templates is None or default is None else templates.tokens | {"chat_template": default}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **chat}
 
 
 def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
