@@ -447,8 +447,68 @@ def test_arguments_of_earlier_calls_are_objects_whatever_the_model_wrote(argumen
 def test_what_gemmas_notation_cannot_bind_is_refused() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
     tools = Tools.read([{"type": "function", "function": {"name": "f", "parameters": schema}}])
-    with pytest.raises(UsageError, match="the keyword pattern"):
+    found = r"tools\[0\].function.parameters.properties.a: got the keyword pattern"
+    with pytest.raises(UsageError, match=found):
         tools_grammar(tools, _format("gemma"), {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"),
+    [
+        ({"enum": 5}, "enum: got 5"),
+        ({"enum": []}, r"enum: got \[\]"),
+        ({"enum": [["x"]]}, r"enum\[0\]: got"),
+        ({"anyOf": {"type": "string"}}, "anyOf: got"),
+        ({"oneOf": [5]}, r"oneOf\[0\]: got 5; expected a schema"),
+        ({"type": 5}, "type: got 5"),
+        ({"type": ["string", 5]}, "type: got"),
+        ({"type": "text"}, "type: got text"),
+        ({"type": "object", "properties": [1]}, "properties: got"),
+        ({"type": "object", "properties": {"b": 1}}, "properties.b: got 1"),
+        ({"type": "object", "properties": {"b:c": {}}}, "properties: got 'b:c'"),
+        ({"type": "object", "required": 5}, "required: got 5"),
+        ({"type": "object", "required": [5]}, "required: got"),
+        ({"type": "object", "required": ["c"], "properties": {"b": {}}}, "required: got 'c'"),
+        ({"type": "array", "items": [{}]}, "items: got"),
+        ({"type": "array", "minItems": "2"}, "minItems: got 2"),
+        ({"type": "array", "minItems": 3, "maxItems": 2}, "maxItems: got 2; expected at least 3"),
+        ({"minLength": -1}, "minLength: got -1"),
+        ({"maxLength": 1e3}, "maxLength: got 1000.0"),
+        ({"maxLength": True}, "maxLength: got True"),
+        ({"maxLength": 10**40}, "maxLength: got 1000"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gemma", "gemma4"])
+def test_malformed_schemas_are_refused_by_name(schema: dict[str, Any], field: str, name: str) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    declared = [{"type": "function", "function": {"name": each, "parameters": {}}} for each in "ef"]
+    declared[1]["function"] = {"name": "f", "parameters": parameters}
+    with pytest.raises(UsageError, match=rf"^tools\[1\].function.parameters.properties.a.{field}"):
+        tools_grammar(Tools.read(declared, "f"), _format(name), {})
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_grammar_is_linear_in_the_schema(name: str) -> None:
+    def size(properties: int, is_required: bool) -> int:
+        names = [f"p{number:04}" for number in range(properties)]
+        schema = {"type": "object", "properties": {each: {"type": ["string", "null"]} for each in names}}
+        schema["required"] = names[: properties // 2 if is_required else 0]
+        function = {"name": "f", "parameters": schema}
+        grammar = tools_grammar(Tools.read([{"type": "function", "function": function}]), _format(name), {})
+        assert grammar is not None
+        return len(grammar.text)
+
+    for is_required in (False, True):
+        assert size(800, is_required) <= 2.1 * size(400, is_required)
+
+
+def test_equal_types_are_written_once() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(20):
+        schema = {"type": ["object", "object", "object"], "properties": {"a": schema}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+    grammar = tools_grammar(Tools.read([{"type": "function", "function": function}]), _format("gemma"), {})
+    assert grammar is not None and len(grammar.text) < 5000
 
 
 TEMPLATE = (

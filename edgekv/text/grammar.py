@@ -13,10 +13,12 @@ from typing import Any, Literal
 from edgekv.errors import refuse
 from edgekv.text.schema import has_finite_answer
 
-GrammarKind = Literal["json_schema", "regex", "lark"]
+GrammarKind = Literal["json_schema", "regex", "lark", "tools"]
 
 MAX_GRAMMAR_BYTES = 1 << 16
 """A JSON object of 2,000 properties has about this size and compiles in 0.7 s."""
+MAX_TOOLS_BYTES = 1 << 18
+"""Of all tools: they compile in 3 s."""
 MAX_GRAMMAR_DEPTH = 64
 MAX_DIVISOR = 100_000
 """A divisor becomes an automaton with a state for each remainder; one of 100,000 compiles in 0.4 s."""
@@ -34,12 +36,12 @@ class Grammar:
     compiled for a tokenizer, before prefill.
 
     Attributes:
-        kind: how `text` is read.
+        kind: how `text` is read; `tools` is Lark that `tools_grammar` writes.
         text: a JSON schema, a regular expression, or a Lark grammar in llguidance's syntax.
 
     Raises:
-        UsageError: more than 65,536 bytes, not JSON, nested deeper than 64, a schema without a finite instance, or
-            divisors (`multipleOf`) that need too large an automaton.
+        UsageError: more than 65,536 bytes (262,144 of tools), not JSON, nested deeper than 64, a schema without a
+            finite instance, or divisors (`multipleOf`) that need too large an automaton.
     """
 
     kind: GrammarKind
@@ -50,8 +52,9 @@ class Grammar:
             refuse(self.field, type(self.text).__name__ if self.text != "" else "an empty text", "text", "Give one.")
         if "\0" in self.text or any("\ud800" <= each <= "\udfff" for each in self.text):
             refuse(self.field, "a zero byte or half a surrogate pair", "Unicode text", "Correct the encoding.")
-        if (size := len(self.text.encode())) > MAX_GRAMMAR_BYTES:
-            refuse(self.field, f"{size:,} bytes", f"at most {MAX_GRAMMAR_BYTES:,}", "Use a smaller one.")
+        most = MAX_TOOLS_BYTES if self.kind == "tools" else MAX_GRAMMAR_BYTES
+        if (size := len(self.text.encode())) > most:
+            refuse(self.field, f"{size:,} bytes", f"at most {most:,}", "Use a smaller one.")
         if self.kind == "json_schema":
             self._check_schema()
         if self.kind != "regex":
@@ -88,7 +91,7 @@ class Grammar:
     @property
     def field(self) -> str:
         """Its name in errors."""
-        return {"json_schema": "json_schema", "regex": "regex", "lark": "grammar"}[self.kind]
+        return "grammar" if self.kind == "lark" else self.kind
 
     def schema(self) -> dict[str, Any]:
         """The schema as an object; of the kind `json_schema` only."""

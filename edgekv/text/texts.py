@@ -289,6 +289,8 @@ class Texts:
             try:
                 return self._compiled(tools_grammar(tools, form, special, thoughts)), reader
             except UsageError as error:
+                if error.field.startswith("tools["):
+                    raise
                 self._check_each(tools)
                 raise UsageError("tools", got=error.got, expected=error.expected, fix=error.fix) from None
         return self._compiled(grammar), None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from edgekv.errors import UsageError
+from edgekv.errors import UsageError, shown
 from edgekv.text.constraint import SEPARATORS
 from edgekv.text.tools.tool import Tool
 
@@ -21,99 +21,137 @@ class IncompleteError(ValueError):
     """The text ends before the arguments do."""
 
 
-def arguments_rules(tool: Tool, prefix: str, quote: str) -> tuple[str, list[str]]:
-    """Lark rules for the arguments of a tool, and the name of the first one.
+def arguments_rules(tool: Tool, field: str, prefix: str, quote: str) -> tuple[str, list[str]]:
+    """Lark rules for the arguments of a tool, and the name of the first one. Their size is linear in the schema's.
 
     Args:
         tool: the tool.
+        field: of its schema, for errors.
         prefix: of the rules' names.
         quote: marker of strings, in Lark.
 
     Raises:
-        UsageError: the schema uses what cannot be written in this notation.
+        UsageError: the schema is malformed, or uses what cannot be written in this notation.
     """
-    writer = _Rules(tool.name, prefix, quote)
-    return writer.rule(tool.parameters), writer.rules
+    writer = _Rules(prefix, quote)
+    return writer.rule(tool.parameters, field), writer.rules
 
 
 class _Rules:
-    """Collects rules, one for each schema."""
+    """Collects rules, a few for each schema; those of equal schemas are one."""
 
-    def __init__(self, tool: str, prefix: str, quote: str) -> None:
+    def __init__(self, prefix: str, quote: str) -> None:
         self.rules: list[str] = []
-        self._tool = tool
+        self._names: dict[str, str] = {}  # by the texts of rules
         self._prefix = prefix
         self._quote = quote
 
-    def rule(self, schema: Any) -> str:
+    def rule(self, schema: Any, field: str) -> str:
         """The name of a rule for values of a schema."""
-        name = f"{self._prefix}{len(self.rules)}"
-        place = len(self.rules)
-        self.rules.append("")
-        self.rules[place] = f"{name}: {self._text(schema)}"
-        return name
+        return self._add(self._text(schema, field))
 
-    def _text(self, schema: Any) -> str:
+    def _add(self, text: str) -> str:
+        if text not in self._names:
+            self._names[text] = f"{self._prefix}{len(self.rules)}"
+            self.rules.append(f"{self._names[text]}: {text}")
+        return self._names[text]
+
+    def _text(self, schema: Any, field: str) -> str:
         if not isinstance(schema, Mapping):
-            raise self._refused(f"the schema {schema!r}"[:80])
-        if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else schema["enum"]
-            return " | ".join(self._value(each) for each in values)
+            raise _refused(field, schema, "a schema as an object")
+        if "const" in schema:
+            return self._value(schema["const"], f"{field}.const")
+        if "enum" in schema:
+            values = _list(schema, "enum", field)
+            return " | ".join(self._value(each, f"{field}.enum[{at}]") for at, each in enumerate(values))
         for name in ("anyOf", "oneOf"):
             if name in schema:
-                return " | ".join(self.rule(each) for each in schema[name])
+                parts = _list(schema, name, field)
+                return " | ".join(self.rule(each, f"{field}.{name}[{at}]") for at, each in enumerate(parts))
         kinds = schema.get("type", "string")
         if isinstance(kinds, list):
-            return " | ".join(self.rule({**schema, "type": each}) for each in kinds)
+            found = dict.fromkeys(each if isinstance(each, str) else "" for each in _list(schema, "type", field))
+            return " | ".join(self.rule({**schema, "type": each}, field) for each in found)
         if kinds in _SCALARS:
             return f"%json {json.dumps({**schema, 'x-guidance': SEPARATORS})}"
         if kinds == "string":
-            return self._string(schema)
-        return self._array(schema) if kinds == "array" else self._object(schema)
+            return self._string(schema, field)
+        if kinds == "array":
+            return self._array(schema, field)
+        if kinds == "object":
+            return self._object(schema, field)
+        raise _refused(f"{field}.type", kinds, f"string, array, object, {', '.join(_SCALARS)}, or a list of them")
 
-    def _string(self, schema: Mapping[str, Any]) -> str:
-        self._check(schema, ("minLength", "maxLength"))
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        return rf"{self._quote} /(.|\n){{{least},{most}}}/ {self._quote}"
+    def _string(self, schema: Mapping[str, Any], field: str) -> str:
+        _check(schema, ("minLength", "maxLength"), field)
+        least, most = _limits(schema, "minLength", "maxLength", field)
+        return rf"{self._quote} /(.|\n){{{least},{'' if most is None else most}}}/ {self._quote}"
 
-    def _array(self, schema: Mapping[str, Any]) -> str:
-        self._check(schema, ("items", "minItems", "maxItems"))
-        item, least, most = self.rule(schema.get("items", {})), schema.get("minItems", 0), schema.get("maxItems")
+    def _array(self, schema: Mapping[str, Any], field: str) -> str:
+        _check(schema, ("items", "minItems", "maxItems"), field)
+        least, most = _limits(schema, "minItems", "maxItems", field)
+        item = self.rule(schema.get("items", {}), f"{field}.items")
         if most == 0:
             return '"[" "]"'
         more = f'"[" {item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}} "]"'
         return more if least else f'"[" "]" | {more}'
 
-    def _object(self, schema: Mapping[str, Any]) -> str:
-        """Properties in their order; `later` follows one that was written, `first` does not."""
-        self._check(schema, ("properties", "required"))
-        required = schema.get("required", [])
-        first, later = [""], ""
-        for name, each in reversed(schema.get("properties", {}).items()):
-            item = f"{json.dumps(name + ':')} {self.rule(each)}"
-            first = [f"{item} {later}".strip()] if name in required else [f"{item} {later}".strip(), *first]
-            written = f'"," {item}'
-            later = f"{written} {later}" if name in required else f"({written})? {later}"
-        return " | ".join(f'"{{" {each} "}}"' for each in first)
+    def _object(self, schema: Mapping[str, Any], field: str) -> str:
+        """Properties in their order: a rule for what follows one that was written, and one if none was."""
+        _check(schema, ("properties", "required"), field)
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping):
+            raise _refused(f"{field}.properties", properties, "schemas by name")
+        if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+            raise _refused(f"{field}.required", required, "a list of names")
+        if missing := [each for each in required if each not in properties]:
+            raise _refused(f"{field}.required", repr(missing[0]), "names of properties")
+        needed = frozenset(required)
+        first = later = '"}"'
+        for name, each in reversed([*properties.items()]):
+            if ":" in name:
+                raise _refused(f"{field}.properties", repr(name), "names without a colon, which ends them")
+            item = f"{json.dumps(name + ':')} {self.rule(each, f'{field}.properties.{name}')}"
+            is_needed = name in needed
+            first = self._add(f"{item} {later}" if is_needed else f"{item} {later} | {first}")
+            later = self._add(f'"," {item} {later}' if is_needed else f'("," {item})? {later}')
+        return f'"{{" {first}'
 
-    def _value(self, value: Any) -> str:
+    def _value(self, value: Any, field: str) -> str:
         if isinstance(value, str):
             return f"{self._quote} {json.dumps(value)} {self._quote}"
         if isinstance(value, (dict, list)):
-            raise self._refused("an enum of objects or lists")
+            raise _refused(field, value, "text, a number, true, false or null")
         return json.dumps(json.dumps(value))
 
-    def _check(self, schema: Mapping[str, Any], known: tuple[str, ...]) -> None:
-        if unknown := [name for name in schema if name not in known and name not in _LABELS]:
-            raise self._refused(f"the keyword {unknown[0]}")
 
-    def _refused(self, found: str) -> UsageError:
-        return UsageError(
-            f"tools: {self._tool}",
-            got=found,
-            expected="what can be written in Gemma's notation",
-            fix="Use plain types, enum, minLength, maxLength, minItems and maxItems.",
-        )
+def _list(schema: Mapping[str, Any], name: str, field: str) -> list[Any]:
+    found = schema[name]
+    if not isinstance(found, list) or not found:
+        raise _refused(f"{field}.{name}", found, "a list of one or more")
+    return found
+
+
+def _limits(schema: Mapping[str, Any], least: str, most: str, field: str) -> tuple[int, int | None]:
+    """The least and the greatest number; None for no greatest one."""
+    for name in (least, most):
+        value = schema.get(name, 0)
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise _refused(f"{field}.{name}", value, "a whole number of at least 0")
+    low, high = schema.get(least, 0), schema.get(most)
+    if high is not None and high < low:
+        raise _refused(f"{field}.{most}", high, f"at least {low}, {least}")
+    return low, high
+
+
+def _check(schema: Mapping[str, Any], known: tuple[str, ...], field: str) -> None:
+    if unknown := [name for name in schema if name not in known and name not in _LABELS]:
+        raise _refused(field, f"the keyword {unknown[0]}", "what can be written in Gemma's notation")
+
+
+def _refused(field: str, found: object, wanted: str) -> UsageError:
+    fix = "Use plain types, enum, minLength, maxLength, minItems and maxItems."
+    return UsageError(field, got=f"{shown(found)}"[:80], expected=wanted, fix=fix)
 
 
 def read_arguments(text: str, at: int, quote: str) -> tuple[Any, int]:

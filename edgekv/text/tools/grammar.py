@@ -58,7 +58,8 @@ def tools_grammar(
         return None
     rules = [f"one: {' | '.join(f'tool_{number}' for number in range(len(callable_tools)))}"]
     for number, tool in enumerate(callable_tools):
-        rules += _tool_rules(number, tool, call, special)
+        field = f"tools[{tools.tools.index(tool)}].function.parameters"
+        rules += _tool_rules(number, tool, field, call, special)
     several = tools.parallel and tools.choice in ("auto", "required")
     repeated = "" if not several or call.separator is None else f" ({_literal(call.separator, special)} one)*"
     rules.append(f"body: one{repeated} {_literal(call.close, special)}")
@@ -69,7 +70,7 @@ def tools_grammar(
         others.append("thoughts: ({})? TEXT {}".format(*marks))
         start = f"start: thoughts? answer\nanswer: {start.removeprefix('start: ')}"
     rules += [start, *others]
-    return Grammar.lark("\n".join(rules))
+    return Grammar("tools", "\n".join(rules))
 
 
 def _start_rules(tools: Tools, call: CallFormat, special: Mapping[str, int], *, several: bool) -> list[str]:
@@ -93,10 +94,10 @@ def _start_rules(tools: Tools, call: CallFormat, special: Mapping[str, int], *, 
     return [tail, f"call: head {rest} body", f"head[lazy]: TEXT {_literal(trigger, special)}", f"TEXT: {_TEXT}"]
 
 
-def _tool_rules(number: int, tool: Tool, call: CallFormat, special: Mapping[str, int]) -> list[str]:
+def _tool_rules(number: int, tool: Tool, field: str, call: CallFormat, special: Mapping[str, int]) -> list[str]:
     name = f"tool_{number}"
     if call.body == "gemma":
-        start, rules = arguments_rules(tool, f"{name}_", _literal(call.quote, special))
+        start, rules = arguments_rules(tool, field, f"{name}_", _literal(call.quote, special))
         return [f"{name}: {_literal(tool.name, special)} {start}", *rules]
     if call.body == "named":
         schema = {**tool.parameters, "x-guidance": SEPARATORS}
