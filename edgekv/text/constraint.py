@@ -176,21 +176,20 @@ class GrammarCompiler:
 
         Raises:
             UsageError: the grammar is wrong, uses what is not supported, or is too complex.
-            BusyError: too many others are compiled.
+            BusyError: it takes too long, or too many others are compiled. What is late may be the machine: a later call
+                finds how the compilation ended.
         """
         with self._lock:
             kept = self._kept.get(grammar)
             running = self._started(grammar) if kept is None else None
         if running is not None:  # without the lock: compiled grammars need not wait for this one
-            in_time = running.has_ended(COMPILE_LIMIT_S)
-            late = _refused(grammar, f"one that does not compile within {COMPILE_LIMIT_S:g} s")
-            kept = _outcome(grammar, running.result) if in_time else late
+            if not running.has_ended(0 if running.is_late else COMPILE_LIMIT_S):
+                found, wanted = f"one that does not compile within {COMPILE_LIMIT_S:g} s", "one that does"
+                raise BusyError(grammar.field, got=found, expected=wanted, fix="Try again later, or simplify it.")
+            kept = _outcome(grammar, running.result)
         assert kept is not None
         with self._lock:
-            self._kept[grammar] = kept
-            self._kept.move_to_end(grammar)
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            self._keep(grammar, kept)
             if not isinstance(kept, UsageError):
                 return GrammarConstraint(kept.deep_copy(), grammar, self._vocab)
         raise UsageError(kept.field, got=kept.got, expected=kept.expected, fix=kept.fix)
@@ -220,8 +219,17 @@ class GrammarCompiler:
 
     def _end(self, grammar: Grammar) -> None:
         with self._lock:
-            self._compiling.pop(grammar, None)  # none if Ctrl-C came before it was noted
+            compilation = self._compiling.pop(grammar, None)  # none if Ctrl-C came before it was noted
+            if compilation is not None:
+                self._keep(grammar, _outcome(grammar, compilation.result))
             self._changed.notify_all()
+
+    def _keep(self, grammar: Grammar, outcome: LLMatcher | UsageError) -> None:
+        """Keep how a compilation ended; the caller has the lock."""
+        self._kept[grammar] = outcome
+        self._kept.move_to_end(grammar)
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
