@@ -173,6 +173,12 @@ def test_what_is_wrong_is_named(server: Server, path: str, body: Any, status: in
     assert error["type"] and "Traceback" not in error["message"]
 
 
+@pytest.mark.parametrize("name", ["templates", "self", "source", "variables", "kept", "documents", "a b", ""])
+def test_a_variable_of_the_template_may_have_any_other_name(server: Server, name: str):
+    status, answer = server.post(CHAT, _messages(USER, chat_template_kwargs={name: 1}, max_tokens=1))
+    assert status == 200, answer
+
+
 def test_the_name_of_a_model_may_have_slashes_and_head_is_get_without_a_body(server: Server):
     head = "{} /v1/models/{} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     assert b"got 'org/model'" in server.raw(head.format("GET", "org/model").encode())

@@ -245,31 +245,27 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}], ["input"]
-    messages: list[dict[str, Any]] = []
+    turns = _Turns()
     fields: list[str] = []
-    thoughts = ""  # of the next message of the model
     for at, item in enumerate(given):
         field, kind = f"input[{at}]", item.get("type", "message")
         if kind == "message":
-            message = {"role": item.get("role"), "content": _content_of(item.get("content"), f"{field}.content")}
-            messages.append(message | _thought(thoughts if message["role"] == "assistant" else ""))
-            thoughts = ""
+            turns.add({"role": item.get("role"), "content": _content_of(item.get("content"), f"{field}.content")})
         elif kind == "function_call":
-            name, arguments = _text(item, field, "name"), _text(item, field, "arguments")
-            _add_call(messages, item.get("call_id"), name, arguments, thoughts)
-            thoughts = ""
+            turns.call(item.get("call_id"), _text(item, field, "name"), _text(item, field, "arguments"))
         elif kind == "function_call_output":
             given_output = item.get("output")
             output = text_of(given_output, f"{field}.output") if isinstance(given_output, list) else None
             output = _text(item, field, "output") if output is None else output
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            turns.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
-            thoughts = _thoughts_of(item.get("content"))
+            turns.think(_thoughts_of(item.get("content")))
         else:
             found, wanted = repr(kind)[:40], "message, reasoning, function_call or function_call_output"
             raise refused(f"{field}.type", got=found, expected=wanted, fix="Leave it out.")
-        fields += [field] * (len(messages) - len(fields))
-    return messages, fields
+        fields += [field] * (len(turns.messages) - len(fields))
+    turns.end()
+    return turns.messages, [*fields, *["input"] * (len(turns.messages) - len(fields))]
 
 
 def _content_of(content: object, field: str) -> object:
@@ -297,18 +293,75 @@ def _text(item: Mapping[str, Any], field: str, name: str) -> str:
 
 def as_messages(output: Sequence[Item]) -> list[dict[str, Any]]:
     """An answer as messages of the next turn."""
-    messages: list[dict[str, Any]] = []
-    thoughts = ""
+    turns = _Turns()
     for item in output:
         if isinstance(item, CallItem):
-            _add_call(messages, item.call_id, item.name, item.arguments, thoughts)
+            turns.call(item.call_id, item.name, item.arguments)
             continue
         text = "".join(part.text for part in item.content)
         if isinstance(item, ReasoningItem):
-            thoughts = text
+            turns.think(text)
         else:
-            messages.append({"role": "assistant", "content": text} | _thought(thoughts))
-    return messages
+            turns.add({"role": "assistant", "content": text})
+    turns.end()
+    return turns.messages
+
+
+class _Turns:
+    """Messages made of items: thoughts, calls and a text that follow each other are one message of the assistant.
+
+    Attributes:
+        messages: so far; whole at the `end`.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._thoughts = ""  # of the next text or call
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Add a message; a text of the assistant's joins calls before it."""
+        if message["role"] != "assistant":
+            self.end()
+            self.messages.append(message)
+        elif (last := self._last) is not None and last["content"] is None:
+            self._change(content=message["content"])
+        else:
+            self.messages.append(message)
+            self._change()
+
+    def call(self, call_id: Any, name: Any, arguments: Any) -> None:
+        """Add a call; it joins the assistant's message before it."""
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        if self._last is None:
+            self.messages.append({"role": "assistant", "content": None})
+        self._change(tool_calls=[*self.messages[-1].get("tool_calls", []), call])
+
+    def think(self, thoughts: str) -> None:
+        """Add thoughts."""
+        self._thoughts = _joined(self._thoughts, thoughts)
+
+    def end(self) -> None:
+        """Thoughts that nothing follows are a message too, or of the one before them."""
+        if self._thoughts:
+            if self._last is None:
+                self.messages.append({"role": "assistant", "content": ""})
+            self._change()
+
+    @property
+    def _last(self) -> dict[str, Any] | None:
+        """The last message, if it is the assistant's."""
+        return self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
+
+    def _change(self, **fields: Any) -> None:
+        """Change fields of the last message, and give it the thoughts."""
+        changed = {**self.messages[-1], **fields}
+        if self._thoughts:
+            changed["reasoning_content"] = _joined(changed.get("reasoning_content", ""), self._thoughts)
+        self.messages[-1], self._thoughts = changed, ""
+
+
+def _joined(first: str, second: str) -> str:
+    return f"{first}\n\n{second}" if first and second else first or second
 
 
 def _thoughts_of(content: object) -> str:
@@ -316,21 +369,6 @@ def _thoughts_of(content: object) -> str:
     parts = content if isinstance(content, list) else []
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
-
-
-def _thought(thoughts: str) -> dict[str, Any]:
-    """Thoughts as a field of a message, for the chat template."""
-    return {"reasoning_content": thoughts} if thoughts else {}
-
-
-def _add_call(messages: list[dict[str, Any]], call_id: Any, name: Any, arguments: Any, thoughts: str) -> None:
-    """Add a call to the assistant's message before it, or to a new one, which has the thoughts."""
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    if messages and messages[-1]["role"] == "assistant":
-        last = messages[-1]
-        messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), call]}
-    else:
-        messages.append({"role": "assistant", "content": None, "tool_calls": [call]} | _thought(thoughts))
 
 
 class TextFormat(msgspec.Struct, frozen=True):
