@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 from edgekv.errors import BundleError, UsageError
 from edgekv.spec.text import encode, open_tokenizer
 from edgekv.text import Detokenizer, StopSequences, output
+from edgekv.text.output import AnswerReaders, TextStream
+from tests.checkpoints import write_tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=40)
@@ -113,6 +115,36 @@ def test_what_may_begin_a_stop_sequence_is_held_back() -> None:
     stops = StopSequences(["\n\n"])
     assert [stops.push(piece) for piece in ("a\n", "b", "\n", "\nc", "d")] == ["a", "\nb", "", "", ""]
     assert stops.found
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "text", "stopped"),
+    [
+        (["<|2|>"], [64, 258, 65], "a", True),
+        (["a<|2|>"], [65, 64, 258, 65], "b", True),
+        (["<|2|>b"], [64, 258, 65, 66], "a", True),
+        (["<|2|><|3|>"], [64, 258, 258, 259, 65], "a", True),
+        (["<|2|>x"], [64, 258, 65, 66], "abc", False),
+        (["<|2|>"], [64, *b"\x1b[\x11[\x1d", 65], None, True),
+        (["b"], [64, 258, 65], "a", True),
+    ],
+)
+def test_a_stop_text_may_have_special_tokens(
+    tmp_path: Path, stop: list[str], tokens: list[int], text: str | None, stopped: bool
+) -> None:
+    """They have no text in an answer; written as ordinary text they are found too."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = open_tokenizer(tmp_path / "tokenizer.json")
+    if text is None:  # the bytes of <|2|>
+        tokens, text = [64, *(tokenizer.token_to_id(each) for each in "<|2|>"), 65], "a"
+    readers = AnswerReaders(special={number: f"<|{number - 256}|>" for number in range(256, 260)})
+    stream = TextStream(tokenizer, (), stop, readers)
+    found = ""
+    for token in tokens:
+        found += stream.push(token, is_text=True)[0]
+        if stream.has_stopped:
+            break
+    assert (found + stream.flush(cut=False)[0], stream.has_stopped) == (text, stopped)
 
 
 def test_an_empty_stop_sequence_is_refused() -> None:

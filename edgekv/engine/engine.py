@@ -228,7 +228,7 @@ class Engine:
             self.texts.tokenizer,
             manifest.tokens.eos,
             constraint,
-            AnswerReaders(calls, thoughts),
+            AnswerReaders(calls, thoughts, self.texts.special_texts if params.stop else {}),
             returns_logits=request.returns_logits,
         )
         return Sequence(request, self._resources, adapter, prefixes, output, speculation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from edgekv.spec.text import TOKENIZER, refuse_panic
 from edgekv.text.constraint import Constraint
 from edgekv.text.params import SamplingParams
 from edgekv.text.sampler import Sampler
-from edgekv.text.stops import StopSequences
+from edgekv.text.stops import SpecialStops, StopSequences
 from edgekv.text.thoughts import ThoughtReader
 from edgekv.text.tools import ToolCall, ToolCallReader
 
@@ -58,10 +58,12 @@ class AnswerReaders:
     Attributes:
         calls: of tools; None if there are no tools.
         thoughts: before the text; None if they are not looked for.
+        special: texts of special tokens by their ids, which stop texts may have.
     """
 
     calls: ToolCallReader | None = None
     thoughts: ThoughtReader | None = None
+    special: Mapping[int, str] = field(default_factory=dict)
 
 
 NO_READERS = AnswerReaders()
@@ -198,7 +200,8 @@ class TextStream:
             UsageError: the tokenizer fails.
         """
         self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = StopSequences(stop) if stop else None
+        self._special = SpecialStops(stop, readers.special)
+        self._stops = StopSequences(self._special.sequences) if stop else None
         self._calls = readers.calls
         self._thoughts = readers.thoughts
         self._has_skipped = False
@@ -223,7 +226,8 @@ class TextStream:
     def push(self, token: int, *, is_text: bool) -> tuple[str, str | None]:
         """The text and the thoughts that can be shown after a token; one that ends a text is none itself."""
         self._has_skipped |= not is_text
-        return self._divided(token, self._detokenizer.push(token) if is_text else "")
+        piece = self._detokenizer.push(token) + self._special.text(token) if is_text else ""
+        return self._shown(*self._divided(token, piece))
 
     def flush(self, *, cut: bool) -> tuple[str, str | None]:
         """What was withheld, at the end; without the last character if it is incomplete because the text is `cut`."""
@@ -233,8 +237,12 @@ class TextStream:
             thoughts = (thoughts or "") + more if more else thoughts
             text += self._called(-1, rest)
         if self._calls is not None:
-            text += self._shown(self._calls.flush())
-        return text + ("" if self._stops is None else self._stops.flush()), thoughts
+            text += self._until_stop(self._calls.flush())
+        return self._shown(text + ("" if self._stops is None else self._stops.flush()), thoughts)
+
+    def _shown(self, text: str, thoughts: str | None) -> tuple[str, str | None]:
+        """Text and thoughts without what stands for special tokens."""
+        return self._special.shown(text), None if thoughts is None else self._special.shown(thoughts)
 
     def _divided(self, token: int, piece: str) -> tuple[str, str | None]:
         if self._thoughts is None:
@@ -245,9 +253,9 @@ class TextStream:
 
     def _called(self, token: int, text: str) -> str:
         """Text up to a stop text, without calls."""
-        return self._shown(text if self._calls is None else self._calls.push(token, text))
+        return self._until_stop(text if self._calls is None else self._calls.push(token, text))
 
-    def _shown(self, text: str) -> str:
+    def _until_stop(self, text: str) -> str:
         """Text up to a stop text."""
         return text if self._stops is None else self._stops.push(text)
 

@@ -314,4 +314,6 @@ def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
             refuse("stop", repr(text), "texts", "Give a list of texts.")
         if not text:
             refuse("stop", "an empty text", "one character or more", "Leave it out.")
+        if any("\ud800" <= each <= "\udfff" for each in text):
+            refuse("stop", "half a surrogate pair", "Unicode text", "Correct the encoding.")
     return texts

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from edgekv.errors import UsageError
+
+_FIRST_MARK, _MARKS = 0xD800, 0x800
+"""Halves of surrogate pairs, which no text of tokens has."""
 
 
 class StopSequences:
@@ -47,6 +51,37 @@ class StopSequences:
         """The withheld text, at the end."""
         held, self._held = self._held, ""
         return held
+
+
+class SpecialStops:
+    """Stop texts with special tokens, which have no text in an answer: a character stands for each until it is shown.
+
+    Attributes:
+        sequences: the stop texts; a special token in them is written as text, or as that character.
+    """
+
+    def __init__(self, sequences: Sequence[str], special: Mapping[int, str]) -> None:
+        """Look for special tokens.
+
+        Args:
+            sequences: stop texts.
+            special: the texts of special tokens by their ids.
+        """
+        found = [token for token, text in special.items() if text and any(text in each for each in sequences)]
+        self._marks = {token: chr(_FIRST_MARK + at) for at, token in enumerate(found[:_MARKS])}
+        self._shown = dict.fromkeys(map(ord, self._marks.values()))
+        marks = {special[token]: mark for token, mark in self._marks.items()}
+        pattern = re.compile("|".join(re.escape(text) for text in sorted(marks, key=len, reverse=True)) or "(?!)")
+        marked = (pattern.sub(lambda match: marks[match[0]], each) for each in sequences)
+        self.sequences = tuple(dict.fromkeys([*sequences, *marked]))
+
+    def text(self, token: int) -> str:
+        """What stands for a token, if it is special and in a stop text."""
+        return self._marks.get(token, "")
+
+    def shown(self, text: str) -> str:
+        """A text without what stands for special tokens."""
+        return text.translate(self._shown) if self._shown else text
 
 
 def overlap(text: str, sequence: str) -> int:

@@ -188,7 +188,7 @@ class Texts:
         if tools is not None and tools.callable and (tools.choice != "auto" or find_format(self.chat_templates).reply):
             return None
         end = decode(self.tokenizer, list(prompt[-_MARK_TOKENS:]), skip_special_tokens=False)
-        return ThoughtReader(form, self._special_texts, is_open=form.is_open(end))
+        return ThoughtReader(form, self.special_texts, is_open=form.is_open(end))
 
     @cached_property
     def _thought_format(self) -> ThoughtFormat | None:
@@ -196,8 +196,8 @@ class Texts:
         return None if found is None else thought_format(found)
 
     @cached_property
-    def _special_texts(self) -> dict[int, str]:
-        """The special tokens, which have no text in an answer."""
+    def special_texts(self) -> dict[int, str]:
+        """The special tokens by their ids, which have no text in an answer."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {number: token.content for number, token in added.items() if token.special}
 

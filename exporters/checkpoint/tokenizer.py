@@ -32,7 +32,7 @@ _PATCHED_VOCAB = 100_000
 _PATCHED_SPLIT = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 """Of transformers' correction of Mistral's pre-tokenizer, which it applies to larger vocabularies than that."""
 _LARGEST_FILE_BYTES = 1 << 24
-_FIX = "Fetch it again, together with the checkpoint; AutoTokenizer.from_pretrained and save_pretrained write it."
+_FIX = "Fetch it again, together with the checkpoint, or let AutoTokenizer of transformers load and save the tokenizer."
 
 
 class _Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
