@@ -204,6 +204,24 @@ def test_the_prompt_is_scored(client: OpenAI, alone: edgekv.Model, tokens: int):
     assert found.text_offset[:3] == [0, 1, 2]
 
 
+def test_offsets_index_the_text(bundle: Path):
+    """BOS, which the tokenizer adds, has no text, and é has two tokens."""
+    special = "<|begin_of_text|>"
+    with served(bundle) as server:
+        ids = server.model.encode("aé b")
+        for prompt in ("Once é upon", "<|end_of_text|>a b", "", ids, ids[2:]):
+            answer = server.client().completions.create(
+                model=NAME, prompt=prompt, max_tokens=4, logprobs=0, echo=True, logit_bias={"160": 20}
+            )
+            (choice,) = answer.choices
+            found = choice.logprobs
+            assert found is not None and found.text_offset is not None and found.tokens is not None
+            assert found.text_offset == sorted(found.text_offset)
+            for token, start in zip(found.tokens, found.text_offset, strict=True):
+                if "\ufffd" not in token and (token != special or not isinstance(prompt, str)):
+                    assert choice.text[start:].startswith(token), (prompt, found)
+
+
 def _answers(server: Server, texts: Sequence[str], most: int) -> list[str]:
     """What the server answers to texts that are all sent at once."""
 

@@ -35,6 +35,7 @@ from exporters.quantize.sink import sink_candidates
 from exporters.quantize.sink_wanted import SinkWanted
 from tests.checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint, write_sinking
 from tests.exports import export_options, exported, small_options
+from tests.serving import served
 
 BOS = 256
 PROMPT = [BOS, *range(40, 100)]
@@ -151,6 +152,16 @@ def test_a_text_without_the_sink_gets_it_in_front(sinking: Path) -> None:
         assert (generation.stats.cache.reused_tokens, generation.stats.cache.computed_tokens) == (1, len(PROMPT))
         with pytest.raises(ContextFullError, match="129 tokens"):
             model.generate([40] * 128, 1)
+
+
+def test_a_server_promises_a_context_without_the_sink(sinking: Path) -> None:
+    with served(sinking) as server:
+        (listed,) = server.client().models.list().data
+        assert listed.model_extra is not None
+        fits = listed.model_extra["context_length"]
+        body = {"max_tokens": 1, "prompt": [40] * fits}
+        assert server.post("/v1/completions", body)[0] == 200
+        assert server.post("/v1/completions", body | {"prompt": [40] * (fits + 1)})[0] == 400
 
 
 def test_a_sink_of_several_tokens_has_the_bos_that_the_tokenizer_adds(several: Path, tmp_path: Path) -> None:

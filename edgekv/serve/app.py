@@ -110,4 +110,4 @@ def make_app(service: Service, options: ServeOptions) -> App:
 
 def _record(service: Service, name: str) -> ModelRecord:
     read = ("text", "image") if service.pictures.are_read else ("text",)
-    return ModelRecord(name, service.created, service.context, read)
+    return ModelRecord(name, service.created, service.context_length, read)

@@ -101,7 +101,7 @@ def summary(serving: Serving, options: ServeOptions, cache_budget: str, prefix_c
         yield f"chat page  {serving.page_url}"
     else:
         yield "chat       no: the bundle has no chat template; /v1/completions continues texts"
-    yield f"context    {service.context:,} tokens for a prompt and its answer"
+    yield f"context    {service.context_length:,} tokens for a prompt and its answer"
     budget = f"{cache_budget} of the free memory" if cache_budget.endswith("%") else cache_budget
     yield f"sessions   {limits.sessions}, caches within {budget}; {limits.queue} more requests may wait"
     yield f"prefixes   {'in memory' if prefix_cache is None else f'in memory and in {prefix_cache}'}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -25,7 +26,11 @@ from edgekv.serve.generation import (
 from edgekv.serve.http import DONE, Exchange, event
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.service import Service
-from edgekv.text.output import decode
+from edgekv.spec.text import text_offsets
+from edgekv.text.output import Detokenizer, decode
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 DEFAULT_TOKENS = 16
 
@@ -75,14 +80,12 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
-    def add(self, found: TokenLogprob, offset: int, names: TokenNames) -> int:
-        """Add a token; returns the length of its text."""
-        text = names.text(found.token.id)
-        self.tokens.append(text)
+    def add(self, found: TokenLogprob, offset: int, names: TokenNames) -> None:
+        """Add a token that begins at a character of the text."""
+        self.tokens.append(names.text(found.token.id))
         self.token_logprobs.append(None if found.is_first else found.token.logprob)
         self.top_logprobs.append(None if found.is_first else {names.text(each.id): each.logprob for each in found.top})
         self.text_offset.append(offset)
-        return len(text)
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -116,8 +119,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     prompts = request.prompts
     n = request.choices(len(prompts), service.limits)
     wanted = await exchange.apart(lambda: [_wanted(service, exchange, request, at, lora) for at in range(len(prompts))])
-    echoed = [_echoed(service, request, each) for each in prompts]
-    answers = [_Answer(text, _empty(request)) for text in echoed for _ in range(n)]
+    begun = zip(prompts, wanted, strict=True)
+    answers = await exchange.apart(
+        lambda: [_answer(service, request, prompt, each.request.tokens) for prompt, each in begun for _ in range(n)]
+    )
     reply = _Reply(service, request, answers, n)
     await answer(service, exchange, wanted, reply, n=n, streams=bool(request.stream))
 
@@ -142,10 +147,28 @@ def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, in
     return wanted_of(service, exchange, tuple(tokens), None if only_echo else params, top, scored, lora=lora)
 
 
-def _echoed(service: Service, request: CompletionRequest, prompt: str | list[int]) -> str:
-    if not request.echo:
-        return ""
-    return prompt if isinstance(prompt, str) else decode(service.texts.tokenizer, prompt, skip_special_tokens=False)
+def _answer(service: Service, request: CompletionRequest, prompt: str | list[int], tokens: Sequence[int]) -> _Answer:
+    """An answer that has not begun.
+
+    Args:
+        service: has the tokenizer.
+        request: says whether the prompt is echoed.
+        prompt: as the request has it.
+        tokens: those that are run.
+    """
+    tokenizer = service.texts.tokenizer
+    text, offsets = "", list[int]()
+    if request.echo:
+        text = prompt if isinstance(prompt, str) else decode(tokenizer, prompt, skip_special_tokens=False)
+        if request.logprobs is not None:
+            offsets = text_offsets(tokenizer, prompt) if isinstance(prompt, str) else _offsets(tokenizer, prompt)
+    return _Answer(text, _empty(request), offsets, Detokenizer(tokenizer, tokens), len(text))
+
+
+def _offsets(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """Where each token begins in the text of all of them, in characters."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    return [*accumulate((len(detokenizer.push(token)) for token in tokens[:-1]), initial=0)]
 
 
 def _empty(request: CompletionRequest) -> CompletionLogprobs | None:
@@ -159,23 +182,30 @@ class _Answer:
     Attributes:
         text: of the prompt, if it is echoed, and of the answer.
         logprobs: None unless they were asked for.
-        offset: characters of the texts of all tokens so far.
+        prompt_offsets: where the tokens of the prompt begin in the text.
+        detokenizer: of the generated tokens.
+        offset: where the next token begins, in characters.
     """
 
     text: str
     logprobs: CompletionLogprobs | None
-    offset: int = 0
+    prompt_offsets: list[int]
+    detokenizer: Detokenizer
+    offset: int
 
     def add(self, event: Piece | PromptLogprobs, names: TokenNames) -> None:
         """Take an event in."""
         if isinstance(event, PromptLogprobs):
-            found: tuple[TokenLogprob, ...] = event.tokens
-        else:
-            found = () if event.logprob is None else (event.logprob,)
-            self.text += event.text
-        if self.logprobs is not None:
-            for token in found:
-                self.offset += self.logprobs.add(token, self.offset, names)
+            if self.logprobs is not None:
+                # An empty prompt becomes BOS, which has no text.
+                offsets = [0] * (len(event.tokens) - len(self.prompt_offsets)) + self.prompt_offsets
+                for token, offset in zip(event.tokens, offsets[-len(event.tokens) :], strict=True):
+                    self.logprobs.add(token, offset, names)
+            return
+        self.text += event.text
+        if self.logprobs is not None and event.logprob is not None:
+            self.logprobs.add(event.logprob, self.offset, names)
+            self.offset += len(self.detokenizer.push(event.logprob.token.id))
 
 
 class _Reply:

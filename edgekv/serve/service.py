@@ -50,6 +50,12 @@ class Service:
         """Tokens of prompt and answer together."""
         return self.model.bundle.manifest.context
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of the longest prompt. Those of the sink, which is put in front of it, are not among them."""
+        sink = self.model.bundle.manifest.sink
+        return self.context - (0 if sink is None else len(sink.tokens))
+
     def check_name(self, name: str | None) -> str | None:
         """The adapters that a name of a model asks for, behind a colon; None for the base model, which needs no name.
 

@@ -11,7 +11,7 @@ from edgekv.errors import EdgeKVError, UsageError
 from edgekv.spec.growth import MOST_ADDED, MOST_FACTOR, tokenizer_growth
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 TOKENIZER = "tokenizer.json"
 LARGEST_BYTES = 1 << 28
@@ -76,6 +76,29 @@ def encode(
         UsageError: the text is not Unicode (an argument in another encoding), the tokenizer fails, or the text has a
             token beyond the vocabulary, such as one for images.
     """
+    tokens = list(_encoded(tokenizer, text, field, add_special_tokens).ids)
+    for token in tokens:
+        if vocab is not None and token >= vocab:
+            found = f"the token {tokenizer.id_to_token(token)!r} with id {token}"
+            raise UsageError(field, got=found, expected=f"ids below {vocab}, the vocabulary", fix="Leave it out.")
+    return tokens
+
+
+def text_offsets(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Where each token of a text begins in it, in characters; tokens that the tokenizer's template adds have no text.
+
+    Raises:
+        UsageError: as `encode`.
+    """
+    found = _encoded(tokenizer, text, "prompt", True)
+    offsets, end = list[int](), 0
+    for (start, stop), is_added in zip(found.offsets, found.special_tokens_mask, strict=True):
+        offsets.append(end if is_added else min(start, end))  # some tokenizers leave out the space before a word
+        end = max(end, stop)
+    return offsets
+
+
+def _encoded(tokenizer: Tokenizer, text: str, field: str, add_special_tokens: bool) -> Encoding:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -83,16 +106,11 @@ def encode(
         raise UsageError(field, got=error, expected="Unicode text", fix=fix) from None
     try:
         with _no_panic(TOKENIZER, UsageError):
-            tokens = list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except EdgeKVError:
         raise
     except Exception as error:  # the library raises a bare Exception
         raise UsageError(TOKENIZER, got=error, expected=f"a tokenizer that encodes the {field}", fix=_FIX) from None
-    for token in tokens:
-        if vocab is not None and token >= vocab:
-            found = f"the token {tokenizer.id_to_token(token)!r} with id {token}"
-            raise UsageError(field, got=found, expected=f"ids below {vocab}, the vocabulary", fix="Leave it out.")
-    return tokens
 
 
 @contextmanager

@@ -271,13 +271,19 @@ class Detokenizer:
         withholds: whether the text returned lacks some of the tokens' text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         """Continue the text of a prompt.
+
+        Args:
+            tokenizer: turns tokens into text.
+            prompt: token ids.
+            skip_special_tokens: whether special tokens have no text.
 
         Raises:
             UsageError: the tokenizer fails.
         """
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._start = 0  # decoding begins with this token
         self._whole = self._last_whole()  # the text of the tokens before this one was returned
@@ -316,10 +322,12 @@ class Detokenizer:
 
     def _added_after(self, start: int, cut: int) -> str:
         """The text that the tokens from `cut` on add to the tokens from `start` on."""
-        tokens, tokenizer = self._tokens, self._tokenizer
-        before, text = decode(tokenizer, tokens[start:cut]), decode(tokenizer, tokens[start:])
+        before, text = self._decoded(start, cut), self._decoded(start)
         # Byte tokens of a SentencePiece vocabulary turn a whole run into U+FFFD when one of them is wrong.
-        return text[len(before) :] if text.startswith(before) else decode(tokenizer, tokens[cut:])
+        return text[len(before) :] if text.startswith(before) else self._decoded(cut)
+
+    def _decoded(self, start: int, cut: int | None = None) -> str:
+        return decode(self._tokenizer, self._tokens[start:cut], skip_special_tokens=self._skips)
 
     def _advance(self, text: str) -> None:
         """Stop decoding tokens whose text is final: a long run of invalid bytes has no complete character."""
@@ -334,7 +342,7 @@ class Detokenizer:
         """Tokens of the prompt up to its last complete character; an incomplete one belongs to the first piece."""
         end = len(self._tokens)
         for length in range(end, max(end - _OPEN_BYTES - 1, -1), -1):
-            if not decode(self._tokenizer, self._tokens[:length]).endswith(_REPLACEMENT):
+            if not self._decoded(0, length).endswith(_REPLACEMENT):
                 return length
         return end
 
