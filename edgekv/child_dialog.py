@@ -94,6 +94,10 @@ class ChildDialog:
         finally:
             self._read_began = None
 
+    def kill(self) -> None:
+        """End the child at once, from any thread; `read` then gives nothing."""
+        self._child.kill()
+
     def exit_text(self) -> str:
         """How the child ended, once `read` gave nothing: its exit code, or the name of a signal."""
         try:

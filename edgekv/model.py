@@ -261,7 +261,7 @@ class Model:
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
         field = "prompt" if messages is None else "messages"
         opened = tuple(
-            each if isinstance(each, Picture) else self.open_picture(each, f"pictures[{number}]")
+            each if isinstance(each, Picture) else self._pictures.open(each, f"pictures[{number}]", salt=cache_salt)
             for number, each in enumerate(pictures)
         )
         text = self._texts.text_or_messages(

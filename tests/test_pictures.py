@@ -25,6 +25,7 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.conversation import Conversation
+from edgekv.engine.pictures import PictureSent
 from edgekv.errors import ContextFullError, EngineError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.processor import multiplies_integers
@@ -43,6 +44,7 @@ from edgekv.pictures import (
     patches_of,
     read_picture,
 )
+from edgekv.prefix import StoreConfig
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.htp import HtpEngine
 from edgekv.runtime.litert import LitertEngine
@@ -86,6 +88,11 @@ PICTURES = PictureSpec(
     end="<f>",
     numbered=True,
 )
+
+
+def data_uri(content: bytes) -> str:
+    """A picture as clients send it."""
+    return f"data:image/png;base64,{b64encode(content).decode()}"
 
 
 def _bomb(width: int, height: int) -> bytes:
@@ -298,11 +305,32 @@ def test_pictures_that_come_again_are_not_decoded_again(bundle: Path, monkeypatc
     with edgekv.load(bundle) as model:
         opened = model.open_picture(first)
         assert model.open_picture(first) is opened and model.open_picture(other) is not opened
-        whole = model.pictures.open(first, is_split=False)
+        with model.pictures.opening([PictureSent(first, "picture", is_split=False)]) as opening:
+            whole = opening.open(0)
         assert len(whole.tiles) == 1 and whole.tokens == 4
         monkeypatch.setattr("edgekv.engine.pictures._KEPT_BYTES", 1)
         model.open_picture(other)
         assert model.open_picture(first) is not opened
+
+
+def test_what_one_user_sent_is_decoded_and_encoded_again_for_another(bundle: Path):
+    """Otherwise the time of an answer tells who has seen a picture. Neither share its rows in a cache."""
+    content = png(photo(70, 45))
+    with edgekv.load(bundle, prefix_cache=StoreConfig()) as model:
+        opened = dict[str | None, Picture]()
+        for salt in (None, "one", "two"):
+            with model.pictures.opening([PictureSent(content, "picture")], salt) as opening:
+                assert opening.opened == [None]
+                opened[salt] = opening.open(0)
+            with model.pictures.opening([PictureSent(content, "picture")], salt) as opening:
+                assert opening.opened == [opened[salt]]
+        tiles = [tile for picture in opened.values() for tile in picture.tiles]
+        assert len({id(tile) for tile in tiles}) == len({tile.ids for tile in tiles}) == 3 * 5
+        texts = [
+            "".join(token.text for token in model.generate("<image>", 4, pictures=[content], cache_salt=salt))
+            for salt in opened
+        ]
+        assert len(set(texts)) == 1 and all(tile.encode_ms for tile in tiles)
 
 
 def test_openai_clients_send_pictures(model: Model, bundle: Path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -13,7 +15,16 @@ import msgspec
 from edgekv.bundle import Bundle
 from edgekv.engine.request import Request
 from edgekv.errors import UsageError
-from edgekv.pictures import Picture, PictureRows, expand, open_tiles, picture_content, place
+from edgekv.pictures import (
+    Picture,
+    PictureFile,
+    PictureReader,
+    PictureRows,
+    PictureSize,
+    expand,
+    picture_content,
+    place,
+)
 from edgekv.spec import PictureSpec
 from edgekv.text.params import BeamParams
 
@@ -21,6 +32,60 @@ PictureSource = Path | str | bytes
 """A file, or its content."""
 _KEPT_BYTES = 1 << 26
 """Of the pictures that were opened last: the next turn of a conversation neither decodes nor encodes them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSent:
+    """A picture of a request.
+
+    Attributes:
+        content: of its file.
+        field: for errors.
+        is_split: whether it is cut as the checkpoint says; else the whole picture is its only tile.
+    """
+
+    content: bytes
+    field: str
+    is_split: bool = True
+
+
+class PictureOpening:
+    """Opens pictures of a request: their headers are read before any of them is decoded.
+
+    Attributes:
+        opened: so far, and those that need not be decoded; None for the others.
+    """
+
+    def __init__(self, kept: list[Picture | None], reader: PictureReader, rows: PictureRows, salt: str | None) -> None:
+        self.opened = kept
+        self._reader = reader
+        self._rows = rows
+        self._salt = salt
+
+    def size(self, number: int) -> Picture | PictureSize:
+        """What says how many tokens a picture has.
+
+        Raises:
+            UsageError: it is refused by what its headers say.
+            EngineError: Pillow is not installed.
+        """
+        return self.opened[number] or PictureSize(self._reader.grid(number), self._rows.encoder.spec.rows)
+
+    def open(self, number: int) -> Picture:
+        """A picture, resized and cut into tiles; its rows are computed when they are run.
+
+        Raises:
+            UsageError: it cannot be read.
+            EngineError: Pillow is not installed.
+        """
+        found = self.opened[number]
+        if found is None:
+            found = self.opened[number] = self._rows.open(self._reader.open(number), self._salt)
+        return found
+
+    def stop(self) -> None:
+        """Let no further picture be read, from any thread."""
+        self._reader.stop()
 
 
 class Pictures:
@@ -52,29 +117,49 @@ class Pictures:
             raise UsageError("pictures", got=found, expected="text", fix=fix)
         return vision.pictures
 
-    def open(self, source: PictureSource, field: str = "picture", *, is_split: bool = True) -> Picture:
+    def open(self, source: PictureSource, field: str = "picture", *, salt: str | None = None) -> Picture:
         """A picture, resized and cut into tiles; its rows are computed when they are run.
 
         Args:
             source: a file, or its content.
             field: for errors.
-            is_split: whether it is cut as the checkpoint says; else the whole picture is its only tile.
+            salt: see `opening`.
 
         Raises:
-            UsageError: the bundle reads text alone, or the picture cannot be read; see `open_tiles`.
+            UsageError: the bundle reads text alone, or the picture cannot be read; see `PictureReader`.
             EngineError: Pillow is not installed.
+        """
+        _ = self.spec
+        content = picture_content(Path(source) if isinstance(source, str) else source, field)
+        with self.opening([PictureSent(content, field)], salt) as opening:
+            return opening.open(0)
+
+    @contextmanager
+    def opening(self, sent: Sequence[PictureSent], salt: str | None = None) -> Iterator[PictureOpening]:
+        """What opens pictures, until the block ends. Those that were opened last need not be decoded again.
+
+        Args:
+            sent: the pictures.
+            salt: what one user has sent makes nothing faster for users of other salts.
+
+        Raises:
+            UsageError: the bundle reads text alone.
         """
         spec, rows = self.spec, self._rows
         assert rows is not None, "it has a spec"
-        content = picture_content(Path(source) if isinstance(source, str) else source, field)
-        key = blake2b(content, digest_size=16, salt=b"split" if is_split else b"").digest()
+        whole = msgspec.structs.replace(spec, tiling="none")
+        files = [PictureFile(each.content, each.field, spec if each.is_split else whole) for each in sent]
+        keys = [_key(each, salt) for each in sent]
         with self._lock:
-            found = self._kept.get(key)
-        if found is None:
-            cut = spec if is_split else msgspec.structs.replace(spec, tiling="none")
-            found = rows.open(open_tiles(content, field, cut, rows.encoder.spec.image))
-        self._keep(key, found)
-        return found
+            kept = [self._kept.get(key) for key in keys]
+        with PictureReader(files, rows.encoder.spec.image) as reader:
+            opening = PictureOpening(kept, reader, rows, salt)
+            try:
+                yield opening
+            finally:
+                for key, picture in zip(keys, opening.opened, strict=True):
+                    if picture is not None:
+                        self._keep(key, picture)
 
     def _keep(self, key: bytes, picture: Picture) -> None:
         with self._lock:
@@ -85,7 +170,7 @@ class Pictures:
                 _, dropped = self._kept.popitem(last=False)
                 held -= sum(tile.nbytes for tile in dropped.tiles)
 
-    def expanded(self, text: str, pictures: Sequence[Picture], field: str = "messages") -> str:
+    def expanded(self, text: str, pictures: Sequence[Picture | PictureSize], field: str = "messages") -> str:
         """See `expand`; a text without pictures stays as it is.
 
         Raises:
@@ -100,6 +185,12 @@ class Pictures:
             UsageError: as `place`.
         """
         return tuple(place(tokens, pictures, self.spec, field) if pictures else tokens)
+
+
+def _key(sent: PictureSent, salt: str | None) -> bytes:
+    """What a picture is kept by: a hash of its file, of how it is cut, and of the salt."""
+    key = b"" if salt is None else blake2b(salt.encode(), digest_size=32).digest()
+    return blake2b(sent.content, digest_size=16, salt=b"split" if sent.is_split else b"", key=key).digest()
 
 
 def check_pictured(request: Request) -> None:

@@ -5,19 +5,22 @@ from typing import TYPE_CHECKING
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.pictures.apart import open_tiles, picture_content
+    from edgekv.pictures.apart import PictureFile, PictureReader, open_tiles, picture_content
     from edgekv.pictures.decode import read_picture
     from edgekv.pictures.encoder import PictureEncoder
     from edgekv.pictures.patches import block_order, normalized, patches_of
     from edgekv.pictures.prompt import expand, place
-    from edgekv.pictures.rows import Picture, PictureRows, Tile
+    from edgekv.pictures.rows import Picture, PictureRows, PictureSize, Tile
     from edgekv.pictures.tiled import TiledPicture, TileGrid
     from edgekv.pictures.tiles import cut_tiles
 
 __all__ = [
     "Picture",
     "PictureEncoder",
+    "PictureFile",
+    "PictureReader",
     "PictureRows",
+    "PictureSize",
     "Tile",
     "TileGrid",
     "TiledPicture",
@@ -35,12 +38,12 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "apart": "open_tiles picture_content",
+        "apart": "PictureFile PictureReader open_tiles picture_content",
         "decode": "read_picture",
         "encoder": "PictureEncoder",
         "patches": "block_order normalized patches_of",
         "prompt": "expand place",
-        "rows": "Picture PictureRows Tile",
+        "rows": "Picture PictureRows PictureSize Tile",
         "tiled": "TiledPicture TileGrid",
         "tiles": "cut_tiles",
     },

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from edgekv.errors import UsageError
 from edgekv.pictures.tiled import WANTED, Pixels
@@ -19,6 +19,8 @@ MAX_PIXELS = 1 << 25
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _STILL = frozenset({"MPO"})  # a JPEG with previews or a second view: its first picture is the photo
+_SIDEWAYS = (5, 6, 7, 8)
+"""Orientations of EXIF that swap width and height."""
 
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # a limit of our own follows
 
@@ -38,6 +40,21 @@ def read_picture(content: bytes, field: str) -> Pixels:
     with _named(field), Image.open(BytesIO(content), formats=FORMATS) as image:
         _check(image, field)
         return _pixels(image)
+
+
+def picture_size(content: bytes, field: str) -> tuple[int, int]:
+    """Width and height as `read_picture` gives them, of the headers alone.
+
+    Where the EXIF of a PNG stands behind the pixels, they are those before it is turned.
+
+    Raises:
+        UsageError: as `read_picture`, as far as the headers say.
+    """
+    with _named(field), Image.open(BytesIO(content), formats=FORMATS) as image:
+        _check(image, field)
+        exif = Image.Image.getexif(image)  # that of PngImageFile reads to the end of the pixels
+        width, height = image.size
+        return (height, width) if exif.get(ExifTags.Base.Orientation) in _SIDEWAYS else (width, height)
 
 
 def _check(image: Image.Image, field: str) -> None:

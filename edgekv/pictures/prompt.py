@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgekv.errors import UsageError
-from edgekv.pictures.rows import Picture
+from edgekv.pictures.rows import Picture, PictureSize
 from edgekv.spec import PictureSpec
 
 
-def expand(text: str, pictures: Sequence[Picture], spec: PictureSpec, field: str = "prompt") -> str:
+def expand(text: str, pictures: Sequence[Picture | PictureSize], spec: PictureSpec, field: str = "prompt") -> str:
     """A prompt in which each picture's token is replaced by those of its rows, as transformers' processor writes them.
 
     A prompt without any such token has all pictures in front; messages have one for each.
@@ -28,19 +28,15 @@ def expand(text: str, pictures: Sequence[Picture], spec: PictureSpec, field: str
     return first + "".join(_written(each, spec) + part for each, part in zip(pictures, rest, strict=True))
 
 
-def _written(picture: Picture, spec: PictureSpec) -> str:
-    rows = [spec.token * len(tile.ids) for tile in picture.tiles]
+def _written(picture: Picture | PictureSize, spec: PictureSpec) -> str:
+    grid, rows = picture.grid, spec.token * picture.tile_rows
     if not spec.numbered:
-        return f"{spec.begin}{''.join(rows)}{spec.end}"
-    whole = f"{spec.begin}{spec.whole}{rows[-1]}{spec.end}"
-    grid = picture.grid
+        return f"{spec.begin}{rows * grid.tiles}{spec.end}"
+    whole = f"{spec.begin}{spec.whole}{rows}{spec.end}"
     if not grid.rows:
         return whole
     lines = [
-        "".join(
-            f"{spec.begin}<row_{row + 1}_col_{column + 1}>{rows[row * grid.columns + column]}"
-            for column in range(grid.columns)
-        )
+        "".join(f"{spec.begin}<row_{row + 1}_col_{column + 1}>{rows}" for column in range(grid.columns))
         for row in range(grid.rows)
     ]
     return "\n".join([*lines, "", whole])

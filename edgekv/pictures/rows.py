@@ -27,12 +27,13 @@ class Tile:
     """A tile of a picture. Its rows are computed when the first of them is run, and its pixels freed then.
 
     Attributes:
-        ids: of its rows, from a hash of its pixels.
+        ids: of its rows, from a hash of its pixels and of the salt: users of different salts share no rows.
         encode_ms: time of the encoder; 0 if it has not run.
     """
 
-    def __init__(self, pixels: NDArray[np.uint8], rows: int) -> None:
-        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=32).digest()
+    def __init__(self, pixels: NDArray[np.uint8], rows: int, salt: str | None = None) -> None:
+        key = b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=32).digest()
+        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=32, key=key).digest()
         hashed = np.frombuffer(hashlib.shake_128(digest).digest(8 * rows), ">u8") >> np.uint64(2)
         self.ids: tuple[int, ...] = tuple(_FIRST_ID | int(each) for each in hashed)
         self.encode_ms = 0.0
@@ -70,9 +71,22 @@ class Picture:
         return f"{width} x {height} pixels, {tiles}, {self.tokens} tokens"
 
     @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return len(self.tiles[0].ids)
+
+    @property
     def tokens(self) -> int:
         """Rows of all tiles."""
         return sum(len(tile.ids) for tile in self.tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSize:
+    """A picture of which the headers alone were read: enough to count its tokens."""
+
+    grid: TileGrid
+    tile_rows: int
 
 
 class PictureRows:
@@ -90,14 +104,13 @@ class PictureRows:
         self._lock = Lock()
         self._tiles: WeakValueDictionary[int, Tile] = WeakValueDictionary()  # by the ids of their rows
 
-    def open(self, picture: TiledPicture) -> Picture:
-        """A picture with the ids of its rows; tiles that somebody holds are the same objects."""
+    def open(self, picture: TiledPicture, salt: str | None = None) -> Picture:
+        """A picture with the ids of its rows; tiles that somebody with the same salt holds are the same objects."""
+        tiles = [Tile(pixels, self.encoder.spec.rows, salt) for pixels in picture.tiles]
         with self._lock:
-            return Picture(tuple(map(self._tile, picture.tiles)), picture.grid)
+            return Picture(tuple(map(self._shared, tiles)), picture.grid)
 
-    def _tile(self, pixels: NDArray[np.uint8]) -> Tile:
-        spec = self.encoder.spec
-        tile = Tile(pixels, spec.rows)
+    def _shared(self, tile: Tile) -> Tile:
         tile = self._tiles.get(tile.ids[0], tile)
         self._tiles.update(dict.fromkeys(tile.ids, tile))
         return tile

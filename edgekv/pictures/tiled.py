@@ -26,6 +26,11 @@ class TileGrid(msgspec.Struct, frozen=True):
     rows: int = 0
     columns: int = 0
 
+    @property
+    def tiles(self) -> int:
+        """Number of tiles, the whole picture included."""
+        return self.rows * self.columns + 1 if self.rows else 1
+
 
 @dataclass(frozen=True, slots=True)
 class TiledPicture:

@@ -16,6 +16,11 @@ Pixels = NDArray[np.uint8]
 _LONGEST_EDGE = 4096
 
 
+def tile_grid(size: tuple[int, int], pictures: PictureSpec, edge: int) -> TileGrid:
+    """How a picture of a width and height is cut; `cut_tiles` does it."""
+    return _plan(size, pictures, edge)[0]
+
+
 def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int) -> TiledPicture:
     """The tiles of a picture `[height, width, 3]`.
 
@@ -27,27 +32,38 @@ def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int) -> TiledPicture:
         pictures: says whether it is split, and how large it may be.
         edge: of a tile, in pixels.
     """
-    image, size = Image.fromarray(pixels), (pixels.shape[1], pixels.shape[0])
+    image = Image.fromarray(pixels)
+    grid, steps = _plan(image.size, pictures, edge)
     by = Image.Resampling[pictures.resample.upper()]
     if pictures.longest is not None:
-        image = image.resize(_bounded(*size, pictures.longest), by)
+        image = image.resize(steps[0], by)
     if pictures.tiling == "none":
-        return TiledPicture((_square(image, edge, by),), TileGrid(size))
-    if pictures.tiling == "aspect":
-        columns, rows = _nearest_grid(*image.size, edge, pictures.least_tiles, pictures.most_tiles)
-        split = image.resize((columns * edge, rows * edge), by)
-    else:
-        image = split = image.resize(_multiples(*image.size, edge), by)
-        columns, rows = image.width // edge, image.height // edge
+        return TiledPicture((_square(image, edge, by),), grid)
+    split = image.resize(steps[-1], by)
     whole = np.asarray(split)
-    if columns * rows == 1:
-        return TiledPicture((whole,), TileGrid(size))
+    if not grid.rows:
+        return TiledPicture((whole,), grid)
     tiles = [
         whole[row * edge : (row + 1) * edge, column * edge : (column + 1) * edge]
-        for row in range(rows)
-        for column in range(columns)
+        for row in range(grid.rows)
+        for column in range(grid.columns)
     ]
-    return TiledPicture((*tiles, _square(image, edge, by)), TileGrid(size, rows, columns))
+    last = split if pictures.tiling == "multiples" else image
+    return TiledPicture((*tiles, _square(last, edge, by)), grid)
+
+
+def _plan(size: tuple[int, int], pictures: PictureSpec, edge: int) -> tuple[TileGrid, list[tuple[int, int]]]:
+    """The grid of a picture, and the sizes that it is resized to, one after the other."""
+    steps = [size if pictures.longest is None else _bounded(*size, pictures.longest)]
+    if pictures.tiling == "none":
+        return TileGrid(size), steps
+    if pictures.tiling == "aspect":
+        columns, rows = _nearest_grid(*steps[0], edge, pictures.least_tiles, pictures.most_tiles)
+        steps.append((columns * edge, rows * edge))
+    else:
+        steps.append(_multiples(*steps[0], edge))
+        columns, rows = steps[1][0] // edge, steps[1][1] // edge
+    return TileGrid(size) if columns * rows == 1 else TileGrid(size, rows, columns), steps
 
 
 def _square(image: Image.Image, edge: int, by: Image.Resampling) -> Pixels:

@@ -60,7 +60,7 @@ async def one_model(service: Service, exchange: Exchange) -> None:
     Raises:
         ApiError: another model.
     """
-    service.check_name(exchange.name)
+    await exchange.work(service.lanes.texts, lambda _: service.check_name(exchange.name))
     await exchange.reply(_record(service, exchange.name))
 
 
@@ -76,7 +76,7 @@ async def embeddings(service: Service, exchange: Exchange) -> None:
 
 async def health(service: Service, exchange: Exchange) -> None:
     """`GET /health`."""
-    await exchange.reply(Health("ok", service.engine.running, service.engine.queued))
+    await exchange.reply(Health("ok", service.engine.running, service.engine.queued + service.lanes.waiting))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import binascii
 import re
 import time
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from urllib.parse import unquote
@@ -16,10 +15,10 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from edgekv.engine.pictures import Pictures
+from edgekv.engine.pictures import PictureOpening, Pictures, PictureSent
 from edgekv.errors import UsageError
 from edgekv.load_options import OnFull
-from edgekv.pictures import Picture
+from edgekv.pictures import Picture, TileGrid, picture_content
 from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.generation import (
@@ -29,14 +28,17 @@ from edgekv.serve.generation import (
     answer,
     check_top_logprobs,
     check_wanted_tokens,
+    for_answers,
     wanted_of,
 )
 from edgekv.serve.http import DONE, DROPPED_HEADER, Exchange, event
 from edgekv.serve.logprobs import Likelihood, TokenNames
 from edgekv.serve.service import Service
+from edgekv.serve.work import Job
 from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
-from edgekv.text import Tools
+from edgekv.text import SamplingParams, Tools
 from edgekv.text.grammar import Grammar
+from edgekv.text.sampler import check_bias
 from edgekv.text.tools import render_with_tools
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -45,21 +47,25 @@ _KINDS = ("text", "json_object", "json_schema")
 URL_PART = "image_url"
 MOST_PICTURES = 32
 """Of a request: more than any context has room for."""
+MOST_PIXELS = 1 << 26
+"""Of all pictures of a prompt: five photos of 12 million pixels. Decoding them takes seconds."""
+MOST_MESSAGES = 10_000
+"""Of a conversation, with the turns that a full context drops."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]+(;[^;,]{0,80}){0,4};base64,", re.IGNORECASE | re.ASCII)
 _PICTURE = "a data URI: data:image/png;base64,..."
 _DETAILS = (None, "auto", "low", "high")
 
 
 class MessagePictures:
-    """Opens the pictures of a request's messages, which number them in order.
+    """Finds the pictures of a request's messages, which number them in order. None of them is opened.
 
     Attributes:
-        found: so far.
+        sent: so far.
     """
 
     def __init__(self, pictures: Pictures) -> None:
         self._pictures = pictures
-        self.found: list[Picture] = []
+        self.sent: list[PictureSent] = []
 
     def number(self, part: Mapping[str, Any], field: str) -> int:
         """The number of the picture of a part.
@@ -68,10 +74,10 @@ class MessagePictures:
 
         Raises:
             ApiError: no data URI of a picture, an unknown detail, or too many pictures.
-            UsageError: the bundle reads text alone, or the picture is damaged, animated or too large.
+            UsageError: the bundle reads text alone, or the file is too large.
         """
         try:
-            _ = self._pictures.spec  # before anything is decoded
+            _ = self._pictures.spec
         except UsageError as error:
             raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
         given = part.get(URL_PART)
@@ -85,15 +91,26 @@ class MessagePictures:
             found = url[:40] if isinstance(url, str) else type(url).__name__
             fix = "Send the picture itself: the server fetches nothing."
             raise refused(at, got=repr(found), expected=_PICTURE, fix=fix)
-        if len(self.found) == MOST_PICTURES:
+        if len(self.sent) == MOST_PICTURES:
             raise refused(at, got="one more", expected=f"at most {MOST_PICTURES} pictures", fix="Send fewer.")
         try:
             encoded = "".join(unquote(url[start.end() :]).split())  # as browsers read such a URI
             content = b64decode(encoded, validate=True)
         except (binascii.Error, ValueError) as error:
             raise refused(at, got=error, expected="whole base64", fix="Encode the picture again.") from None
-        self.found.append(self._pictures.open(content, at, is_split=detail != "low"))
-        return len(self.found) - 1
+        self.sent.append(PictureSent(picture_content(content, at), at, detail != "low"))
+        return len(self.sent) - 1
+
+
+def check_count(field: str, count: int) -> None:
+    """Refuse more messages than a conversation can have.
+
+    Raises:
+        ApiError: naming the field.
+    """
+    if count > MOST_MESSAGES:
+        found, wanted = f"{count:,} messages", f"at most {MOST_MESSAGES:,}"
+        raise refused(field, got=found, expected=wanted, fix="Leave the oldest ones out.")
 
 
 def template_messages(
@@ -103,13 +120,14 @@ def template_messages(
 
     Args:
         messages: as the API has them.
-        pictures: opens those of the messages.
+        pictures: finds those of the messages.
         has_developer: whether the template knows the role developer; otherwise it becomes system.
 
     Raises:
-        ApiError: content that is neither text nor a picture.
-        UsageError: a picture that cannot be read, or one for a bundle that reads text alone.
+        ApiError: content that is neither text nor a picture, or too many messages.
+        UsageError: a picture for a bundle that reads text alone.
     """
+    check_count("messages", len(messages))
     return [_message(message, f"messages[{at}]", pictures, has_developer) for at, message in enumerate(messages)]
 
 
@@ -243,117 +261,196 @@ def _choice(choice: object) -> str:
     return choice
 
 
-@dataclass(frozen=True, slots=True)
-class PicturedPrompt:
-    """The tokens of a prompt, and the pictures whose rows are among them."""
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """A conversation's next turn, on its way from a request to the engine.
 
-    tokens: tuple[int, ...]
-    pictures: tuple[Picture, ...] = ()
-
-
-async def read_conversation(
-    service: Service,
-    exchange: Exchange,
-    messages: Sequence[Mapping[str, Any]],
-    form: AnswerForm,
-    variables: Mapping[str, Any] | None = None,
-    *,
-    wanted_tokens: int | None = None,
-    on_full: OnFull | None = None,
-) -> PicturedPrompt:
-    """The tokens of a conversation and its pictures, rendered by the bundle's chat template.
-
-    Args:
-        service: its tokenizer and templates are used.
-        exchange: the request; its answer has a header that counts the messages that were dropped.
-        messages: as the API has them.
-        form: has the tools to declare.
+    Attributes:
+        fields: how to sample.
+        messages: as templates take them, with pictures by number.
+        sent: these pictures.
+        form: what the answer has to be.
         variables: further variables of the template.
         wanted_tokens: the most tokens to generate; None for as many as the context has room for.
-        on_full: whether the oldest turns are dropped; None for the server's option.
-
-    Raises:
-        ApiError: content that is neither text nor a picture, or a variable that the messages set.
-        ContextFullError: the conversation is longer than the context, and no turn may be dropped.
-        UsageError: the bundle has no template, or it refuses the messages.
-    """
-    templates = service.texts.chat_templates
-    has_developer = any("developer" in source for source in templates.templates.values())
-    opened = MessagePictures(service.pictures)
-    wanted = await exchange.apart(lambda: template_messages(messages, opened, has_developer=has_developer))
-    given = dict(variables or {})
-    if taken := given.keys() & _TAKEN:
-        fix = "Leave it out."
-        raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix=fix)
-    check_messages(wanted)
-
-    def pictures(kept: Sequence[Message]) -> list[Picture]:
-        return [opened.found[number] for number in pictures_in(kept)]
-
-    def render(kept: Sequence[Message]) -> str:
-        text = render_with_tools(templates, kept, form.tools, **given)
-        return service.pictures.expanded(text, pictures(kept))
-
-    try:
-        fitted = await asyncio.to_thread(  # a template may take up to its time limit
-            service.texts.fit,
-            wanted,
-            render,
-            on_full=on_full or service.on_full,
-            wanted_tokens=wanted_tokens,
-        )
-    except UsageError as error:
-        if not error.field.startswith("chat template"):
-            raise
-        raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
-    if fitted.dropped_messages:
-        exchange.headers.append((DROPPED_HEADER, str(fitted.dropped_messages).encode()))
-    shown = tuple(pictures(fitted.messages))
-    return PicturedPrompt(service.pictures.put(fitted.tokens, shown), shown)
-
-
-async def wanted_turn(
-    service: Service,
-    exchange: Exchange,
-    prompt: PicturedPrompt,
-    fields: SamplingFields,
-    form: AnswerForm,
-    wanted_tokens: int | None,
-    top_logprobs: int | None = None,
-    lora: str | None = None,
-) -> Wanted:
-    """What a conversation's next turn asks of the engine.
-
-    Args:
-        service: runs it.
-        exchange: the request.
-        prompt: the conversation, as `read_conversation` gives it.
-        fields: how to sample.
-        form: what the answer has to be.
-        wanted_tokens: the most tokens to generate; None for as many as the context has room for.
+        on_full: whether the oldest turns are dropped.
+        n: answers.
         top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
         lora: adapters, as `Model.generate` takes them.
-
-    Raises:
-        UsageError: a value out of range, or a grammar that is wrong or too complex.
     """
-    most = service.context - len(prompt.tokens) + 1 if wanted_tokens is None else wanted_tokens
-    params = fields.params(service.model.defaults, most)
-    if form.grammar is not None or form.tools is not None:
-        # What is compiled is kept; a grammar that takes seconds holds up nobody here.
-        await asyncio.to_thread(service.texts.bind, form.grammar, form.tools)
-        params = replace(params, grammar=form.grammar)
-    return wanted_of(
-        service,
-        exchange,
-        prompt.tokens,
-        params,
-        top_logprobs,
-        tools=form.tools,
-        lora=lora,
-        is_answer=True,
-        pictures=prompt.pictures,
-    )
+
+    fields: SamplingFields
+    messages: list[Message]
+    sent: list[PictureSent]
+    form: AnswerForm
+    variables: dict[str, Any]
+    wanted_tokens: int | None
+    on_full: OnFull
+    n: int = 1
+    top_logprobs: int | None = None
+    lora: str | None = None
+
+    @classmethod
+    def read(
+        cls,
+        service: Service,
+        fields: SamplingFields,
+        messages: Sequence[Mapping[str, Any]],
+        form: AnswerForm,
+        variables: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Turn:
+        """The turn of a request.
+
+        Args:
+            service: its templates are used.
+            fields: how to sample.
+            messages: as the API has them.
+            form: what the answer has to be.
+            variables: further variables of the template.
+            more: the other attributes.
+
+        Raises:
+            ApiError: content that is neither text nor a picture, or a variable that the messages set.
+            UsageError: the bundle has no template, or a message is malformed.
+        """
+        templates = service.texts.chat_templates
+        has_developer = any("developer" in source for source in templates.templates.values())
+        found = MessagePictures(service.pictures)
+        told = template_messages(messages, found, has_developer=has_developer)
+        given = dict(variables or {})
+        if taken := given.keys() & _TAKEN:
+            raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix="Leave it out.")
+        check_messages(told)
+        return cls(fields=fields, messages=told, sent=found.sent, form=form, variables=given, **more)
+
+
+class TurnWork:
+    """The work on a turn before the engine has it: JSON, messages and tokens; new pictures; a new grammar.
+
+    Each is done in a lane of its own, so that texts wait neither for pictures nor for grammars.
+    """
+
+    def __init__(self, service: Service, exchange: Exchange, read: Callable[[], Turn]) -> None:
+        """Do nothing yet.
+
+        Args:
+            service: its tokenizer and templates are used.
+            exchange: the request; its answer has a header that counts the messages that were dropped.
+            read: the turn of the request's body.
+        """
+        self._service = service
+        self._exchange = exchange
+        self._read = read
+        self._turn: Turn
+        self._params: SamplingParams
+        self._prompt: tuple[int, ...] = ()
+        self._shown: tuple[Picture, ...] = ()
+
+    async def wanted(self) -> list[Wanted]:
+        """What each answer asks of the engine.
+
+        Raises:
+            ApiError: as `Exchange.work`.
+            ContextFullError: the conversation is longer than the context, and no turn may be dropped.
+            UsageError: the template refuses the messages, a picture cannot be read, a value is out of range, or a
+                grammar is wrong or too complex.
+        """
+        lanes, work = self._service.lanes, self._exchange.work
+        wanted = await work(lanes.texts, self._begin)
+        if wanted is None and not self._prompt:
+            wanted = await work(lanes.pictures, self._fit_new)
+        return wanted if wanted is not None else await work(lanes.grammars, self._bind)
+
+    def _begin(self, job: Job) -> list[Wanted] | None:
+        turn, service = self._read(), self._service
+        self._turn = turn
+        params = turn.fields.params(service.model.defaults, turn.wanted_tokens or 1)
+        check_bias(params, service.model.bundle.manifest.model.vocab)
+        self._params = replace(params, grammar=turn.form.grammar)
+        if not turn.sent:
+            self._fit(job, None)
+            return self._finished()
+        with service.pictures.opening(turn.sent, self._exchange.salt) as opening:
+            if None in opening.opened:
+                return None
+            self._fit(job, opening)
+        return self._finished()
+
+    def _fit_new(self, job: Job) -> list[Wanted] | None:
+        """The prompt of a turn with pictures that are to be decoded."""
+        opening = self._service.pictures.opening(self._turn.sent, self._exchange.salt)
+        with opening as opened, job.stopped_by(opened.stop):
+            self._fit(job, opened)
+        return self._finished()
+
+    def _bind(self, job: Job) -> list[Wanted]:
+        form = self._turn.form
+        self._service.texts.bind(form.grammar, form.tools)
+        return self._made()
+
+    def _fit(self, job: Job, opening: PictureOpening | None) -> None:
+        """Count the tokens by the headers of pictures, then decode those that the prompt shows."""
+        turn, service = self._turn, self._service
+        templates = service.texts.chat_templates
+        sizes = [] if opening is None else [opening.size(number) for number in range(len(turn.sent))]
+
+        def render(kept: Sequence[Message]) -> str:
+            job.check()
+            text = render_with_tools(templates, kept, turn.form.tools, **turn.variables)
+            return service.pictures.expanded(text, [sizes[number] for number in pictures_in(kept)])
+
+        while True:
+            try:
+                fitted = service.texts.fit(
+                    turn.messages, render, on_full=turn.on_full, wanted_tokens=turn.wanted_tokens
+                )
+            except UsageError as error:
+                if not error.field.startswith("chat template"):
+                    raise
+                raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
+            shown = pictures_in(fitted.messages)
+            self._check_pixels([(number, sizes[number].grid) for number in shown])
+            before = {number: sizes[number].grid for number in shown}
+            if opening is not None:
+                for number in shown:
+                    job.check()
+                    sizes[number] = opening.open(number)
+            if all(sizes[number].grid == grid for number, grid in before.items()):
+                break  # otherwise a PNG said behind its pixels that it is turned
+        if fitted.dropped_messages:
+            self._exchange.headers.append((DROPPED_HEADER, str(fitted.dropped_messages).encode()))
+        self._shown = tuple(size for number in shown if isinstance(size := sizes[number], Picture))
+        self._prompt = service.pictures.put(fitted.tokens, self._shown)
+
+    def _check_pixels(self, shown: Sequence[tuple[int, TileGrid]]) -> None:
+        total = 0
+        for number, grid in shown:
+            total += grid.size[0] * grid.size[1]
+            if total > MOST_PIXELS:
+                found, wanted = f"pictures of {total:,} pixels up to this one", f"at most {MOST_PIXELS:,} in a prompt"
+                raise refused(self._turn.sent[number].field, got=found, expected=wanted, fix="Resize them first.")
+
+    def _finished(self) -> list[Wanted] | None:
+        """None if the grammar is still to be compiled."""
+        form = self._turn.form
+        return self._made() if self._service.texts.is_bound(form.grammar, form.tools) else None
+
+    def _made(self) -> list[Wanted]:
+        turn, params, service = self._turn, self._params, self._service
+        if turn.wanted_tokens is None:
+            params = replace(params, max_new_tokens=service.context - len(self._prompt) + 1)
+        wanted = wanted_of(
+            service,
+            self._exchange,
+            self._prompt,
+            params,
+            turn.top_logprobs,
+            tools=turn.form.tools,
+            lora=turn.lora,
+            is_answer=True,
+            pictures=self._shown,
+        )
+        return for_answers([wanted], turn.n)
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -510,22 +607,28 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
-    request, lora = await accept(service, exchange, ChatRequest)
-    n = request.choices(1, service.limits)
-    wanted = await _wanted(service, exchange, request, lora)
-    await answer(service, exchange, [wanted], _Reply(service, request, n), n=n, streams=bool(request.stream))
+    body, replies = await exchange.body(), list[_Reply]()
 
+    def read() -> Turn:
+        request, lora = accept(service, exchange, body, ChatRequest)
+        n = request.choices(1, service.limits)
+        replies.append(_Reply(service, request, n))
+        return Turn.read(
+            service,
+            request,
+            request.messages,
+            read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls),
+            request.chat_template_kwargs,
+            wanted_tokens=request.wanted_tokens,
+            on_full=service.on_full,
+            n=n,
+            top_logprobs=check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None,
+            lora=lora,
+        )
 
-async def _wanted(service: Service, exchange: Exchange, request: ChatRequest, lora: str | None) -> Wanted:
-    form = await exchange.apart(
-        lambda: read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls)
-    )
-    wanted = request.wanted_tokens
-    prompt = await read_conversation(
-        service, exchange, request.messages, form, request.chat_template_kwargs, wanted_tokens=wanted
-    )
-    top = check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None
-    return await wanted_turn(service, exchange, prompt, request, form, wanted, top, lora)
+    wanted = await TurnWork(service, exchange, read).wanted()
+    (reply,) = replies
+    await answer(service, exchange, wanted, reply, n=len(wanted), streams=reply.streams)
 
 
 @dataclass(slots=True)
@@ -552,12 +655,17 @@ class _Answer:
 
 
 class _Reply:
-    """See `edgekv.serve.generation.Reply`."""
+    """See `edgekv.serve.generation.Reply`.
+
+    Attributes:
+        streams: whether it is a stream.
+    """
 
     def __init__(self, service: Service, request: ChatRequest, n: int) -> None:
         self._names = service.names
         self._model = request.model or service.name
         self._request = request
+        self.streams = bool(request.stream)
         self._id = f"chatcmpl-{uuid4().hex}"
         self._created = int(time.time())
         self._answers = [_Answer() for _ in range(n)]
@@ -566,7 +674,7 @@ class _Reply:
         return b""
 
     def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
-        so_far, streams = self._answers[index], bool(self._request.stream)
+        so_far, streams = self._answers[index], self.streams
         data = b""
         if streams and not so_far.has_begun:  # with the first token: a write of its own costs as much as a token's
             so_far.has_begun = True

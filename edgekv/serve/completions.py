@@ -21,11 +21,13 @@ from edgekv.serve.generation import (
     answer,
     check_top_logprobs,
     check_wanted_tokens,
+    for_answers,
     wanted_of,
 )
 from edgekv.serve.http import DONE, Exchange, event
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.service import Service
+from edgekv.serve.work import Job
 from edgekv.spec.text import text_offsets
 from edgekv.text.output import Detokenizer, decode
 
@@ -115,16 +117,22 @@ async def completions(service: Service, exchange: Exchange) -> None:
         ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
-    request, lora = await accept(service, exchange, CompletionRequest)
-    prompts = request.prompts
-    n = request.choices(len(prompts), service.limits)
-    wanted = await exchange.apart(lambda: [_wanted(service, exchange, request, at, lora) for at in range(len(prompts))])
-    begun = zip(prompts, wanted, strict=True)
-    answers = await exchange.apart(
-        lambda: [_answer(service, request, prompt, each.request.tokens) for prompt, each in begun for _ in range(n)]
-    )
-    reply = _Reply(service, request, answers, n)
-    await answer(service, exchange, wanted, reply, n=n, streams=bool(request.stream))
+    body = await exchange.body()
+
+    def read(job: Job) -> tuple[list[Wanted], _Reply, CompletionRequest]:
+        request, lora = accept(service, exchange, body, CompletionRequest)
+        prompts = request.prompts
+        n = request.choices(len(prompts), service.limits)
+        wanted, answers = list[Wanted](), list[_Answer]()
+        for at, prompt in enumerate(prompts):
+            job.check()
+            begun = _wanted(service, exchange, request, at, lora)
+            wanted += for_answers([begun], n)
+            answers += [_answer(service, request, prompt, begun.request.tokens) for _ in range(n)]
+        return wanted, _Reply(service, request, answers, n), request
+
+    wanted, reply, request = await exchange.work(service.lanes.texts, read)
+    await answer(service, exchange, wanted, reply, n=reply.n, streams=bool(request.stream))
 
 
 def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, index: int, lora: str | None) -> Wanted:
@@ -209,14 +217,18 @@ class _Answer:
 
 
 class _Reply:
-    """See `edgekv.serve.generation.Reply`."""
+    """See `edgekv.serve.generation.Reply`.
+
+    Attributes:
+        n: answers to each prompt.
+    """
 
     def __init__(self, service: Service, request: CompletionRequest, answers: list[_Answer], n: int) -> None:
         self._names = service.names
         self._model = request.model or service.name
         self._request = request
         self._answers = answers
-        self._n = n
+        self.n = n
         self._id = f"cmpl-{uuid4().hex}"
         self._created = int(time.time())
 
@@ -237,7 +249,7 @@ class _Reply:
         return data
 
     def tail(self, ends: Sequence[Finished]) -> bytes:
-        usage = self._event([], Usage.of(ends, self._n)) if self._request.includes_usage else b""
+        usage = self._event([], Usage.of(ends, self.n)) if self._request.includes_usage else b""
         return usage + DONE
 
     def failed(self, error: ApiError) -> bytes:
@@ -246,7 +258,7 @@ class _Reply:
     def whole(self, ends: Sequence[Finished]) -> Completion:
         pairs = zip(self._answers, ends, strict=True)
         choices = [CompletionChoice(at, each.text, each.logprobs, end.reason) for at, (each, end) in enumerate(pairs)]
-        return self._made(choices, Usage.of(ends, self._n))
+        return self._made(choices, Usage.of(ends, self.n))
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
         return event(self._made(choices, usage if self._request.includes_usage else UNSET))

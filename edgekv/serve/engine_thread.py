@@ -18,7 +18,7 @@ from time import perf_counter, sleep
 from typing import Literal
 
 from edgekv.engine import Engine, Event, Request, Scores, Sequence
-from edgekv.serve.errors import CANCELLED, ApiError, DisconnectedError, api_error
+from edgekv.serve.errors import CANCELLED, ApiError, DisconnectedError, api_error, queue_full, stopping, timed_out
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
@@ -345,26 +345,28 @@ class EngineThread:
         """Answers that take turns."""
         return len(self._engine.running)
 
-    def submit(self, wanted: Many[Wanted], channel: Channel) -> list[Ticket]:
+    def submit(self, wanted: Many[Wanted], channel: Channel, deadline: float) -> list[Ticket]:
         """Queue the answers to a request, all or none, from any thread.
+
+        Args:
+            wanted: the answers.
+            channel: gets their events.
+            deadline: when they must have ended, in seconds of `perf_counter`.
 
         Raises:
             ApiError: 429, the queue has no room for them; 503, the server is stopping.
         """
-        deadline = perf_counter() + self._limits.request_s
         tickets = [Ticket(each, channel, index, deadline) for index, each in enumerate(wanted)]
         with self._changed:
             if self._is_closed:
-                raise _stopping()
+                raise stopping()
             # Those that can start at once are not in the queue yet when a burst arrives.
             free = max(0, self._limits.sessions - self.running)
             waiting = max(0, self.queued - free)
             starting = max(0, free - self.queued)
             if waiting + len(tickets) - starting > self._limits.queue:
                 after_s = min(60, max(1, math.ceil(self._mean_s * waiting / self._limits.sessions)))
-                found = "is full" if len(tickets) == 1 else f"has no room for {len(tickets)} answers"
-                message = f"The queue {found} ({waiting} waiting). Try again in {after_s} s."
-                raise ApiError(429, message, code="queue_full", retry_after_s=after_s)
+                raise queue_full(waiting, after_s, len(tickets))
             self._arrived.extend(tickets)
             self._changed.notify()
         return tickets
@@ -391,7 +393,7 @@ class EngineThread:
         """End the answers of a thread that does not end, from another thread."""
         waiting = (*self._tickets.values(), *self._arrived)
         for ticket in waiting:
-            ticket.tell(_stopping())
+            ticket.tell(stopping())
         if self._bell is not None:
             self._bell.ring([ticket.channel for ticket in waiting])
 
@@ -403,7 +405,7 @@ class EngineThread:
                 self._is_closed = True
                 arrived, self._arrived = self._arrived, deque()
             for ticket in (*self._tickets.values(), *arrived):
-                self._fail(ticket, _stopping())
+                self._fail(ticket, stopping())
             self._wake()
             self._engine.pool.forget_idle()
             self._measure()
@@ -443,9 +445,7 @@ class EngineThread:
             if ticket.is_cancelled:
                 self._fail(ticket, ApiError(499, "the client has gone.", code=CANCELLED))
             elif now > ticket.deadline:
-                limit = f"{self._limits.request_s:g} s"
-                message = f"request: got {limit} without an end; expected less. Ask for fewer tokens."
-                self._fail(ticket, ApiError(504, message, code="timeout"))
+                self._fail(ticket, timed_out(self._limits.request_s))
 
     def _pass_on(self, sequence: Sequence, event: Event) -> None:
         """Send an event to who waits for it, and the end if it was the last one."""
@@ -513,7 +513,3 @@ class EngineThread:
         """Note what the engine holds: other threads must not look at it."""
         self._measured = self.queued, self.running
         self._metrics.note(*self._measured, self._engine)
-
-
-def _stopping() -> ApiError:
-    return ApiError(503, "the server is stopping.", code="stopping")

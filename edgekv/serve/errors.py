@@ -101,6 +101,30 @@ def refused(param: str, *, got: object, expected: object, fix: str, code: str = 
     return ApiError(400, f"{param}: got {got}; expected {expected}. {fix}", param=param, code=code)
 
 
+def queue_full(waiting: int, after_s: int, answers: int = 1) -> ApiError:
+    """There is no room for further work.
+
+    Args:
+        waiting: what waits already.
+        after_s: when to try again.
+        answers: that the request wants.
+    """
+    found = "is full" if answers == 1 else f"has no room for {answers} answers"
+    message = f"The queue {found} ({waiting} waiting). Try again in {after_s} s."
+    return ApiError(429, message, code="queue_full", retry_after_s=after_s)
+
+
+def timed_out(limit_s: float) -> ApiError:
+    """A request that has not been answered in its time."""
+    message = f"request: got {limit_s:g} s without an end; expected less. Ask for fewer tokens."
+    return ApiError(504, message, code="timeout")
+
+
+def stopping() -> ApiError:
+    """The server ends."""
+    return ApiError(503, "the server is stopping.", code="stopping")
+
+
 def api_error(error: BaseException) -> ApiError:
     """The error that a client gets. Details of this machine, such as paths, go only to the server's log."""
     if isinstance(error, ApiError):

@@ -14,7 +14,7 @@ from edgekv.engine import POOLED, Request
 from edgekv.pictures import Picture
 from edgekv.serve.engine_thread import Channel, EngineThread, Finished, Piece, PromptLogprobs, Told, Wanted
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.http import WAITING, Exchange, RequestRecord
+from edgekv.serve.http import WAITING, Exchange, RequestRecord, read_json
 from edgekv.serve.options import Limits
 from edgekv.serve.service import Service
 from edgekv.text import SamplingParams, Tools
@@ -212,15 +212,14 @@ class Usage(msgspec.Struct, frozen=True):
 R = TypeVar("R", bound=SamplingFields)
 
 
-async def accept(service: Service, exchange: Exchange, kind: type[R]) -> tuple[R, str | None]:
+def accept(service: Service, exchange: Exchange, body: bytes, kind: type[R]) -> tuple[R, str | None]:
     """A request for text, and the adapters that it asks for.
 
     Raises:
         ApiError: it is malformed, asks for another model, or for what is not supported.
         AdapterError: an adapter is damaged.
-        DisconnectedError: the client has gone.
     """
-    request = await exchange.read(kind)
+    request = read_json(body, kind)
     lora = service.check_name(request.model)
     request.check()
     exchange.name_of = request.name_of
@@ -294,6 +293,11 @@ class Reply(Protocol):
         """The record that answers a request without a stream."""
 
 
+def for_answers(wanted: Sequence[Wanted], n: int) -> list[Wanted]:
+    """What is asked for each of several answers to each prompt; those of a prompt are side by side."""
+    return [each.for_answer(number) for each in wanted for number in range(n)]
+
+
 async def answer(
     service: Service, exchange: Exchange, wanted: Sequence[Wanted], reply: Reply, *, n: int = 1, streams: bool
 ) -> None:
@@ -304,19 +308,18 @@ async def answer(
     Args:
         service: runs them.
         exchange: the request.
-        wanted: of each prompt.
+        wanted: of each answer, as `for_answers` gives them.
         reply: how they are written.
-        n: answers to each prompt; those of a prompt have indices side by side.
+        n: answers to each prompt.
         streams: whether as a stream.
 
     Raises:
         ApiError: the queue is full; or an answer failed, without a stream.
         DisconnectedError: the client has gone.
     """
-    exchange.record.prompt_tokens = sum(len(each.request.tokens) for each in wanted)
-    each_answer = [each.for_answer(number) for each in wanted for number in range(n)]
-    with _submitted(service.engine, exchange, each_answer) as channel:
-        answers = _Answers(reply, len(each_answer), n, exchange.record)
+    exchange.record.prompt_tokens = sum(len(each.request.tokens) for each in wanted[::n])
+    with _submitted(service.engine, exchange, wanted) as channel:
+        answers = _Answers(reply, len(wanted), n, exchange.record)
         if streams:
             await _stream(exchange, channel, answers)
             return
@@ -401,7 +404,7 @@ def _submitted(engine: EngineThread, exchange: Exchange, wanted: Sequence[Wanted
         ApiError: the queue is full, or the server is stopping.
     """
     channel = Channel()
-    tickets = engine.submit(wanted, channel)
+    tickets = engine.submit(wanted, channel, exchange.deadline)
     try:
         with exchange.watched(lambda: engine.cancel(tickets)):
             yield channel

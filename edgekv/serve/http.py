@@ -23,9 +23,10 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgekv.serve.errors import ApiError, DisconnectedError, api_error, refused
+from edgekv.serve.errors import ApiError, DisconnectedError, api_error, refused, timed_out
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import LOOPBACK, Limits, ServeOptions
+from edgekv.serve.work import Job, Lane
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,8 +45,6 @@ WAITING = b": waiting\n\n"
 """A comment of a stream, which clients skip."""
 DONE = b"data: [DONE]\n\n"
 """Ends a stream of completions."""
-LONG_BYTES = 4_096
-"""Larger requests are worked on in another thread, so that other requests need not wait."""
 LEFT = 499
 """The status of a request whose client left before its answer began; it is never sent."""
 OPEN = ("/", "/health")
@@ -126,7 +125,7 @@ class Exchange:
         salt: of the request's API key, once that is checked; None without keys.
         record: what the log will say of it.
         name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
-        body_bytes: of what `read` has read.
+        deadline: when it must have been answered, in seconds of `perf_counter`.
         headers: of the answer, beside those of its content.
     """
 
@@ -136,12 +135,13 @@ class Exchange:
         self.salt: str | None = None
         self.record: RequestRecord = scope["state"]["record"]
         self.name_of: Callable[[str], str | None] = _same
-        self.body_bytes = 0
+        self.deadline = perf_counter() + limits.request_s
         self.headers: list[tuple[bytes, bytes]] = []
         self._connection: Connection = scope["state"]["connection"]
         self._receive = receive
         self._send = send
         self._limits = limits
+        self._job: Job | None = None
         self._is_aborted = False
         self._write_began: float | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -150,11 +150,11 @@ class Exchange:
         """The value of a header, by its name in lower case."""
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
-    async def read(self, kind: type[T]) -> T:
-        """The body as an object of a type; unknown fields are ignored.
+    async def body(self) -> bytes:
+        """The body, which says that it is JSON.
 
         Raises:
-            ApiError: 400, no such object; 408, it takes too long; 413, it is too large; 415, it is no JSON.
+            ApiError: 408, it takes too long; 413, it is too large; 415, it is no JSON.
             DisconnectedError: the client has gone.
         """
         given = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
@@ -162,24 +162,27 @@ class Exchange:
             # A web page cannot send JSON to another origin without asking, so this keeps foreign pages out.
             found = given.decode("latin-1")[:80] or "nothing"
             raise ApiError(415, f"content-type: got {found}; expected application/json. Set the header.")
-        try:
-            return msgspec.json.decode(await self._body(), type=kind)
-        except msgspec.ValidationError as error:
-            reason, _, place = str(error).partition(" - at `$")
-            missing = _MISSING.search(reason)
-            param = ".".join(filter(None, (place.rstrip("`").lstrip("."), missing[1] if missing else ""))) or None
-            raise ApiError(400, f"{param or 'body'}: {reason}.", param=param, code="invalid_type") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            fix = "Send valid JSON in UTF-8."
-            raise refused("body", got=error, expected="a JSON object", fix=fix, code="invalid_json") from None
+        return await self._body()
 
-    async def apart(self, work: Callable[[], T]) -> T:
-        """The result of work on the request, in another thread if its body is long.
+    async def work(self, lane: Lane, work: Callable[[Job], T]) -> T:
+        """The result of work on the request, which a thread of a lane does.
 
         Raises:
-            EdgeKVError: as the work.
+            ApiError: 429, too much waits; 503, the server is stopping; 504, it takes too long.
+            DisconnectedError: the client has gone.
+            Exception: as the work.
         """
-        return work() if self.body_bytes <= LONG_BYTES else await asyncio.to_thread(work)
+        if self._job is None:
+            host = (self.scope["client"] or ("",))[0]
+            self._job = Job(self.salt or host, self.deadline)
+        job = self._job
+        late = timed_out(self._limits.request_s)
+        timer = asyncio.get_running_loop().call_later(max(0.0, self.deadline - perf_counter()), job.end, late)
+        try:
+            with self.watched(lambda: job.end(DisconnectedError())):
+                return await lane.run(job, work)
+        finally:
+            timer.cancel()
 
     async def reply(self, value: object, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Send a JSON answer.
@@ -259,7 +262,6 @@ class Exchange:
         except TimeoutError:
             limit_s = self._limits.body_s
             raise ApiError(408, f"body: got a part in {limit_s:g} s; expected all of it. Send it at once.") from None
-        self.body_bytes = size
         return b"".join(parts)
 
     async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
@@ -291,6 +293,24 @@ class Exchange:
         else:
             self._is_aborted = True
             self._connection.abort()
+
+
+def read_json(body: bytes, kind: type[T]) -> T:
+    """A body as an object of a type; unknown fields are ignored.
+
+    Raises:
+        ApiError: no such object.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        missing = _MISSING.search(reason)
+        param = ".".join(filter(None, (place.rstrip("`").lstrip("."), missing[1] if missing else ""))) or None
+        raise ApiError(400, f"{param or 'body'}: {reason}.", param=param, code="invalid_type") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        fix = "Send valid JSON in UTF-8."
+        raise refused("body", got=error, expected="a JSON object", fix=fix, code="invalid_json") from None
 
 
 class ApiKeys:

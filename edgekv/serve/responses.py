@@ -18,10 +18,11 @@ from edgekv.serve.chat import (
     AnswerForm,
     ResponseFormat,
     SchemaFormat,
-    read_conversation,
+    Turn,
+    TurnWork,
+    check_count,
     read_form,
     text_of,
-    wanted_turn,
 )
 from edgekv.serve.engine_thread import Finished, Piece, PromptLogprobs
 from edgekv.serve.errors import ApiError, refused
@@ -245,6 +246,7 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}], ["input"]
+    check_count("input", len(given))
     turns = _Turns()
     fields: list[str] = []
     for at, item in enumerate(given):
@@ -461,30 +463,40 @@ class Responses:
             DisconnectedError: the client has gone.
         """
         service = self._service
-        request, lora = await accept(service, exchange, ResponsesRequest)
-        before: tuple[dict[str, Any], ...] = ()
-        if request.previous_response_id is not None:
-            param = "previous_response_id"
-            before = self._store.get(exchange.salt, request.previous_response_id, param).messages
-        new, fields = read_input(request.input)
-        messages = [*before, *new]
-        system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-        places = [*["instructions"] * len(system), *["previous_response_id"] * len(before), *fields]
-        exchange.name_of = lambda field: request.name_of(_place_of(field, places))
-        form = await exchange.apart(request.form)
-        wanted = check_wanted_tokens("max_output_tokens", request.max_output_tokens)
-        on_full = request.on_full(service.on_full)
-        prompt = await read_conversation(
-            service, exchange, [*system, *messages], form, wanted_tokens=wanted, on_full=on_full
-        )
-        asked = await wanted_turn(service, exchange, prompt, request, form, wanted, lora=lora)
+        body, replies = await exchange.body(), list[_Reply]()
 
-        def store(record: ResponseRecord) -> None:
-            if request.store is not False:
-                self._store.add(exchange.salt, record, (*messages, *as_messages(record.output)))
+        def read() -> Turn:
+            request, lora = accept(service, exchange, body, ResponsesRequest)
+            before: tuple[dict[str, Any], ...] = ()
+            if request.previous_response_id is not None:
+                param = "previous_response_id"
+                before = self._store.get(exchange.salt, request.previous_response_id, param).messages
+            new, fields = read_input(request.input)
+            messages = [*before, *new]
+            check_count("input", len(messages))
+            system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+            places = [*["instructions"] * len(system), *["previous_response_id"] * len(before), *fields]
+            exchange.name_of = lambda field: request.name_of(_place_of(field, places))
 
-        reply = _Reply(service, request, on_full, store)
-        await answer(service, exchange, [asked], reply, streams=bool(request.stream))
+            def store(record: ResponseRecord) -> None:
+                if request.store is not False:
+                    self._store.add(exchange.salt, record, (*messages, *as_messages(record.output)))
+
+            on_full = request.on_full(service.on_full)
+            replies.append(_Reply(service, request, on_full, store))
+            return Turn.read(
+                service,
+                request,
+                [*system, *messages],
+                request.form(),
+                wanted_tokens=check_wanted_tokens("max_output_tokens", request.max_output_tokens),
+                on_full=on_full,
+                lora=lora,
+            )
+
+        wanted = await TurnWork(service, exchange, read).wanted()
+        (reply,) = replies
+        await answer(service, exchange, wanted, reply, streams=reply.streams)
 
     async def get(self, exchange: Exchange) -> None:
         """`GET /v1/responses/ID`.
@@ -531,12 +543,14 @@ class _Reply:
 
     Attributes:
         record: the answer so far; whole at the end.
+        streams: whether it is a stream.
     """
 
     def __init__(
         self, service: Service, request: ResponsesRequest, on_full: OnFull, store: Callable[[ResponseRecord], None]
     ) -> None:
         self._store = store
+        self.streams = bool(request.stream)
         asked = request.text.format if request.text and request.text.format else TextFormat()
         shown = {name: value for name, value in msgspec.to_builtins(asked).items() if value is not None}
         self.record = ResponseRecord(

@@ -21,7 +21,6 @@ from uvicorn import Config, Server
 from edgekv.errors import EngineError, UsageError
 from edgekv.model import Model
 from edgekv.serve.app import make_app
-from edgekv.serve.engine_thread import EngineThread
 from edgekv.serve.errors import OUT_OF_FILES, is_out_of_files
 from edgekv.serve.http import App, Connection
 from edgekv.serve.options import Limits, ServeOptions
@@ -64,7 +63,7 @@ class Serving:
         self.url = address_of(self._socket)
         self.page_url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:") + "/"
         self.service = Service(model, options)
-        self._server = HttpServer(make_app(self.service, options), options.limits, self.service.engine)
+        self._server = HttpServer(make_app(self.service, options), options.limits, self.service)
 
     def run(self) -> None:
         """Serve until a signal or `stop`; in the main thread, signals are raised again at the end.
@@ -114,7 +113,7 @@ def address_of(listener: socket.socket) -> str:
 class HttpServer(Server):
     """uvicorn's server. It sleeps until a connection or a signal wakes it, and ends the engine's thread with it."""
 
-    def __init__(self, app: App, limits: Limits, engine: EngineThread) -> None:
+    def __init__(self, app: App, limits: Limits, service: Service) -> None:
         config = Config(
             app,
             http=Connection.within(limits),
@@ -133,7 +132,7 @@ class HttpServer(Server):
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         super().__init__(config)
-        self._engine = engine
+        self._engine, self._lanes = service.engine, service.lanes
         self._is_impatient = False
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -154,6 +153,7 @@ class HttpServer(Server):
             if not self.should_exit:
                 await self._stop.wait()
         self._engine.stop()
+        self._lanes.close()
         end = self._loop.time() + ENGINE_S
         while not (self._engine.has_ended() or self._is_impatient or self._loop.time() > end):
             await asyncio.sleep(_POLL_S)

@@ -171,6 +171,10 @@ class GrammarCompiler:
         """Grammars that are compiled now, with those that take too long."""
         return len(self._compiling)
 
+    def has(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled, so that `compile` takes no time."""
+        return grammar in self._kept
+
     def compile(self, grammar: Grammar) -> GrammarConstraint:
         """A constraint at the start of a text.
 

@@ -12,7 +12,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from edgekv.bundle import Bundle
-from edgekv.errors import ContextFullError, UsageError
+from edgekv.errors import ContextFullError, EdgeKVError, UsageError
 from edgekv.kv import PolicyName
 from edgekv.load_options import OnFull
 from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
@@ -21,7 +21,15 @@ from edgekv.text.constraint import Constraint, GrammarCompiler
 from edgekv.text.grammar import Grammar
 from edgekv.text.output import decode
 from edgekv.text.thoughts import ThoughtFormat, ThoughtReader, thought_format
-from edgekv.text.tools import ToolCallReader, Tools, find_format, render_with_tools, special_tokens, tools_grammar
+from edgekv.text.tools import (
+    CallFormat,
+    ToolCallReader,
+    Tools,
+    find_format,
+    render_with_tools,
+    special_tokens,
+    tools_grammar,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -276,24 +284,37 @@ class Texts:
                 template.
             EngineError: llguidance is not installed.
         """
-        if tools is not None and tools.callable:
-            if grammar is not None:
-                fix = "Leave one of them out."
-                raise UsageError("grammar", got="one together with tools", expected="one of them", fix=fix)
-            form = find_format(self.chat_templates)
-            thoughts, is_special = self._thought_format, self._grammars.is_special
-            special = special_tokens(self.tokenizer, form.texts, is_special)
-            marks = () if thoughts is None else (thoughts.open, thoughts.close)
-            reader = ToolCallReader(form, special)
-            special |= special_tokens(self.tokenizer, marks, is_special)
-            try:
-                return self._compiled(tools_grammar(tools, form, special, thoughts)), reader
-            except UsageError as error:
-                if error.field.startswith("tools["):
-                    raise
-                self._check_each(tools)
-                raise UsageError("tools", got=error.got, expected=error.expected, fix=error.fix) from None
-        return self._compiled(grammar), None
+        if tools is None or not tools.callable:
+            return self._compiled(grammar), None
+        if grammar is not None:
+            fix = "Leave one of them out."
+            raise UsageError("grammar", got="one together with tools", expected="one of them", fix=fix)
+        form, special, reader = self._calls()
+        try:
+            return self._compiled(tools_grammar(tools, form, special, self._thought_format)), reader
+        except UsageError as error:
+            if error.field.startswith("tools["):
+                raise
+            self._check_each(tools)
+            raise UsageError("tools", got=error.got, expected=error.expected, fix=error.fix) from None
+
+    def is_bound(self, grammar: Grammar | None, tools: Tools | None) -> bool:
+        """Whether `bind` takes no time, as nothing is to be compiled; False also for what it refuses."""
+        try:
+            if tools is not None and tools.callable:
+                form, special, _ = self._calls()
+                grammar = tools_grammar(tools, form, special, self._thought_format)
+            return grammar is None or self._grammars.has(grammar)
+        except EdgeKVError:
+            return False
+
+    def _calls(self) -> tuple[CallFormat, dict[str, int], ToolCallReader]:
+        """The form of calls, the special tokens of answers with calls, and what reads the calls."""
+        form, thoughts, is_special = find_format(self.chat_templates), self._thought_format, self._grammars.is_special
+        special = special_tokens(self.tokenizer, form.texts, is_special)
+        marks = () if thoughts is None else (thoughts.open, thoughts.close)
+        reader = ToolCallReader(form, special)
+        return form, special | special_tokens(self.tokenizer, marks, is_special), reader
 
     def _check_each(self, tools: Tools) -> None:
         """Raise UsageError naming the tool whose schema is wrong by itself."""
