@@ -219,14 +219,15 @@ class Engine:
         thoughts = None
         if request.reads_thoughts:
             thoughts = self.texts.thoughts(request.tokens, params.grammar, request.tools)
-        sampler = Sampler.of(params, self._resources.encoding, manifest.model.vocab, request.processors)
+        encoding, eos = self._resources.encoding, manifest.tokens.eos
+        sampler = Sampler.of(params, encoding, manifest.model.vocab, request.processors, eos)
         speculation = self.target.begin(request.speculation)
         output = Output(
             self._as_text(request),
             params,
             sampler,
             self.texts.tokenizer,
-            manifest.tokens.eos,
+            eos,
             constraint,
             AnswerReaders(calls, thoughts, self.texts.special_texts if params.stop else {}),
             returns_logits=request.returns_logits,

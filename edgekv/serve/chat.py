@@ -8,7 +8,7 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import unquote
 from uuid import uuid4
 
@@ -21,7 +21,9 @@ from edgekv.load_options import OnFull
 from edgekv.pictures import Picture, TileGrid, picture_content
 from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
 from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.fields import Unsupported
 from edgekv.serve.generation import (
+    ResponseFormat,
     SamplingFields,
     Usage,
     accept,
@@ -35,15 +37,14 @@ from edgekv.serve.http import DONE, DROPPED_HEADER, Exchange, event
 from edgekv.serve.logprobs import Likelihood, TokenNames
 from edgekv.serve.service import Service
 from edgekv.serve.work import Job
-from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
+from edgekv.spec.chat import IMAGE_PART, ChatTemplates, Message, check_messages, pictures_in
 from edgekv.text import SamplingParams, Tools
 from edgekv.text.grammar import Grammar
-from edgekv.text.sampler import check_bias
+from edgekv.text.sampler import check_ids
 from edgekv.text.tools import render_with_tools
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_TAKEN = {"messages", "tools", "add_generation_prompt", "name"}
-_KINDS = ("text", "json_object", "json_schema")
+_TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
 URL_PART = "image_url"
 MOST_PICTURES = 32
 """Of a request: more than any context has room for."""
@@ -175,20 +176,6 @@ def _message(message: Mapping[str, Any], field: str, pictures: MessagePictures, 
     return found
 
 
-class SchemaFormat(msgspec.Struct, frozen=True):
-    """A named JSON schema."""
-
-    name: str | None = None
-    schema: dict[str, Any] | bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """`response_format`."""
-
-    type: str
-    json_schema: SchemaFormat | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """The form of an answer.
@@ -203,49 +190,33 @@ class AnswerForm:
 
 
 def read_form(
-    wanted: ResponseFormat | None, tools: Sequence[Mapping[str, Any]] | None, choice: object, parallel: bool | None
+    constraint: tuple[str, Callable[[], Grammar]] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    choice: object,
+    parallel: bool | None,
 ) -> AnswerForm:
     """The form that a request asks for.
 
     Args:
-        wanted: `response_format`.
+        constraint: as `SamplingFields.constraint` gives it.
         tools: as chat completions declare them.
         choice: `tool_choice`.
         parallel: `parallel_tool_calls`.
 
     Raises:
-        ApiError: an unknown format or choice, a format without its schema, or a schema together with tools.
+        ApiError: an unknown choice, or a constraint together with tools.
         UsageError: a schema or a tool that is wrong or too large.
     """
-    grammar = read_grammar(wanted)
+    grammar = None if constraint is None else constraint[1]()
     if not tools:
         if choice not in (None, "none", "auto"):
             raise refused("tool_choice", got="a choice without tools", expected="tools with it", fix="Add tools.")
         return AnswerForm(grammar)
     found = Tools.read(tools, _choice(choice), parallel=parallel is not False)
-    if grammar is not None and found.callable:
+    if constraint is not None and found.callable:
         fix = "Leave the tools out, or set tool_choice to none."
-        raise refused("response_format", got="a schema together with tools", expected="one of them", fix=fix)
+        raise refused(constraint[0], got="a constraint together with tools", expected="one of them", fix=fix)
     return AnswerForm(grammar, found)
-
-
-def read_grammar(wanted: ResponseFormat | None) -> Grammar | None:
-    """What the text has to be; None for free text.
-
-    Raises:
-        ApiError: an unknown format, or one without its schema.
-        UsageError: a schema that is wrong or too large.
-    """
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return Grammar.json_object()
-    if wanted.type != "json_schema":
-        found, fix = repr(wanted.type)[:40], "Leave it out for text."
-        raise refused("response_format.type", got=found, expected=" or ".join(_KINDS), fix=fix)
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise refused("response_format.json_schema", got="no schema", expected="one", fix="Add schema.")
-    return Grammar.json_schema(wanted.json_schema.schema)
 
 
 def _choice(choice: object) -> str:
@@ -261,6 +232,10 @@ def _choice(choice: object) -> str:
     return choice
 
 
+PromptEnd = Literal["new turn", "turn", "last message"]
+"""Where a prompt ends: where the model's turn begins, at the end of the last turn, or within it."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Turn:
     """A conversation's next turn, on its way from a request to the engine.
@@ -273,6 +248,7 @@ class Turn:
         variables: further variables of the template.
         wanted_tokens: the most tokens to generate; None for as many as the context has room for.
         on_full: whether the oldest turns are dropped.
+        ends: where the prompt ends.
         n: answers.
         top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
         lora: adapters, as `Model.generate` takes them.
@@ -285,6 +261,7 @@ class Turn:
     variables: dict[str, Any]
     wanted_tokens: int | None
     on_full: OnFull
+    ends: PromptEnd = "new turn"
     n: int = 1
     top_logprobs: int | None = None
     lora: str | None = None
@@ -297,6 +274,7 @@ class Turn:
         messages: Sequence[Mapping[str, Any]],
         form: AnswerForm,
         variables: Mapping[str, Any] | None = None,
+        effort: tuple[str, str | None] = ("reasoning_effort", None),
         **more: Any,
     ) -> Turn:
         """The turn of a request.
@@ -307,6 +285,7 @@ class Turn:
             messages: as the API has them.
             form: what the answer has to be.
             variables: further variables of the template.
+            effort: how much the model is to think, a variable of some templates, and its field in the request.
             more: the other attributes.
 
         Raises:
@@ -315,13 +294,62 @@ class Turn:
         """
         templates = service.texts.chat_templates
         has_developer = any("developer" in source for source in templates.templates.values())
-        found = MessagePictures(service.pictures)
-        told = template_messages(messages, found, has_developer=has_developer)
+        pictures = MessagePictures(service.pictures)
+        told = template_messages(messages, pictures, has_developer=has_developer)
         given = dict(variables or {})
         if taken := given.keys() & _TAKEN:
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix="Leave it out.")
+        if effort[1] is not None:
+            if not any("reasoning_effort" in source for source in templates.templates.values()):
+                found, wanted = repr(effort[1])[:40], "nothing: the chat template does not know it"
+                fix = "Leave it out, or set a variable that it knows in chat_template_kwargs, such as enable_thinking."
+                raise refused(effort[0], got=found, expected=wanted, fix=fix)
+            given["reasoning_effort"] = effort[1]
         check_messages(told)
-        return cls(fields=fields, messages=told, sent=found.sent, form=form, variables=given, **more)
+        turn = cls(fields=fields, messages=told, sent=pictures.sent, form=form, variables=given, **more)
+        turn._check()
+        return turn
+
+    def _check(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            ApiError: naming the field.
+        """
+        has_calls = self.form.tools is not None and bool(self.form.tools.callable)
+        if self.fields.min_tokens and has_calls:
+            found = f"{self.fields.min_tokens} with tools that may be called"
+            raise refused("min_tokens", got=found, expected="one of them", fix="Leave one of them out.")
+        if self.ends != "last message":
+            return
+        field, last = "continue_final_message", self.messages[-1]
+        if has_calls:
+            fix = "Leave the tools out, or set tool_choice to none."
+            raise refused(field, got="true with tools that may be called", expected="one of them", fix=fix)
+        if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+            found, wanted = f"a last message of {last.get('role')!r}", "one of the assistant, with text"
+            raise refused(field, got=found, expected=wanted, fix="Add it, or leave this out.")
+
+    def rendered(self, templates: ChatTemplates, kept: Sequence[Message]) -> str:
+        """The text of messages.
+
+        Raises:
+            ApiError: the template does not write the message that is to be continued as it is.
+            UsageError: the template refuses the messages.
+        """
+        tools, variables = self.form.tools, self.variables
+        if self.ends == "new turn":
+            return render_with_tools(templates, kept, tools, **variables)
+        variables = {**variables, "add_generation_prompt": False}
+        if self.ends == "turn":
+            return render_with_tools(templates, kept, tools, **variables)
+        mark = uuid4().hex
+        last = {**kept[-1], "content": kept[-1]["content"] + mark}
+        before, *after = render_with_tools(templates, [*kept[:-1], last], tools, **variables).split(mark)
+        if len(after) != 1 or not before.endswith(kept[-1]["content"]):
+            found, wanted = "a chat template that writes the last message otherwise", "one that writes it as it is"
+            raise refused("continue_final_message", got=found, expected=wanted, fix="Leave it out.")
+        return before
 
 
 class TurnWork:
@@ -364,13 +392,13 @@ class TurnWork:
     def _begin(self, job: Job) -> list[Wanted] | None:
         turn, service = self._read(), self._service
         self._turn = turn
-        params = turn.fields.params(service.model.defaults, turn.wanted_tokens or 1)
-        check_bias(params, service.model.bundle.manifest.model.vocab)
+        params = turn.fields.params(service.model.defaults, turn.wanted_tokens or service.context)
+        check_ids(params, service.model.bundle.manifest.model.vocab)
         self._params = replace(params, grammar=turn.form.grammar)
         if not turn.sent:
             self._fit(job, None)
             return self._finished()
-        with service.pictures.opening(turn.sent, self._exchange.salt) as opening:
+        with service.pictures.opening(turn.sent, self._exchange.cache_salt) as opening:
             if None in opening.opened:
                 return None
             self._fit(job, opening)
@@ -378,7 +406,7 @@ class TurnWork:
 
     def _fit_new(self, job: Job) -> list[Wanted] | None:
         """The prompt of a turn with pictures that are to be decoded."""
-        opening = self._service.pictures.opening(self._turn.sent, self._exchange.salt)
+        opening = self._service.pictures.opening(self._turn.sent, self._exchange.cache_salt)
         with opening as opened, job.stopped_by(opened.stop):
             self._fit(job, opened)
         return self._finished()
@@ -396,7 +424,7 @@ class TurnWork:
 
         def render(kept: Sequence[Message]) -> str:
             job.check()
-            text = render_with_tools(templates, kept, turn.form.tools, **turn.variables)
+            text = turn.rendered(templates, kept)
             return service.pictures.expanded(text, [sizes[number] for number in pictures_in(kept)])
 
         while True:
@@ -456,11 +484,17 @@ class TurnWork:
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of a request."""
 
+    path: ClassVar[str] = "/v1/chat/completions"
     names: ClassVar[dict[str, str]] = {
         **SamplingFields.names,
         "prompt": "messages",
         "max_new_tokens": "max_completion_tokens",
-        "json_schema": "response_format.json_schema.schema",
+    }
+    unsupported: ClassVar[dict[str, Unsupported]] = {
+        "add_special_tokens": Unsupported("The chat template writes them; leave it out.", (False,)),
+        "echo": Unsupported("Leave it out; the client has the messages.", (False,)),
+        "max_output_tokens": Unsupported("Use max_completion_tokens."),
+        "text": Unsupported("Use response_format."),
     }
 
     messages: list[dict[str, Any]]
@@ -478,15 +512,35 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def check(self) -> None:
+        super().check()
         for name in ("audio", "functions", "function_call", "web_search_options"):
             if getattr(self, name) is not None:
                 raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
         if self.modalities not in (None, ["text"]):
             raise refused("modalities", got=self.modalities, expected="text", fix="Leave it out.")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs", got="no logprobs", expected="logprobs true with it", fix="Set logprobs.")
+        if self.continue_final_message and self.add_generation_prompt:
+            fix = "Set add_generation_prompt to false, or leave it out."
+            raise refused("continue_final_message", got="true with a new turn", expected="one of them", fix=fix)
+        if self.messages and self.messages[-1].get("prefix"):
+            field, fix = f"messages[{len(self.messages) - 1}].prefix", "Use continue_final_message."
+            raise refused(field, got="a value", expected="nothing", fix=fix)
+
+    def asked_format(self) -> tuple[str, ResponseFormat] | None:
+        return None if self.response_format is None else ("response_format", self.response_format)
+
+    @property
+    def ends(self) -> PromptEnd:
+        """Where the prompt ends."""
+        if self.continue_final_message:
+            return "last message"
+        return "turn" if self.add_generation_prompt is False else "new turn"
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -617,8 +671,10 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
             service,
             request,
             request.messages,
-            read_form(request.response_format, request.tools, request.tool_choice, request.parallel_tool_calls),
+            read_form(request.constraint(), request.tools, request.tool_choice, request.parallel_tool_calls),
             request.chat_template_kwargs,
+            effort=("reasoning_effort", request.reasoning_effort),
+            ends=request.ends,
             wanted_tokens=request.wanted_tokens,
             on_full=service.on_full,
             n=n,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
@@ -14,7 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
 from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.fields import Unsupported
 from edgekv.serve.generation import (
+    ResponseFormat,
     SamplingFields,
     Usage,
     accept,
@@ -29,6 +31,8 @@ from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.service import Service
 from edgekv.serve.work import Job
 from edgekv.spec.text import text_offsets
+from edgekv.text import SamplingParams
+from edgekv.text.grammar import Grammar
 from edgekv.text.output import Detokenizer, decode
 
 if TYPE_CHECKING:
@@ -40,6 +44,7 @@ DEFAULT_TOKENS = 16
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of a request."""
 
+    path: ClassVar[str] = "/v1/completions"
     names: ClassVar[dict[str, str]] = {**SamplingFields.names, "max_new_tokens": "max_tokens"}
 
     prompt: str | list[str | int | list[int]]
@@ -47,6 +52,17 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Any = None
+    response_format: ResponseFormat | None = None
+
+    unsupported: ClassVar[dict[str, Unsupported]] = {
+        "add_special_tokens": Unsupported("Send token ids for a prompt without them.", (True,)),
+        "max_completion_tokens": Unsupported("Use max_tokens."),
+        "max_output_tokens": Unsupported("Use max_tokens."),
+        "top_logprobs": Unsupported("Use logprobs, the number of tokens to report.", (0,)),
+    }
+
+    def asked_format(self) -> tuple[str, ResponseFormat] | None:
+        return None if self.response_format is None else ("response_format", self.response_format)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -70,7 +86,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         return f"prompt[{index}]" if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else "prompt"
 
     def check(self) -> None:
-        if self.suffix is not None:
+        super().check()
+        if self.suffix not in (None, ""):
             raise refused("suffix", got="a text", expected="nothing", fix="This model continues text; leave it out.")
 
 
@@ -121,21 +138,33 @@ async def completions(service: Service, exchange: Exchange) -> None:
 
     def read(job: Job) -> tuple[list[Wanted], _Reply, CompletionRequest]:
         request, lora = accept(service, exchange, body, CompletionRequest)
+        constraint = request.constraint()
+        grammar = None if constraint is None else constraint[1]()
         prompts = request.prompts
         n = request.choices(len(prompts), service.limits)
         wanted, answers = list[Wanted](), list[_Answer]()
         for at, prompt in enumerate(prompts):
             job.check()
-            begun = _wanted(service, exchange, request, at, lora)
+            begun = _wanted(service, exchange, request, at, grammar, lora)
             wanted += for_answers([begun], n)
             answers += [_answer(service, request, prompt, begun.request.tokens) for _ in range(n)]
         return wanted, _Reply(service, request, answers, n), request
 
     wanted, reply, request = await exchange.work(service.lanes.texts, read)
+    params = wanted[0].request.params
+    if isinstance(params, SamplingParams) and not service.texts.is_bound(params.grammar, None):
+        await exchange.work(service.lanes.grammars, lambda _: service.texts.bind(params.grammar, None))
     await answer(service, exchange, wanted, reply, n=reply.n, streams=bool(request.stream))
 
 
-def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, index: int, lora: str | None) -> Wanted:
+def _wanted(
+    service: Service,
+    exchange: Exchange,
+    request: CompletionRequest,
+    index: int,
+    grammar: Grammar | None,
+    lora: str | None,
+) -> Wanted:
     """What the prompt with this index asks of the engine.
 
     Raises:
@@ -150,7 +179,8 @@ def _wanted(service: Service, exchange: Exchange, request: CompletionRequest, in
     top = None if request.logprobs is None else check_top_logprobs("logprobs", request.logprobs)
     wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
     only_echo = bool(request.echo) and wanted == 0
-    params = request.params(service.model.defaults, 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1)
+    most = 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1
+    params = replace(request.params(service.model.defaults, most), grammar=grammar)
     scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
     return wanted_of(service, exchange, tuple(tokens), None if only_echo else params, top, scored, lora=lora)
 

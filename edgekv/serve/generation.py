@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields
+from functools import cache, partial
+from hashlib import sha256
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -14,11 +16,13 @@ from edgekv.engine import POOLED, Request
 from edgekv.pictures import Picture
 from edgekv.serve.engine_thread import Channel, EngineThread, Finished, Piece, PromptLogprobs, Told, Wanted
 from edgekv.serve.errors import ApiError, refused
+from edgekv.serve.fields import Unsupported, check_fields
 from edgekv.serve.http import WAITING, Exchange, RequestRecord, read_json
 from edgekv.serve.options import Limits
 from edgekv.serve.service import Service
 from edgekv.text import SamplingParams, Tools
-from edgekv.text.sampler import check_bias
+from edgekv.text.grammar import Grammar
+from edgekv.text.sampler import check_ids
 
 WAITING_S = 15.0
 """Proxies close a connection that is silent for a minute."""
@@ -26,8 +30,10 @@ MOST_ANSWERS = 32
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
 _MOST_TOKENS = 2**31 - 1
+_ALL = (0, -1)
+"""What other servers call a `top_k` of all tokens."""
 _SEEDS = 1 << 64
-_CHANGED = ("seed", "stop", "logit_bias", "max_new_tokens", "grammar")
+_CHANGED = ("seed", "stop", "logit_bias", "max_new_tokens", "grammar", "top_k", "min_new_tokens")
 """Fields of `SamplingParams` that requests have in another form."""
 _SAME = tuple(each.name for each in fields(SamplingParams) if each.name not in _CHANGED)
 """The others, which requests call the same."""
@@ -37,13 +43,48 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+Schema = dict[str, Any] | bool
+"""A JSON schema."""
+
+
+class SchemaFormat(msgspec.Struct, frozen=True):
+    """A named JSON schema."""
+
+    name: str | None = None
+    schema: Schema | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """`response_format`; llama.cpp and SGLang have a schema of its own too."""
+
+    type: str
+    json_schema: SchemaFormat | None = None
+    schema: Schema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`structured_outputs` of vLLM; white space is never free here."""
+
+    json: Schema | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What all requests for text have in common. None is as if the field were not there."""
 
-    names: ClassVar[dict[str, str]] = {"lora": "model"}
+    path: ClassVar[str]
+    names: ClassVar[dict[str, str]] = {"lora": "model", "min_new_tokens": "min_tokens"}
     """What the request calls fields of the library."""
+    unsupported: ClassVar[dict[str, Unsupported]] = {}
+    """Fields of other servers that are refused here, and those that are neutral here alone."""
 
     model: str | None = None
     stream: bool | None = None
@@ -61,6 +102,18 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     n: int | None = None
     best_of: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
 
     def check(self) -> None:
         """Refuse what is not supported.
@@ -68,6 +121,40 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ApiError: naming the field.
         """
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
+            field, fix = "stream_options.continuous_usage_stats", "Use include_usage; the last event has the usage."
+            raise refused(field, got="true", expected="false", fix=fix)
+
+    def asked_format(self) -> tuple[str, ResponseFormat] | None:
+        """The form that the field for it asks for, with the name of that field; None if there is none."""
+        return None
+
+    def constraint(self) -> tuple[str, Callable[[], Grammar]] | None:
+        """What makes the grammar that a request asks for, and the field that does; None if the text is free.
+
+        Raises:
+            ApiError: two fields do, or an unknown form.
+        """
+        found = dict[str, Callable[[], Grammar]]()
+        outputs = self.structured_outputs or StructuredOutputs()
+        for kind, own, others in (
+            ("json", outputs.json, ("guided_json", "json_schema")),
+            ("regex", outputs.regex, ("guided_regex", "regex")),
+            ("choice", outputs.choice, ("guided_choice",)),
+            ("grammar", outputs.grammar, ("guided_grammar", "ebnf", "grammar")),
+        ):
+            fields = {f"structured_outputs.{kind}": own, **{name: getattr(self, name) for name in others}}
+            for name, value in fields.items():
+                if value not in (None, "", []):  # an empty schema, {}, is any JSON
+                    found[name] = partial(_MAKERS[kind], value)
+        if outputs.json_object:
+            found["structured_outputs.json_object"] = Grammar.json_object
+        if (asked := self.asked_format()) is not None and (made := _made_by_format(*asked)) is not None:
+            found[made[0]] = made[1]
+        if len(found) > 1:
+            first, second, *_ = found
+            raise refused(second, got=f"a constraint beside {first}", expected="one of them", fix="Leave one out.")
+        return next(iter(found.items()), None)
 
     def name_of(self, field: str) -> str | None:
         """The request's name of a field in an error; None if it has no such field.
@@ -75,6 +162,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             field: as the library or a chat has it, such as `messages[0].content` or `max_new_tokens`.
         """
+        if field in _OF_GRAMMARS:
+            with suppress(ApiError):  # which is the one to name
+                if (asked := self.constraint()) is not None:
+                    return asked[0]
         for ours, theirs in self.names.items():
             if field == ours or field.startswith((f"{ours}.", f"{ours}[")):
                 field = theirs + field[len(ours) :]
@@ -123,6 +214,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         for name in _SAME:
             if (value := getattr(self, name)) is not None:
                 given[name] = value
+        if self.top_k is not None:
+            given["top_k"] = None if self.top_k in _ALL else self.top_k
+        if self.min_tokens is not None:
+            given["min_new_tokens"] = self.min_tokens
         if self.seed is not None:
             given["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed
         if self.stop is not None:
@@ -212,6 +307,49 @@ class Usage(msgspec.Struct, frozen=True):
 R = TypeVar("R", bound=SamplingFields)
 
 
+@cache
+def _elsewhere(kind: type[SamplingFields]) -> dict[str, str]:
+    """The paths that read the fields that requests of a kind do not have, by the field."""
+    found = dict[str, str]()
+    for other in SamplingFields.__subclasses__():
+        for name in other.__struct_fields__:
+            if name not in kind.__struct_fields__:
+                found.setdefault(name, other.path)
+    return found
+
+
+def _made_by_format(field: str, asked: ResponseFormat) -> tuple[str, Callable[[], Grammar]] | None:
+    """What a form asks for, and its own field in errors; None for free text.
+
+    Raises:
+        ApiError: an unknown form, or one without its schema.
+    """
+    if asked.type == "text":
+        return None
+    if asked.type not in _FORMS:
+        found, fix = repr(asked.type)[:40], "Leave it out for text."
+        raise refused(f"{field}.type", got=found, expected=" or ".join(_FORMS), fix=fix)
+    named = None if asked.json_schema is None else asked.json_schema.schema
+    if (schema := asked.schema if named is None else named) is None:
+        if asked.type == "json_schema":
+            wrong = f"{field}.json_schema" if field == "response_format" else f"{field}.schema"
+            raise refused(wrong, got="no schema", expected="one", fix="Add schema.")
+        return field, Grammar.json_object
+    own = f"{field}.schema" if named is None else f"{field}.json_schema.schema"
+    return own, partial(Grammar.json_schema, schema)
+
+
+_OF_GRAMMARS = ("json_schema", "regex", "choice", "grammar")
+"""Fields of the errors of `Grammar`."""
+_FORMS = ("text", "json_object", "json_schema")
+_MAKERS: dict[str, Callable[[Any], Grammar]] = {
+    "json": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.gbnf,
+}
+
+
 def accept(service: Service, exchange: Exchange, body: bytes, kind: type[R]) -> tuple[R, str | None]:
     """A request for text, and the adapters that it asks for.
 
@@ -220,8 +358,12 @@ def accept(service: Service, exchange: Exchange, body: bytes, kind: type[R]) -> 
         AdapterError: an adapter is damaged.
     """
     request = read_json(body, kind)
+    check_fields(body, request.__struct_fields__, _elsewhere(kind), request.unsupported)
     lora = service.check_name(request.model)
     request.check()
+    if request.cache_salt is not None:
+        both = msgspec.json.encode([exchange.salt, request.cache_salt])
+        exchange.cache_salt = sha256(both).hexdigest()
     exchange.name_of = request.name_of
     return request, lora
 
@@ -257,12 +399,12 @@ def wanted_of(
         UsageError: a bias of a token outside of the vocabulary: the headers of a stream do not wait for the engine.
     """
     if params is not None:
-        check_bias(params, service.model.bundle.manifest.model.vocab)
+        check_ids(params, service.model.bundle.manifest.model.vocab)
     request = Request(
         prompt,
         params,
         POOLED if params is not None else None,
-        salt=exchange.salt,
+        salt=exchange.cache_salt,
         tools=tools,
         speculation=service.speculation,
         lora=lora,

@@ -123,6 +123,7 @@ class Exchange:
         scope: of ASGI.
         name: at the end of the path, if the path has one.
         salt: of the request's API key, once that is checked; None without keys.
+        cache_salt: the same, and what the request itself adds to it: nothing computed is shared between others.
         record: what the log will say of it.
         name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
         deadline: when it must have been answered, in seconds of `perf_counter`.
@@ -133,6 +134,7 @@ class Exchange:
         self.scope = scope
         self.name = ""
         self.salt: str | None = None
+        self.cache_salt: str | None = None
         self.record: RequestRecord = scope["state"]["record"]
         self.name_of: Callable[[str], str | None] = _same
         self.deadline = perf_counter() + limits.request_s
@@ -451,7 +453,7 @@ class Guard:
             if salt is None:
                 message = "authorization: got no accepted key; expected one. Send the header Authorization: Bearer KEY."
                 raise ApiError(401, message, code="invalid_api_key")
-            exchange.salt = salt
+            exchange.salt = exchange.cache_salt = salt
 
 
 class Connection(H11Protocol):

@@ -16,8 +16,6 @@ from edgekv.load_options import OnFull
 from edgekv.serve.chat import (
     URL_PART,
     AnswerForm,
-    ResponseFormat,
-    SchemaFormat,
     Turn,
     TurnWork,
     check_count,
@@ -26,10 +24,13 @@ from edgekv.serve.chat import (
 )
 from edgekv.serve.engine_thread import Finished, Piece, PromptLogprobs
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.generation import PromptDetails, SamplingFields, accept, answer, check_wanted_tokens
+from edgekv.serve.fields import Unsupported
+from edgekv.serve.generation import PromptDetails, ResponseFormat, SamplingFields, accept, answer, check_wanted_tokens
 from edgekv.serve.http import Exchange, event
 from edgekv.serve.service import Service
 
+_INCLUDED = ("reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results")
+"""What a request may ask to be included: thoughts are in plain text, and there is nothing of the others."""
 _TRUNCATIONS: dict[str, OnFull] = {"auto": "drop-oldest", "disabled": "stop"}
 _PLACE: dict[str, Any] = {"content_index": 0}
 """An item of text has one part; `_event` of a reply adds the number of the item."""
@@ -385,19 +386,31 @@ class TextOptions(msgspec.Struct, frozen=True):
     """`text`."""
 
     format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    """`reasoning`; the whole of the model's thoughts is sent, with any summary asked for."""
+
+    effort: str | None = None
 
 
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of a request."""
 
+    path: ClassVar[str] = "/v1/responses"
     names: ClassVar[dict[str, str]] = {
         **SamplingFields.names,
         "prompt": "input",
         "messages": "input",
         "max_new_tokens": "max_output_tokens",
-        "json_schema": "text.format.schema",
-        "response_format.json_schema": "text.format.schema",
-        "response_format": "text.format",
+    }
+    unsupported: ClassVar[dict[str, Unsupported]] = {
+        "max_tokens": Unsupported("Use max_output_tokens."),
+        "max_completion_tokens": Unsupported("Use max_output_tokens."),
+        "response_format": Unsupported("Use text.format."),
+        "add_special_tokens": Unsupported("The chat template writes them; leave it out.", (False,)),
+        "top_logprobs": Unsupported("Use /v1/chat/completions for log-probabilities.", (0,)),
     }
 
     input: str | list[dict[str, Any]]
@@ -414,8 +427,18 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     truncation: str | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
 
     def check(self) -> None:
+        super().check()
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            found, fix = repr(self.text.verbosity)[:40], "It is not supported; leave it out."
+            raise refused("text.verbosity", got=found, expected="medium", fix=fix)
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                fix = "Leave it out."
+                raise refused("include", got=repr(name)[:60], expected=" or ".join(_INCLUDED), fix=fix)
         for name in ("background", "conversation", "prompt"):
             if getattr(self, name):
                 raise refused(name, got="a value", expected="nothing", fix="It is not supported; leave it out.")
@@ -435,6 +458,10 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
             raise refused("truncation", got=found, expected=wanted, fix="Leave it out for the server's default.")
         return _TRUNCATIONS[self.truncation]
 
+    def asked_format(self) -> tuple[str, ResponseFormat] | None:
+        asked = None if self.text is None else self.text.format
+        return None if asked is None else ("text.format", ResponseFormat(asked.type, schema=asked.schema))
+
     def form(self) -> AnswerForm:
         """What the answer has to be.
 
@@ -442,10 +469,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
             ApiError: an unknown format, or a tool that is no function.
             UsageError: a schema or a tool that is wrong.
         """
-        asked = None if self.text is None else self.text.format
-        wanted = None if asked is None else ResponseFormat(asked.type, SchemaFormat(asked.name, asked.schema))
         tools = None if self.tools is None else [_tool(each, f"tools[{at}]") for at, each in enumerate(self.tools)]
-        return read_form(wanted, tools, self.tool_choice, self.parallel_tool_calls)
+        return read_form(self.constraint(), tools, self.tool_choice, self.parallel_tool_calls)
 
 
 class Responses:
@@ -489,6 +514,7 @@ class Responses:
                 request,
                 [*system, *messages],
                 request.form(),
+                effort=("reasoning.effort", None if request.reasoning is None else request.reasoning.effort),
                 wanted_tokens=check_wanted_tokens("max_output_tokens", request.max_output_tokens),
                 on_full=on_full,
                 lora=lora,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from edgekv.errors import refuse
+from edgekv.errors import EngineError, refuse
 from edgekv.text.schema import has_finite_answer
 
 GrammarKind = Literal["json_schema", "regex", "lark", "tools"]
@@ -84,6 +84,33 @@ class Grammar:
         return cls("regex", pattern)
 
     @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of some texts."""
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            refuse("choice", "no texts, or an empty one", "texts of a character or more", "Give some.")
+        return cls("regex", "|".join(f"({_literal(text)})" for text in texts))
+
+    @classmethod
+    def gbnf(cls, grammar: str) -> Grammar:
+        """Texts of a grammar as llama.cpp writes them (`root ::= ...`), or of a Lark grammar.
+
+        Raises:
+            UsageError: it is neither; tokens by name or id are not supported.
+            EngineError: llguidance is not installed.
+        """
+        given = cls("lark", grammar)
+        try:
+            from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
+        except ImportError as error:
+            fix = 'Install it: pip install "edgekv[serve]"'
+            raise EngineError("llguidance", got=error, expected="the library", fix=fix) from None
+        try:
+            return given if is_lark_syntax(grammar) else cls("lark", gbnf_to_lark(grammar))
+        except (GbnfToLarkError, ValueError, KeyError, IndexError, RecursionError) as error:
+            found = " ".join(str(error).split())[:200] or type(error).__name__
+            return refuse("grammar", found, "a grammar of llama.cpp, or of Lark", "Correct or simplify it.")
+
+    @classmethod
     def lark(cls, grammar: str) -> Grammar:
         """Texts of a Lark grammar."""
         return cls("lark", grammar)
@@ -137,3 +164,11 @@ class Grammar:
         if states > MAX_DIVISOR:
             found, wanted = f"multipleOf with {states:,} remainders", f"at most {MAX_DIVISOR:,} in all"
             refuse(self.field, found, wanted, "Use smaller divisors, or none.")
+
+
+def _literal(text: str) -> str:
+    """A text as a regular expression in Rust's syntax: what is neither a letter nor a digit is escaped."""
+    return "".join(
+        each if each.isalnum() or (not each.isascii() and each.isprintable()) else f"\\x{{{ord(each):x}}}"
+        for each in text
+    )

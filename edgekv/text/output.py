@@ -116,7 +116,7 @@ class Output:
         self.stream = TextStream(tokenizer, prompt, params.stop, readers)
         self._prompt = prompt
         self._most_tokens = params.max_new_tokens
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos)
+        self._eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
         self._returns_logits = returns_logits
         self._forced: deque[int] = deque()  # tokens of the text that are known already
 

@@ -48,8 +48,10 @@ def _read_early_stopping(option: str, text: str) -> EarlyStopping:
 class SamplingParams:
     """How to choose the next token, and when to stop. Valid from construction.
 
-    Values are applied in this order: logit_bias, penalties, the caller's logits processors, temperature, top_k,
-    top_p, min_p. With a `grammar` the text is complete unless `max_new_tokens`, a stop text or the context ends it.
+    Values are applied in this order: logit_bias, penalties, min_new_tokens, the caller's logits processors,
+    temperature, top_k, top_p, min_p. With a `grammar` the text is complete unless `max_new_tokens`, a stop text or the
+    context ends it. `stop_token_ids` end a text as end-of-sequence tokens do, also with `ignore_eos`; neither may come
+    before `min_new_tokens`.
 
     Raises:
         UsageError: a value out of range, or one that has no effect at temperature 0.
@@ -98,6 +100,11 @@ class SamplingParams:
     ] = DEFAULT_MAX_NEW_TOKENS
     ignore_eos: Annotated[bool, Option("Do not end at an end-of-sequence token.")] = False
     grammar: Grammar | None = None
+    stop_token_ids: Annotated[
+        Sequence[int],
+        Option("End at this token, of which the text has nothing; repeat for several.", "--stop-token-id"),
+    ] = ()
+    min_new_tokens: Annotated[int, Option("No token that ends the text comes before so many.")] = 0
 
     def __post_init__(self) -> None:
         temperature = _check_real("temperature", self.temperature)
@@ -120,6 +127,14 @@ class SamplingParams:
         _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             refuse("grammar", type(self.grammar).__name__, "a Grammar", "Use Grammar.json_schema(...).")
+        wanted = f"0 to {self.max_new_tokens}, the most tokens"
+        _check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens, "Ask for fewer.", wanted)
+        if self.min_new_tokens and self.grammar is not None:
+            found, fix = f"{self.min_new_tokens} with a grammar", "Leave one of them out."
+            refuse("min_new_tokens", found, "nothing: the grammar says where a text may end", fix)
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         if self.greedy:

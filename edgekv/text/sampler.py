@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,20 +74,44 @@ class Penalties:
         return logits
 
 
-def check_bias(params: SamplingParams, vocab: int) -> None:
-    """Raise UsageError for a bias of a token outside of the vocabulary."""
-    if wrong := [token for token in params.logit_bias if token >= vocab]:
-        wanted, fix = f"0 to {vocab - 1}, the model's vocabulary", "Use ids of the bundle's tokenizer."
-        raise UsageError("logit_bias", got=f"id {wrong[0]}", expected=wanted, fix=fix)
+@dataclass(frozen=True, slots=True)
+class LeastTokens:
+    """Keeps a text from ending before it has so many tokens.
+
+    Attributes:
+        count: of generated tokens.
+        ends: ids that would end it.
+    """
+
+    count: int
+    ends: NDArray[np.intp]
+
+    def __call__(self, prompt: Sequence[int], generated: Sequence[int], logits: Logits) -> Logits:
+        if len(generated) < self.count:
+            logits[self.ends] = -np.inf
+        return logits
 
 
-def processors_of(params: SamplingParams, vocab: int) -> list[LogitsProcessor]:
+def check_ids(params: SamplingParams, vocab: int) -> None:
+    """Raise UsageError for a bias, or an end, of a token outside of the vocabulary."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if wrong := [token for token in ids if token >= vocab]:
+            wanted, fix = f"0 to {vocab - 1}, the model's vocabulary", "Use ids of the bundle's tokenizer."
+            raise UsageError(name, got=f"id {wrong[0]}", expected=wanted, fix=fix)
+
+
+def processors_of(params: SamplingParams, vocab: int, eos: Collection[int] = ()) -> list[LogitsProcessor]:
     """The processors for some parameters, in the order in which they are applied.
+
+    Args:
+        params: sampling parameters.
+        vocab: number of logits.
+        eos: end-of-sequence tokens.
 
     Raises:
         UsageError: a bias for a token outside of the vocabulary.
     """
-    check_bias(params, vocab)
+    check_ids(params, vocab)
     processors: list[LogitsProcessor] = []
     if params.logit_bias:
         tokens = np.array(list(params.logit_bias), np.intp)
@@ -95,6 +119,9 @@ def processors_of(params: SamplingParams, vocab: int) -> list[LogitsProcessor]:
     if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         processors.append(Penalties(*penalties))
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    if params.min_new_tokens and ends:
+        processors.append(LeastTokens(params.min_new_tokens, np.array(sorted(ends), np.intp)))
     return processors
 
 
@@ -126,14 +153,26 @@ class Sampler:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, encoding: Encoding, vocab: int, processors: Sequence[LogitsProcessor] = ()
+        cls,
+        params: SamplingParams,
+        encoding: Encoding,
+        vocab: int,
+        processors: Sequence[LogitsProcessor] = (),
+        eos: Collection[int] = (),
     ) -> Sampler:
         """A sampler with the bias and penalties of the parameters, then the caller's processors.
+
+        Args:
+            params: sampling parameters.
+            encoding: of the logits.
+            vocab: number of logits.
+            processors: of the caller.
+            eos: end-of-sequence tokens.
 
         Raises:
             UsageError: a bias for a token outside of the vocabulary.
         """
-        return cls(params, encoding, (*processors_of(params, vocab), *processors))
+        return cls(params, encoding, (*processors_of(params, vocab, eos), *processors))
 
     def __call__(
         self,
