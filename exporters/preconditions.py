@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from edgekv import qnn
 from edgekv.errors import EngineError, UsageError
-from edgekv.spec import CHECKPOINT_TOKENS
+from edgekv.plan import check_kernel, checked_ar
+from edgekv.spec import CHECKPOINT_TOKENS, DecoderSpec
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import Adapter
 from exporters.graphs.tflite.limits import check_tflite
@@ -28,6 +29,31 @@ def check_compiler(options: ExportOptions) -> None:
         raise EngineError("HTP check", got=error.got, expected=error.expected, fix=fix) from None
 
 
+def check_cache(spec: DecoderSpec, options: ExportOptions) -> None:
+    """Reject contexts and AR numbers for which there is no cache.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    context, largest = options.contexts[-1], max(options.ar)
+    if too_narrow := [window for window in options.max_attention_window if window <= largest]:
+        raise UsageError(
+            "--max-attention-window",
+            got=too_narrow[0],
+            expected=f"more than the largest AR, {largest}",
+            fix="Use a wider window, or a smaller --ar.",
+        )
+    checked_ar(options.ar, context, spec.windows_in(context))
+    if context > spec.max_positions:
+        raise UsageError(
+            "--context",
+            got=context,
+            expected=f"at most {spec.bound_by} = {spec.max_positions} of the checkpoint",
+            fix=f"Use --context {spec.max_positions // largest * largest}.",
+        )
+    check_kernel(spec, options.contexts[0])
+
+
 def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
     """Reject options that do not fit this checkpoint.
 
@@ -35,30 +61,8 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         UsageError: naming the option.
         CheckpointError: an adapter to calibrate on does not fit.
     """
-    spec, context = checkpoint.spec, options.contexts[-1]
-    windows = spec.windows_in(context)
-    if too_narrow := [window for window in windows if window is not None and window <= max(options.ar)]:
-        raise UsageError(
-            "attention window" if not options.max_attention_window else "--max-attention-window",
-            got=too_narrow[0],
-            expected=f"more than the largest AR, {max(options.ar)}",
-            fix="Use a wider window, or a smaller --ar.",
-        )
-    if context > spec.max_positions:
-        raise UsageError(
-            "--context",
-            got=context,
-            expected=f"at most {spec.bound_by} = {spec.max_positions} of the checkpoint",
-            fix=f"Use --context {spec.max_positions // max(options.ar) * max(options.ar)}.",
-        )
-    states = spec.convolution_states
-    if states is not None and states.kernel >= options.contexts[0]:
-        raise UsageError(
-            "--context",
-            got=options.contexts[0],
-            expected=f"more than {states.kernel}, the kernel of the checkpoint's convolutions",
-            fix="Use a longer --context.",
-        )
+    spec = checkpoint.spec
+    check_cache(spec, options)
     if spec.delta_rule is not None:
         _check_delta_rule(options)
     options.recipe.check(spec)

@@ -20,7 +20,7 @@ from exporters.contents import BundleForm
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.split import Split, choose_split
 from exporters.options import ExportOptions
-from exporters.preconditions import check_fit
+from exporters.preconditions import check_cache, check_fit
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import (
     CHAT_SHARE,
@@ -253,7 +253,12 @@ def _for_pictures(options: ExportOptions) -> ExportOptions:
 
 
 def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry | LayeredGeometry:
-    """The cache of the graphs for the longest context."""
+    """The cache of the graphs for the longest context.
+
+    Raises:
+        UsageError: naming an option with which there is none.
+    """
+    check_cache(checkpoint.spec, options)
     context = options.contexts[-1]
     return DecoderInterface.of(checkpoint.spec, context, options.kv_dtype, options.key_layout, "u16").cache
 

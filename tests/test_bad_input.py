@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgekv.cli import run
-from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.checkpoints import ARCHITECTURES, WINDOW, write_checkpoint, write_tokenizer
 
 
 def refusal(arguments: list[str], code: int, capsys) -> str:
@@ -76,6 +76,30 @@ def test_bad_options_of_an_export(tmp_path, capsys, options, words):
     message = refusal(["export", str(checkpoint), "-o", str(tmp_path / "bundle"), *options], 2, capsys)
     assert all(word in message for word in words), message
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("command", ["export", "plan"])
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("mistral", ["--context", "128"], ["--ar: got 32", f"attention window of {WINDOW}"]),
+        ("mistral", ["--context", "96", "--ar", f"1,{WINDOW // 3},{WINDOW}"], [f"--ar: got {WINDOW}", "smaller --ar"]),
+        ("lfm3", ["--context", "6", "--ar", "1,2"], ["--context: got 6", "more than 7, the kernel"]),
+    ],
+)
+def test_options_without_a_cache(tmp_path, capsys, command, name, options, words):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name])
+    target = ["-o", str(tmp_path / "bundle")] if command == "export" else []
+    message = refusal([command, str(checkpoint), *target, "--device", "SM8650", *options], 2, capsys)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("window", ["0", "16", "64,32"])
+def test_a_limit_of_attention_that_is_not_above_the_largest_ar(tmp_path, capsys, window):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    arguments = ["export", str(checkpoint), "-o", str(tmp_path / "bundle"), "--device", "SM8650", "--context", "128"]
+    message = refusal([*arguments, "--max-attention-window", window], 2, capsys)
+    assert f"--max-attention-window: got {window.split(',')[-1]}; expected more than the largest AR, 32" in message
 
 
 @pytest.mark.parametrize("command", ["generate", "eval", "compile"])

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from edgekv.plan.source import find_subject
     from edgekv.plan.speculation import VERIFY_ROWS, SpeculativeSpeed
     from edgekv.plan.speed import FirstToken, Speed, estimate_speed
-    from edgekv.plan.subject import Subject
+    from edgekv.plan.subject import Subject, check_kernel, checked_ar
 
 __all__ = [
     "COMPILE_BYTES",
@@ -58,6 +58,8 @@ __all__ = [
     "Subject",
     "VERIFY_ROWS",
     "activation_bytes",
+    "check_kernel",
+    "checked_ar",
     "compile_bytes",
     "calibration_window",
     "default_calibration_tokens",
@@ -97,6 +99,6 @@ __getattr__ = lazy(
         "speculation": "SpeculativeSpeed VERIFY_ROWS",
         "speed": "FirstToken Speed estimate_speed",
         "options": "DEFAULT_AR DEFAULT_CONTEXT Overrides",
-        "subject": "Subject",
+        "subject": "Subject check_kernel checked_ar",
     },
 )

@@ -14,6 +14,7 @@ from edgekv.plan.subject import (
     Subject,
     cache_geometry,
     check_agreement,
+    check_kernel,
     checked_ar,
     host_sentence,
     kv_dtype_of,
@@ -102,6 +103,8 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     spec = found.decoder
     if spec is None and found.sliding_window is not None and found.sliding_window < context:
         assumptions.append(_WINDOWS_UNKNOWN)
+    if spec is not None:
+        check_kernel(spec, context)
     windows = () if spec is None else spec.windows_in(context)
     kv_dtype = kv_dtype_of(bits)
     geometry = (

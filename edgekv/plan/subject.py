@@ -8,7 +8,17 @@ from pathlib import Path
 
 from edgekv.errors import UsageError
 from edgekv.plan.options import Overrides, option, shortened
-from edgekv.spec import Decoder, EncoderSpec, Geometry, KvDtype, LayeredGeometry, Role, RotaryInputs, Weights
+from edgekv.spec import (
+    Decoder,
+    DecoderSpec,
+    EncoderSpec,
+    Geometry,
+    KvDtype,
+    LayeredGeometry,
+    Role,
+    RotaryInputs,
+    Weights,
+)
 
 _KV_DTYPES: dict[int, KvDtype] = {8: "u8", 16: "s16"}
 
@@ -117,6 +127,22 @@ def checked_ar(ar: tuple[int, ...], context: int, windows: tuple[int | None, ...
             fix="Use a smaller --ar.",
         )
     return tuple(sorted(set(ar)))
+
+
+def check_kernel(spec: DecoderSpec, context: int) -> None:
+    """Check that a context exceeds the kernel of the model's convolutions, if it has any.
+
+    Raises:
+        UsageError: it does not.
+    """
+    states = spec.convolution_states
+    if states is not None and states.kernel >= context:
+        raise UsageError(
+            "--context",
+            got=context,
+            expected=f"more than {states.kernel}, the kernel of the checkpoint's convolutions",
+            fix="Use a longer --context.",
+        )
 
 
 def check_agreement(given: Overrides, found: Mapping[str, int], path: Path) -> None:
