@@ -135,7 +135,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         norm_offset: added to the stored weights of every norm.
         split: channels of the residual that norms read several times, in ascending order. Set by export.
         vocabulary: where embeddings are; see `Vocabulary`. Set by export.
-        fused: whether q, k and v are stored as one matrix, and gate and up as another.
+        fused: projections that are stored as one matrix: q, k and v (`attention`), gate and up (`mlp`).
         convolution: the layers without attention; None if there are none.
         delta_rule: the layers with a gated delta rule in place of attention; None if there are none.
         layer_sizes: the sizes of each layer; empty if all are alike.
@@ -183,7 +183,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_offset: _Number = 0.0
     split: tuple[SplitChannel, ...] = ()
     vocabulary: Vocabulary = "apart"
-    fused: bool = False
+    fused: frozenset[Literal["attention", "mlp"]] = frozenset()
     multimodal: bool = False
     bound_by: str = "max_position_embeddings"
     convolution: Convolution | None = None

@@ -247,7 +247,7 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     else:
         yield from _attention(spec, layer)
     gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    fused = "mlp.gate_up_proj" if spec.fused else None
+    fused = "mlp.gate_up_proj" if "mlp" in spec.fused else None
     norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
     yield from _projections(spec, layer, gates, hidden, fused, norm=norm)
     yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=spec.residual_gain)
@@ -268,7 +268,7 @@ def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
         yield _norm(spec, layer, "self_attn.q_norm", query if whole else sizes.head_dim, "q_norm")
         if owns:
             yield _norm(spec, layer, "self_attn.k_norm", key_value if whole else sizes.head_dim, "k_norm")
-    fused = "self_attn.qkv_proj" if spec.fused else None
+    fused = "self_attn.qkv_proj" if "attention" in spec.fused else None
     attention = {"self_attn.q_proj": query}
     if owns:
         attention |= {"self_attn.k_proj": key_value, "self_attn.v_proj": key_value}

@@ -18,4 +18,5 @@ def describe(config: Config) -> DecoderSpec:
     config.expect("hidden_act", "silu")
     config.expect("attention_bias", False)
     spec = llama_like(config, eps=EPS)
-    return replace(spec, fused=True, windows=same_window(config, spec.layers, config.optional_size("sliding_window")))
+    windows = same_window(config, spec.layers, config.optional_size("sliding_window"))
+    return replace(spec, fused=frozenset({"attention", "mlp"}), windows=windows)
