@@ -74,6 +74,7 @@ lint: .venv/test
 # against the packages that write them.
 golden: .venv-parity/ready
 	.venv-parity/bin/python tests/golden/make_golden.py --check
+	.venv-parity/bin/python tests/golden/saved.py --check
 	.venv-parity/bin/python tests/golden/gguf_parity.py
 	.venv-parity/bin/python tests/golden/quantized_parity.py
 	.venv-parity/bin/python tests/golden/pictures.py --check

@@ -191,6 +191,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.6,
         "logits_scaling": 5.0,
     },
+    "granite4": {
+        "model_type": "granitemoehybrid",
+        "rope_theta": 1e4,
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 5.0,
+    },
     "olmo2": {"model_type": "olmo2", "rope_theta": 5e5, "tie_word_embeddings": False},
     "olmo3": {
         "model_type": "olmo3",
@@ -320,6 +335,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": None,
         "tie_word_embeddings": False,
     },
+    "gemma4-twelve": {
+        **GEMMA4,
+        "num_hidden_layers": 12,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
+        "num_kv_shared_layers": 6,
+    },
     "gemma4-multimodal": {"model_type": "gemma4", "text_config": GEMMA4, "vision_config": None, "audio_config": None},
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
@@ -356,7 +377,12 @@ def write_checkpoint(
     for override in overrides or (NEWER,):
         config.update(override)
     if "text_config" in config:
-        config["text_config"] = CONFIG | config["text_config"]
+        inner = CONFIG | config["text_config"]
+        beside = {
+            name: config[name] for name in ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+        }
+        config = beside | {name: value for override in overrides for name, value in override.items()}
+        config["text_config"] = inner
     # Mistral and Phi-3 tell null from absent; where there is a default of 4096, absent would be a window.
     config = {name: value for name, value in config.items() if value is not None or name == "sliding_window"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -373,6 +399,21 @@ def write_checkpoint(
     for file in sorted(set(files.values())):
         save_file({name: weights[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+def as_float32(tensors: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors of a file in the type that transformers saves what it has loaded as float32 in."""
+    return {name: np.ascontiguousarray(value, np.float32) for name, value in tensors.items()}
+
+
+def as_saved(folder: Path, record: dict[str, Any]) -> Path:
+    """Turn a checkpoint into what transformers' `save_pretrained` writes of it; see tests/golden/saved.py."""
+    weights = as_float32(load_file(folder / "model.safetensors"))
+    for name, written in record["names"].items():
+        weights[name] = weights.pop(written)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(record["config"]))
     return folder
 
 
@@ -405,7 +446,7 @@ def _weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.nda
 
 def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
-    if config["model_type"] in ("lfm2", "lfm3", "gemma4_text", "qwen3_5_text"):
+    if config["model_type"] in ("granitemoehybrid", "lfm2", "lfm3", "gemma4_text", "qwen3_5_text"):
         return _described_weights(config, seed, gain)
     random = np.random.Generator(np.random.PCG64(seed))
     more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have

@@ -44,10 +44,10 @@ TEMPLATE = (
 )
 
 
-def write_internvl(folder: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
+def write_internvl(folder: Path, *, seed: int = 0, gain: float = 2.0, attention_bias: bool = True) -> Path:
     """A random InternVL of the sizes of `SMALL`, whose decoder is a Qwen3."""
     text = CONFIG | NEWER | {"model_type": "qwen3", "tie_word_embeddings": True}
-    vision = SMALL | {"attention_bias": True, "hidden_act": "gelu", "model_type": "internvl_vision"}
+    vision = SMALL | {"attention_bias": attention_bias, "hidden_act": "gelu", "model_type": "internvl_vision"}
     config = {
         "model_type": "internvl",
         "architectures": ["InternVLForConditionalGeneration"],
@@ -65,7 +65,11 @@ def write_internvl(folder: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
     named = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
     prepared = {"size": {"height": 32, "width": 32}, "max_patches": 6, "crop_to_patches": True, "resample": 3}
     added = ("<IMG_CONTEXT>", "<img>", "</img>")
-    return _write(folder, config, prepared, added, named | internvl_weights(config, seed, gain))
+    encoder = internvl_weights(config, seed, gain)
+    if not attention_bias:
+        inputs = tuple(f"attention.{each}_proj.bias" for each in "qkv")
+        encoder = {name: value for name, value in encoder.items() if not name.endswith(inputs)}
+    return _write(folder, config, prepared, added, named | encoder)
 
 
 def write_smolvlm(

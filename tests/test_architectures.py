@@ -21,11 +21,12 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, LONGROPE, YARN, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, LONGROPE, YARN, as_saved, write_checkpoint
 from tests.exports import export_options, exported
 from tests.thorough import variants
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "architectures.npz")
+SAVED = json.loads((Path(__file__).parent / "golden" / "saved.json").read_text())
 CASES = sorted(name.removesuffix("_tokens") for name in GOLDEN if name.endswith("_tokens"))
 
 
@@ -39,6 +40,15 @@ def test_the_reference_equals_transformers(tmp_path, case):
     checkpoint = opened(tmp_path, case.rsplit("_", 1)[0])
     expected = GOLDEN[f"{case}_logits"]
     (actual,) = Reference(checkpoint).logits([GOLDEN[f"{case}_tokens"]])
+    assert np.abs(actual[-len(expected) :] - expected).max() < 1e-4 * np.ptp(expected)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_the_reference_reads_what_transformers_saves(tmp_path, name):
+    """With the configuration and the names of tensors that `save_pretrained` writes; see tests/golden/saved.py."""
+    checkpoint = Checkpoint.open(str(as_saved(write_checkpoint(tmp_path, ARCHITECTURES[name]), SAVED[name])))
+    (actual,) = Reference(checkpoint).logits([GOLDEN[f"{name}_96_tokens"]])
+    expected = GOLDEN[f"{name}_96_logits"]
     assert np.abs(actual[-len(expected) :] - expected).max() < 1e-4 * np.ptp(expected)
 
 
@@ -87,9 +97,13 @@ def test_the_reference_equals_transformers(tmp_path, case):
         ("lfm2", {"conv_bias": True}, ["conv_bias", "True", "False"]),
         ("lfm2-adjusted", {"full_attn_idxs": [3]}, ["full_attn_idxs", "from 0 to 2"]),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, ["self_attn", "no such tensor"]),
-        ("llama-2", {"layer_types": ["conv", "full_attention"]}, ["layer_types", "conv", "sliding_attention"]),
+        ("llama-2", {"layer_types": ["conv", "full_attention"]}, ["layer_types", "conv", "full_attention alone"]),
         ("lfm3", {"use_sandwich_norm": False}, ["use_sandwich_norm", "False"]),
-        ("llama-2", {"model_type": "mamba"}, ["'mamba'", "gemma3, gemma3_text, gemma4, gemma4_text, granite, i"]),
+        (
+            "llama-2",
+            {"model_type": "mamba"},
+            ["'mamba'", "gemma3, gemma3_text, gemma4, gemma4_text, granite, granitemoehybrid, i"],
+        ),
         (
             "gemma4",
             {"model_type": "gemma4_assistant"},

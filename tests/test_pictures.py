@@ -68,7 +68,7 @@ from exporters.targets.genie.pictures import GeniePipeline, pieces_of
 from exporters.targets.genie.write import write_genie
 from exporters.targets.prove import own_tokens
 from tests.chat_page import KEPT, change_settings, new_chat, say
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import as_saved, write_checkpoint
 from tests.exports import export_options, exported, exported_architecture
 from tests.picture_models import SIZES, photo, png, write_internvl, write_smolvlm
 from tests.serving import NAME, served
@@ -138,7 +138,28 @@ def test_pixels_are_those_of_transformers(vision: VisionEncoder, number: int):
     assert found.shape == wanted.shape and np.abs(found - wanted).max() < 1e-6
 
 
-@pytest.mark.parametrize(("write", "prefix"), [(write_smolvlm, ""), (write_internvl, "internvl_")])
+def write_unbiased(folder: Path) -> Path:
+    return write_internvl(folder, attention_bias=False)
+
+
+WRITERS = {"smolvlm": write_smolvlm, "internvl": write_internvl, "internvl-unbiased": write_unbiased}
+SAVED = json.loads((Path(__file__).parent / "golden" / "saved.json").read_text())
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_encoder_reads_what_transformers_saves(name: str, tmp_path: Path):
+    """The rows are those of the test below, whose files have the names of transformers' classes."""
+    expected = Checkpoint.open(str(WRITERS[name](tmp_path / "written"))).vision
+    found = Checkpoint.open(str(as_saved(WRITERS[name](tmp_path / "saved"), SAVED[name]))).vision
+    assert expected is not None and found is not None
+    picture = cut_tiles(photo(*SIZES[0]), found.pictures, found.spec.image)
+    assert np.array_equal(_rows(found, picture), _rows(expected, picture))
+
+
+@pytest.mark.parametrize(
+    ("write", "prefix"),
+    [(write_smolvlm, ""), (write_internvl, "internvl_"), (write_unbiased, "internvl-unbiased_")],
+)
 def test_the_float_encoder_gives_the_rows_of_transformers(write: Callable[[Path], Path], prefix: str, tmp_path: Path):
     checkpoint = Checkpoint.open(str(write(tmp_path / "checkpoint")))
     vision = checkpoint.vision

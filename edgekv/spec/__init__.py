@@ -105,8 +105,10 @@ if TYPE_CHECKING:
         by_inputs,
         by_outputs,
         convolution_kernel,
+        decoder_tensor,
         delta_kernel,
         delta_rates,
+        encoder_tensor,
         feed_forward_norm,
         head_width,
         layer_of,
@@ -267,6 +269,8 @@ __all__ = [
     "read_json",
     "recipe_weights",
     "rope_inputs",
+    "decoder_tensor",
+    "encoder_tensor",
     "text_tensor",
     "rotary_encoding",
     "views",
@@ -297,7 +301,8 @@ __getattr__ = lazy(
         "tensors": "CONVOLUTION_INPUTS DELTA_INPUTS EMBEDDING EMBEDDING_COLUMNS EMBEDDING_STEPS FINAL_NORM HEAD "
         "HEAD_TURN LAYER_INPUTS LAYER_TABLE LAYER_TABLE_NORM LAYER_TABLE_PROJECTION EMBEDDING_IN "
         "TARGET_FRAME TARGET_IN TARGET_OUT View attention_norm "
-        "by_inputs by_outputs convolution_kernel delta_kernel delta_rates feed_forward_norm head_width "
+        "by_inputs by_outputs convolution_kernel decoder_tensor delta_kernel delta_rates encoder_tensor "
+        "feed_forward_norm head_width "
         "layer_of layer_scalar matrices part_name table_key text_tensor views",
         "vision": "MERGED_MEANS PATCHES PIXELS_PORT POSITIONS PROJECTOR PROJECTOR_BIAS PROJECTOR_OUT "
         "PROJECTOR_OUT_BIAS ROWS_PORT EncoderSpec PictureSpec low_of mean_of",

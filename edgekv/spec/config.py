@@ -1,9 +1,13 @@
-"""The only reader of `config.json`: typed, bounded fields; errors name the missing or invalid field."""
+"""The only reader of `config.json`: typed, bounded fields; errors name the missing or invalid field.
+
+It notes which fields are read, so that a field which nothing reads is refused instead of ignored.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +35,33 @@ _SMALLEST_NUMBER, _LARGEST_NUMBER = 1e-30, 1e30
 _CORRECT = "Correct config.json."
 
 
+_LAYER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
+"""Names of kinds of layers in configurations of releases before transformers 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The names that were read of an object, and what was read of the objects within it."""
+
+    names: set[str] = field(default_factory=set)
+    tables: dict[str, _Read] = field(default_factory=dict)
+
+
 class Config:
     """The fields of a Hugging Face configuration, or of an object within it.
 
     Null means absent. The `optional` readers differ: there null means None, and absent means the default.
     """
 
-    def __init__(self, fields: Mapping[str, Any], path: str = CONFIG) -> None:
+    def __init__(self, fields: Mapping[str, Any], path: str = CONFIG, read: _Read | None = None) -> None:
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._none = {name for name, value in fields.items() if value is None}
         self._path = path
+        self._read = _Read() if read is None else read
+
+    def _get(self, name: str, default: object = None) -> Any:
+        self._read.names.add(name)
+        return self._fields.get(name, default)
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
@@ -53,13 +74,51 @@ class Config:
         """Names of the fields."""
         return tuple(self._fields)
 
+    def is_given(self, name: str) -> bool:
+        """Whether a field is there, null included."""
+        return name in self._fields or name in self._none
+
+    def ignore(self, *names: str) -> None:
+        """Say of fields that they change nothing here."""
+        self._read.names.update(names)
+
+    def check_read(self, harmless: Collection[str] = ()) -> None:
+        """Check that every field was read or ignored, those of objects that were read included.
+
+        Null and empty values count as absent.
+
+        Args:
+            harmless: further fields that change nothing, or endings of their names if they begin with `_`.
+
+        Raises:
+            CheckpointError: naming the first that was not: it may change what the model computes.
+        """
+        endings = tuple(name for name in harmless if name.startswith("_"))
+        for path, name, value in self._unread():
+            if name not in harmless and not name.endswith(endings):
+                raise CheckpointError(
+                    f"{path}: {name}",
+                    got=_short(value),
+                    expected="a field that this architecture is known to have",
+                    fix="It may change what the model computes. If it does not, remove it.",
+                )
+
+    def _unread(self) -> Iterator[tuple[str, str, object]]:
+        """Path, name and value."""
+        for name, value in self._fields.items():
+            if name not in self._read.names:
+                if value not in ([], {}, ""):
+                    yield self._path, name, value
+            elif isinstance(value, dict) and name in self._read.tables:
+                yield from self.table(name)._unread()
+
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number from 1 to the field's bound in `LARGEST`.
 
         Raises:
             CheckpointError: it is something else, or absent without a default.
         """
-        value = self._fields.get(name, default)
+        value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refusal(name, "a whole number above 0")
         if value > (largest := LARGEST.get(name, _LARGEST_OTHER)):
@@ -72,7 +131,7 @@ class Config:
         Raises:
             CheckpointError: it is something else.
         """
-        value = self._fields.get(name)
+        value = self._get(name)
         if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
             return Config({name: value[0]}, self._path).size(name)
         return self.size(name, default)
@@ -83,9 +142,8 @@ class Config:
         Raises:
             CheckpointError: it is something else.
         """
-        if name in self:
-            return self.size(name)
-        return None if name in self._none else default
+        self.ignore(name)
+        return self.size(name) if name in self else None if name in self._none else default
 
     def count(self, name: str, default: int) -> int:
         """A whole number, 0 included.
@@ -93,7 +151,7 @@ class Config:
         Raises:
             CheckpointError: it is something else.
         """
-        value = self._fields.get(name, default)
+        value = self._get(name, default)
         return 0 if value == 0 and not isinstance(value, bool) else self.size(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -102,7 +160,7 @@ class Config:
         Raises:
             CheckpointError: it is something else, or absent without a default.
         """
-        value = self._fields.get(name, default)
+        value = self._get(name, default)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and _in_range(value):
             return float(value)
         raise self.refusal(name, "a number above 0")
@@ -113,9 +171,17 @@ class Config:
         Raises:
             CheckpointError: it is something else.
         """
-        if name in self:
-            return self.number(name)
-        return None if name in self._none else default
+        self.ignore(name)
+        return self.number(name) if name in self else None if name in self._none else default
+
+    def zero_or_number(self, name: str) -> float:
+        """A number above 0, or 0; 0 if it is absent.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self._get(name, 0.0)
+        return 0.0 if value == 0 and not isinstance(value, bool) else self.number(name)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """A list of `count` numbers above 0.
@@ -123,7 +189,7 @@ class Config:
         Raises:
             CheckpointError: it is something else or absent.
         """
-        value = self._fields.get(name)
+        value = self._get(name)
         if isinstance(value, list) and len(value) == count:
             return tuple(Config({name: each}, self._path).number(name) for each in value)
         found = f"{len(value)} numbers" if isinstance(value, list) else None
@@ -135,7 +201,7 @@ class Config:
         Raises:
             CheckpointError: it is something else.
         """
-        value = self._fields.get(name, default)
+        value = self._get(name, default)
         if isinstance(value, bool):
             return value
         raise self.refusal(name, "true or false")
@@ -146,7 +212,7 @@ class Config:
         Raises:
             CheckpointError: it is something else, shorter, or absent.
         """
-        value = self._fields.get(name)
+        value = self._get(name)
         if isinstance(value, list) and len(value) >= count and all(each in (0, 1) for each in value):
             return tuple(bool(each) for each in value[:count])
         raise self.refusal(name, f"a list of {count} times 0 or 1")
@@ -157,7 +223,7 @@ class Config:
         Raises:
             CheckpointError: it is something else, or absent without a default.
         """
-        value = self._fields.get(name, default)
+        value = self._get(name, default)
         if isinstance(value, str):
             return value
         raise self.refusal(name, "a string")
@@ -168,7 +234,7 @@ class Config:
         Raises:
             CheckpointError: it is something else or absent.
         """
-        value = self._fields.get(name)
+        value = self._get(name)
         if isinstance(value, list) and all(type(each) is int and 0 <= each < count for each in value):
             return tuple(value)
         raise self.refusal(name, f"a list of layers, from 0 to {count - 1}")
@@ -183,7 +249,7 @@ class Config:
         Raises:
             CheckpointError: it is something else or absent.
         """
-        value = self._fields.get(name)
+        value = self._get(name)
         if isinstance(value, list) and count in (None, len(value)) and all(isinstance(each, str) for each in value):
             return tuple(value)
         wanted = "a list of strings" if count is None else f"a list of {count} strings"
@@ -195,28 +261,37 @@ class Config:
         Raises:
             CheckpointError: it is something else.
         """
-        value = self._fields.get(name, {})
+        value = self._get(name, {})
         if isinstance(value, dict):
-            return Config(value, f"{self._path}: {name}")
+            return Config(value, f"{self._path}: {name}", self._read.tables.setdefault(name, _Read()))
         raise self.refusal(name, "a JSON object")
 
-    def expect(self, name: str, value: object) -> None:
-        """Check that a field is absent or has this value. Null means absent, except where a text is expected.
+    def expect(self, name: str, value: object, *others: object) -> None:
+        """Check that a field is absent or has one of these values. Null means absent, except where a text is expected.
 
         Raises:
             CheckpointError: it has another.
         """
-        if self._fields.get(name, value) != value or (isinstance(value, str) and name in self._none):
-            raise self.refusal(name, repr(value), fix="This variant of the architecture cannot be exported.")
+        if self._get(name, value) not in (value, *others) or (isinstance(value, str) and name in self._none):
+            wanted = " or ".join(map(repr, (value, *others)))
+            raise self.refusal(name, wanted, fix="This variant of the architecture cannot be exported.")
+
+    def layer_types(self, count: int | None = None, name: str = "layer_types") -> tuple[str, ...]:
+        """A list of kinds of layers, by the names of transformers 5; see `texts`."""
+        return tuple(_LAYER_KINDS.get(kind, kind) for kind in self.texts(name, count))
 
     def with_defaults(self, **defaults: object) -> Config:
         """The configuration with the architecture's defaults for absent fields; null is not absent."""
         explicit_none = dict.fromkeys(self._none)
-        return Config({**defaults, **self._fields, **explicit_none}, self._path)
+        return Config({**defaults, **self._fields, **explicit_none}, self._path, self._read)
+
+    def with_filled(self, **defaults: object) -> Config:
+        """The same for fields that are absent or null."""
+        return Config({**dict.fromkeys(self._none), **defaults, **self._fields}, self._path, self._read)
 
     def changed(self, **fields: object) -> Config:
         """The configuration with other values of some fields."""
-        return Config({**dict.fromkeys(self._none), **self._fields, **fields}, self._path)
+        return Config({**dict.fromkeys(self._none), **self._fields, **fields}, self._path, self._read)
 
     def text_decoder(self) -> Config:
         """The configuration of the language model: `text_config` of a multimodal model, else this one.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families import ARCHITECTURES, DRAFTERS
+from edgekv.spec.harmless import harmless
 
 LARGEST_PARAMETERS = 1 << 42
 """Maximum elements of all matrices, above every published model."""
@@ -61,6 +62,7 @@ def describe(config: Config) -> DecoderSpec:
         wanted = ", ".join(sorted(ARCHITECTURES))
         raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
     spec = family(config)
+    config.check_read(harmless(model_type))
     more = (_CONVOLUTION, spec.convolution), (_DELTA_RULE, spec.delta_rule)
     _check_layers(config, *(kind for kind, layers in more if layers is not None))
     _check_products(config, spec)
@@ -78,6 +80,7 @@ def describe_drafter(config: Config, target: DecoderSpec) -> DecoderSpec:
         fix = "Leave --draft-for out: other models draft with their own caches."
         raise config.refusal("model_type", " or ".join(sorted(DRAFTERS)), fix=fix)
     spec = family(config, target)
+    config.check_read(harmless(model_type))
     if spec.target is not None and not spec.target.is_cached_apart:
         _check_layers(config.text_decoder())
     _check_products(config, spec)
@@ -130,7 +133,7 @@ def _check_layers(config: Config, *more: str) -> None:
     if "kv_lora_rank" in config:
         wanted = "keys and values for each head"
         raise config.refusal("kv_lora_rank", wanted, fix="Models with latent attention are not supported.")
-    if "layer_types" in config and (other := set(config.texts("layer_types")) - {*_LAYER_TYPES, *more}):
+    if "layer_types" in config and (other := set(config.layer_types()) - {*_LAYER_TYPES, *more}):
         wanted, fix = " or ".join(_LAYER_TYPES), "Models with layers of another kind are not supported."
         raise config.refusal("layer_types", wanted, got=", ".join(sorted(other))[:200], fix=fix)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes
-from edgekv.spec.rope import Rope
+from edgekv.spec.rope import THETA, Rope
 
 ATTENTION_INPUTS = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
 ATTENTION = ATTENTION_INPUTS | {"self_attn.o_proj"}
@@ -15,24 +15,23 @@ MLP = frozenset({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"})
 _FULL, _SLIDING, _CONVOLUTION = "full_attention", "sliding_attention", "conv"
 
 
-def llama_like(
-    config: Config, *, head_dim: int | None = None, eps: float = 1e-6, tied_head: bool = False
-) -> DecoderSpec:
+def llama_like(config: Config, *, partial: bool = False, two_ropes: bool = False) -> DecoderSpec:
     """A Llama-like decoder: the sizes and the rotary embedding of a configuration.
 
     Args:
-        config: the configuration.
-        head_dim: the architecture's default; None means hidden_size / num_attention_heads.
-        eps: the architecture's default of rms_norm_eps.
-        tied_head: the architecture's default of tie_word_embeddings.
+        config: the configuration with the defaults of its architecture. By default head_dim is hidden_size /
+            num_attention_heads, and there are as many key/value heads as heads.
+        partial: see `Rope.from_config`.
+        two_ropes: whether there is one for each kind of attention, which the caller reads.
 
     Raises:
         CheckpointError: naming the field that is missing or contradicts another.
     """
+    config.expect("is_causal", True)
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
-    if "head_dim" not in config and head_dim is None and hidden % heads:
+    if "head_dim" not in config and hidden % heads:
         raise config.refusal("hidden_size", f"a multiple of num_attention_heads = {heads}")
-    dim = config.size("head_dim", head_dim or max(1, hidden // heads))
+    dim = config.size("head_dim", max(1, hidden // heads))
     kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise config.refusal("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
@@ -48,11 +47,30 @@ def llama_like(
         intermediate=config.size("intermediate_size"),
         vocab=config.size("vocab_size"),
         max_positions=config.size("max_position_embeddings"),
-        eps=config.number("rms_norm_eps", eps),
-        tied_head=config.flag("tie_word_embeddings", tied_head),
-        rope=Rope.from_config(config, dim),
+        eps=config.number("rms_norm_eps", 1e-6),
+        tied_head=config.flag("tie_word_embeddings"),
+        rope=Rope("default", THETA, dim, {}) if two_ropes else Rope.from_config(config, dim, partial=partial),
         query_gain=dim**-0.5,
     )
+
+
+def text_config(config: Config, *model_types: str, tied: bool = True) -> Config:
+    """The text model of a multimodal configuration, whose own `tie_word_embeddings` goes first.
+
+    Args:
+        config: the whole configuration.
+        model_types: of text models that can be exported; the first is the default.
+        tied: the architecture's default of `tie_word_embeddings`.
+
+    Raises:
+        CheckpointError: it is another text model.
+    """
+    text = config.table("text_config").with_defaults(model_type=model_types[0])
+    if text.text("model_type") not in model_types:
+        wanted = " or ".join(model_types)
+        raise text.refusal("model_type", wanted, fix="This text model cannot be exported.")
+    tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", tied))
+    return text.changed(tie_word_embeddings=tied)
 
 
 def biases(config: Config) -> frozenset[str]:
@@ -68,8 +86,9 @@ def same_window(config: Config, layers: int, window: int | None) -> tuple[int | 
         CheckpointError: `layer_types` contradicts it.
     """
     kind = _FULL if window is None else _SLIDING
-    if "layer_types" in config and set(config.texts("layer_types", layers)) != {kind}:
-        raise config.refusal("layer_types", f"{kind} alone, as sliding_window says")
+    if "layer_types" in config and set(config.layer_types(layers)) != {kind}:
+        reason = "there is no sliding_window" if window is None else "sliding_window says"
+        raise config.refusal("layer_types", f"{kind} alone, as {reason}")
     return () if window is None else (window,) * layers
 
 
@@ -87,7 +106,7 @@ def convolution(config: Config, layers: int, kernel: int, chosen: Collection[int
     """
     config.expect("conv_bias", False)
     if "layer_types" in config:
-        kinds = config.texts("layer_types", layers)
+        kinds = config.layer_types(layers)
         if not set(kinds) <= {_FULL, _SLIDING, _CONVOLUTION}:
             raise config.refusal("layer_types", f"{_FULL}, {_SLIDING} or {_CONVOLUTION} for each layer")
         chosen = [layer for layer, kind in enumerate(kinds) if kind == _CONVOLUTION]
@@ -116,7 +135,7 @@ def windows(
         CheckpointError: `layer_types` is not a list of known kinds for all layers, or a sliding layer has no window.
     """
     if "layer_types" in config:
-        kinds = config.texts("layer_types", layers)
+        kinds = config.layer_types(layers)
         if not set(kinds) <= {_FULL, _SLIDING, *others}:
             raise config.refusal("layer_types", f"{' or '.join((_FULL, _SLIDING, *others))} for each layer")
         sliding = [kind == _SLIDING for kind in kinds]
@@ -179,19 +198,37 @@ def layer_sizes(
         CheckpointError: a size is none, or layers of one kind differ.
     """
     own, found = config.table("per_layer_config"), []
+    keys = _layer_keys(config, own, len(is_full))
+    full_dim, is_wide = config.size("global_head_dim", head_dim), config.flag("use_double_wide_mlp")
+    if config.is_given("per_layer_config"):
+        full_dim = spec.head_dim
     sizes: dict[bool, tuple[int, int]] = {}
     for layer, full in enumerate(is_full):
-        table = own.table(str(layer))
+        table = own.table(keys.get(layer, str(layer)))
         if unknown := {*table.names} - {"head_dim", "num_key_value_heads"}:
             raise config.refusal("per_layer_config", "head_dim and num_key_value_heads", got=", ".join(sorted(unknown)))
-        default = config.size("global_head_dim", head_dim) if full and not own else spec.head_dim
-        dim, kv_heads = table.size("head_dim", default), table.size("num_key_value_heads", spec.kv_heads)
+        dim = table.size("head_dim", full_dim if full else spec.head_dim)
+        kv_heads = table.size("num_key_value_heads", spec.kv_heads)
         if dim % 2:
             raise config.refusal("global_head_dim", "an even number", got=str(dim))
         if spec.heads % kv_heads:
             raise table.refusal("num_key_value_heads", f"a divisor of num_attention_heads = {spec.heads}")
         if sizes.setdefault(full, (dim, kv_heads)) != (dim, kv_heads):
             raise config.refusal("per_layer_config", "one head_dim for each kind of layer", got=f"another in {layer}")
-        wide = bool(owners) and owners[layer] != layer and config.flag("use_double_wide_mlp")
-        found.append(LayerSizes(kv_heads, dim, spec.intermediate * (2 if wide else 1)))
+        widens = is_wide and bool(owners) and owners[layer] != layer
+        found.append(LayerSizes(kv_heads, dim, spec.intermediate * (2 if widens else 1)))
     return tuple(found)
+
+
+def _layer_keys(config: Config, table: Config, layers: int) -> dict[int, str]:
+    """By layer, its key in a table: a number, which transformers pads with zeros to the same length."""
+    keys = {int(name): name for name in table.names if _is_below(name, layers)}
+    if len(keys) != len(table):
+        raise config.refusal(
+            "per_layer_config", f"one entry for a layer, from 0 to {layers - 1}", got=", ".join(table.names)[:200]
+        )
+    return keys
+
+
+def _is_below(name: str, layers: int) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 8 and int(name) < layers

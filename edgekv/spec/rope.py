@@ -28,6 +28,10 @@ _PARAMETERS: dict[RopeType, tuple[str, ...]] = {
     "yarn": (*_YARN, "truncate", "attention_factor"),
 }
 _OLDER_NAMES = {"su": "longrope"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+THETA = 1e4
+"""The base where a configuration and its architecture have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +73,24 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"parameters: {wrong[0]}: got {found} values; expected {self.width // 2}, a pair each")
 
     @classmethod
-    def from_config(cls, config: Config, head_dim: int, *, theta: float = 1e4) -> Rope:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older).
+    def from_config(cls, config: Config, head_dim: int, *, partial: bool = False) -> Rope:
+        """Read `rope_scaling` (older) or `rope_parameters` (transformers 5), and `rope_theta` if they have none.
+
+        `rope_scaling` replaces `rope_parameters`, as in transformers.
 
         Args:
             config: the model's configuration.
             head_dim: D.
-            theta: the architecture's default base.
+            partial: whether the architecture can rotate a part of a head.
 
         Raises:
             CheckpointError: the type is not supported, or a number is missing or out of range.
         """
-        table = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-        return cls.from_table(table, config, head_dim, theta=config.number("rope_theta", theta))
+        scaling = config.table("rope_scaling")
+        if scaling:
+            config.ignore("rope_parameters")
+        table = scaling or config.table("rope_parameters")
+        return cls._read(table, config, head_dim, theta=config.number("rope_theta", THETA), partial=partial)
 
     @classmethod
     def pair(
@@ -90,57 +99,75 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The embeddings of layers with full attention and of layers with an attention window.
 
         Reads `rope_parameters` with an object for each kind of layer (transformers 5). Older configurations have
-        `rope_scaling` for full attention only, which is not applied to windows.
+        `rope_scaling`, for full attention alone.
 
         Args:
             config: the model's configuration.
             head_dim: D.
-            theta: base of the layers with full attention, if the configuration has no objects.
+            theta: base of the layers with full attention, if their object has none.
             local_theta: the same for layers with a window.
             local_head_dim: D of the layers with a window; None if it is the same.
 
         Raises:
             CheckpointError: the type is not supported, or a number is missing or out of range.
         """
-        newer = config.table("rope_parameters")
-        if newer and "full_attention" not in newer:
-            raise config.refusal("rope_parameters", "a table for full_attention and one for sliding_attention")
-        full = newer.table("full_attention") if newer else config.table("rope_scaling")
-        local = newer.table("sliding_attention")
+        newer, scaling = config.table("rope_parameters"), config.table("rope_scaling")
+        if newer and not any(newer.is_given(kind) for kind in (_FULL, _SLIDING)):
+            raise config.refusal("rope_parameters", f"a table for {_FULL} and one for {_SLIDING}")
+        if newer and scaling:
+            raise config.refusal("rope_scaling", "nothing beside rope_parameters")
+        if scaling and "rope_type" not in scaling:
+            raise scaling.refusal("rope_type", "its name, which transformers reads here, but not `type`")
+        full = scaling or newer.table(_FULL)
         return (
-            cls.from_table(full, config, head_dim, theta=theta),
-            cls.from_table(local, config, local_head_dim or head_dim, theta=local_theta),
+            cls._read(full, config, head_dim, theta=theta, nested=True),
+            cls._read(newer.table(_SLIDING), config, local_head_dim or head_dim, theta=local_theta, nested=True),
         )
 
     @classmethod
-    def from_table(cls, table: Config, config: Config, head_dim: int, *, theta: float) -> Rope:
-        """Read one object of rope parameters, and related fields that some checkpoints keep in `config`.
+    def _read(
+        cls,
+        table: Config,
+        config: Config,
+        head_dim: int,
+        *,
+        theta: float,
+        partial: bool = False,
+        nested: bool = False,
+    ) -> Rope:
+        """One object of rope parameters, and related fields that some checkpoints keep in `config`.
 
         Raises:
             CheckpointError: the type is not supported, or a number is missing or out of range.
         """
-        share = table.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
-        width = int(head_dim * share)
-        if table.text("rope_type", "default") == "proportional" and 0 < share <= 1:
-            theta = table.number("rope_theta", theta)
-            parameters: Parameters = {"partial_rotary_factor": share, "factor": table.number("factor", 1.0)}
-            return cls("proportional", theta, head_dim, parameters)
-        if width % 2 or not 0 < width <= head_dim:
-            wanted = f"a share of head_dim = {head_dim} that is an even number of elements"
-            raise table.refusal("partial_rotary_factor", wanted, got=f"{share:g}, which is {width} elements")
         theta = table.number("rope_theta", theta)
+        share = table.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
         name = table.text("rope_type", table.text("type", "default"))
         rope_type = _OLDER_NAMES.get(name, name)
+        if rope_type == "proportional" and 0 < share <= 1:
+            parameters: Parameters = {"partial_rotary_factor": share, "factor": table.number("factor", 1.0)}
+            return cls("proportional", theta, head_dim, parameters)
+        where = table if "partial_rotary_factor" in table else config
+        if share != 1 and not partial:
+            raise where.refusal("partial_rotary_factor", "1, the only share of a head that this architecture rotates")
+        width = int(head_dim * share)
+        if width % 2 or not 0 < width <= head_dim:
+            wanted = f"a share of head_dim = {head_dim} that is an even number of elements"
+            raise where.refusal("partial_rotary_factor", wanted, got=f"{share:g}, which is {width} elements")
         if rope_type == "default":
             return cls("default", theta, width, {})
         if rope_type == "linear":
             return cls("linear", theta, width, {"factor": table.number("factor")})
         if rope_type == "llama3":
-            return cls("llama3", theta, width, {each: table.number(each) for each in _LLAMA3})
+            parameters = {each: table.number(each) for each in _LLAMA3[:-1]}
+            return cls("llama3", theta, width, parameters | {_LLAMA3[-1]: _original(table, config, nested=nested)})
         if rope_type == "longrope":
-            return cls("longrope", theta, width, _longrope(table, config, width))
+            original = _original(table, config, nested=nested)
+            return cls("longrope", theta, width, _longrope(table, config, width, original))
         if rope_type == "yarn":
-            return cls("yarn", theta, width, _yarn(table, config))
+            if nested:  # transformers reads it beside the objects, where no file has it
+                table.expect("truncate", True)
+            return cls("yarn", theta, width, _yarn(table, config, _original(table, config, nested=nested)))
         raise table.refusal(
             "rope_type", " or ".join(get_args(RopeType)), got=repr(name), fix="It cannot be exported: choose another."
         )
@@ -208,34 +235,40 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return values
 
 
-def _longrope(table: Config, config: Config, width: int) -> Parameters:
+def _original(table: Config, config: Config, *, nested: bool) -> float:
+    """The original context; its field beside `rope_parameters` goes first if there is one table for all layers."""
     name = "original_max_position_embeddings"
-    original = (config if name in config else table).number(name)
+    table.ignore(name)
+    if not nested and name in config:
+        return config.number(name)
+    return table.number(name) if name in table else config.number("max_position_embeddings")
+
+
+def _longrope(table: Config, config: Config, width: int, original: float) -> Parameters:
     factor = table.number("factor", config.number("max_position_embeddings") / original)
     growth = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "short_factor": table.numbers("short_factor", width // 2),
         "long_factor": table.numbers("long_factor", width // 2),
-        name: original,
+        "original_max_position_embeddings": original,
         "factor": factor,
         "attention_factor": table.number("attention_factor", growth),
     }
 
 
-def _yarn(table: Config, config: Config) -> Parameters:
-    """The parameters of `yarn`; `attention_factor` follows from `factor`, `mscale` and `mscale_all_dim` by default."""
-    name = "original_max_position_embeddings"
-    longest = config.number("max_position_embeddings")
-    original = (config if name in config else table).number(name, longest)
-    factor = table.number("factor", longest / original)
+def _yarn(table: Config, config: Config, original: float) -> Parameters:
+    """The parameters of `yarn`; `attention_factor` follows from `factor`, `mscale` and `mscale_all_dim` by default.
+
+    `mscale` and `mscale_all_dim` count only together, and only if none is 0.
+    """
+    factor = table.number("factor", config.number("max_position_embeddings") / original)
     attention_factor = _yarn_scale(factor)
-    if "mscale" in table and "mscale_all_dim" in table:
-        attention_factor = _yarn_scale(factor, table.number("mscale")) / _yarn_scale(
-            factor, table.number("mscale_all_dim")
-        )
+    scales = [table.zero_or_number(name) for name in ("mscale", "mscale_all_dim")]
+    if all(scales):
+        attention_factor = _yarn_scale(factor, scales[0]) / _yarn_scale(factor, scales[1])
     return {
         "factor": factor,
-        name: original,
+        "original_max_position_embeddings": original,
         "beta_fast": table.number("beta_fast", 32.0),
         "beta_slow": table.number("beta_slow", 1.0),
         "truncate": float(table.flag("truncate", True)),

@@ -385,19 +385,31 @@ _OTHERS = (
 )
 
 
-def text_tensor(stored: str) -> str | None:
-    """The name that a tensor of a multimodal checkpoint has in a checkpoint of its text model alone.
+_SPELLINGS = ((".self_attn.gate_proj.", ".self_attn.g_proj."),)
+"""How transformers writes names into files where its classes have others; it reads both."""
+
+
+def decoder_tensor(stored: str) -> str:
+    """The name that a tensor of a decoder has in a checkpoint of its text model alone.
 
     Args:
-        stored: its name, in the older form (`language_model.model.layers...`) or the newer one
-            (`model.language_model.layers...`).
-
-    Returns:
-        the name, or None for a tensor of a vision or audio model, or of layers that predict further tokens.
+        stored: its name, which may be that of a multimodal checkpoint in the older form
+            (`language_model.model.layers...`) or the newer one (`model.language_model.layers...`).
     """
-    if stored.removeprefix("model.").startswith(_OTHERS):
-        return None
+    for written, name in _SPELLINGS:
+        stored = stored.replace(written, name)
     for prefix, plain in _PREFIXES:
         if stored.startswith(prefix):
             return plain + stored.removeprefix(prefix)
     return stored
+
+
+def text_tensor(stored: str) -> str | None:
+    """As `decoder_tensor`; None for a tensor of a vision or audio model, or of layers that predict further tokens."""
+    return decoder_tensor(stored) if encoder_tensor(stored) is None else None
+
+
+def encoder_tensor(stored: str) -> str | None:
+    """The name of a tensor that is none of the decoder's, in the newer form (`model.vision_tower...`), or None."""
+    name = stored.removeprefix("model.")
+    return f"model.{name}" if name.startswith(_OTHERS) else None

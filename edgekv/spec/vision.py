@@ -49,6 +49,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         exact_gelu: whether GELU has the error function; else its approximation with tanh.
         projector: one matrix behind a norm of each patch, or two with a GELU between them behind a norm of merged ones.
         projector_eps: of that norm.
+        biased_inputs: whether checkpoints have biases of queries, keys and values. Graphs always do: of norms.
         wide: names of the matrices of 16 bits: each is two of 8, whose products are added. The lower one is what
             rounding the matrix to 8 bits left, rounded to 8 bits.
     """
@@ -67,6 +68,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     exact_gelu: bool = False
     projector: Literal["matrix", "mlp"] = "matrix"
     projector_eps: _Epsilon = 1e-5
+    biased_inputs: bool = True
     wide: tuple[_Text, ...] = ()
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from edgekv.errors import CheckpointError
 from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, View
@@ -14,8 +14,34 @@ _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fre
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 
 
+def renamed(tensors: Mapping[str, Stored], name: Callable[[str], str | None]) -> dict[str, Stored]:
+    """The tensors under other names.
+
+    Args:
+        tensors: by the names in the files.
+        name: gives the new name, or None for a tensor to leave out.
+
+    Raises:
+        CheckpointError: two have the same name then.
+    """
+    found: dict[str, Stored] = {}
+    written: dict[str, str] = {}
+    for key, stored in tensors.items():
+        if (new := name(key)) is None:
+            continue
+        if new in found:
+            raise CheckpointError(
+                f"weights: {key}",
+                got=f"it beside {written[new]}",
+                expected="one of both, which mean the same tensor",
+                fix="Fetch the checkpoint again, into an empty folder.",
+            )
+        found[new], written[new] = stored, key
+    return found
+
+
 def without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View]) -> dict[str, Stored]:
-    """Without the biases of zeros that quantizers add to projections that have none."""
+    """Without the biases of zeros that some programs add to projections that have none."""
     extra = {key for key in tensors if key.endswith(".bias")} - {view.key for view in wanted.values()}
     extra = {key for key in extra if len(shape := tensors[key].shape) == 1 and shape[0] and not tensors[key].largest()}
     return {key: stored for key, stored in tensors.items() if key not in extra}

@@ -32,6 +32,7 @@ from edgekv.spec import (
     View,
     Vocabulary,
     by_inputs,
+    decoder_tensor,
     describe,
     describe_drafter,
     read_json,
@@ -41,7 +42,7 @@ from edgekv.spec import (
 from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.text import TOKENIZER, encode
 from exporters.checkpoint.channels import SplitResidual
-from exporters.checkpoint.check_tensors import check_tensors, without_zero_biases
+from exporters.checkpoint.check_tensors import check_tensors, renamed, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
 from exporters.checkpoint.drafter import drafter_tensors, head_tensors, is_of_head
 from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
@@ -132,14 +133,14 @@ class Checkpoint:
         tensors = {key: stored for key, stored in tensors.items() if key not in ahead}
         if spec.multimodal:
             vision = None if quantization else VisionEncoder.open(config, folder, parts)
-            named = ((text_tensor(key), stored) for key, stored in tensors.items())
-            tensors = {key: stored for key, stored in named if key is not None}
+            tensors = renamed(tensors, text_tensor)
             if HEAD in tensors and EMBEDDING in tensors and not same_numbers(tensors[HEAD], tensors[EMBEDDING]):
                 # The field is often absent and its default differs between releases; transformers does the same.
                 spec = msgspec.structs.replace(spec, tied_head=False)
+        else:
+            tensors = renamed(tensors, decoder_tensor)
         wanted = {view.name: view for view in views(spec)}
-        if quantization:
-            tensors = without_zero_biases(tensors, wanted)
+        tensors = without_zero_biases(tensors, wanted)
         check_tensors(tensors, wanted.values(), spec)
         read = {each.file for each in (parts if quantization else tensors).values()}
         files = tuple(sorted(read | (set() if vision is None else vision.files)))

@@ -27,10 +27,12 @@ from edgekv.spec import (
     EncoderSpec,
     PictureSpec,
     by_inputs,
+    encoder_tensor,
     mean_of,
     read_json,
 )
 from edgekv.spec.encoders.names import EncoderNames
+from exporters.checkpoint.check_tensors import renamed
 from exporters.checkpoint.fold import EVERY, Floats
 from exporters.checkpoint.stored import Stored
 from quant import quantize_per_channel
@@ -71,6 +73,7 @@ class VisionEncoder:
         if family is None:
             return None
         spec = family.describe(fields)
+        tensors = renamed(tensors, encoder_tensor)
         found = cls(spec, family.pictures(fields, _processor(folder)), family.names, tensors)
         for name, shape in found.shapes.items():
             stored = tensors.get(name)
@@ -182,10 +185,17 @@ class VisionEncoder:
         return self._stored(f"{name}.weight", layer)
 
     def _bias(self, name: str, layer: int = 0) -> Floats:
+        if name in self._unbiased:
+            return np.zeros(self.spec.hidden, np.float32)
         return self._stored(f"{name}.bias", layer)
 
     def _stored(self, name: str, layer: int = 0) -> Floats:
         return self._tensors[name.format(layer=layer)].read(EVERY)
+
+    @property
+    def _unbiased(self) -> tuple[str, ...]:
+        """The projections that checkpoints have no biases of."""
+        return () if self.spec.biased_inputs else (self.names.q, self.names.k, self.names.v)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -212,7 +222,8 @@ class VisionEncoder:
                 names.fc2: (spec.hidden, spec.intermediate),
             }.items():
                 found[name.format(layer=layer) + ".weight"] = shape
-                found[name.format(layer=layer) + ".bias"] = shape[:1]
+                if name not in self._unbiased:
+                    found[name.format(layer=layer) + ".bias"] = shape[:1]
             for scale in filter(None, (names.attention_scale, names.feed_forward_scale)):
                 found[scale.format(layer=layer)] = (spec.hidden,)
         found |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in ("weight", "bias")}

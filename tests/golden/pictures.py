@@ -55,13 +55,14 @@ def make() -> dict[str, np.ndarray]:
                     .logits[0, -8:]
                     .numpy()
                 )
-    return golden | make_internvl()
+    return golden | make_internvl() | make_internvl(attention_bias=False)
 
 
-def make_internvl() -> dict[str, np.ndarray]:
+def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
     """The same of the first picture."""
+    prefix = "internvl_" if attention_bias else "internvl-unbiased_"
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_internvl(Path(scratch) / "internvl")
+        folder = write_internvl(Path(scratch) / "internvl", attention_bias=attention_bias)
         model = loaded(AutoModelForImageTextToText, folder)
         picture = Image.fromarray(photo(*SIZES[0]))
         pixels = GotOcr2ImageProcessorPil.from_pretrained(folder)([picture], return_tensors="pt")["pixel_values"]
@@ -74,10 +75,10 @@ def make_internvl() -> dict[str, np.ndarray]:
             mask = torch.ones(1, len(ids), dtype=torch.long)
             found = model(input_ids=torch.tensor([ids]), attention_mask=mask, pixel_values=pixels)
         return {
-            "internvl_pixels": pixels.numpy(),
-            "internvl_rows": rows.reshape(-1, rows.shape[-1]).numpy(),
-            "internvl_ids": np.array(ids),
-            "internvl_logits": found.logits[0, -8:].numpy(),
+            f"{prefix}pixels": pixels.numpy(),
+            f"{prefix}rows": rows.reshape(-1, rows.shape[-1]).numpy(),
+            f"{prefix}ids": np.array(ids),
+            f"{prefix}logits": found.logits[0, -8:].numpy(),
         }
 
 

@@ -48,7 +48,6 @@ def describe(config: Config) -> EncoderSpec:
         "use_qk_norm": False,
         "use_mean_pooling": True,
         "use_absolute_position_embeddings": True,
-        "attention_bias": True,
     }
     for name, value in fixed.items():
         vision.expect(name, value)
@@ -75,6 +74,7 @@ def describe(config: Config) -> EncoderSpec:
         has_class=True,
         exact_gelu=True,
         projector="mlp",
+        biased_inputs=vision.flag("attention_bias"),
     )
 
 

@@ -10,16 +10,22 @@ from edgekv.spec.llama_like import llama_like, windows
 
 MODEL_TYPES = ("exaone4",)
 
-EPS = 1e-5
-WINDOW = 4096
+DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+}
 PATTERN = 4  # every fourth layer has full attention
 
 
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder with the norms and the attention of arXiv 2507.11407; without windows every layer is rotated."""
-    config.expect("hidden_act", "silu")
-    spec = llama_like(config, eps=EPS)
-    window = config.optional_size("sliding_window", WINDOW)
+    config.expect("hidden_act", "silu", "swish")
+    config = config.with_defaults(**DEFAULTS)
+    spec = llama_like(config)
+    window = config.optional_size("sliding_window")
+    config.ignore("sliding_window_pattern")
     pattern = config.size("sliding_window_pattern", PATTERN) if "layer_types" not in config else PATTERN
     found = windows(config, spec.layers, window, lambda layer: window is not None and bool((layer + 1) % pattern))
     full = (layer for layer, own in enumerate(found or (None,) * spec.layers) if own is None)

@@ -10,28 +10,28 @@ from edgekv.spec.llama_like import ATTENTION, llama_like, windows
 
 MODEL_TYPES = ("gemma2",)
 
-# Defaults of absent fields.
-HEAD_DIM = 256
-QUERY_SCALAR = 256.0
-WINDOW = 4096
-ATTENTION_CAP = 50.0
-LOGITS_CAP = 30.0
+DEFAULTS = {
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA = {"head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256.0, "tie_word_embeddings": True}
 
 
 def describe(config: Config) -> DecoderSpec:
     """The decoder of both generations, with soft caps and alternating windows (arXiv 2408.00118)."""
+    config = config.with_defaults(**DEFAULTS)
     config.expect("use_bidirectional_attention", False)
-    spec = gemma(config, logits_cap=LOGITS_CAP)
+    spec = gemma(config)
     return replace(
         spec,
-        attention_cap=config.optional_number("attn_logit_softcapping", ATTENTION_CAP),
-        windows=windows(
-            config, spec.layers, config.optional_size("sliding_window", WINDOW), lambda layer: layer % 2 == 0
-        ),
+        attention_cap=config.optional_number("attn_logit_softcapping"),
+        windows=windows(config, spec.layers, config.optional_size("sliding_window"), lambda layer: layer % 2 == 0),
     )
 
 
-def gemma(config: Config, *, logits_cap: float | None = None) -> DecoderSpec:
+def gemma(config: Config, *, two_ropes: bool = False) -> DecoderSpec:
     """A decoder of any generation, without windows.
 
     Norm weights are stored less 1, embeddings are multiplied by the root of their width, the gate's activation is
@@ -39,10 +39,11 @@ def gemma(config: Config, *, logits_cap: float | None = None) -> DecoderSpec:
 
     Args:
         config: the configuration.
-        logits_cap: the generation's default.
+        two_ropes: see `llama_like`.
     """
+    config = config.with_defaults(**GEMMA)
     config.expect("hidden_activation", "gelu_pytorch_tanh")
-    spec = llama_like(config, head_dim=HEAD_DIM, tied_head=True)
+    spec = llama_like(config, two_ropes=two_ropes)
     return replace(
         spec,
         activation="gelu-tanh",
@@ -50,6 +51,6 @@ def gemma(config: Config, *, logits_cap: float | None = None) -> DecoderSpec:
         post_norms=True,
         norm_offset=1.0,
         embedding_gain=spec.hidden**0.5,
-        query_gain=config.number("query_pre_attn_scalar", QUERY_SCALAR) ** -0.5,
-        logits_cap=config.optional_number("final_logit_softcapping", logits_cap),
+        query_gain=config.number("query_pre_attn_scalar") ** -0.5,
+        logits_cap=config.optional_number("final_logit_softcapping"),
     )

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families.gemma2 import gemma
-from edgekv.spec.llama_like import windows
+from edgekv.spec.llama_like import text_config, windows
 from edgekv.spec.rope import Rope
 
 MODEL_TYPES = ("gemma3", "gemma3_text")
@@ -31,15 +31,12 @@ DEFAULTS = {
 def describe(config: Config) -> DecoderSpec:
     """Gemma's decoder with two rotary embeddings (arXiv 2503.19786); of a multimodal model the text decoder."""
     if config.text("model_type") == "gemma3":
-        text = config.table("text_config").with_defaults(model_type="gemma3_text")
-        text.expect("model_type", "gemma3_text")
-        if "tie_word_embeddings" in config:
-            text = text.with_defaults(tie_word_embeddings=config.flag("tie_word_embeddings"))
+        text = text_config(config, "gemma3_text")
         return replace(describe(text), multimodal=True)
     config = config.with_defaults(**DEFAULTS)
     config.expect("attn_logit_softcapping", None)
     config.expect("use_bidirectional_attention", False)
-    spec = gemma(config)
+    spec = gemma(config, two_ropes=True)
     theta = config.number("rope_theta", THETA)
     local_theta = config.number("rope_local_base_freq", LOCAL_THETA)
     rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=local_theta)

@@ -28,6 +28,7 @@ def describe_drafter(config: Config, target: DecoderSpec) -> DecoderSpec:
     text = config.table("text_config").with_defaults(model_type="gemma4_text")
     text.expect("model_type", "gemma4_text")
     text.expect("use_double_wide_mlp", False)
+    config.ignore("tie_word_embeddings")  # its table of embeddings is its head, or the file has one
     layers = text.size("num_hidden_layers")
     if text.count("num_kv_shared_layers", layers) not in (0, layers):
         raise text.refusal("num_kv_shared_layers", f"all {layers} layers, which read the target's keys and values")

@@ -14,7 +14,6 @@ STORED_NAMES = (
     ("mlp.gate_up_proj", "shared_mlp.input_linear"),
     ("mlp.down_proj", "shared_mlp.output_linear"),
 )
-FULL = {"full_attention", "attention"}  # as transformers 5 writes it, and as releases before did
 EXPERTS, INTERMEDIATE = 8, 1024  # defaults of absent fields
 DENSE = "Take a dense Granite 4, such as granite-4.0-micro."
 
@@ -25,10 +24,12 @@ def describe(config: Config) -> DecoderSpec:
         raise config.refusal("num_local_experts", "0", fix=DENSE)
     kinds = "layer_types" if "layer_types" in config else "layers_block_type"
     layers = config.size("num_hidden_layers")
-    if kinds not in config or not set(config.texts(kinds, layers)) <= FULL:
+    if kinds not in config or set(config.layer_types(layers, kinds)) != {"full_attention"}:
         raise config.refusal(kinds, f"attention in all {layers} layers", fix=DENSE)
     if config.text("position_embedding_type", "none") != "rope":
         raise config.refusal("position_embedding_type", "'rope'", fix=DENSE)
     width = config.size("shared_intermediate_size", INTERMEDIATE)
+    config.expect("mlp_bias", False)
+    config.expect("normalization_function", "rmsnorm")
     spec = granite.describe(config.changed(intermediate_size=width, layer_types=["full_attention"] * layers))
     return replace(spec, fused=frozenset({"mlp"}), stored_names=STORED_NAMES)

@@ -10,10 +10,8 @@ from edgekv.spec.llama_like import convolution, llama_like
 
 MODEL_TYPES = ("lfm2",)
 
-EPS = 1e-5
-THETA = 1e6
-KERNEL = 3
-MULTIPLE = 256
+EPS, KERNEL, MULTIPLE = 1e-5, 3, 256
+DEFAULTS = {"intermediate_size": 12288, "num_key_value_heads": 8, "max_position_embeddings": 128_000, "rope_theta": 1e6}
 STORED_NAMES = (
     ("model.norm.", "model.embedding_norm."),
     ("input_layernorm", "operator_norm"),
@@ -29,10 +27,14 @@ STORED_NAMES = (
 
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder with q and k norms, and gated convolutions in place of attention (arXiv 2511.23404)."""
-    config = config.with_defaults(rope_theta=THETA, tie_word_embeddings=config.flag("tie_embedding", True))
-    spec = llama_like(config.with_defaults(intermediate_size=12288), eps=config.number("norm_eps", EPS))
+    config = config.with_defaults(**DEFAULTS)
+    eps = config.number("norm_eps", EPS)
+    config.expect("rms_norm_eps", eps)
+    spec = llama_like(config)
     return replace(
         spec,
+        eps=eps,
+        tied_head=config.flag("tie_embedding", config.flag("tie_word_embeddings", True)),
         intermediate=_feed_forward(config, spec.intermediate),
         qk_norm="head",
         convolution=convolution(config, spec.layers, KERNEL, _convolutions(config, spec.layers)),
@@ -49,10 +51,10 @@ def _convolutions(config: Config, layers: int) -> frozenset[int]:
 def _feed_forward(config: Config, size: int) -> int:
     """`block_ff_dim` overrides `intermediate_size`; by default two thirds of it, rounded up, are the width."""
     size = config.size("block_ff_dim", size)
+    multiplier = config.optional_number("block_ffn_dim_multiplier", 1.0)
+    multiple = config.size("block_multiple_of", MULTIPLE)
     if not config.flag("block_auto_adjust_ff_dim", True):
         return size
-    multiplier = config.optional_number("block_ffn_dim_multiplier", 1.0)
     if multiplier is None:
         return 2 * size // 3
-    multiple = config.size("block_multiple_of", MULTIPLE)
     return -(-int(multiplier * (2 * size // 3)) // multiple) * multiple

@@ -11,14 +11,11 @@ from edgekv.spec.rope import Rope
 
 MODEL_TYPES = ("lfm3",)
 
-EPS = 1e-5
-THETA, LOCAL_THETA = 1e6, 1e4
-HEAD_DIM = 128
-KERNEL = 7
-WINDOW = 256
+EPS, THETA, KERNEL = 1e-5, 1e6, 7
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "sliding_window": 256, "tie_word_embeddings": True}
 ROPE = {
     "full_attention": {"rope_type": "proportional", "rope_theta": THETA, "partial_rotary_factor": 0.5},
-    "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_THETA},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 STORED_NAMES = (
     ("model.norm.", "model.embedding_norm."),
@@ -36,11 +33,13 @@ def describe(config: Config) -> DecoderSpec:
     """Convolutions, and from the third layer on, by turns full attention and attention in a window."""
     config.expect("use_sandwich_norm", True)
     config.expect("attention_bias", False)
-    config = config.with_defaults(rope_parameters=ROPE, num_key_value_heads=4)
-    # Its tables are read below: at this level there is only one for each kind of layer.
-    spec = llama_like(config, head_dim=HEAD_DIM, eps=config.number("norm_eps", EPS), tied_head=True)
-    layers, window = spec.layers, config.optional_size("sliding_window", WINDOW)
-    rope, local_rope = Rope.pair(config, spec.head_dim, theta=THETA, local_theta=LOCAL_THETA)
+    config = config.with_defaults(**DEFAULTS, max_position_embeddings=128_000).with_filled(rope_parameters=ROPE)
+    eps = config.number("norm_eps", config.number("rms_norm_eps", EPS))
+    config.expect("rms_norm_eps", eps)
+    spec = replace(llama_like(config, two_ropes=True), eps=eps)
+    layers, window = spec.layers, config.optional_size("sliding_window")
+    theta = config.number("rope_theta", THETA)
+    rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=theta)
     attention = frozenset(layer for layer in range(layers) if layer and layer % 2 == 0)
     found = windows(config, layers, window, lambda layer: layer in attention and layer % 4 == 0, others=("conv",))
     return replace(

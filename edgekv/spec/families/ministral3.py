@@ -10,8 +10,12 @@ from edgekv.spec.llama_like import llama_like, same_window
 
 MODEL_TYPES = ("ministral3",)
 
-EPS = 1e-5
-DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8}
+DEFAULTS = {
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-5,
+}
 ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -29,14 +33,13 @@ def describe(config: Config) -> DecoderSpec:
     Queries at position p are multiplied by 1 + beta * log(1 + floor(p / original context)), which is 1 in the original
     context. Graphs have one rotation table for queries and keys, so contexts are bounded by the original one.
     """
-    config.expect("hidden_act", "silu")
-    config = config.with_defaults(**DEFAULTS)
-    if "rope_scaling" not in config:
-        config = config.with_defaults(rope_parameters=ROPE)
-    spec = llama_like(config, eps=EPS)
+    config.expect("hidden_act", "silu", "swish")
+    config = config.with_defaults(**DEFAULTS).with_filled(rope_parameters=ROPE)
+    spec = llama_like(config)
     spec = replace(spec, windows=same_window(config, spec.layers, config.optional_size("sliding_window")))
-    table = config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-    if "llama_4_scaling_beta" not in table:
+    table = config.table("rope_scaling") or config.table("rope_parameters")
+    table.ignore("max_position_embeddings")
+    if not table.zero_or_number("llama_4_scaling_beta"):
         return spec
     name = "original_max_position_embeddings"
     original = min(spec.max_positions, table.size(name))

@@ -19,9 +19,10 @@ PATTERN = 4  # every fourth layer has full attention
 
 def describe(config: Config) -> DecoderSpec:
     """OLMo 2's decoder with attention windows; `rope_scaling` applies to the layers with full attention."""
-    spec = olmo2.describe(config)
-    theta = config.number("rope_theta", THETA)
-    rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=theta)
-    window = config.optional_size("sliding_window", WINDOW)
+    config = config.with_defaults(**olmo2.DEFAULTS, sliding_window=WINDOW)
+    spec = olmo2.olmo(config, two_ropes=True)
+    # As in transformers, `rope_theta` is that of the layers with full attention alone.
+    rope, local_rope = Rope.pair(config, spec.head_dim, theta=config.number("rope_theta", THETA), local_theta=THETA)
+    window = config.optional_size("sliding_window")
     found = windows(config, spec.layers, window, lambda layer: bool((layer + 1) % PATTERN))
     return replace(spec, rope=rope, local_rope=None if local_rope == rope or not found else local_rope, windows=found)

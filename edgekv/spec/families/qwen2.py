@@ -10,13 +10,15 @@ from edgekv.spec.llama_like import ATTENTION_INPUTS, llama_like, windows
 
 MODEL_TYPES = ("qwen2",)
 
-WINDOW = 4096  # defaults of absent fields
-FIRST_SLIDING = 28
+DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096}
+FIRST_SLIDING = 28  # default of an absent field
 
 
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder with biases (arXiv 2412.15115); windows as `sliding_windows` reads them."""
-    config.expect("hidden_act", "silu")
+    config.expect("hidden_act", "silu", "swish")
+    config.expect("use_mrope", False)
+    config = config.with_defaults(**DEFAULTS)
     spec = llama_like(config)
     return replace(spec, biased=ATTENTION_INPUTS, windows=sliding_windows(config, spec.layers))
 
@@ -27,6 +29,7 @@ def sliding_windows(config: Config, layers: int) -> tuple[int | None, ...]:
     Raises:
         CheckpointError: a field is wrong, or layers slide without a window.
     """
-    window = config.optional_size("sliding_window", WINDOW) if config.flag("use_sliding_window") else None
+    window = config.optional_size("sliding_window")
+    window = window if config.flag("use_sliding_window") else None
     first = config.count("max_window_layers", FIRST_SLIDING)
     return windows(config, layers, window, lambda layer: window is not None and layer >= first)

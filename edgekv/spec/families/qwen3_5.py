@@ -7,15 +7,21 @@ from msgspec.structs import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.linear import DeltaRule
-from edgekv.spec.llama_like import llama_like
+from edgekv.spec.llama_like import llama_like, text_config
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 
-HEAD_DIM = 256
 FULL, LINEAR = "full_attention", "linear_attention"
 INTERVAL = 4  # every fourth layer has attention
-ROTARY = {"partial_rotary_factor": 0.25, "rope_theta": 1e7}
-HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 32}
+DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_value_heads": 32,
+}
 
 
 def describe(config: Config) -> DecoderSpec:
@@ -24,15 +30,15 @@ def describe(config: Config) -> DecoderSpec:
     The sections of its rotary embedding (`mrope_section`) all have the same position where there is only text.
     """
     if config.text("model_type") == "qwen3_5":
-        text = config.table("text_config").with_defaults(model_type="qwen3_5_text")
-        text.expect("model_type", "qwen3_5_text")
-        if "tie_word_embeddings" in config:
-            text = text.with_defaults(tie_word_embeddings=config.flag("tie_word_embeddings"))
+        text = text_config(config, "qwen3_5_text", tied=False)
         return replace(describe(text), multimodal=True)
-    config.expect("hidden_act", "silu")
+    config.expect("hidden_act", "silu", "swish")
     config.expect("attention_bias", False)
-    config = config.with_defaults(**ROTARY, **HEADS)
-    spec = llama_like(config, head_dim=HEAD_DIM)
+    config.expect("attn_output_gate", True)
+    config = config.with_defaults(**DEFAULTS)
+    spec = llama_like(config, partial=True)
+    for name in ("rope_scaling", "rope_parameters"):
+        config.table(name).ignore("mrope_section", "mrope_interleaved")
     rule = _delta_rule(config, spec.layers)
     return replace(spec, norm_offset=1.0, qk_norm="head", output_gates=True, delta_rule=rule)
 
@@ -41,7 +47,7 @@ def _delta_rule(config: Config, layers: int) -> DeltaRule | None:
     interval = config.size("full_attention_interval", INTERVAL)
     kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
     if "layer_types" in config:
-        kinds = [*config.texts("layer_types", layers)]
+        kinds = [*config.layer_types(layers)]
     if set(kinds) - {FULL, LINEAR} or FULL not in kinds:
         raise config.refusal("layer_types", f"{FULL} or {LINEAR} for each layer, one {FULL} at least", got=f"{kinds}")
     kernel, key_heads = config.size("linear_conv_kernel_dim", 4), config.size("linear_num_key_heads", 16)

@@ -10,21 +10,27 @@ from edgekv.spec.llama_like import biases, llama_like, windows
 
 MODEL_TYPES = ("smollm3",)
 
-THETA = 2e6
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+}
 INTERVAL = 4  # every fourth layer is not rotated
 
 
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder, with layers without rotary embedding by `no_rope_layers` (1: rotated) or an interval."""
-    config.expect("hidden_act", "silu")
-    config = config.with_defaults(rope_theta=THETA)
-    spec = llama_like(config, tied_head=True)
+    config.expect("hidden_act", "silu", "swish")
+    config = config.with_defaults(**DEFAULTS)
+    spec = llama_like(config)
     if "no_rope_layers" in config:
         unrotated = [not each for each in config.flags("no_rope_layers", spec.layers)]
     else:
         interval = config.size("no_rope_layer_interval", INTERVAL)
         unrotated = [(layer + 1) % interval == 0 for layer in range(spec.layers)]
-    window = config.optional_size("sliding_window") if config.flag("use_sliding_window") else None
+    window = config.optional_size("sliding_window")
+    window = window if config.flag("use_sliding_window") else None
     return replace(
         spec,
         unrotated=frozenset(layer for layer, found in enumerate(unrotated) if found),

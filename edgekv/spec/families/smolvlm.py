@@ -7,13 +7,11 @@ from msgspec.structs import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families import llama
+from edgekv.spec.llama_like import text_config
 
 MODEL_TYPES = ("smolvlm",)
 
 
 def describe(config: Config) -> DecoderSpec:
     """The decoder of `text_config`."""
-    text = config.table("text_config").with_defaults(model_type="llama", rms_norm_eps=1e-5)
-    text.expect("model_type", "llama")
-    tied = config.flag("tie_word_embeddings", False)
-    return replace(llama.describe(text.with_defaults(tie_word_embeddings=tied)), multimodal=True)
+    return replace(llama.describe(text_config(config, "llama", tied=False)), multimodal=True)

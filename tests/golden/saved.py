@@ -1,0 +1,111 @@
+"""What transformers' `save_pretrained` writes of each random checkpoint: its config.json and its names of tensors.
+
+    python tests/golden/saved.py            write them
+    python tests/golden/saved.py --check    write the checkpoints again and compare
+
+Each is read through the product's own door too, and its logits are compared. Needs the extra `parity`. Run it from the
+root of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kept import TOLERANCE
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma4AssistantForCausalLM
+
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.reference import Reference
+from tests.checkpoints import ARCHITECTURES, as_float32, write_checkpoint, write_drafter
+from tests.picture_models import write_internvl, write_smolvlm
+
+FILE = Path(__file__).with_suffix(".json")
+MORE: dict[str, Callable[[Path], Path]] = {
+    "internvl": write_internvl,
+    "internvl-unbiased": lambda folder: write_internvl(folder, attention_bias=False),
+    "smolvlm": write_smolvlm,
+}
+
+
+def checkpoints(scratch: Path) -> Iterator[tuple[str, Path, Any]]:
+    """Name, folder and class of every checkpoint."""
+    for name, fields in ARCHITECTURES.items():
+        multimodal = "text_config" in fields
+        yield (
+            name,
+            write_checkpoint(scratch / name, fields, gain=1.0),
+            (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM),
+        )
+    for name, write in MORE.items():
+        yield name, write(scratch / name), AutoModelForImageTextToText
+    yield "gemma4_assistant", write_drafter(scratch / "drafter", scratch / "gemma4"), Gemma4AssistantForCausalLM
+
+
+def saved(scratch: Path, name: str, folder: Path, model: Any) -> dict[str, Any]:
+    """The configuration, and the names that differ from those of the test's own file, by what is stored."""
+    into = scratch / f"{name}-saved"
+    fresh = type(model)(copy.deepcopy(model.config))  # a loaded model is saved under the names that were loaded
+    fresh.load_state_dict(model.state_dict())
+    fresh.save_pretrained(into)
+    own, found = as_float32(load_file(folder / "model.safetensors")), load_file(into / "model.safetensors")
+    by_value = {value.tobytes(): key for key, value in own.items() if key not in found and np.ptp(value)}
+    names = {
+        key: by_value[value.tobytes()] for key, value in found.items() if key not in own and value.tobytes() in by_value
+    }
+    for file in folder.iterdir():
+        if not (into / file.name).exists():
+            shutil.copy(file, into)
+    return {"config": json.loads((into / "config.json").read_text()), "names": names}
+
+
+def difference(scratch: Path, name: str, model: Any) -> float:
+    """Of the logits of what was saved, read by the exporter, and those of transformers; relative to their range."""
+    opened = Checkpoint.open(str(scratch / f"{name}-saved"))
+    tokens = np.random.Generator(np.random.PCG64(4)).integers(0, 256, 64)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)[None]).logits[0].numpy()
+    (found,) = Reference(opened).logits([tokens])
+    return float(np.abs(found - expected).max() / np.ptp(expected))
+
+
+def make() -> dict[str, dict[str, Any]]:
+    """What is saved of each; exits if the exporter reads one otherwise than transformers."""
+    found = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        for name, folder, architecture in checkpoints(scratch):
+            model = architecture.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            found[name] = saved(scratch, name, folder, model)
+            if name != "gemma4_assistant" and (worst := difference(scratch, name, model)) > TOLERANCE:
+                sys.exit(f"{name}: logits differ by {worst:.1e} of their range")
+        target = Checkpoint.open(str(scratch / "gemma4-saved"))
+        Checkpoint.open_drafter(str(scratch / "gemma4_assistant-saved"), target)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    is_check, made = parser.parse_args().check, make()
+    if not is_check:
+        lines = (f"{json.dumps(name)}: {json.dumps(record, sort_keys=True)}" for name, record in made.items())
+        FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        return
+    kept = json.loads(FILE.read_text())
+    if wrong := [name for name in {*made, *kept} if made.get(name) != kept.get(name)]:
+        sys.exit(f"{FILE}: differ: {', '.join(sorted(wrong))}")
+
+
+if __name__ == "__main__":
+    main()
