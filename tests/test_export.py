@@ -21,14 +21,15 @@ from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
 from edgekv.graph_file import graph_content
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.cli.exported import export_warnings
 from exporters.export import ExportOptions, export_bundle
 from exporters.graphs.nodes import parameter_names
 from exporters.htp.check import floating_nodes
 from exporters.quantize.calibrate import read_calibration
 from exporters.quantize.recipe import Recipe, WeightRule
 from quant import quantize_per_channel
-from tests.checkpoints import OLDER, write_checkpoint
-from tests.exports import exported, small_options
+from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
+from tests.exports import export_options, exported, small_options
 
 DEVICE = find("SM8650")
 NEAREST = WeightRule(tensors="*", dtype="int8", method="nearest")
@@ -295,3 +296,18 @@ def test_the_manifest_says_where_the_bundle_is_from(small):
     rope = raw["model"]["rope"]
     assert rope["rope_type"] == "llama3" and rope["parameters"]["factor"] == 8
     assert set(raw["files"]) >= {"tokenizer.json", "ar1_cl64.onnx", "weights-head.safetensors"}
+
+
+@pytest.mark.parametrize(("context", "is_long"), [(64, False), (128, True)])
+def test_a_bundle_says_that_it_rotates_short_texts_as_long_ones(tmp_path, context, is_long):
+    """A random Phi-4-mini of an original context of 64: transformers has other factors for texts of up to 64 tokens."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["phi4-mini"], gain=1.0)
+    bundle = exported(checkpoint, export_options(context=context, ar=(1, 16), check_quality=True))
+    manifest = open_bundle(bundle).manifest
+    short = [each for each in manifest.quality if each.text == "short"]
+    warnings = [each for each in export_warnings(manifest) if "short_factor" in each]
+    assert len(short) == len(warnings) == is_long
+    if is_long:
+        assert short[0].top1_agreement < 1 and short[0].kl_nats > 0
+        assert "--context 128 is above original_max_position_embeddings = 64" in warnings[0]
+        assert f"top-1 {short[0].top1_agreement:.1%}" in warnings[0]

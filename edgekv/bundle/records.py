@@ -165,7 +165,8 @@ class QualityRecord(Record, frozen=True):
     """How close a bundle is to its float model on a text, measured at the end of the export.
 
     Attributes:
-        text: `prose`, `chat`, or `template`: the tokens of the chat that its template adds.
+        text: `prose`, `chat`, or `template`: the tokens of the chat that its template adds. `short`: how close the float
+            model with the rotation of the bundle's context is to the same with that of shorter texts (`longrope`).
         tokens: number of tokens predicted.
         kl_nats: mean Kullback-Leibler divergence of the float model's next-token distribution from the bundle's, nats.
         kl_most_nats: the largest divergence of a token, nats.
@@ -173,7 +174,7 @@ class QualityRecord(Record, frozen=True):
         least_token_sqnr_db: lowest SQNR of a token's logits, dB.
     """
 
-    text: Literal["prose", "chat", "template"]
+    text: Literal["prose", "chat", "template", "short"]
     tokens: Tokens
     kl_nats: float
     kl_most_nats: float
@@ -181,7 +182,8 @@ class QualityRecord(Record, frozen=True):
     least_token_sqnr_db: float
 
     def __str__(self) -> str:
-        what = "of the chat's template" if self.text == "template" else f"of {self.text}"
+        others = {"template": "the chat's template", "short": "short texts, by the rotation of long ones"}
+        what = f"of {others.get(self.text, self.text)}"
         return (
             f"{self.tokens} tokens {what}: KL {self.kl_nats:.2g} nats a token, {self.kl_most_nats:.2g} at "
             f"most; top-1 {self.top1_agreement:.1%}, least token {self.least_token_sqnr_db:.1f} dB"

@@ -424,6 +424,15 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return None
         return self.rope if self.local_rope is None or self._own_window(layer) is None else self.local_rope
 
+    def shorter_texts(self, context: int) -> int | None:
+        """The longest text that would be rotated by other factors on its own than in graphs for a longer context.
+
+        Keys in a cache are rotated, so that one text has one set of factors. Graphs have those of their context
+        (`longrope`); None if there is no such text.
+        """
+        found = (rope.original_context for rope in self.ropes)
+        return min((each for each in found if each is not None and each < context), default=None)
+
     def layers_with(self, rope: Rope) -> list[int]:
         """The layers with this rotary embedding, one of `ropes`."""
         return [layer for layer in range(self.layers) if self.rope_of(layer) is rope]

@@ -201,6 +201,12 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return Rotation(plain * self._yarn_share(), self._number("attention_factor"))
         return Rotation(plain, 1.0)
 
+    @property
+    def original_context(self) -> int | None:
+        """The longest text that `longrope` rotates by `short_factor`; None of other types."""
+        name = "original_max_position_embeddings"
+        return int(self._number(name)) if self.rope_type == "longrope" else None
+
     def _llama3_share(self, plain: NDArray[np.float64]) -> NDArray[np.float64]:
         factor, low, high, original = (self._number(name) for name in _LLAMA3)
         turns = original * plain / (2 * math.pi)  # over the original context

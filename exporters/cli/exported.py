@@ -80,8 +80,15 @@ def export_warnings(manifest: Manifest) -> Iterator[str]:
                 f"calibration: got {found:,} tokens; expected at least {wanted:,}, {_TOKENS_PER_INPUT} for each input "
                 f"of {widest}: its integers fit this text, and other text worse. Give a longer --calibration"
             )
+    if (most := manifest.model.shorter_texts(manifest.context)) is not None:
+        measured = "".join(f" ({each})" for each in manifest.quality if each.text == "short")
+        yield (
+            f"--context {manifest.context} is above original_max_position_embeddings = {most}: every text is rotated "
+            f"by long_factor, and transformers rotates texts of up to {most} tokens by short_factor{measured}. "
+            f"Export for short texts with --context {most}"
+        )
     for each in manifest.quality:
-        if each.kl_nats > BROKEN_NATS:
+        if each.kl_nats > BROKEN_NATS and each.text != "short":
             yield (
                 f"quality: KL divergence {each.kl_nats:.2g} nats a token on {each.text}, above {BROKEN_NATS}: "
                 f"a wrong --sink, --calibration of another kind, or too few bits (--recipe w8a16)"

@@ -213,7 +213,7 @@ class Tally:
         self._signal.append(sums.signal[targets])
         self._noise.append(sums.noise[targets])
 
-    def record(self, name: Literal["prose", "chat", "template"]) -> QualityRecord:
+    def record(self, name: Literal["prose", "chat", "template", "short"]) -> QualityRecord:
         """What a manifest keeps; rounded, so that threads and processors hardly change it."""
         found = self.evaluation("", "")
         return QualityRecord(

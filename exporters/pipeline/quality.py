@@ -239,7 +239,25 @@ class QualityPiece(Piece):
         for window, of_window in zip(chat, sums[len(prose) :], strict=True):
             of_chat.add_sums(window, of_window)
         records = (tally.record("prose"),) if tally else ()
-        return Quality(records=(*records, *of_chat.records), layers=tuple(run.losses))
+        short = self._short_texts(prose, bundle, inputs)
+        return Quality(records=(*records, *of_chat.records, *short), layers=tuple(run.losses))
+
+    def _short_texts(self, windows: Sequence[Window], bundle: Bundle, inputs: Inputs) -> tuple[QualityRecord, ...]:
+        """How far the float model is from itself on texts that would be rotated otherwise on their own, if any are."""
+        most = bundle.manifest.model.shorter_texts(bundle.manifest.context)
+        if most is None or not windows:
+            return ()
+        cut = [Window(each.inputs[:most], each.targets[: most - each.first], each.first) for each in windows]
+        ids, exact = [each.inputs for each in cut], inputs.exact(self.texts[0][1].exact)
+        by_length = (Reference(exact, context) for context in (most, bundle.manifest.context))
+        tally, sums = Tally(), [TokenSums(each) for each in cut]
+        blocks = (reference.head_blocks(reference.states(ids)) for reference in by_length)
+        for expected, actual in zip(*blocks, strict=True):
+            for each, one, other in zip(sums, expected, actual, strict=True):
+                each.add(one, other)
+        for each in sums:
+            tally.add_sums(each)
+        return (tally.record("short"),)
 
     def _exact(self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs) -> Iterator[list[Floats]]:
         """The reference's logits of every window, for some rows of the vocabulary after the others."""

@@ -13,15 +13,8 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 
 FULL, LINEAR = "full_attention", "linear_attention"
 INTERVAL = 4  # every fourth layer has attention
-DEFAULTS = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "partial_rotary_factor": 0.25,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_value_heads": 32,
-}
+DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 32_768, "partial_rotary_factor": 0.25}
+HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_value_heads": 32}
 
 
 def describe(config: Config) -> DecoderSpec:
@@ -35,7 +28,7 @@ def describe(config: Config) -> DecoderSpec:
     config.expect("hidden_act", "silu", "swish")
     config.expect("attention_bias", False)
     config.expect("attn_output_gate", True)
-    config = config.with_defaults(**DEFAULTS)
+    config = config.with_defaults(**DEFAULTS, **HEADS)
     spec = llama_like(config, partial=True)
     for name in ("rope_scaling", "rope_parameters"):
         config.table(name).ignore("mrope_section", "mrope_interleaved")
