@@ -106,6 +106,135 @@ def test_a_part_that_the_index_names_must_be_there(tmp_path):
     assert "model-00002-of-00002.safetensors" in refusal(tmp_path)
 
 
+def test_an_older_shard_is_named(tmp_path):
+    """A tensor in two of the files that an index names: it belongs to the one that the index says."""
+    write_checkpoint(tmp_path, shards=2)
+    first, second = sorted(tmp_path.glob("model-*.safetensors"))
+    tensors = load_file(second)
+    save_file(tensors | {"model.embed_tokens.weight": load_file(first)["model.embed_tokens.weight"]}, second)
+    message = refusal(tmp_path)
+    assert f"{second.name}: model.embed_tokens.weight: got a tensor that {first.name} has too" in message
+
+
+def test_a_whole_file_beside_an_index_that_does_not_name_it_is_refused(tmp_path):
+    """transformers reads the whole file, other programs the index."""
+    write_checkpoint(tmp_path, shards=2)
+    save_file({"lm_head.weight": np.zeros((320, 64), np.float32)}, tmp_path / "model.safetensors")
+    assert "model.safetensors: got it beside model.safetensors.index.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rename", "words"),
+    [
+        (lambda name: name.removeprefix("model."), ["embed_tokens.weight", "a base model without a head"]),
+        (lambda name: name.replace("lm_head", "score"), ["score.weight", "a reranker", "lm_head.weight"]),
+        (lambda name: name.replace("lm_head", "classifier"), ["classifier.weight", "classifies"]),
+        (lambda name: name if "lm_head" not in name else "", ["lm_head.weight", "no such tensor", "tie_word_embedd"]),
+    ],
+    ids=["embeddings", "reranker", "classifier", "no head"],
+)
+def test_a_model_that_writes_no_text_is_refused_by_name(tmp_path, rename, words):
+    """As Qwen3-Embedding, whose names have no `model.`, and Qwen3ForSequenceClassification."""
+    write_checkpoint(tmp_path, OLDER)
+    tensors = {rename(name): value for name, value in load_file(tmp_path / "model.safetensors").items()}
+    tensors.pop("", None)
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = refusal(tmp_path)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_folder_of_mlx_is_refused_by_name(tmp_path, quantized):
+    """Its norms and convolutions are changed, quantized or not."""
+    write_checkpoint(tmp_path)
+    if quantized:
+        config, how = json.loads((tmp_path / "config.json").read_text()), {"group_size": 64, "bits": 4}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization": how, "quantization_config": how}))
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "mlx"})
+    message = refusal(tmp_path)
+    assert ("quantization: got those of MLX" if quantized else "format: got 'mlx'") in message
+    assert "Take the checkpoint that it was converted from" in message
+
+
+UNREAD = "expected a field that this architecture is known to have"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"a_field_of_tomorrow": 1}, ["config.json: a_field_of_tomorrow: got 1", UNREAD, "If it does not, remove it"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "alpha": 2}}, ["config.json: rope_parameters: alpha: got 2", UNREAD]),
+        ({"sliding_window": 8}, ["sliding_window: got 8", UNREAD]),
+        ({"layer_types": ["sliding_attention"] * 2}, ["layer_types", "full_attention alone"]),
+        ({"is_causal": False}, ["is_causal: got False; expected True"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor: got 0.5; expected 1,"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", UNREAD]),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config", UNREAD]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_field_that_nothing_reads_is_refused_by_name(tmp_path, fields, words):
+    write_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path)
+    assert all(word in message for word in words), message
+    with pytest.raises(CheckpointError):  # nor planned
+        find_subject(tmp_path, Overrides(context=64, ar=(1, 16)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_act": "swish"},
+        {"a_field_of_tomorrow": None, "another": [], "pruned_heads": {}},
+        {"torch_dtype": "bfloat16", "attention_dropout": 0.1, "use_cache": False, "pretraining_tp": 2},
+        {"id2label": {"0": "A"}, "sep_token_id": 3, "temperature": 0.6, "transformers.js_config": {"dtype": "q4"}},
+        {"rope_parameters": {"type": "default", "rope_type": "default", "rope_theta": 1e4}},
+    ],
+)
+def test_fields_that_change_nothing_are_accepted(tmp_path, fields):
+    expected = Checkpoint.open(str(write_checkpoint(tmp_path / "a"))).spec
+    config = json.loads((write_checkpoint(tmp_path / "b") / "config.json").read_text()) | fields
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(str(tmp_path / "b")).spec == expected
+
+
+def test_absent_fields_have_the_defaults_of_transformers(tmp_path):
+    write_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["max_position_embeddings"], config["rms_norm_eps"], config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = Checkpoint.open(str(tmp_path)).spec
+    assert (spec.max_positions, spec.eps, spec.rope.theta) == (2048, 1e-6, 1e4)
+
+
+def test_biases_of_zero_are_left_out(tmp_path):
+    write_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}
+    save_file(tensors | bias, tmp_path / "model.safetensors")
+    assert not Checkpoint.open(str(tmp_path)).spec.biased
+    save_file(tensors | {name: value + 1 for name, value in bias.items()}, tmp_path / "model.safetensors")
+    assert "q_proj.bias: got a tensor that config.json does not account for" in refusal(tmp_path)
+
+
+def test_a_tensor_in_two_spellings_is_refused(tmp_path):
+    write_checkpoint(tmp_path, ARCHITECTURES["lfm3"])
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.2.self_attn.g_proj.weight"
+    save_file(tensors | {name.replace("g_proj", "gate_proj"): tensors[name]}, tmp_path / "model.safetensors")
+    assert "gate_proj.weight" in refusal(tmp_path) and "mean the same tensor" in refusal(tmp_path)
+
+
+def test_rope_scaling_replaces_rope_parameters():
+    """As in transformers, with the base beside it or the default one."""
+    both = {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert rope(both) == rope({"rope_scaling": both["rope_scaling"]})
+    assert rope(both | {"rope_theta": 7.0}).theta == 7.0
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     write_checkpoint(tmp_path)
     write_tokenizer(tmp_path / "tokenizer.json", extra=100, special=False)

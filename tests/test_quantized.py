@@ -487,3 +487,31 @@ def test_the_least_integers_mean_the_same_on_the_htp(folder: Path, tmp_path: Pat
     with edgekv.load(tmp_path / "bundle", engine="htp") as model:
         found = model.score(tokens)
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dynamic": {r"+:.*\.0\..*": {"bits": 8}}}, ["dynamic", "bits: got 8; expected 4", "before quantization"]),
+        ({"dynamic": {r".*\.mlp\..*": {"group_size": 64}}}, ["dynamic", "group_size: got 64; expected 32"]),
+        ({"rotation": "hadamard"}, ["quantization_config: rotation: got 'hadamard'"]),
+    ],
+    ids=["bits", "groups", "rotated"],
+)
+def test_gptq_of_modules_that_differ_is_refused_by_field(tmp_path, fields, words):
+    write_gptq(write_checkpoint(tmp_path))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | fields}))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(str(tmp_path))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_gptq_with_modules_that_are_left_out_is_read(tmp_path):
+    write_gptq(write_checkpoint(tmp_path))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["dynamic"] = {"-:lm_head": {}, r"+:.*": {"bits": 4, "desc_act": True}}
+    path.write_text(json.dumps(config))
+    assert Checkpoint.open(str(tmp_path)).quantization is not None

@@ -165,8 +165,8 @@ class QualityRecord(Record, frozen=True):
     """How close a bundle is to its float model on a text, measured at the end of the export.
 
     Attributes:
-        text: `prose`, `chat`, or `template`: the tokens of the chat that its template adds. `short`: how close the float
-            model with the rotation of the bundle's context is to the same with that of shorter texts (`longrope`).
+        text: `prose`, `chat`, or `template`: the tokens of the chat that its template adds. `short`: how close the
+            float model with the rotation of the bundle's context is to that with the one of short texts (`longrope`).
         tokens: number of tokens predicted.
         kl_nats: mean Kullback-Leibler divergence of the float model's next-token distribution from the bundle's, nats.
         kl_most_nats: the largest divergence of a token, nats.

@@ -186,43 +186,43 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         exponents = -np.arange(0, self.width, 2, dtype=np.float64) / self.width
         plain: NDArray[np.float64] = self.theta**exponents
         if self.rope_type == "linear":
-            return Rotation(plain / self._number("factor"), 1.0)
+            return Rotation(plain / self.number("factor"), 1.0)
         if self.rope_type == "proportional":
-            rotated = int(self._number("partial_rotary_factor") * self.width // 2)
+            rotated = int(self.number("partial_rotary_factor") * self.width // 2)
             kept = np.where(np.arange(self.width // 2) < rotated, plain, 0.0)
-            return Rotation(kept / self._number("factor"), 1.0)
+            return Rotation(kept / self.number("factor"), 1.0)
         if self.rope_type == "llama3":
             return Rotation(plain * self._llama3_share(plain), 1.0)
         if self.rope_type == "longrope":
-            long = tokens > self._number("original_max_position_embeddings")
+            long = tokens > self.number("original_max_position_embeddings")
             factors = np.asarray(self._numbers("long_factor" if long else "short_factor"), np.float64)
-            return Rotation(plain / factors, self._number("attention_factor"))
+            return Rotation(plain / factors, self.number("attention_factor"))
         if self.rope_type == "yarn":
-            return Rotation(plain * self._yarn_share(), self._number("attention_factor"))
+            return Rotation(plain * self._yarn_share(), self.number("attention_factor"))
         return Rotation(plain, 1.0)
 
     @property
     def original_context(self) -> int | None:
         """The longest text that `longrope` rotates by `short_factor`; None of other types."""
         name = "original_max_position_embeddings"
-        return int(self._number(name)) if self.rope_type == "longrope" else None
+        return int(self.number(name)) if self.rope_type == "longrope" else None
 
     def _llama3_share(self, plain: NDArray[np.float64]) -> NDArray[np.float64]:
-        factor, low, high, original = (self._number(name) for name in _LLAMA3)
+        factor, low, high, original = (self.number(name) for name in _LLAMA3)
         turns = original * plain / (2 * math.pi)  # over the original context
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
         share: NDArray[np.float64] = kept + (1 - kept) / factor
         return share
 
     def _yarn_share(self) -> NDArray[np.float64]:
-        factor, original, fast, slow = (self._number(name) for name in _YARN)
+        factor, original, fast, slow = (self.number(name) for name in _YARN)
 
         def pair_with(turns: float) -> float:
             """The pair number with this many rotations over the original context."""
             return self.width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         first, last = pair_with(fast), pair_with(slow)
-        if self._number("truncate"):
+        if self.number("truncate"):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.width - 1)
         pairs = np.arange(self.width // 2, dtype=np.float64)
@@ -230,7 +230,8 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         share: NDArray[np.float64] = (1 - divided) + divided / factor
         return share
 
-    def _number(self, name: str) -> float:
+    def number(self, name: str) -> float:
+        """A parameter that is a number."""
         value = self.parameters[name]
         assert isinstance(value, (int, float)), "lists are read by name"
         return float(value)

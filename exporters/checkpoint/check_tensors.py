@@ -47,13 +47,53 @@ def without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View
     return {key: stored for key, stored in tensors.items() if key not in extra}
 
 
+_OTHER_HEADS = {
+    "score.": "a model that classifies texts, such as a reranker or a reward model",
+    "classifier.": "a model that classifies texts or tokens",
+    "qa_outputs.": "a model that marks answers in texts",
+    "v_head.": "a model that values texts",
+}
+
+
+def check_purpose(found: Iterable[str]) -> None:
+    """Check that tensors are not those of a model that gives something else than text.
+
+    Raises:
+        CheckpointError: they are, by their names.
+    """
+    for key in found:
+        for head, kind in _OTHER_HEADS.items():
+            if key.startswith(head):
+                raise CheckpointError(
+                    f"weights: {key}",
+                    got=f"the head of {kind}",
+                    expected=f"a model that writes text, whose head is {HEAD}",
+                    fix="It cannot be exported: take the checkpoint of the language model.",
+                )
+        if key == EMBEDDING.removeprefix("model."):
+            raise CheckpointError(
+                f"weights: {key}",
+                got="a base model without a head: its names have no `model.`, as those of models of embeddings",
+                expected=f"a model that writes text, with {EMBEDDING}",
+                fix="It cannot be exported: take the checkpoint of the language model.",
+            )
+
+
 def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
     """Check that all tensors of the decoder are present, and no others.
 
     Raises:
         CheckpointError: naming the tensor.
     """
+    check_purpose(found)
     shapes = {view.key: view.stored_shape for view in wanted}
+    if HEAD in shapes and HEAD not in found:
+        raise CheckpointError(
+            f"weights: {HEAD}",
+            got="no such tensor",
+            expected="a head, as tie_word_embeddings of config.json says",
+            fix="Fetch all files of the checkpoint. A base model without a head writes no text.",
+        )
     for key, shape in shapes.items():
         stored = found.get(key)
         if stored is None or stored.shape != shape:

@@ -150,6 +150,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             of another type.
     """
     places = _read_index(folder)
+    if places and WHOLE not in places.values() and (folder / WHOLE).is_file():
+        raise CheckpointError(
+            str(folder / WHOLE),
+            got=f"it beside {INDEX}, which does not name it",
+            expected="the whole weights in one file, or in several with an index",
+            fix="One of them is of another version: remove the one that is not wanted.",
+        )
     if places:
         files = sorted({folder / name for name in places.values()})
     else:
@@ -169,6 +176,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for file in files:
         for key, tensor in tensors_of(file):
+            if key in found and key in places:
+                stale = next(each for each in (found[key].file.name, file.name) if each != places[key])
+                raise CheckpointError(
+                    f"{stale}: {key}",
+                    got=f"a tensor that {places[key]} has too",
+                    expected=f"those that {INDEX} says are in it",
+                    fix="It is of another download or version: fetch it again.",
+                )
             if key in found:
                 raise CheckpointError(
                     f"weights: {key}",
@@ -246,6 +261,13 @@ def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             fix="It is truncated or damaged: download it again.",
         ) from error
     header, begin = _header(file)
+    if header.get("__metadata__", {}).get("format") == "mlx":
+        raise CheckpointError(
+            f"{file.name}: format",
+            got="'mlx'",
+            expected="a file that transformers reads: MLX stores some tensors changed",
+            fix="Take the checkpoint that it was converted from.",
+        )
     for key in keys:
         entry = header[key]
         dtype = (_FLOATS | _PARTS).get(entry["dtype"])

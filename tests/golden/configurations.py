@@ -244,7 +244,7 @@ def _without_theta(table: Fields) -> Fields:
     return {name: value for name, value in table.items() if name != "rope_theta"}
 
 
-def transformers_logits(folder: Path, architecture: Any) -> np.ndarray | None:
+def transformers_logits(folder: Path, architecture: Any, tokens: np.ndarray) -> np.ndarray | None:
     """`[T, V]`; None if transformers refuses, or does not load every tensor of the text model."""
     try:
         model, loading = architecture.from_pretrained(
@@ -255,7 +255,7 @@ def transformers_logits(folder: Path, architecture: Any) -> np.ndarray | None:
         if text:
             return None
         with torch.no_grad():
-            found: np.ndarray = model(torch.tensor(TOKENS)[None]).logits[0].numpy()
+            found: np.ndarray = model(torch.tensor(tokens)[None]).logits[0].numpy()
         return found if np.isfinite(found).all() else None
     except Exception:
         return None
@@ -264,12 +264,14 @@ def transformers_logits(folder: Path, architecture: Any) -> np.ndarray | None:
 def verdict(folder: Path, architecture: Any) -> str:
     """What the product does with a folder, beside what transformers does."""
     try:
-        (found,) = Reference(Checkpoint.open(str(folder))).logits([TOKENS])
+        opened = Checkpoint.open(str(folder))
+        tokens = TOKENS[: opened.spec.max_positions]  # a longer context is refused
+        (found,) = Reference(opened).logits([tokens])
     except EdgeKVError:
         return "refused"
     except Exception as error:
         return f"FAILS: {error!r}"
-    if (expected := transformers_logits(folder, architecture)) is None:
+    if (expected := transformers_logits(folder, architecture, tokens)) is None:
         return "opened, which transformers does not"
     worst = float(np.abs(found - expected).max() / np.ptp(expected))
     return "equal" if worst < TOLERANCE else f"DIFFERS by {worst:.2g} of the range"

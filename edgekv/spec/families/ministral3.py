@@ -41,6 +41,8 @@ def describe(config: Config) -> DecoderSpec:
     table.ignore("max_position_embeddings")
     if not table.zero_or_number("llama_4_scaling_beta"):
         return spec
+    if spec.rope.rope_type != "yarn":
+        raise table.refusal("rope_type", "yarn, beside llama_4_scaling_beta")
     name = "original_max_position_embeddings"
-    original = min(spec.max_positions, table.size(name))
+    original = min(spec.max_positions, int(spec.rope.number(name)))
     return replace(spec, max_positions=original, bound_by=f"{name} (beyond it, llama_4_scaling_beta)")

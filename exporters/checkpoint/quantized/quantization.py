@@ -106,7 +106,22 @@ def _gptq(config: Config) -> Quantization:
             "gptq or gptq_v2",
             fix="Take the checkpoint in GPTQ's own format, or the one before quantization.",
         )
-    return _quantization("gptq", LAYOUTS[form], Scheme(bits, config.optional_size("group_size", 128)))
+    group = config.optional_size("group_size", 128)
+    _check_dynamic(config.table("dynamic"), {"bits": bits, "group_size": group})
+    return _quantization("gptq", LAYOUTS[form], Scheme(bits, group))
+
+
+def _check_dynamic(config: Config, common: Mapping[str, object]) -> None:
+    """Check that no module is quantized otherwise than the others; those of patterns that begin with `-:` are not."""
+    for pattern in config.names:
+        if pattern.startswith("-:"):
+            config.ignore(pattern)
+            continue
+        own = config.table(pattern)
+        for name, value in common.items():
+            if own.optional_size(name, -1) not in (value, -1):
+                wanted = f"{value}, as of all other modules"
+                raise own.refusal(name, wanted, fix=f"Modules of different {name} cannot be read. {_BEFORE}")
 
 
 def _awq(config: Config) -> Quantization:
@@ -170,6 +185,18 @@ def _quantization(method: str, layouts: tuple[PackedLayout, ...], *schemes: Sche
     return Quantization(f"{method}, {' and '.join(each.name for each in schemes)}", layouts, schemes)
 
 
+_UNREAD = """
+quant_method quantization_status version backend meta sym desc_act static_groups true_sequential damp_percent
+damp_auto_increment act_group_aware lm_head model_name_or_path model_file_base_name tokenizer dataset
+block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize batch_size pad_token_id
+use_exllama exllama_config exllama disable_exllama max_input_length use_cuda_fp16 model_seqlen cache_block_outputs
+zero_point modules_to_not_convert do_fuse modules_to_fuse fuse_max_seq_len ignore ignored_layers kv_cache_scheme
+activation_scheme activation_scale_ub global_compression_ratio targets input_activations output_activations
+actorder dynamic observer observer_kwargs scale_dtype zp_dtype registry_requires_subclass sparsity_structure
+global_sparsity mse failsafe offload_to_disk pack_impl hyb_act
+"""
+_HARMLESS = frozenset(_UNREAD.split())
+"""Fields of `quantization_config` that say how weights were quantized, or how programs run them."""
 _METHODS: Mapping[str, Callable[[Config], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
@@ -196,10 +223,15 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(given, dict):
         raise Config(config).refusal(name, "a JSON object")
     quantization = Config(_without_ones(given), f"{CONFIG}: {name}")
+    if "quant_method" not in quantization and isinstance(config.get("quantization"), dict):
+        fix = "Take the checkpoint that it was converted from."
+        raise Config(config).refusal("quantization", "weights that transformers reads", got="those of MLX", fix=fix)
     method = quantization.text("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
     if method not in _METHODS:
         raise quantization.refusal("quant_method", " or ".join(_METHODS), fix=_DEQUANTIZE)
-    return _METHODS[method](quantization)
+    found = _METHODS[method](quantization)
+    quantization.check_read(_HARMLESS)
+    return found
 
 
 def _without_ones(fields: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
