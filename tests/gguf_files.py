@@ -69,18 +69,22 @@ ARCHITECTURES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_5_text
 INTERLEAVED = ("llama", "granite", "smollm3")
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", **changes: Any) -> Path:
+def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", tensors: int = 0, **changes: Any) -> Path:
     """Write the checkpoint in a folder as a GGUF file, its matrices in one type.
 
     Args:
         checkpoint: a Hugging Face folder.
         path: the file.
         kind: llama.cpp's name of the matrices' type.
+        tensors: of each part, for a split file; 0 for a whole one.
         changes: metadata to replace; None leaves a field out.
+
+    Returns:
+        The file, or the first part.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors)
     fields = {key.format(arch=architecture): value for key, value in metadata(config, architecture).items()}
     for key, value in (fields | tokenizer_fields(checkpoint, config) | changes).items():
         if value is not None:
@@ -102,7 +106,7 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", **changes: Any) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors else path
 
 
 def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:

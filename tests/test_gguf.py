@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -19,10 +21,10 @@ from edgekv.errors import CheckpointError
 from edgekv.spec import views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.gguf import GgufFile, gguf_tensors, rebuild_tokenizer
-from exporters.checkpoint.gguf.file import Block
+from exporters.checkpoint.gguf.part import Block
 from exporters.checkpoint.gguf.tensors import TYPES, GgufTensor
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.gguf_files import write_gguf
 
 PROMPT = [(7 * i) % 200 + 3 for i in range(40)]
@@ -63,7 +65,7 @@ def test_the_decoder_and_its_logits_are_those_of_the_checkpoint(name: str, tmp_p
 def test_every_simple_type_is_read_as_it_was_written(kind: str) -> None:
     values = np.random.default_rng(1).normal(0, 1, (6, 64)).astype(np.float32)
     stored = quantize(values, gguf.GGMLQuantizationType[kind])
-    tensor = GgufTensor(Path("x"), values.shape, Block(stored, kind, values.shape))
+    tensor = GgufTensor(Path("x"), values.shape, Block(stored, kind, values.shape, Path("x")))
     np.testing.assert_array_equal(tensor.read(slice(2, 5)), dequantize(stored, gguf.GGMLQuantizationType[kind])[2:5])
     np.testing.assert_array_equal(tensor.read(np.array([5, 0])), tensor.read(slice(None))[[5, 0]])
     assert np.abs(tensor.read(slice(None)) - values).max() < {"F32": 1e-9, "F16": 2e-3, "BF16": 2e-2}.get(kind, 0.3)
@@ -107,7 +109,7 @@ def test_every_k_type_is_read_as_its_layout_says(kind: str, size: int) -> None:
     for row in stored.reshape(-1, size):  # finite block scales
         place = slice(208, 210) if kind == "Q6_K" else slice(0, 4)
         row[place] = np.array([0.01, 0.02][: (place.stop - place.start) // 2], np.float16).view(np.uint8)
-    tensor = GgufTensor(Path("x"), (3, 512), Block(stored, kind, (3, 512)))
+    tensor = GgufTensor(Path("x"), (3, 512), Block(stored, kind, (3, 512), Path("x")))
     expected = np.stack([k_block(kind, each) for each in stored.reshape(-1, size)]).reshape(3, 512)
     np.testing.assert_allclose(tensor.read(slice(None)), expected, rtol=1e-5, atol=1e-6)
 
@@ -226,6 +228,73 @@ def test_what_is_not_supported_is_refused_by_name(llama: Path, tmp_path: Path, c
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """The parts of a model with a head of its own; gguf-split puts the head alone into the last one."""
+    folder = write_checkpoint(tmp_path / "untied", OLDER | {"rope_scaling": None})
+    write_gguf(folder, tmp_path / "whole.gguf")
+    write_gguf(folder, tmp_path / "model.gguf", tensors=8)
+    return sorted(tmp_path.glob("model-*.gguf"))
+
+
+@pytest.mark.parametrize("given", [0, -1])
+def test_all_parts_of_a_split_file_are_read_whichever_is_given(parts: list[Path], given: int) -> None:
+    whole = Checkpoint.open(str(parts[0].with_name("whole.gguf")))
+    found = Checkpoint.open(str(parts[given]))
+    assert found.spec == whole.spec and not found.spec.tied_head and found.files == tuple(parts)
+    for view in views(whole.spec):
+        np.testing.assert_array_equal(found.tensor(view.name), whole.tensor(view.name))
+    before = found.weights_sha256()
+    with parts[-1].open("r+b") as last:
+        last.seek(-4, 2)
+        last.write(b"\0\0\0\0")
+    assert found.weights_sha256() != before
+
+
+def _changed(part: Path, key: str, value: int) -> None:
+    reader = gguf.GGUFReader(part, "r+")
+    reader.fields[key].parts[reader.fields[key].data[0]][0] = value
+
+
+def _copied(parts: list[Path], key: str | None = None) -> None:
+    """Two parts with the same tensors, of which the second may have other metadata too."""
+    shutil.copy(parts[0], parts[1])
+    _changed(parts[1], "split.no", 1)
+    if key is not None:
+        _changed(parts[1], key, 7)
+
+
+SETS = {
+    "a tensor is in two parts": (_copied, "output.weight: got a tensor of model-00001-of-00003.gguf too; expected"),
+    "a part is of another model": (
+        lambda parts: _copied(parts, "llama.rope.freq_base"),
+        "llama.rope.freq_base: got 7.0; expected what model-00001-of-00003.gguf says",
+    ),
+    "a part is missing": (lambda parts: parts[1].unlink(), "2 of 3 parts, without model-00002-of-00003.gguf"),
+    "a part has another name": (lambda parts: parts[0].rename(parts[0].with_name("m.gguf")), "one of 3; expected a na"),
+    "a part is another one": (lambda parts: shutil.copy(parts[1], parts[2]), "split.no: got 1; expected 2, as its"),
+    "a part is of more parts": (lambda parts: _changed(parts[1], "split.count", 4), "split.count: got 4; expected 3"),
+    "a tensor is lost": (lambda parts: _changed(parts[0], "split.tensors.count", 22), "got 22, and 21 in all parts"),
+    "a part is a whole model": (
+        lambda parts: shutil.copy(parts[0].with_name("whole.gguf"), parts[1]),
+        "split.count: got nothing; expected a whole number",
+    ),
+    "the parts do not know": (
+        lambda parts: [shutil.copy(part.with_name("whole.gguf"), part) for part in parts],
+        "split.count: got a whole model; expected a name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_of_parts_that_do_not_belong_together_is_refused(parts: list[Path], name: str) -> None:
+    change, message = SETS[name]
+    change(parts)
+    given = parts[0] if parts[0].exists() else parts[0].with_name("m.gguf")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint.open(str(given))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.1, 0.5, 0.99])
 def test_a_truncated_file_is_refused(file: Path, share: float) -> None:
     content = file.read_bytes()
@@ -323,7 +392,7 @@ def test_a_flipped_byte_never_gives_a_traceback(file: Path, tmp_path: Path) -> N
 def test_a_tensor_of_an_unknown_type_is_named(llama: Path, tmp_path: Path) -> None:
     file = GgufFile(write_gguf(llama, tmp_path / "model.gguf"))
     name, block = next(iter(file.blocks.items()))
-    changed = dict(file.blocks) | {name: Block(block.data, "IQ2_XS", block.shape)}
+    changed = dict(file.blocks) | {name: Block(block.data, "IQ2_XS", block.shape, block.file)}
     file.blocks = changed
     with pytest.raises(CheckpointError, match=f"{name}: got type IQ2_XS; expected F32 or F16"):
         gguf_tensors(file)

@@ -215,8 +215,13 @@ class Checkpoint:
         special = special_tokens(config, {}, tokenizer, spec.vocab)
         chat = chat_templates(file)
         return cls(
-            str(path), path, spec, special, tokenizer, None, chat, config, tensors, wanted, (path,), adapters=merged
+            str(path), path, spec, special, tokenizer, None, chat, config, tensors, wanted, file.parts, adapters=merged
         )
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the weights."""
+        return self._files
 
     @property
     def config_sha256(self) -> str:

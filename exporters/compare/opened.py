@@ -89,7 +89,7 @@ def open_contender(path: Path, options: ContenderOptions) -> Contender:
 def _gguf(path: Path, options: ContenderOptions) -> Contender:
     """Through llama-cpp-python where it is installed; else in float32, untimed."""
     opened = Checkpoint.open(str(path))
-    reference = ReferenceContender(opened, "GGUF", path.stat().st_size)
+    reference = ReferenceContender(opened, "GGUF", sum(file.stat().st_size for file in opened.files))
     version = _version("llama-cpp-python")
     if version is None:
         engine = f"{ENGINE} (llama-cpp-python is not installed)"

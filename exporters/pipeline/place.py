@@ -143,7 +143,8 @@ _known: dict[Place, _Known] = {}
 def _stamps(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
     """Size and time of change of each file, so that a file that changes while a worker lives is hashed again."""
     folders = [checkpoint.folder, *(each.folder for each in checkpoint.adapters)]
-    files = [file for folder in folders for file in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
+    files = [file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())]
+    files += [file for file in checkpoint.files if file not in files]
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 

@@ -1,7 +1,8 @@
 """GGUF files: configuration, tensors and tokenizer of llama.cpp's format, read without torch."""
 
 from exporters.checkpoint.gguf.config import hugging_face_config
-from exporters.checkpoint.gguf.file import GgufFile, is_gguf
+from exporters.checkpoint.gguf.file import GgufFile
+from exporters.checkpoint.gguf.part import is_gguf
 from exporters.checkpoint.gguf.tensors import GgufTensor, gguf_tensors
 from exporters.checkpoint.gguf.tokenizer import chat_templates, rebuild_tokenizer
 

@@ -3,90 +3,39 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
-from exporters.checkpoint.gguf.layout import LayoutError, check_layout
-
-MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_HEADER = struct.Struct("<4sIQQ")
-_LEAST_ENTRY_BYTES = 13  # a key of one character, its type, and one byte
-_TRUNCATED = "It is truncated or damaged: download it again."
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A tensor as the file stores it.
-
-    Attributes:
-        data: rows of quantized bytes `[rows, bytes]`, or of floats; mapped from the file.
-        type: llama.cpp's name of the type, such as `Q4_K`.
-        shape: dimensions, the slowest first: `[out, in]` for a matrix.
-    """
-
-    data: NDArray[Any]
-    type: str
-    shape: tuple[int, ...]
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file starts with GGUF's magic number."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+from exporters.checkpoint.gguf.part import Block
+from exporters.checkpoint.gguf.split import joined, open_parts
 
 
 class GgufFile:
     """An open GGUF file.
 
     Attributes:
-        path: the file.
+        path: the file that was given.
+        parts: all files of the model, in order.
         architecture: `general.architecture`, such as `llama`.
         blocks: every tensor by its name.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the metadata and map the tensors.
+        """Read the metadata and map the tensors; of a split file, those of all parts.
 
         Raises:
-            CheckpointError: the file is truncated, damaged, of another version or byte order, or `gguf` is missing.
+            CheckpointError: a file is truncated, damaged, of another version or byte order, a part is missing or of
+                another model, or `gguf` is missing.
         """
+        parts = open_parts(path)
         self.path = path
-        _check_header(path)
-        try:
-            from gguf import GGML_QUANT_SIZES, GGUFReader
-        except ImportError:
-            raise CheckpointError(
-                str(path),
-                got="a GGUF file, but no package gguf",
-                expected="the package gguf to read it",
-                fix='Install it: pip install "edgekv[export]".',
-            ) from None
-        try:
-            check_layout(path, GGML_QUANT_SIZES)
-            reader = GGUFReader(path)
-            fields = {name: field.contents() for name, field in reader.fields.items()}
-            blocks = {
-                tensor.name: Block(tensor.data, tensor.tensor_type.name, tuple(int(n) for n in tensor.shape)[::-1])
-                for tensor in reader.tensors
-            }
-        except LayoutError as error:
-            raise CheckpointError(str(path), got=error, expected="a layout that can be", fix=_TRUNCATED) from None
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
-            raise CheckpointError(
-                str(path), got=f"a broken file ({error})", expected="a whole GGUF file", fix=_TRUNCATED
-            ) from None
-        self._fields: Mapping[str, Any] = fields
-        self.blocks: Mapping[str, Block] = blocks
+        self.parts = tuple(part.path for part in parts)
+        self._fields: Mapping[str, Any] = parts[0].fields
+        self.blocks: Mapping[str, Block] = joined(parts)
         self.architecture = self.text("general.architecture")
 
     def __contains__(self, key: str) -> bool:
@@ -178,27 +127,3 @@ class GgufFile:
     def _key(self, key: str) -> str:
         """Keys that start with a dot belong to the architecture: `.block_count` is `llama.block_count`."""
         return f"{self.architecture}{key}" if key.startswith(".") else key
-
-
-def _check_header(path: Path) -> None:
-    """Reject files that are not GGUF, and counts that exceed the file's length, before anything is parsed."""
-    with path.open("rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size or header[:4] != MAGIC:
-        raise CheckpointError(str(path), got="no GGUF header", expected="a GGUF file", fix=_TRUNCATED)
-    _, version, tensors, keys = _HEADER.unpack(header)
-    if version not in _VERSIONS:
-        big_endian = version >> 24 in _VERSIONS
-        raise CheckpointError(
-            str(path),
-            got="a big-endian file" if big_endian else f"version {version}",
-            expected="version 2 or 3, little-endian",
-            fix="Convert the model again with a current llama.cpp.",
-        )
-    if (tensors + keys) * _LEAST_ENTRY_BYTES > path.stat().st_size:
-        raise CheckpointError(
-            str(path),
-            got=f"{tensors:,} tensors and {keys:,} fields in {path.stat().st_size:,} bytes",
-            expected="counts that the file can hold",
-            fix=_TRUNCATED,
-        )

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from edgekv.errors import CheckpointError
 from edgekv.spec.tensors import LAYER_TABLE, LAYER_TABLE_NORM, LAYER_TABLE_PROJECTION
 from exporters.checkpoint.gguf.config import further_layers
-from exporters.checkpoint.gguf.file import Block, GgufFile
+from exporters.checkpoint.gguf.file import GgufFile
+from exporters.checkpoint.gguf.part import Block
 from exporters.checkpoint.stored import ComputedTensor
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -148,7 +149,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:
         if key.endswith((".conv.conv.weight", ".conv1d.weight")) and len(shape) == 2:
             shape = shape[0], 1, shape[1]  # one input channel for each output channel
         found[key] = GgufTensor(
-            file.path,
+            block.file,
             shape,
             block,
             _head_rows(file, key),
