@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -65,11 +67,31 @@ GEMMA4 = POST_NORMS | {
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
 }
-ARCHITECTURES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_5_text": "qwen35"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_5_text": "qwen35", "olmo3": "olmo2"}
 INTERLEAVED = ("llama", "granite", "smollm3")
+SLIDING = "sliding_attention"
+WINDOWED = ("gemma2", "gemma3", "gemma4", "olmo2", "phi3")
+PRE_TOKENIZERS = {  # of the tokenizers of published models
+    "llama": "llama-bpe",
+    "smollm3": "smaug-bpe",
+    "granite": "refact",
+    "qwen2": "qwen2",
+    "qwen3": "qwen2",
+    "qwen35": "qwen35",
+    "lfm2": "lfm2",
+    "olmo2": "dbrx",
+    "phi3": "gpt-4o",
+}
 
 
-def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", tensors: int = 0, **changes: Any) -> Path:
+def write_gguf(
+    checkpoint: Path,
+    path: Path,
+    kind: str = "F32",
+    tensors: int = 0,
+    extra: Mapping[str, np.ndarray] = MappingProxyType({}),
+    **changes: Any,
+) -> Path:
     """Write the checkpoint in a folder as a GGUF file, its matrices in one type.
 
     Args:
@@ -77,6 +99,7 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", tensors: int = 0
         path: the file.
         kind: llama.cpp's name of the matrices' type.
         tensors: of each part, for a split file; 0 for a whole one.
+        extra: further tensors.
         changes: metadata to replace; None leaves a field out.
 
     Returns:
@@ -86,7 +109,7 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", tensors: int = 0
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors)
     fields = {key.format(arch=architecture): value for key, value in metadata(config, architecture).items()}
-    for key, value in (fields | tokenizer_fields(checkpoint, config) | changes).items():
+    for key, value in (fields | tokenizer_fields(checkpoint, config, architecture) | changes).items():
         if value is not None:
             _add(writer, key, value)
     for shard in sorted(checkpoint.glob("*.safetensors")):
@@ -102,6 +125,8 @@ def write_gguf(checkpoint: Path, path: Path, kind: str = "F32", tensors: int = 0
     if architecture == "gemma4":
         half = config["global_head_dim"] // 2
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * (half // 4) + [1e30] * (half - half // 4), np.float32))
+    for name, values in extra.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -125,8 +150,13 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         "{arch}.rope.freq_base": float(config.get("rope_theta", 1e4)),
         "{arch}.rope.dimension_count": int(head_dim * config.get("partial_rotary_factor", 1)),
     }
-    if config.get("sliding_window") is not None:
+    if architecture in WINDOWED and config.get("sliding_window") is not None:
         fields["{arch}.attention.sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "olmo3":
+        fields["{arch}.attention.sliding_window_pattern"] = [each == SLIDING for each in config["layer_types"]]
+    rope = config.get("rope_parameters", {})
+    if (full := rope.get("full_attention", rope)) and architecture != "gemma4":
+        fields |= scaling(full)
     if architecture == "gemma2":
         fields["{arch}.attn_logit_softcapping"] = config["attn_logit_softcapping"]
         fields["{arch}.final_logit_softcapping"] = config["final_logit_softcapping"]
@@ -140,7 +170,6 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
             del fields[f"{{arch}}.attention.{width}"]
     if architecture == "qwen35":
         rope, heads = config["rope_parameters"], config["linear_num_value_heads"]
-        fields["{arch}.rope.freq_base"] = float(rope["rope_theta"])
         fields["{arch}.rope.dimension_count"] = int(head_dim * rope["partial_rotary_factor"])
         fields["{arch}.ssm.conv_kernel"] = 4
         fields["{arch}.ssm.group_count"] = config["linear_num_key_heads"]
@@ -148,11 +177,26 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         fields["{arch}.ssm.state_size"] = config["linear_key_head_dim"]
         fields["{arch}.ssm.inner_size"] = heads * config["linear_value_head_dim"]
         fields["{arch}.full_attention_interval"] = 4
+        fields["{arch}.rope.dimension_sections"] = [*rope["mrope_section"], 0]
+        fields["{arch}.attention.recurrent_layers"] = [each == "linear_attention" for each in config["layer_types"]]
     if architecture == "granite":
         fields["{arch}.embedding_scale"] = config["embedding_multiplier"]
         fields["{arch}.residual_scale"] = config["residual_multiplier"]
         fields["{arch}.attention.scale"] = config["attention_multiplier"]
         fields["{arch}.logit_scale"] = config["logits_scaling"]
+    return fields
+
+
+def scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """What the converter writes of the rope parameters of layers with full attention."""
+    fields: dict[str, Any] = {"{arch}.rope.freq_base": float(rope["rope_theta"])}
+    if rope["rope_type"] in ("linear", "yarn"):
+        fields["{arch}.rope.scaling.type"] = rope["rope_type"]
+        fields["{arch}.rope.scaling.factor"] = rope["factor"]
+    if rope["rope_type"] == "yarn":
+        fields["{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        names = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        fields |= {f"{{arch}}.rope.scaling.{name}": rope.get(key) for key, name in names.items()}
     return fields
 
 
@@ -169,14 +213,14 @@ def gemma4_metadata(config: dict[str, Any]) -> dict[str, Any]:
         "{arch}.rope.freq_base": 1e6,
         "{arch}.rope.freq_base_swa": 1e4,
         "{arch}.feed_forward_length": [width * (1 + (layer >= layers - sharing)) for layer in range(layers)],
-        "{arch}.attention.sliding_window_pattern": [each == "sliding_attention" for each in config["layer_types"]],
+        "{arch}.attention.sliding_window_pattern": [each == SLIDING for each in config["layer_types"]],
         "{arch}.attention.shared_kv_layers": sharing,
         "{arch}.embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
         "{arch}.final_logit_softcapping": config["final_logit_softcapping"],
     }
 
 
-def tokenizer_fields(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
+def tokenizer_fields(checkpoint: Path, config: dict[str, Any], architecture: str) -> dict[str, Any]:
     described = json.loads((checkpoint / "tokenizer.json").read_text())
     added = {each["id"]: each for each in described["added_tokens"]}
     vocabulary = described["model"]["vocab"] | {each["content"]: number for number, each in added.items()}
@@ -186,11 +230,11 @@ def tokenizer_fields(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]
     kinds = [3 if number in added else 1 for number in range(len(tokens))] + [5] * len(unused)
     fields: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.pre": PRE_TOKENIZERS.get(architecture, "gpt-2"),
         "tokenizer.ggml.tokens": tokens + unused,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": merges or None,
-        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_bos_token": described["post_processor"] is not None,
     }
     generation = checkpoint / "generation_config.json"
     given = config | (json.loads(generation.read_text()) if generation.exists() else {})

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import struct
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,25 +18,37 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 import edgekv
 from edgekv.cli import run
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, EdgeKVWarning
 from edgekv.spec import views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.gguf import GgufFile, gguf_tensors, rebuild_tokenizer
 from exporters.checkpoint.gguf.part import Block
 from exporters.checkpoint.gguf.tensors import TYPES, GgufTensor
+from exporters.checkpoint.gguf.tokenizer import _SPLITTERS, _scored_merges
 from exporters.quantize.reference import Reference
 from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.gguf_files import write_gguf
 
 PROMPT = [(7 * i) % 200 + 3 for i in range(40)]
-SAME = ["llama-2", "llama-biased", "smollm2", "qwen2", "qwen3", "granite", "olmo2", "lfm2", "gemma4"]
+SAME = [
+    "llama-2",
+    "llama-biased",
+    "smollm2",
+    "qwen2",
+    "qwen3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "lfm2",
+    "gemma4",
+    "qwen3_5",
+]
 ALTERED = {  # what a GGUF file says of these, where the test's checkpoint says something else
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16, "rope_scaling": None, "sliding_window_pattern": 6},
     "phi3": {"sliding_window": None, "max_position_embeddings": 64},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "mistral-0.3": {"model_type": "llama"},
-    "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
 }
 
 
@@ -69,6 +82,72 @@ def test_every_simple_type_is_read_as_it_was_written(kind: str) -> None:
     np.testing.assert_array_equal(tensor.read(slice(2, 5)), dequantize(stored, gguf.GGMLQuantizationType[kind])[2:5])
     np.testing.assert_array_equal(tensor.read(np.array([5, 0])), tensor.read(slice(None))[[5, 0]])
     assert np.abs(tensor.read(slice(None)) - values).max() < {"F32": 1e-9, "F16": 2e-3, "BF16": 2e-2}.get(kind, 0.3)
+
+
+YARN_LLAMA = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+SCALINGS = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "yarn": YARN_LLAMA,
+    "yarn with a factor of its own": YARN_LLAMA | {"attention_factor": 1.3},
+    "yarn with other bounds": YARN_LLAMA | {"beta_fast": 16.0, "beta_slow": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_scaling_of_the_rotary_embedding_is_that_of_the_checkpoint(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", {"rope_parameters": SCALINGS[name]})
+    rope = Checkpoint.open(str(write_gguf(folder, tmp_path / "model.gguf"))).spec.rope
+    assert rope == Checkpoint.open(str(folder)).spec.rope
+    assert rope.rope_type == name.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"factor": 2.0}, ("linear", {"factor": 2.0})),  # llama.cpp's type of a factor without one
+        ({"factor": 2.0, "type": "none"}, ("default", {})),
+        ({"type": "yarn", "factor": 4.0}, ("yarn", {"original_max_position_embeddings": 256.0})),
+        ({"type": "yarn", "factor": 4.0, "attn_factor": 1.4}, ("yarn", {"attention_factor": 1.4})),
+        ({"type": "yarn", "factor": 4.0, "yarn_log_multiplier": 1.0}, ("yarn", {"attention_factor": 1.0})),
+    ],
+)
+def test_fields_of_rope_scaling_are_read_as_llama_cpp_means_them(llama: Path, tmp_path: Path, fields, expected) -> None:
+    changes = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+    rope = Checkpoint.open(str(write_gguf(llama, tmp_path / "model.gguf", **changes))).spec.rope
+    assert rope.rope_type == expected[0] and expected[1].items() <= rope.parameters.items()
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.5}, "yarn_ext_factor: got 0.5"),
+        ({"type": "yarn", "factor": 4.0, "attn_factor": 1.0}, "attn_factor: got 1.0"),  # or yarn's own: nobody knows
+        ({"type": "yarn", "factor": 4.0, "attn_factor": 1.2, "yarn_attn_factor": 1.3}, "yarn_attn_factor: got 1.3"),
+        ({"attn_factor": 1.2}, "attn_factor: got 1.2"),
+        ({"type": "longrope"}, "rope.scaling.type: got 'longrope'"),
+        ({"alpha": 1000.0}, "rope.scaling.alpha: got 1000.0"),
+        ({"type": "yarn", "factor": "4"}, "rope.scaling.factor: got '4'"),
+    ],
+)
+def test_rope_scaling_that_cannot_be_meant_is_refused(llama: Path, tmp_path: Path, fields, refusal) -> None:
+    changes = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+    with pytest.raises(CheckpointError, match=re.escape(refusal)):
+        Checkpoint.open(str(write_gguf(llama, tmp_path / "model.gguf", **changes)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_any_divisors_of_frequencies_are_read_where_llama_cpp_reads_them(tmp_path: Path, architecture: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", {"model_type": architecture, "rope_theta": 1e4})
+    divisors = np.array([1.0, 1.5, 1.0, 4.0, 7.0, 7.5, 8.0, 20.0], np.float32)
+    file = write_gguf(folder, tmp_path / "model.gguf", extra={"rope_freqs.weight": divisors})
+    if architecture == "qwen2":
+        with pytest.raises(CheckpointError, match=r"rope_freqs.weight: got 'one'; expected no such tensor"):
+            Checkpoint.open(str(file))
+        return
+    rotation = Checkpoint.open(str(file)).spec.rope.rotation(256)
+    plain = Checkpoint.open(str(folder)).spec.rope.rotation(256)
+    np.testing.assert_allclose(rotation.inverse_frequencies, plain.inverse_frequencies / divisors)
+    assert rotation.attention_factor == 1
 
 
 def scales_and_minima(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -153,8 +232,217 @@ def test_the_byte_level_tokenizer_is_rebuilt(embedded: Path, tmp_path: Path) -> 
         "\u4f60\u597d",
     ]
     for text in [*lines, *odd]:
-        assert found.encode(text).ids == original.encode(text, add_special_tokens=False).ids, text
+        assert found.encode(text).ids == original.encode(text).ids, text
         assert found.decode(found.encode(text).ids) == original.decode(found.encode(text).ids)
+
+
+TOKENS = [*(f"<{number}>" for number in range(256)), *(f"<|{number}|>" for number in range(64))]
+
+
+def named(**texts: int) -> list[str]:
+    """320 tokens, of which some have these texts."""
+    tokens = list(TOKENS)
+    for text, number in texts.items():
+        tokens[number] = text
+    return tokens
+
+
+ENDS = {
+    "the text's and the turn's": ({"eos": 257, "eot": 258}, {}, [257, 258]),
+    "a message's": ({"eos": 257, "eom": 260}, {}, [257, 260]),
+    "a list": ({"eos": [257, 261], "eot": [262]}, {}, [257, 261, 262]),
+    "of code": ({"eos": 257, "fim_pad": 263, "fim_rep": 264, "fim_sep": 265}, {}, [257, 263, 264, 265]),
+    "ChatML, by text": ({"eos": 257}, {"<|im_end|>": 266}, [257, 266]),
+    "Phi-3, by text": ({"eos": 257}, {"<|end|>": 267, "<|endoftext|>": 268}, [257, 267, 268]),
+    "Gemma, by text": ({"eos": 257}, {"<end_of_turn>": 269, "<eos>": 257}, [257, 269]),
+    "Llama 3, by text": ({"eos": 257}, {"<|eot_id|>": 270, "<|eom_id|>": 271}, [257, 270, 271]),
+    "code, by text": (
+        {"eos": 257},
+        {"<|fim_pad|>": 272, "<|repo_name|>": 273, "<|file_sep|>": 274},
+        [257, 272, 273, 274],
+    ),
+    "Granite, by text": ({"eos": 257}, {"<|end_of_text|>": 257, "<fim_pad>": 275, "<reponame>": 276}, [257, 275, 276]),
+    "parts of an answer are none": (
+        {"eos": 257},
+        {"<|end|>": 267, "<|return|>": 277, "<|call|>": 278},
+        [257, 277, 278],
+    ),
+    "a mark of HTML is none": ({"eos": 257}, {"</s>": 20}, [257]),
+    "a control token of the same text is one": ({"eos": 257}, {"</s>": 280}, [257, 280]),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_answer_ends_at_every_token_at_which_llama_cpp_ends_it(llama: Path, tmp_path: Path, name: str) -> None:
+    roles, texts, expected = ENDS[name]
+    changes = {f"tokenizer.ggml.{role}_token_id": None for role in ("eos", "eot")}
+    changes |= {f"tokenizer.ggml.{role}_token_id": number for role, number in roles.items()}
+    changes |= {"tokenizer.ggml.tokens": named(**texts), "tokenizer.ggml.token_type": [1] * 256 + [3] * 64}
+    found = Checkpoint.open(str(write_gguf(llama, tmp_path / "model.gguf", **changes)))
+    assert list(found.special.eos) == expected
+    added = found.tokenizer.get_added_tokens_decoder()
+    assert all(added[number].special for number in expected)
+
+
+CHATML = "{% for m in messages %}<|1|>{{ m.role }}\n{{ m.content }}<|2|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "warns"), [(CHATML, True), (CHATML.replace("<|2|>", ""), False)])
+@pytest.mark.parametrize("is_gguf", [True, False])
+def test_a_turn_that_ends_with_no_end_is_warned_of(llama: Path, tmp_path: Path, template, warns, is_gguf) -> None:
+    roles = {"tokenizer.ggml.eot_token_id": None}
+    (llama / "generation_config.json").write_text('{"eos_token_id": 257}')
+    (llama / "chat_template.jinja").write_text(template)
+    path = write_gguf(llama, tmp_path / "model.gguf", **{"tokenizer.chat_template": template}, **roles)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        Checkpoint.open(str(path if is_gguf else llama))
+    said = [str(each.message) for each in found if each.category is EdgeKVWarning]
+    assert len(said) == warns and all("ends an answer with <|2|> (id 258)" in each for each in said)
+
+
+def test_templates_are_found_by_their_keys(llama: Path, tmp_path: Path) -> None:
+    key = "tokenizer.chat_template"
+    fields = {key: "{{ messages }}", f"{key}.tool_use": "{{ tools }}"}
+    chat = Checkpoint.open(str(write_gguf(llama, tmp_path / "a.gguf", **fields))).chat
+    assert chat is not None and chat.templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    assert chat.tokens["bos_token"] == "<|0|>" and chat.tokens["eos_token"] == "<|1|>"
+    listed = fields | {f"{key}s": ["tool_use", "rag"]}
+    with pytest.raises(
+        CheckpointError, match=r"chat_templates: got 'rag'; expected a field .*chat_template\.rag for it"
+    ):
+        Checkpoint.open(str(write_gguf(llama, tmp_path / "b.gguf", **listed)))
+
+
+BEGINS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
+
+
+@pytest.mark.parametrize("name", [*_SPLITTERS])
+def test_a_text_begins_with_bos_where_llama_cpp_begins_it_so(llama: Path, tmp_path: Path, name: str) -> None:
+    fields = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = rebuild_tokenizer(GgufFile(write_gguf(llama, tmp_path / "model.gguf", **fields)))
+    assert (found.encode("ab").ids[0] == 256) == (name in BEGINS)
+
+
+def test_a_begin_that_is_no_token_is_refused(llama: Path, tmp_path: Path) -> None:
+    fields = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None}
+    with pytest.raises(CheckpointError, match="bos_token_id: got nothing; expected the token that texts begin with"):
+        Checkpoint.open(str(write_gguf(llama, tmp_path / "model.gguf", **fields)))
+
+
+def test_a_text_does_not_end_with_eos(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="add_eos_token: got true; expected false"):
+        Checkpoint.open(str(write_gguf(llama, tmp_path / "model.gguf", **{"tokenizer.ggml.add_eos_token": True})))
+
+
+WORDS = {
+    "llama-bpe": ["it", "'S", " ", "123", "4", " ка", "\u0301т", ".\n"],
+    "lfm2": ["it", "'S", " ", "123", "4", " ка", "\u0301т", ".\n"],
+    "qwen2": ["it", "'S", " ", "1", "2", "3", "4", " ка", "\u0301т", ".\n"],
+    "qwen35": ["it", "'S", " ", "1", "2", "3", "4", " ка\u0301т", ".\n"],
+    "gpt-2": ["it", "'", "S", " 1234", " ка", "\u0301", "т", ".", "\n"],
+    "smollm": ["it", "'", "S", " ", "1", "2", "3", "4", " ка", "\u0301", "т", ".", "\n"],
+    "default": ["it", "'", "S", " ", "123", "4", " ка", "\u0301", "т", ".", "\n"],
+    "gpt-4o": ["it'S", " ", "123", "4", " ка\u0301т", ".\n"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_text_is_split_into_the_words_of_the_pre_tokenizer(llama: Path, tmp_path: Path, name: str) -> None:
+    """The words between which no pair is merged, from the expressions in llama.cpp's src/llama-vocab.cpp."""
+    fields = {"tokenizer.ggml.pre": name}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        tokenizer = rebuild_tokenizer(GgufFile(write_gguf(llama, tmp_path / "model.gguf", **fields)))
+    assert len(found) == (name == "default")
+    text = "it'S 1234 ка\u0301т.\n"
+    spans = [text[first:last] for _, (first, last) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert spans == WORDS[name]
+
+
+def test_a_token_of_a_megabyte_is_read_at_once(llama: Path, tmp_path: Path) -> None:
+    """Work grows with the number of different lengths, not with the square of one."""
+    tokens = ["<unk>", *TOKENS[1:-1], "a" * (1 << 20)]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(number) for number in range(320)],
+        "tokenizer.ggml.token_type": [2] + [1] * 319,
+        "tokenizer.ggml.merges": None,
+    }
+    file = GgufFile(write_gguf(llama, tmp_path / "model.gguf", **fields))
+    taken = []
+
+    class Piece(str):
+        def __getitem__(self, part):
+            taken.append(part)
+            return str.__getitem__(self, part)
+
+    vocabulary = {Piece(token): number for number, token in enumerate(tokens)}
+    assert _scored_merges(file, vocabulary) == []
+    assert len(taken) < 4 * len(tokens) * len({len(token) for token in tokens})
+
+
+def _vocabulary(**changes: object) -> dict[str, object]:
+    """Fields of a SentencePiece vocabulary, some of them wrong."""
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.scores": [0.0] * 320,
+        "tokenizer.ggml.merges": None,
+        **{f"tokenizer.ggml.{name}": value for name, value in changes.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        (_vocabulary(scores=["0.5"] * 320), "scores: got '0.5'; expected finite numbers"),
+        (_vocabulary(scores=[float("nan")] * 320), "scores: got nan; expected finite numbers"),
+        (_vocabulary(scores=[0.5] * 7), "scores: got 7; expected 320 numbers"),
+        (_vocabulary(token_type=["3"] * 320), "token_type: got '3'; expected llama.cpp's types"),
+        (_vocabulary(token_type=[3] * 7), "token_type: got 7; expected 320 types"),
+        (_vocabulary(tokens=TOKENS[:-1]), "tokens: got 319; expected 320 tokens, as many as token_embd.weight"),
+        (_vocabulary(tokens=[1, 2]), "tokens: got [1, 2]; expected a list of strings"),
+        (_vocabulary(tokens=["a"] * 320), "tokens: got 319; expected no token twice"),
+        (_vocabulary(add_space_prefix="yes"), "add_space_prefix: got 'yes'; expected true or false"),
+        (_vocabulary(remove_extra_whitespaces=True), "remove_extra_whitespaces: got True; expected none, or False"),
+        ({"llama.attention.key_length": 0}, "key_length: got 0; expected a whole number of at least 1"),
+        ({"llama.attention.value_length": 0}, "value_length: got 0; expected a whole number of at least 1"),
+        ({"llama.attention.head_count": 0}, "head_count: got 0; expected a whole number of at least 1"),
+        ({"llama.attention.head_count": "4"}, "head_count: got '4'; expected a whole number"),
+        ({"llama.attention.head_count_kv": [2, 0]}, "head_count_kv: got [0, 2]; expected the same number above 0"),
+        ({"llama.attention.head_count_kv": [2, 2, 2]}, "head_count_kv: got [2, 2, 2]; expected a whole number"),
+        ({"llama.attention.head_count_kv": ["2", "2"]}, "head_count_kv: got ['2', '2']; expected a whole number"),
+        ({"llama.attention.layer_norm_rms_epsilon": True}, "layer_norm_rms_epsilon: got True; expected a number"),
+        ({"llama.embedding_length": [64, 64]}, "embedding_length: got [64, 64]; expected a whole number"),
+        ({"llama.attention.sliding_window": 24}, "sliding_window: got 24; expected none for the architecture llama"),
+        ({"general.type": "adapter"}, "general.type: got 'adapter'; expected 'model'"),
+    ],
+)
+def test_a_field_of_another_type_or_size_is_refused(llama: Path, tmp_path: Path, fields, refusal) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(refusal)):
+        Checkpoint.open(str(write_gguf(llama, tmp_path / "model.gguf", **fields)))
+
+
+@pytest.mark.parametrize("key", ["ssm.time_step_rank", "ssm.inner_size", "ssm.group_count", "full_attention_interval"])
+def test_sizes_of_gated_delta_rules_are_above_0(tmp_path: Path, key: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["qwen3_5"])
+    with pytest.raises(CheckpointError, match=f"qwen35.{key}: got 0; expected a whole number of at least 1"):
+        Checkpoint.open(str(write_gguf(folder, tmp_path / "model.gguf", **{f"qwen35.{key}": 0})))
+
+
+def test_sampling_defaults_are_those_of_the_file(llama: Path, tmp_path: Path) -> None:
+    fields = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 2}
+    changes = {f"general.sampling.{name}": value for name, value in fields.items()}
+    found = Checkpoint.open(str(write_gguf(llama, tmp_path / "model.gguf", **changes))).generation
+    assert found is not None and (found.temperature, found.top_k, found.top_p) == (0.6, 20, 0.95)
+    assert (found.min_p, found.repetition_penalty, found.ignored) == (0.05, 1.1, ["mirostat"])
+    greedy = Checkpoint.open(
+        str(write_gguf(llama, tmp_path / "greedy.gguf", **changes | {"general.sampling.temp": 0.0}))
+    )
+    assert greedy.generation is not None and greedy.generation.temperature == 0
 
 
 def sentence_piece(kind: str) -> Tokenizer:
@@ -369,6 +657,7 @@ def test_an_unknown_token_that_is_none_is_refused(llama: Path, tmp_path: Path, u
         "tokenizer.ggml.scores": [0.0, -1.0, -2.0],
         "tokenizer.ggml.token_type": [2, 1, 1],
         "tokenizer.ggml.merges": None,
+        **dict.fromkeys((f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "eot")), 2),
     }
     file = GgufFile(write_gguf(llama, tmp_path / "model.gguf", **changes))
     file._fields = {**file._fields, "tokenizer.ggml.unknown_token_id": unknown}

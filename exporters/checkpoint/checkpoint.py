@@ -50,10 +50,12 @@ from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
     GgufFile,
     chat_templates,
+    check_metadata,
     gguf_tensors,
     hugging_face_config,
     is_gguf,
     rebuild_tokenizer,
+    sampling_fields,
 )
 from exporters.checkpoint.locate import locate
 from exporters.checkpoint.lora import Adapter, AdapterChoice, MergedTensor, merge
@@ -65,7 +67,7 @@ from exporters.checkpoint.quantized import (
     Storage,
     read_quantization,
 )
-from exporters.checkpoint.special import SpecialTokens, check_vocabulary, special_tokens
+from exporters.checkpoint.special import SpecialTokens, check_turn_end, check_vocabulary, special_tokens
 from exporters.checkpoint.stored import Stored, check_floats, same_numbers, stored_tensors
 from exporters.checkpoint.tokenizer import CheckpointTokenizer
 from exporters.checkpoint.vision import VisionEncoder
@@ -147,6 +149,7 @@ class Checkpoint:
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
         defaults, chat = generation_record(generation), found.templates(reads_pictures=vision is not None)
+        check_turn_end(chat, tokenizer, special.eos)
         opened = cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted, files)
         return replace(
             opened,
@@ -213,9 +216,22 @@ class Checkpoint:
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
         special = special_tokens(config, {}, tokenizer, spec.vocab)
-        chat = chat_templates(file)
+        defaults, chat = generation_record(sampling_fields(file), path.name), chat_templates(file)
+        check_metadata(file)
+        check_turn_end(chat, tokenizer, special.eos)
         return cls(
-            str(path), path, spec, special, tokenizer, None, chat, config, tensors, wanted, file.parts, adapters=merged
+            str(path),
+            path,
+            spec,
+            special,
+            tokenizer,
+            defaults,
+            chat,
+            config,
+            tensors,
+            wanted,
+            file.parts,
+            adapters=merged,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The sampling defaults of a checkpoint's `generation_config.json`."""
+"""The sampling defaults of a checkpoint: its `generation_config.json`, or the same fields from elsewhere."""
 
 from __future__ import annotations
 
@@ -48,11 +48,15 @@ _SUPPORTED = frozenset(
 )
 
 
-def generation_record(config: Mapping[str, Any]) -> GenerationRecord | None:
+def generation_record(config: Mapping[str, Any], file: str = GENERATION_CONFIG) -> GenerationRecord | None:
     """Default sampling parameters; None if the file has none.
 
     As in Hugging Face transformers, `do_sample` decides: without it, temperature, top_k, top_p and min_p have no
     effect. Unlike there, a missing top_k means all tokens, not 50. Other options are ignored, and listed by name.
+
+    Args:
+        config: the fields.
+        file: where they stand, for errors.
 
     Raises:
         CheckpointError: a value out of range.
@@ -67,7 +71,7 @@ def generation_record(config: Mapping[str, Any]) -> GenerationRecord | None:
     ]
     do_sample = given.pop("do_sample", False)
     if not isinstance(do_sample, bool):
-        _refuse("do_sample", repr(do_sample), "true or false")
+        _refuse(file, "do_sample", repr(do_sample), "true or false")
     if given.get("top_k") == 0:
         del given["top_k"]  # transformers' value for all tokens
     if given.get("top_p") == 1:
@@ -79,7 +83,7 @@ def generation_record(config: Mapping[str, Any]) -> GenerationRecord | None:
     try:
         params = SamplingParams(**given)
     except UsageError as error:
-        _refuse(error.field, error.got, error.expected)
+        _refuse(file, error.field, error.got, error.expected)
     record = GenerationRecord(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -92,6 +96,6 @@ def generation_record(config: Mapping[str, Any]) -> GenerationRecord | None:
     return None if record == GenerationRecord() else record
 
 
-def _refuse(name: str, found: object, wanted: object) -> NoReturn:
-    fix = f"Correct or remove it in {GENERATION_CONFIG}."
-    raise CheckpointError(f"{GENERATION_CONFIG}: {name}", got=found, expected=wanted, fix=fix)
+def _refuse(file: str, name: str, found: object, wanted: object) -> NoReturn:
+    fix = f"Correct or remove it in {file}."
+    raise CheckpointError(f"{file}: {name}", got=found, expected=wanted, fix=fix)

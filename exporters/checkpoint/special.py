@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, EdgeKVWarning, UsageError
+from edgekv.spec.chat import DEFAULT, ChatTemplates
+
+_ANSWER = "42 is it."  # no template writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,26 @@ def special_tokens(
     if own is not None and own < vocab and own not in eos:
         eos = (*eos, own)
     return SpecialTokens(bos=bos[0] if bos else None, eos=eos, pad=pad[0] if pad else None)
+
+
+def check_turn_end(chat: ChatTemplates | None, tokenizer: Tokenizer, ends: tuple[int, ...]) -> None:
+    """Warn if the chat template ends an answer with a special token at which no answer ends.
+
+    Nothing is said of templates that cannot render a short conversation, or that end an answer with text.
+    """
+    if chat is None or DEFAULT not in chat.templates:
+        return
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        behind = chat.render(turns, add_generation_prompt=False, name=DEFAULT).partition(_ANSWER)[2]
+    except UsageError:
+        return
+    token = next(iter(tokenizer.encode(behind.lstrip(), add_special_tokens=False).ids), None)
+    added = tokenizer.get_added_tokens_decoder()
+    if token is not None and token in added and added[token].special and token not in ends:
+        text = f"the chat template ends an answer with {added[token].content} (id {token}), which is none of the ends"
+        text += f" that the checkpoint names ({', '.join(map(str, ends)) or 'none'}): answers may go on after it"
+        warnings.warn(EdgeKVWarning(text), stacklevel=2)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab: int, name: str) -> None:

@@ -2,7 +2,9 @@
 
 from exporters.checkpoint.gguf.config import hugging_face_config
 from exporters.checkpoint.gguf.file import GgufFile
+from exporters.checkpoint.gguf.metadata import check_metadata
 from exporters.checkpoint.gguf.part import is_gguf
+from exporters.checkpoint.gguf.sampling import sampling_fields
 from exporters.checkpoint.gguf.tensors import GgufTensor, gguf_tensors
 from exporters.checkpoint.gguf.tokenizer import chat_templates, rebuild_tokenizer
 
@@ -10,8 +12,10 @@ __all__ = [
     "GgufFile",
     "GgufTensor",
     "chat_templates",
+    "check_metadata",
     "gguf_tensors",
     "hugging_face_config",
     "is_gguf",
     "rebuild_tokenizer",
+    "sampling_fields",
 ]

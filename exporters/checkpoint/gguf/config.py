@@ -9,14 +9,16 @@ import numpy as np
 
 from edgekv.errors import CheckpointError
 from exporters.checkpoint.gguf.file import GgufFile
+from exporters.checkpoint.gguf.rope import FREQUENCIES, factors, rope_parameters
+from exporters.checkpoint.gguf.special import special_ids
 
 Fields = dict[str, Any]
 
-_LLAMA3 = (1.0, 4.0, 8192.0)  # low_freq_factor, high_freq_factor and original context of Llama 3.1 and 3.2
-_ENDS = ("eos", "eot", "eom")  # of a text, a turn and a message
-_GEMMA_LOCAL_THETA = 1e4  # llama.cpp's value; the files do not contain it
+_GEMMA_LOCAL_THETA = 1e4  # llama.cpp's value; older files do not contain it
+_GEMMA2_WINDOW = 4096
 _BY_LAYER = ("gemma4",)  # architectures that describe sizes and rotary embeddings by layer
 _NOT_ROTATED = 1e20
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def hugging_face_config(file: GgufFile) -> Fields:
@@ -25,6 +27,8 @@ def hugging_face_config(file: GgufFile) -> Fields:
     Raises:
         CheckpointError: the architecture is not supported, or a field is missing or contradictory.
     """
+    if (kind := file.text("general.type", "model")) != "model":
+        raise file.refusal("general.type", "'model'", kind)
     describe = _ARCHITECTURES.get(file.architecture)
     if describe is None:
         raise CheckpointError(
@@ -33,22 +37,25 @@ def hugging_face_config(file: GgufFile) -> Fields:
             expected=", ".join(_ARCHITECTURES),
             fix="This architecture cannot be exported.",
         )
-    fields = _shared(file) | describe(file)
-    for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
-        if (entry := f"tokenizer.ggml.{key}_token_id") in file:
-            fields[name] = file.size(entry)
-    ends = [file.size(entry) for key in _ENDS if (entry := f"tokenizer.ggml.{key}_token_id") in file]
-    return fields | {"eos_token_id": list(dict.fromkeys(ends))}
+    shared = _shared(file)
+    key, rows = "tokenizer.ggml.tokens", shared["vocab_size"]
+    if (tokens := len(file.texts(key))) != rows:
+        raise file.refusal(key, f"{rows} tokens, as many as token_embd.weight has rows", tokens)
+    special = special_ids(file)
+    return (
+        shared
+        | describe(file)
+        | {"bos_token_id": special.bos, "eos_token_id": list(special.ends), "pad_token_id": special.pad}
+    )
 
 
 def _shared(file: GgufFile) -> Fields:
     """The fields of all decoders: sizes, norm, rotary embedding, tied head."""
     by_layer = file.architecture in _BY_LAYER
-    heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
-    head_dim = file.size(".attention.key_length", hidden // heads if heads else 0)
-    value_dim = file.size(".attention.value_length", head_dim)
-    if value_dim != head_dim:
-        raise file.refusal(".attention.value_length", f"{head_dim}, the width of keys", value_dim)
+    layers, hidden = file.size(".block_count"), file.size(".embedding_length")
+    heads = file.shared_size(".attention.head_count", layers)
+    head_dim = file.size(".attention.key_length", hidden // heads)
+    _expect(file, ".attention.value_length", head_dim)
     if "token_embd.weight" not in file.blocks:
         raise CheckpointError(
             f"{file.path.name}: token_embd.weight",
@@ -58,146 +65,170 @@ def _shared(file: GgufFile) -> Fields:
         )
     fields: Fields = {
         "hidden_size": hidden,
-        "intermediate_size": 0 if by_layer else file.size(".feed_forward_length"),
-        "num_hidden_layers": file.size(".block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": 0 if by_layer else file.size(".attention.head_count_kv", heads),
         "head_dim": head_dim,
         "vocab_size": file.blocks["token_embd.weight"].shape[0],
         "max_position_embeddings": file.size(".context_length"),
         "rms_norm_eps": file.number(".attention.layer_norm_rms_epsilon"),
-        "rope_theta": file.number(".rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.blocks,
     }
-    return fields if by_layer else fields | _rope_scaling(file, head_dim)
-
-
-def _rope_scaling(file: GgufFile, head_dim: int) -> Fields:
-    """The scaling of the rotary embedding: named in the metadata, or as a tensor of factors."""
-    width = file.size(".rope.dimension_count", head_dim)
-    found: Fields = {} if width == head_dim else {"partial_rotary_factor": width / head_dim}
-    if "rope_factors_long.weight" in file.blocks:
-        long, short = (_factors(file, f"rope_factors_{each}.weight") for each in ("long", "short"))
-        original = file.size(".rope.scaling.original_context_length")
-        table: Fields = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-        if ".rope.scaling.attn_factor" in file:
-            table["attention_factor"] = file.number(".rope.scaling.attn_factor")
-        return found | {"rope_scaling": table, "original_max_position_embeddings": original}
-    if "rope_freqs.weight" in file.blocks:
-        return found | {"rope_scaling": _llama3(file, width)}
-    kind = file.text(".rope.scaling.type", "none")
-    if kind == "none":
-        return found
-    if kind == "linear":
-        return found | {"rope_scaling": {"rope_type": "linear", "factor": file.number(".rope.scaling.factor")}}
-    if kind == "yarn":
-        table = {
-            "rope_type": "yarn",
-            "factor": file.number(".rope.scaling.factor"),
-            "original_max_position_embeddings": file.size(".rope.scaling.original_context_length"),
-        }
-        return found | {"rope_scaling": table}
-    raise file.refusal(".rope.scaling.type", "none, linear, yarn or factors stored as a tensor", kind)
-
-
-def _llama3(file: GgufFile, width: int) -> Fields:
-    """Llama 3's scaling. The files store divisors of the frequencies; the largest is the factor.
-
-    Raises:
-        CheckpointError: they are not those of Llama 3.1 and 3.2.
-    """
-    stored = np.asarray(_factors(file, "rope_freqs.weight"))
-    low, high, original = _LLAMA3
-    factor = float(stored.max())
-    plain = file.number(".rope.freq_base") ** (-np.arange(0, width, 2) / width)
-    kept = np.clip((original * plain / (2 * np.pi) - low) / (high - low), 0.0, 1.0)
-    if stored.shape != plain.shape or not np.allclose(1 / stored, kept + (1 - kept) / factor, rtol=1e-3):
-        raise file.refusal("rope_freqs.weight", "the factors of Llama 3's rope scaling", stored.tolist())
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": int(original),
+    if by_layer:
+        return fields
+    _expect(file, ".attention.key_length_swa", head_dim)
+    _expect(file, ".attention.value_length_swa", head_dim)
+    _expect(file, ".rope.dimension_count_swa", file.size(".rope.dimension_count", head_dim))
+    return fields | {
+        "intermediate_size": file.shared_size(".feed_forward_length", layers),
+        "num_key_value_heads": _key_heads(file, layers, heads),
+        "rope_parameters": rope_parameters(file, head_dim),
     }
 
 
-def _factors(file: GgufFile, name: str) -> list[float]:
-    block = file.blocks.get(name)
-    if block is None or block.type != "F32" or len(block.shape) != 1:
-        raise file.refusal(name, "a list of F32 factors", None if block is None else block.type)
-    return [float(each) for each in block.data]
+def _key_heads(file: GgufFile, layers: int, heads: int) -> int:
+    """Heads of keys in the layers with attention; the others have a 0."""
+    key = ".attention.head_count_kv"
+    found = {each for each in file.sizes(key, layers, heads, least=0) if each or file.architecture != "lfm2"}
+    if len(found) != 1 or 0 in found:
+        raise file.refusal(key, "the same number above 0 for all layers with attention", sorted(found))
+    return found.pop()
+
+
+def _expect(file: GgufFile, key: str, wanted: int) -> None:
+    """Refuse a size that is another one than `wanted`."""
+    if (found := file.size(key, wanted)) != wanted:
+        raise file.refusal(key, f"{wanted}", found)
+
+
+def _window(file: GgufFile) -> int | None:
+    """The attention window; None if there is none, or if it is no smaller than the context."""
+    window = file.size(".attention.sliding_window", 0, least=0)
+    return window if 0 < window < file.size(".context_length") else None
+
+
+def _without_window(file: GgufFile) -> None:
+    """Refuse a window in an architecture whose layers all see the whole context."""
+    if (window := _window(file)) is not None:
+        raise file.refusal(".attention.sliding_window", f"none for the architecture {file.architecture}", window)
+    key = ".attention.sliding_window_pattern"  # without a window it chooses nothing
+    if file.flags(key, file.size(".block_count")) is None:
+        file.size(key, 0, least=0)
+
+
+def _layer_types(file: GgufFile, interval: int) -> list[str]:
+    """The kind of each layer: by a list, or full attention at the end of each group of so many layers.
+
+    Args:
+        file: the file; an interval of 0 in it stands for windows in all layers.
+        interval: the architecture's default.
+    """
+    key, layers = ".attention.sliding_window_pattern", file.size(".block_count")
+    slides = file.flags(key, layers)
+    if slides is None:
+        interval = file.size(key, interval, least=0)
+        slides = [interval == 0 or (layer + 1) % interval != 0 for layer in range(layers)]
+    return [_SLIDING if each else _FULL for each in slides]
 
 
 def _llama(file: GgufFile) -> Fields:
-    biased = "blk.0.attn_q.bias" in file.blocks
+    _without_window(file)
     return {
         "model_type": "llama",
         "hidden_act": "silu",
-        "attention_bias": biased,
+        "attention_bias": "blk.0.attn_q.bias" in file.blocks,
         "mlp_bias": "blk.0.ffn_up.bias" in file.blocks,
     }
 
 
 def _qwen2(file: GgufFile) -> Fields:
+    _without_window(file)
     return {"model_type": "qwen2", "hidden_act": "silu"}
 
 
 def _qwen3(file: GgufFile) -> Fields:
+    _without_window(file)
     return {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": "blk.0.attn_q.bias" in file.blocks}
 
 
 def _phi3(file: GgufFile) -> Fields:
-    window = file.size(".attention.sliding_window", 0)
-    # llama.cpp writes a window into every Phi-3 file; Phi-4-mini's equals its context and limits nothing.
-    limits = window and window < file.size(".context_length")
-    return {"model_type": "phi3", "hidden_act": "silu", "sliding_window": window if limits else None}
-
-
-def _gemma(file: GgufFile) -> Fields:
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": _gemma_scalar(file),
-        "sliding_window": file.size(".attention.sliding_window"),
-    }
+    """llama.cpp writes a window into every Phi-3 file; Phi-4-mini's equals its context and limits nothing."""
+    return {"model_type": "phi3", "hidden_act": "silu", "sliding_window": _window(file)}
 
 
 def _gemma_scalar(file: GgufFile) -> float:
     """The query scale is not in the file: as in llama.cpp, it follows from the number of layers."""
     widest = {"gemma2": 46, "gemma3": 62}[file.architecture]  # layers of the 27B models
-    heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
-    if file.size(".block_count") == widest:
+    layers, hidden = file.size(".block_count"), file.size(".embedding_length")
+    heads = file.shared_size(".attention.head_count", layers)
+    if layers == widest:
         return hidden / heads
-    return float(file.size(".attention.key_length"))
+    return float(file.size(".attention.key_length", hidden // heads))
 
 
 def _gemma2(file: GgufFile) -> Fields:
-    return _gemma(file) | {
+    theta = file.number(".rope.freq_base", 10000.0)
+    if (local := file.number(".rope.freq_base_swa", theta)) != theta:
+        raise file.refusal(".rope.freq_base_swa", f"{theta:g}, as rope.freq_base says", local)
+    return {
         "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _gemma_scalar(file),
+        "sliding_window": file.size(".attention.sliding_window", _GEMMA2_WINDOW),
+        "layer_types": _layer_types(file, 2),
         "attn_logit_softcapping": file.number(".attn_logit_softcapping", 50.0),
         "final_logit_softcapping": file.number(".final_logit_softcapping", 30.0),
     }
 
 
 def _gemma3(file: GgufFile) -> Fields:
-    return _gemma(file) | {
+    fields: Fields = {
         "model_type": "gemma3_text",
-        "rope_local_base_freq": file.number(".rope.freq_base_swa", _GEMMA_LOCAL_THETA),
-        "sliding_window_pattern": 6,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _gemma_scalar(file),
+        "final_logit_softcapping": file.number(".final_logit_softcapping", 0.0) or None,
     }
+    return fields | _local(file, interval=6, theta=_GEMMA_LOCAL_THETA)
+
+
+def _local(file: GgufFile, interval: int, theta: float) -> Fields:
+    """The fields of layers with a window, which have a rotary embedding of their own, without scaling."""
+    theta = file.number(".rope.freq_base_swa", theta)
+    types = _layer_types(file, interval)
+    window = file.size(".attention.sliding_window", 0, least=0)
+    full = rope_parameters(file, file.size(".attention.key_length", _default_head_dim(file)))
+    return {
+        "sliding_window": window or None,
+        "layer_types": types if window else [_FULL] * len(types),
+        "rope_parameters": {_FULL: full, _SLIDING: {"rope_type": "default", "rope_theta": theta}},
+    }
+
+
+def _default_head_dim(file: GgufFile) -> int:
+    heads = file.shared_size(".attention.head_count", file.size(".block_count"))
+    return file.size(".embedding_length") // heads
 
 
 def _gemma4(file: GgufFile) -> Fields:
     layers, full_dim = file.size(".block_count"), file.size(".attention.key_length")
-    slides = file.sizes(".attention.sliding_window_pattern", layers)
-    head_dims = [file.size(".attention.key_length_swa") if each else full_dim for each in slides]
+    local_dim = file.size(".attention.key_length_swa")
+    _expect(file, ".attention.value_length_swa", local_dim)
+    _expect(file, ".rope.dimension_count", full_dim)
+    _expect(file, ".rope.dimension_count_swa", local_dim)
+    key = ".attention.sliding_window_pattern"
+    slides = file.flags(key, layers)
+    if slides is None:
+        raise file.refusal(key, f"true or false for each of {layers} layers", None)
+    head_dims = [local_dim if each else full_dim for each in slides]
     key_heads, widths = (file.sizes(each, layers) for each in (".attention.head_count_kv", ".feed_forward_length"))
+    sharing = file.size(".attention.shared_kv_layers", 0, least=0)
+    is_wide = min(widths) < max(widths)
+    wanted = [min(widths) * (1 + (is_wide and layer >= layers - sharing)) for layer in range(layers)]
+    if widths != wanted:
+        raise file.refusal(".feed_forward_length", "one width, or twice as much in layers that share a cache", widths)
     return {
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "layer_types": [_SLIDING if each else _FULL for each in slides],
         "sliding_window": file.size(".attention.sliding_window"),
         "head_dim": min(head_dims),
         "num_key_value_heads": key_heads[0],
@@ -206,18 +237,18 @@ def _gemma4(file: GgufFile) -> Fields:
             for layer, (dim, count) in enumerate(zip(head_dims, key_heads, strict=True))
         },
         "intermediate_size": min(widths),
-        "use_double_wide_mlp": min(widths) < max(widths),
-        "num_kv_shared_layers": file.size(".attention.shared_kv_layers", 0),
-        "hidden_size_per_layer_input": file.size(".embedding_length_per_layer_input", 0),
+        "use_double_wide_mlp": is_wide,
+        "num_kv_shared_layers": sharing,
+        "hidden_size_per_layer_input": file.size(".embedding_length_per_layer_input", 0, least=0),
         "vocab_size_per_layer_input": file.blocks["token_embd.weight"].shape[0],
         "final_logit_softcapping": file.number(".final_logit_softcapping", 0.0) or None,
         "rope_parameters": {
-            "full_attention": {
+            _FULL: {
                 "rope_type": "proportional",
-                "rope_theta": file.number(".rope.freq_base", 1e6),
+                "rope_theta": file.number(".rope.freq_base", 10000.0),
                 "partial_rotary_factor": _rotated(file),
             },
-            "sliding_attention": {
+            _SLIDING: {
                 "rope_type": "default",
                 "rope_theta": file.number(".rope.freq_base_swa", _GEMMA_LOCAL_THETA),
             },
@@ -231,66 +262,91 @@ def _rotated(file: GgufFile) -> float:
     Raises:
         CheckpointError: they are others than 1 and huge ones after them.
     """
-    name = "rope_freqs.weight"
-    found = np.asarray(_factors(file, name))
+    found = np.asarray(factors(file, FREQUENCIES))
     count = int((found == 1).sum())
-    if not 0 < count == int((found[:count] == 1).sum()) or (found[count:] < _NOT_ROTATED).any():
-        raise file.refusal(name, f"ones, and numbers of at least {_NOT_ROTATED:g} after them", found.tolist())
+    if not 0 < count == int((found[:count] == 1).sum()) or not (found[count:] >= _NOT_ROTATED).all():
+        raise file.refusal(FREQUENCIES, f"ones, and numbers of at least {_NOT_ROTATED:g} after them", found.tolist())
     return count / len(found)
 
 
 def _smollm3(file: GgufFile) -> Fields:
-    layers = file.size(".block_count")
-    return {
-        "model_type": "smollm3",
-        "hidden_act": "silu",
-        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)],
-    }
+    """The layers without rotary embedding are not in the file: as in llama.cpp, every fourth."""
+    fields = _llama(file) | {"model_type": "smollm3"}
+    return fields | {"no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(file.size(".block_count"))]}
 
 
 def _granite(file: GgufFile) -> Fields:
+    """Multipliers of 0 are those that llama.cpp leaves out."""
+    if not file.flag(".rope.scaling.finetuned", True):
+        raise file.refusal(".rope.scaling.finetuned", "true: false stands for no rotary embedding", False)
+    head_dim = file.size(".attention.key_length", _default_head_dim(file))
     return _llama(file) | {
         "model_type": "granite",
-        "embedding_multiplier": file.number(".embedding_scale"),
-        "residual_multiplier": file.number(".residual_scale"),
-        "attention_multiplier": file.number(".attention.scale"),
+        "embedding_multiplier": file.number(".embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": file.number(".residual_scale", 0.0) or 1.0,
+        "attention_multiplier": file.number(".attention.scale", 0.0) or head_dim**-0.5,
         "logits_scaling": file.number(".logit_scale"),
     }
 
 
 def _lfm2(file: GgufFile) -> Fields:
-    heads = file.list(".attention.head_count_kv") or [1]
+    _without_window(file)
+    layers = file.size(".block_count")
+    key_heads = file.sizes(".attention.head_count_kv", layers, least=0)
     return {
         "model_type": "lfm2",
-        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "layer_types": [_FULL if each else "conv" for each in key_heads],
         "conv_L_cache": file.size(".shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,  # the file has the width itself
     }
 
 
 def _olmo2(file: GgufFile) -> Fields:
-    return {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False}
+    """OLMo 2, and OLMo 3, whose files differ by a window."""
+    fields = {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False}
+    theta = file.number(".rope.freq_base", 10000.0)
+    if not file.size(".attention.sliding_window", 0, least=0):
+        _without_window(file)
+        return fields
+    return fields | {"model_type": "olmo3"} | _local(file, interval=4, theta=theta)
 
 
 def _qwen35(file: GgufFile) -> Fields:
-    values = file.size(".ssm.time_step_rank")
+    """Sections of the rotary embedding have one position each where there is only text, but for the fourth."""
+    _without_window(file)
+    values, inner = file.size(".ssm.time_step_rank"), file.size(".ssm.inner_size")
+    if inner % values:
+        raise file.refusal(".ssm.inner_size", f"a multiple of ssm.time_step_rank = {values}", inner)
+    sections = file.sizes(".rope.dimension_sections", 4, 0, least=0)
+    if sections[3]:
+        raise file.refusal(".rope.dimension_sections", "0 in the fourth place, which has no position", sections)
+    layers = file.size(".block_count") - further_layers(file)
+    interval = file.size(".full_attention_interval", 4)
+    recurrent = file.flags(".attention.recurrent_layers", file.size(".block_count"))
+    if recurrent is None:
+        recurrent = [(layer + 1) % interval != 0 for layer in range(layers)]
     return {
         "model_type": "qwen3_5_text",
         "hidden_act": "silu",
-        "num_hidden_layers": file.size(".block_count") - further_layers(file),
-        "full_attention_interval": file.size(".full_attention_interval", 4),
+        "num_hidden_layers": layers,
+        "layer_types": ["linear_attention" if each else _FULL for each in recurrent[:layers]],
         "linear_conv_kernel_dim": file.size(".ssm.conv_kernel"),
         "linear_num_key_heads": file.size(".ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_key_head_dim": file.size(".ssm.state_size"),
-        "linear_value_head_dim": file.size(".ssm.inner_size") // values,
+        "linear_value_head_dim": inner // values,
     }
 
 
 def further_layers(file: GgufFile) -> int:
     """Layers behind the decoder's, which predict further tokens."""
     name = ".nextn_predict_layers"
-    return file.size(name) if name in file else 0
+    if file.architecture != "qwen35":
+        return 0
+    found = file.size(name, 0, least=0)
+    if found >= file.size(".block_count"):
+        raise file.refusal(name, "fewer than all layers", found)
+    return found
 
 
 _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {

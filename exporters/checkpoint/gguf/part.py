@@ -79,7 +79,7 @@ def open_part(path: Path) -> Part:
     try:
         check_layout(path, GGML_QUANT_SIZES)
         reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
+        fields = {name: _contents(field) for name, field in reader.fields.items()}
         blocks = {
             tensor.name: Block(tensor.data, tensor.tensor_type.name, tuple(int(n) for n in tensor.shape)[::-1], path)
             for tensor in reader.tensors
@@ -91,6 +91,13 @@ def open_part(path: Path) -> Part:
             str(path), got=f"a broken file ({error})", expected="a whole GGUF file", fix=_TRUNCATED
         ) from None
     return Part(path, fields, blocks)
+
+
+def _contents(field: Any) -> Any:
+    """A value of the metadata; a list of lists, which the package flattens, as a tuple, which no reader accepts."""
+    is_nested = len(field.types) > 1 and field.types[0] == field.types[1]
+    value = field.contents()
+    return tuple(value) if is_nested else value
 
 
 def _check_header(path: Path) -> None:

@@ -15,6 +15,7 @@ from edgekv.spec.tensors import LAYER_TABLE, LAYER_TABLE_NORM, LAYER_TABLE_PROJE
 from exporters.checkpoint.gguf.config import further_layers
 from exporters.checkpoint.gguf.file import GgufFile
 from exporters.checkpoint.gguf.part import Block
+from exporters.checkpoint.gguf.rope import TENSORS
 from exporters.checkpoint.stored import ComputedTensor
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -30,7 +31,6 @@ _TABLES = {
     "per_layer_model_proj.weight": LAYER_TABLE_PROJECTION,
     "per_layer_proj_norm.weight": LAYER_TABLE_NORM,
 }
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read by the configuration
 _PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -134,7 +134,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     """
     found: dict[str, GgufTensor] = {}
     for name, block in file.blocks.items():
-        if name in _FACTORS:
+        if name in TENSORS:
             continue
         if block.type not in TYPES:
             raise CheckpointError(
@@ -165,7 +165,8 @@ def _name(file: GgufFile, name: str) -> str | None:
     if name in _TABLES:
         return _TABLES[name]
     match = _LAYER.fullmatch(name)
-    if match and int(match[1]) >= file.size(".block_count") - further_layers(file) > 0:
+    layers = file.size(".block_count")
+    if match and layers - further_layers(file) <= int(match[1]) < layers:
         return None
     part = (_PARTS | _SPECIAL.get(file.architecture, {})).get(match[2]) if match else None
     if match is None or part is None:
@@ -199,8 +200,8 @@ def _tiled(file: GgufFile, key: str, shape: tuple[int, ...]) -> NDArray[np.int64
 def _head_rows(file: GgufFile, key: str) -> int:
     """Rows of a head if its rotary pairs are interleaved, else 0."""
     if file.architecture in _INTERLEAVED and re.search(r"\.self_attn\.[qk]_proj\.", key):
-        heads, hidden = file.size(".attention.head_count"), file.size(".embedding_length")
-        return file.size(".attention.key_length", hidden // heads)
+        heads = file.shared_size(".attention.head_count", file.size(".block_count"))
+        return file.size(".attention.key_length", file.size(".embedding_length") // heads)
     return 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import warnings
+from dataclasses import dataclass, replace
 
 from tokenizers import (
     AddedToken,
@@ -15,12 +17,17 @@ from tokenizers import (
     processors,
 )
 
+from edgekv.errors import CheckpointError, EdgeKVWarning
 from edgekv.spec.chat import DEFAULT, ChatTemplates
 from exporters.checkpoint.gguf.file import GgufFile
+from exporters.checkpoint.gguf.special import CONTROL, SpecialIds, special_ids
 
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # llama.cpp's token types
-_UNKNOWN = 2
+_UNKNOWN, _USER_DEFINED = 2, 4  # llama.cpp's token types, of which the last is 6
+_KINDS = range(7)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_MOST_CHARACTERS = 1 << 24  # of all tokens: four times the largest vocabularies
+_ADD = "tokenizer.ggml.add_"
+_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that do not swallow the space after them
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,16 +40,18 @@ class _Splitter:
     """How text is split into words before byte-level BPE.
 
     Attributes:
-        pattern: of words; None for GPT-2's own.
+        patterns: each splits what the ones before have left; none for GPT-2's own.
         single_digits: whether each digit is a word.
         whole_words: whether a word that is a token is used without merging.
         nfc: whether text is normalized to NFC first.
+        begins: whether texts begin with BOS where the file does not say it.
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     single_digits: bool = False
     whole_words: bool = False
     nfc: bool = False
+    begins: bool = False
 
 
 def _by_case(number: str, contractions: str = "", path: str = "") -> str:
@@ -50,25 +59,40 @@ def _by_case(number: str, contractions: str = "", path: str = "") -> str:
     return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{path}]*|{_TAIL}"
 
 
-_LLAMA3 = rf"{_CONTRACTIONS}|{_LETTERS}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_LETTERS}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_TAIL}"
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_MARKS = r"[\p{P}\$\+<=>\^~\|`]+"
+_THREE = r"[0-9][0-9][0-9]"
+_ENGLISH = rf"{_CONTRACTIONS}|{_LETTERS}\p{{L}}+"
+_PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+
+_GPT2 = _Splitter()
+_DIGITS = _Splitter(single_digits=True)
+_LLAMA3 = _Splitter((rf"{_ENGLISH}|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_TAIL}",), whole_words=True, begins=True)
+_QWEN2 = _Splitter((rf"{_ENGLISH}|\p{{N}}|{_PUNCTUATION}|{_TAIL}",), nfc=True)
+_QWEN35 = _Splitter(
+    (rf"{_CONTRACTIONS}|{_LETTERS}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_TAIL}",), nfc=True
+)
+_GPT4O = _Splitter((_by_case(r"\p{N}{1,3}", rf"{_CONTRACTIONS}?", "/"),))
+_HAN = "[\N{CJK UNIFIED IDEOGRAPH-4E00}-\N{CJK UNIFIED IDEOGRAPH-9FA5}\u0800-\u4e00\uac00-\ud7ff]+"
 _SPLITTERS = {
-    "default": _Splitter(),
-    "gpt-2": _Splitter(),
-    "olmo": _Splitter(),
-    "exaone4": _Splitter(),
-    "smollm": _Splitter(single_digits=True),
-    "starcoder": _Splitter(single_digits=True),
-    "refact": _Splitter(single_digits=True),
-    "granite": _Splitter(single_digits=True),
-    "llama-bpe": _Splitter(_LLAMA3, whole_words=True),
-    "llama3": _Splitter(_LLAMA3, whole_words=True),
-    "smaug-bpe": _Splitter(_LLAMA3, whole_words=True),
-    "dbrx": _Splitter(_LLAMA3),
-    "qwen2": _Splitter(_QWEN2, nfc=True),
-    "deepseek-r1-qwen": _Splitter(_QWEN2, nfc=True),
-    "tekken": _Splitter(_by_case(r"\p{N}", path="/"), whole_words=True),
-    "gpt-4o": _Splitter(_by_case(r"\p{N}{1,3}", rf"{_CONTRACTIONS}?", "/")),
+    "default": _Splitter((r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", _THREE)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "gigachat", "a.x-4.0", "mellum"), _GPT2),
+    **dict.fromkeys(("exaone4", "granite-docling"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "granite", "command-r", "codeshell", "exaone"), _DIGITS),
+    **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
+    "smaug-bpe": replace(_LLAMA3, begins=False),
+    "dbrx": replace(_LLAMA3, whole_words=False, begins=False),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
+    **dict.fromkeys(("hunyuan", "solar-open"), replace(_QWEN2, nfc=False)),
+    "qwen35": _QWEN35,
+    "tekken": _Splitter((_by_case(r"\p{N}", path="/"),), whole_words=True, begins=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), _GPT4O),
+    "falcon": _Splitter((_MARKS, _WORDS, _THREE)),
+    "deepseek-coder": _Splitter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
+    "seed-coder": _Splitter((rf"{_ENGLISH}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}",)),
 }
 
 
@@ -78,20 +102,17 @@ def rebuild_tokenizer(file: GgufFile) -> Tokenizer:
     Raises:
         CheckpointError: the kind of tokenizer or its pre-tokenizer is unknown, or a list is missing.
     """
-    kind = file.text("tokenizer.ggml.model")
-    tokens = file.list("tokenizer.ggml.tokens")
-    if not tokens or not all(isinstance(token, str) for token in tokens):
-        raise file.refusal("tokenizer.ggml.tokens", "a list of tokens", tokens[:1])
-    if len(set(tokens)) != len(tokens):
-        raise file.refusal("tokenizer.ggml.tokens", "each token once", f"{len(tokens) - len(set(tokens))} repeated")
+    kind, tokens = file.text("tokenizer.ggml.model"), _tokens(file)
+    special = special_ids(file)
     if kind == "gpt2":
-        tokenizer = _byte_level(file, tokens)
+        splitter = _splitter(file)
+        tokenizer, begins = _byte_level(file, tokens, splitter), splitter.begins
     elif kind in ("llama", "gemma4"):
-        tokenizer = _sentence_piece(file, tokens, has_merges=kind == "gemma4")
+        tokenizer, begins = _sentence_piece(file, tokens, special, has_merges=kind == "gemma4"), True
     else:
         raise file.refusal("tokenizer.ggml.model", "gpt2, llama or gemma4", kind)
-    _add_special(file, tokenizer, tokens)
-    _add_bos(file, tokenizer, tokens, default=kind != "gpt2")
+    _add_special(file, tokenizer, tokens, special)
+    _add_bos(file, tokenizer, tokens, special, default=begins, always=kind == "gemma4")
     return tokenizer
 
 
@@ -99,29 +120,56 @@ def chat_templates(file: GgufFile) -> ChatTemplates | None:
     """The chat templates of a GGUF file; None if it has none.
 
     Raises:
-        CheckpointError: a template cannot be compiled.
+        CheckpointError: a template cannot be compiled, or one that is listed is missing.
     """
     key = "tokenizer.chat_template"
-    names = [DEFAULT, *(str(name) for name in file.list("tokenizer.chat_templates"))]
-    keys = {name: key if name == DEFAULT else f"{key}.{name}" for name in names}
-    templates = {name: file.text(key) for name, key in keys.items() if key in file}
-    if not templates:
+    keys = {DEFAULT: key} if key in file else {}
+    listed = file.texts("tokenizer.chat_templates")
+    keys |= {name.removeprefix(f"{key}."): name for name in file.unread if name.startswith(f"{key}.")}
+    if missing := [name for name in listed if name not in keys]:
+        raise file.refusal("tokenizer.chat_templates", f"a field {key}.{missing[0]} for it", missing[0])
+    templates = {name: file.text(key) for name, key in keys.items()}
+    if not any(templates.values()):
         return None
-    tokens = file.list("tokenizer.ggml.tokens")
-    special = {}
-    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown")):
-        if (entry := f"tokenizer.ggml.{key}_token_id") in file and 0 <= (number := file.size(entry)) < len(tokens):
-            special[name] = str(tokens[number])
+    tokens, ids = file.texts("tokenizer.ggml.tokens"), special_ids(file)
+    roles = {"bos_token": ids.bos, "eos_token": ids.eos, "pad_token": ids.pad, "unk_token": ids.unknown}
+    special = {name: tokens[number] for name, number in roles.items() if number is not None}
     found = ChatTemplates(templates=templates, tokens=special)
     found.check(file.path.name)
     return found
 
 
-def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
-    name = file.text("tokenizer.ggml.pre", "default")
+def _tokens(file: GgufFile) -> list[str]:
+    """The text of each token; llama.cpp gives empty ones a name.
+
+    Raises:
+        CheckpointError: the list is none, or one stands there twice.
+    """
+    key = "tokenizer.ggml.tokens"
+    tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(file.texts(key))]
+    if not tokens:
+        raise file.refusal(key, "a list of tokens", tokens)
+    if len(set(tokens)) != len(tokens):
+        raise file.refusal(key, "no token twice", len(tokens) - len(set(tokens)))
+    if (characters := sum(map(len, tokens))) > _MOST_CHARACTERS:
+        raise file.refusal(key, f"at most {_MOST_CHARACTERS} characters in all", characters)
+    return tokens
+
+
+def _splitter(file: GgufFile) -> _Splitter:
+    key = "tokenizer.ggml.pre"
+    name = file.text(key, "default")
     splitter = _SPLITTERS.get(name)
     if splitter is None:
-        raise file.refusal("tokenizer.ggml.pre", ", ".join(_SPLITTERS), name)
+        raise file.refusal(key, ", ".join(_SPLITTERS), name)
+    if name == "default":
+        what = repr(name) if key in file else "nothing"
+        text = f"{file.path.name}: {key} is {what}: text may be split into other tokens than the model was trained on"
+        warnings.warn(EdgeKVWarning(f"{text}. Convert the model again with a current llama.cpp."), stacklevel=2)
+    return splitter
+
+
+def _byte_level(file: GgufFile, tokens: list[str], splitter: _Splitter) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _listed_merges(file, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitter.whole_words))
@@ -130,16 +178,15 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if splitter.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if splitter.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(splitter.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitter.pattern is None))
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitter.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitter.patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _listed_merges(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    merges = [_pair(file, merge) for merge in file.list("tokenizer.ggml.merges")]
+    merges = [_pair(file, merge) for merge in file.entries("tokenizer.ggml.merges")]
     if missing := next((pair for pair in merges if not {*pair, "".join(pair)} <= vocabulary.keys()), None):
         raise file.refusal("tokenizer.ggml.merges", "pairs of known tokens", " ".join(missing))
     return merges
@@ -152,9 +199,9 @@ def _pair(file: GgufFile, merge: object) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
-def _sentence_piece(file: GgufFile, tokens: list[str], *, has_merges: bool) -> Tokenizer:
+def _sentence_piece(file: GgufFile, tokens: list[str], special: SpecialIds, *, has_merges: bool) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    unknown = tokens[_token_id(file, "tokenizer.ggml.unknown_token_id", tokens, 0)]
+    unknown = tokens[special.unknown or 0]
     merges = _listed_merges(file, vocabulary) if has_merges else _scored_merges(file, vocabulary)
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -169,12 +216,13 @@ def _sentence_piece(file: GgufFile, tokens: list[str], *, has_merges: bool) -> T
 
 def _scored_merges(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Merges in the order in which SentencePiece applies them: the piece with the highest score first."""
-    scores = file.list("tokenizer.ggml.scores")
-    if len(scores) != len(vocabulary):
-        raise file.refusal("tokenizer.ggml.scores", f"{len(vocabulary)} numbers", f"{len(scores)} numbers")
+    scores = _scores(file, len(vocabulary))
+    lengths = sorted({len(piece) for piece in vocabulary})  # of all others no half is a piece
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, number in vocabulary.items():
-        for at in range(1, len(piece)):
+        for at in lengths:
+            if at >= len(piece):
+                break
             left, right = vocabulary.get(piece[:at]), vocabulary.get(piece[at:])
             if left is not None and right is not None:
                 found.append((-scores[number], left, right, (piece[:at], piece[at:])))
@@ -182,28 +230,49 @@ def _scored_merges(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str
     return [pair for *_, pair in found]
 
 
-def _add_special(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    kinds = file.list("tokenizer.ggml.token_type")
-    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _UNKNOWN)]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    own = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
+def _scores(file: GgufFile, count: int) -> list[float]:
+    key = "tokenizer.ggml.scores"
+    scores = file.entries(key)
+    if len(scores) != count:
+        raise file.refusal(key, f"{count} numbers, one for each token", len(scores))
+    if wrong := [each for each in scores if type(each) not in (int, float) or not math.isfinite(each)]:
+        raise file.refusal(key, "finite numbers", wrong[0])
+    return scores
 
 
-def _add_bos(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], *, default: bool) -> None:
-    """Start every text with BOS if the file says so; llama.cpp's default for SentencePiece is yes."""
-    if not file.flag("tokenizer.ggml.add_bos_token", default) or "tokenizer.ggml.bos_token_id" not in file:
+def _add_special(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], special: SpecialIds) -> None:
+    """Add the tokens that stand for themselves: control tokens and ends, and those that users defined."""
+    key = "tokenizer.ggml.token_type"
+    kinds = file.entries(key) or [1] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise file.refusal(key, f"{len(tokens)} types, one for each token", len(kinds))
+    if wrong := [each for each in kinds if type(each) is not int or each not in _KINDS]:
+        raise file.refusal(key, f"llama.cpp's types, 0 to {_KINDS[-1]}", wrong[0])
+    swallows = file.architecture == "phi3" and file.text("tokenizer.ggml.model") == "llama"
+    added = []
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        is_special = kind in (CONTROL, _UNKNOWN) or number in special.ends
+        if is_special or kind == _USER_DEFINED:
+            strip = swallows and token not in _KEPT_SPACE
+            added.append(AddedToken(token, special=is_special, normalized=False, rstrip=strip))
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    tokenizer.add_tokens([token for token in added if not token.special])
+
+
+def _add_bos(
+    file: GgufFile, tokenizer: Tokenizer, tokens: list[str], special: SpecialIds, *, default: bool, always: bool
+) -> None:
+    """Start every text with BOS if the file says so, or by default; Gemma 4's files that say no are wrong."""
+    if file.flag(f"{_ADD}eos_token"):
+        fix = "Set it to false with gguf-set-metadata: a prompt that ends with EOS has no answer."
+        raise CheckpointError(f"{file.path.name}: {_ADD}eos_token", got="true", expected="false", fix=fix)
+    if not (file.flag(f"{_ADD}bos_token", default) or always):
         return
-    number = _token_id(file, "tokenizer.ggml.bos_token_id", tokens)
-    bos = tokens[number]
+    if special.bos is None:
+        raise file.refusal(
+            "tokenizer.ggml.bos_token_id", "the token that texts begin with, as add_bos_token says", None
+        )
+    bos = tokens[special.bos]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:0", special_tokens=[(bos, number)]
+        single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:0", special_tokens=[(bos, special.bos)]
     )
-
-
-def _token_id(file: GgufFile, key: str, tokens: list[str], default: int | None = None) -> int:
-    """The id of a token."""
-    number = file.size(key, default)
-    if not 0 <= number < len(tokens):
-        raise file.refusal(key, f"0 to {len(tokens) - 1}", number)
-    return number
