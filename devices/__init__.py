@@ -5,6 +5,7 @@ from devices.device import Device
 from devices.lookup import Found, UnknownDeviceError, find, search
 from devices.memory import Memory
 from devices.other_names import OtherName
+from devices.simulated import NoProxyError, Proxy, find_proxy, proxies_for
 from devices.speed import FASTEST_PASS_S, DecoderSpeed, Span
 
 __all__ = [
@@ -14,9 +15,13 @@ __all__ = [
     "Device",
     "Found",
     "Memory",
+    "NoProxyError",
     "OtherName",
+    "Proxy",
     "Span",
     "UnknownDeviceError",
     "find",
+    "find_proxy",
+    "proxies_for",
     "search",
 ]

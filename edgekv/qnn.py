@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import onnxruntime as ort
 
-from devices import Device
+from devices import Device, Proxy
 from edgekv.errors import EngineError
 from edgekv.graph_file import WEIGHTS_FOLDER, loadable
 from edgekv.native_output import NativeOutput, captured_output
@@ -29,7 +29,7 @@ _INSTALL = 'Install it: pip install "edgekv[htp]"'
 
 def create_session(
     model_path: Path,
-    device: Device,
+    device: Device | Proxy,
     *,
     session_config: Mapping[str, str] = _NOTHING,
     provider_options: Mapping[str, str] = _NOTHING,

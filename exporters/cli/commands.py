@@ -12,6 +12,12 @@ COMMANDS = (
     Entry("compile", "exporters.cli.compile:compile_", "Compile a bundle to context binaries for a chip.", _EXPORT),
     Entry("diff", "exporters.cli.trace:diff", "Find the first result in which two traces differ, and why.", _EXPORT),
     Entry(
+        "estimate",
+        "exporters.cli.estimate:estimate",
+        "Estimate the speed of a bundle on a chip, by the HTP compiler's simulation.",
+        _EXPORT,
+    ),
+    Entry(
         "eval",
         "exporters.cli.evaluate:eval_",
         "Compare a bundle with the float32 reference of its checkpoint.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from devices import Device
+from devices import Device, Proxy
 from edgekv.child import run_in_child
 from edgekv.errors import EngineError
 from edgekv.scratch import scratch_folder
@@ -21,9 +21,14 @@ _FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
 
 
 class HtpStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One session to create: an ONNX file, and options of ONNX Runtime and of its QNN provider."""
+    """One session to create: an ONNX file, and options of ONNX Runtime and of its QNN provider.
+
+    Attributes:
+        folder: the current folder, where the provider leaves files of some options; None for that of the model.
+    """
 
     model: str
+    folder: str | None = None
     session_config: dict[str, str] = {}
     provider_options: dict[str, str] = {}
 
@@ -33,10 +38,12 @@ class HtpJob(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         soc: part number of the target.
+        is_proxy: whether that is a `Proxy`.
         steps: the sessions.
     """
 
     soc: str
+    is_proxy: bool = False
     steps: list[HtpStep]
 
 
@@ -52,7 +59,7 @@ class HtpReply(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int = 0
 
 
-def run_steps(device: Device, steps: Sequence[HtpStep]) -> int:
+def run_steps(device: Device | Proxy, steps: Sequence[HtpStep]) -> int:
     """Create the sessions in a child process.
 
     Returns:
@@ -61,7 +68,7 @@ def run_steps(device: Device, steps: Sequence[HtpStep]) -> int:
     Raises:
         EngineError: the compiler is missing, refused a graph, or crashed.
     """
-    job = HtpJob(soc=device.soc, steps=list(steps))
+    job = HtpJob(soc=device.soc, is_proxy=isinstance(device, Proxy), steps=list(steps))
     end = run_in_child("exporters.htp.worker", msgspec.json.encode(job))
     if end.reply is not None:
         reply = msgspec.json.decode(end.reply, type=HtpReply)

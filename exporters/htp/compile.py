@@ -71,6 +71,27 @@ def binary_sets(parts: Sequence[Mapping[str, Path]], *, per_graph_binaries: bool
     return sets
 
 
+def context_steps(models: Sequence[Path], wrappers: Sequence[str], folder: Path, options: HtpOptions) -> list[HtpStep]:
+    """The sessions that write these graphs into one binary, and a wrapper for each, into a folder.
+
+    The provider writes a shared binary at the last session, named after the first.
+    """
+    steps = []
+    for number, (model, wrapper) in enumerate(zip(models, wrappers, strict=True), 1):
+        config = {
+            "ep.context_enable": "1",
+            "ep.context_embed_mode": "0",
+            "ep.context_file_path": str(folder.absolute() / wrapper),  # the worker changes its folder
+        }
+        if len(models) > 1:
+            config["ep.share_ep_contexts"] = "1"
+            if number == len(models):
+                config["ep.stop_share_ep_contexts"] = "1"
+        given = dict(options.provider_options)
+        steps.append(HtpStep(model=str(model), session_config=config, provider_options=given))
+    return steps
+
+
 def compile_graphs(
     device: Device,
     models: Mapping[str, Path],
@@ -82,8 +103,6 @@ def compile_graphs(
     options: HtpOptions = COMPILER_DEFAULTS,
 ) -> CompiledBinary:
     """One binary for these graphs, checked for its target and for the number of its graphs.
-
-    The provider writes a shared binary at the last session, named after the first.
 
     Args:
         device: the target.
@@ -99,19 +118,7 @@ def compile_graphs(
     """
     wrappers = {name: f"{prefix}{name}.onnx" for name in models}
     names = list(models)
-    steps = []
-    for name, model in models.items():
-        config = {
-            "ep.context_enable": "1",
-            "ep.context_embed_mode": "0",
-            "ep.context_file_path": str(folder.absolute() / wrappers[name]),  # the worker changes its folder
-        }
-        if len(models) > 1:
-            config["ep.share_ep_contexts"] = "1"
-            if name == names[-1]:
-                config["ep.stop_share_ep_contexts"] = "1"
-        given = dict(options.provider_options)
-        steps.append(HtpStep(model=str(model), session_config=config, provider_options=given))
+    steps = context_steps([*models.values()], [*wrappers.values()], folder, options)
     if lint is None:
         peak_bytes = run_steps(device, steps)
     else:

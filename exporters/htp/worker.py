@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from devices import find
+from devices import find, find_proxy
 from edgekv import qnn
 from edgekv.errors import EdgeKVError
 from edgekv.system import peak_bytes
@@ -17,7 +17,7 @@ from exporters.htp.check import HtpJob, HtpReply
 
 def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=HtpJob)
-    device = find(job.soc)
+    device = find_proxy(job.soc) if job.is_proxy else find(job.soc)
     alive = []
     error = None
     models = [Path(step.model).absolute() for step in job.steps]
@@ -25,10 +25,10 @@ def main() -> None:
         for step, model in zip(job.steps, models, strict=True):
             # ONNX Runtime names a compiled graph after a hash of the path it is given: a bare file name gives the
             # same bytes in every folder.
-            os.chdir(model.parent)
+            os.chdir(step.folder or model.parent)
             alive.append(
                 qnn.create_session(
-                    Path(model.name),
+                    model if step.folder else Path(model.name),
                     device,
                     session_config=step.session_config,
                     provider_options=step.provider_options,

@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from devices import Device, find
+from devices import Device, find, find_proxy
 from edgekv.bundle import (
     AdapterRecord,
     CompiledBinary,
@@ -32,6 +32,9 @@ from exporters.htp.binary import check_chip
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs
 from exporters.htp.compile_tflite import compile_tflite
+from exporters.htp.costs import Costs
+from exporters.htp.estimate import Simulation, simulate
+from exporters.htp.schedule import Schedule
 from exporters.lora.ranges import adapted_ranges
 from exporters.pipeline.encoder import Encoded
 from exporters.pipeline.inputs import BUNDLE, LAYER, TOKENS, Exact, Folded, Inputs, ProvenAdapter, SinkChoice
@@ -47,6 +50,7 @@ from exporters.quantize.reference import NO_CHANGES
 from exporters.quantize.survey import survey
 from quant import Range
 
+SCHEDULES = "schedules.msgpack"
 _ADAPTED_WINDOWS = 3  # one of so many runs with an adapter: headroom covers the others
 
 
@@ -385,6 +389,38 @@ class CompilePiece(Piece):
 
 
 @dataclass(frozen=True, slots=True)
+class EstimatePiece(Piece):
+    """What the HTP compiler simulates of the graphs of a binary; answers their `Costs`, and keeps their schedules.
+
+    Attributes:
+        graphs: name of the folder with the graphs, after their content.
+        files: of the graphs in the binary, in order.
+        proxy: part number of the chip that is simulated.
+        compiler: its version.
+        htp: options of the compiler.
+    """
+
+    kind: ClassVar[str] = "estimate"
+    in_child: ClassVar[bool] = True
+
+    graphs: str
+    files: tuple[str, ...]
+    proxy: str
+    compiler: str
+    htp: HtpOptions = COMPILER_DEFAULTS
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.graphs,)
+
+    def make(self, folder: Path, inputs: Inputs) -> list[Costs]:
+        place = inputs.bundle(self.graphs)
+        found = simulate([place / file for file in self.files], find_proxy(self.proxy), self.htp)
+        (folder / SCHEDULES).write_bytes(msgspec.msgpack.encode([each.schedule for each in found]))
+        return [each.costs for each in found]
+
+
+@dataclass(frozen=True, slots=True)
 class CompileTflitePiece(Piece):
     """A `.tflite` file whose graphs call one context for a chip; answers `Compiled`.
 
@@ -442,6 +478,13 @@ def read_manifest(store: PieceStore, name: str) -> Manifest:
     """The manifest of a written bundle."""
     with store.reading(name) as folder:
         return open_bundle(folder / BUNDLE, verify=False).manifest
+
+
+def read_estimate(store: PieceStore, name: str) -> list[Simulation]:
+    """What a finished `EstimatePiece` has found, a graph each."""
+    costs = store.answer(name, list[Costs])
+    schedules = msgspec.msgpack.decode(store.files(name)[SCHEDULES].read_bytes(), type=list[Schedule])
+    return [Simulation(*both) for both in zip(costs, schedules, strict=True)]
 
 
 def read_compiled(store: PieceStore, name: str) -> Compiled:

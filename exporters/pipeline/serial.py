@@ -13,7 +13,13 @@ from exporters.pipeline.piece import Plan, Planned
 from exporters.pipeline.store import MissingPieceError, PieceRecord
 from exporters.progress import Progress
 
-_TOLD = {"layer": "quantize", "head": "quantize head", "check": "check on HTP", "compile": "compile"}
+_TOLD = {
+    "layer": "quantize",
+    "head": "quantize head",
+    "check": "check on HTP",
+    "compile": "compile",
+    "estimate": "estimate",
+}
 """Progress of kinds of pieces; the others tell of their own steps."""
 
 _ATTEMPTS = 3

@@ -1,0 +1,284 @@
+"""The HTP compiler's simulated schedule of a graph: which unit does what, when, and for which part of the decoder."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from edgekv.errors import EngineError
+
+Unit = Literal["HVX", "HMX", "DMA", "issue"]
+UNITS: tuple[Unit, ...] = ("HVX", "HMX", "DMA", "issue")
+"""Vector threads; the matrix unit; transfers between DRAM and VTCM; the thread that starts and awaits the others."""
+
+_THREADS = re.compile(r"(FG|HVX|HMX|DMA|HVX_DMA) ?(\d*):")
+_UNITS: Mapping[str, Unit] = {"FG": "issue", "HVX": "HVX", "HMX": "HMX", "DMA": "DMA", "HVX_DMA": "DMA"}
+_STARTS = b'"traceEvents"'
+_HOUSEKEEPING = re.compile(r"^default_(\w+) \((.*)\)$")
+_MARKS = {"RmsNorm": re.compile(r"^q::rmsnorm", re.IGNORECASE), "Softmax": re.compile(r"^q::softmax", re.IGNORECASE)}
+
+_PARTS = tuple(
+    (re.compile(pattern), part)
+    for pattern, part in (
+        (r"norm(_\d+|\.\d+)?$", "norms"),
+        (r"^layers\.\d+\.conv\b|^conv_", "convolution"),
+        (r"^layers\.\d+\.delta|^(delta|decay|recurrent)", "delta rule"),
+        (r"^layers\.\d+\.(gate|up|down|mlp|silu|sigmoid|gelu)", "feed-forward"),
+        (r"^layers\.\d+\.layer_", "layer inputs"),
+        (r"^layers\.\d+\.|^probabilities|^(key|value)_\d", "attention"),
+        (r"^(head|logits|last_hidden)", "head"),
+        (r"^embedding|^per_layer", "embedding"),
+    )
+)
+_UNKNOWN = "other"
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """An operation on a unit.
+
+    Attributes:
+        unit: where.
+        thread: which of the unit's threads, from 0 on.
+        start: cycle.
+        cycles: how long.
+        kind: of operation.
+        part: of the decoder.
+        bytes: that a transfer moves.
+    """
+
+    unit: Unit
+    thread: int
+    start: int
+    cycles: int
+    kind: str
+    part: str
+    bytes: int = 0
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """One simulated run of a graph.
+
+    Attributes:
+        events: by their start.
+        hvx_threads: vector threads of the chip.
+    """
+
+    events: tuple[Event, ...]
+    hvx_threads: int
+
+    @property
+    def cycles(self) -> int:
+        """The end of the last event."""
+        return max((event.start + event.cycles for event in self.events), default=0)
+
+    def busy(self) -> dict[Unit, float]:
+        """The share of time that each unit is busy: of all its threads on average; of transfers, of any."""
+        end, total = self.cycles or 1, Counter[Unit]()
+        for event in self.events:
+            total[event.unit] += event.cycles
+        total["DMA"] = _covered(event for event in self.events if event.unit == "DMA")
+        return {unit: total[unit] / end / (self.hvx_threads if unit == "HVX" else 1) for unit in UNITS}
+
+    def shares(self, field: Literal["kind", "part"]) -> dict[str, float]:
+        """The share of time of each kind of operation or part of the decoder, largest first; they add up to 1.
+
+        Each moment is divided among the operations that compute then, on HVX and HMX; where none does, among transfers;
+        where there are none either, it counts as waiting.
+        """
+        edges = sorted(
+            edge
+            for at, event in enumerate(self.events)
+            if event.cycles and event.unit != "issue"
+            for edge in ((event.start, 1, at), (event.start + event.cycles, 0, at))
+        )
+        running, found, last = set[int](), defaultdict[str, float](float), 0
+        for moment, begins, at in edges:
+            if moment > last:
+                computing = [each for each in running if self.events[each].unit != "DMA"]
+                counted = computing or [*running]
+                for each in counted:
+                    found[getattr(self.events[each], field)] += (moment - last) / len(counted)
+                if not counted:
+                    found["waiting"] += moment - last
+                last = moment
+            (running.add if begins else running.discard)(at)
+        if self.cycles > last:
+            found["waiting"] += self.cycles - last
+        total = sum(found.values()) or 1.0
+        return {name: found[name] / total for name in sorted(found, key=lambda name: -found[name])}
+
+
+class _Arguments(msgspec.Struct):
+    id: str = "0x0"
+    dmabytes: int = 0
+
+
+class _TraceEvent(msgspec.Struct):
+    name: str
+    ph: str
+    tid: int = 0
+    ts: int = 0
+    dur: int = 0
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Trace(msgspec.Struct):
+    events: list[_TraceEvent] = msgspec.field(name="traceEvents")
+
+
+class _ThreadName(msgspec.Struct):
+    name: str = ""
+
+
+def read_schedules(log: Path, graphs: Sequence[Path]) -> list[Schedule]:
+    """The schedules of the graphs of one binary, in the order of its sessions.
+
+    As in the profile, those of several graphs begin with the first one, compiled alone, which is left out.
+
+    Args:
+        log: the trace of the first session.
+        graphs: for each graph, the folder with the compiler's dump of it.
+
+    Raises:
+        EngineError: a file is missing, or has another form.
+    """
+    try:
+        content = log.read_bytes()
+        traces = [*_traces(content)]
+        orders = [_composition(folder) for folder in graphs]
+    except (OSError, msgspec.MsgspecError, ValueError, KeyError, IndexError) as error:
+        raise _other_form(f"{type(error).__name__}: {error}") from None
+    if len(traces) != len(graphs) + (len(graphs) > 1):
+        raise _other_form(f"traces of {len(traces)} graphs for {len(graphs)}")
+    found = []
+    for trace, nodes in zip(traces[len(graphs) > 1 :], orders, strict=True):
+        found.append(_schedule(trace, nodes))
+    return found
+
+
+def _traces(content: bytes) -> Iterator[_Trace]:
+    """The Chrome traces in a log: JSON among binary fields."""
+    decoder, at = msgspec.json.Decoder(_Trace), 0
+    while (found := content.find(_STARTS, at)) >= 0:
+        start = content.rfind(b"{", 0, found)
+        end = content.find(b"\0", start)
+        end = content.rfind(b"}", start, end if end >= 0 else len(content)) + 1
+        yield decoder.decode(content[start:end])
+        at = end
+
+
+def _composition(folder: Path) -> list[tuple[str, str]]:
+    """Names and types of the QNN nodes of a graph, in the order in which they were composed.
+
+    Tensors are numbered in that order, but for outputs of the graph, which are numbered before.
+    """
+    (dump,) = (path for path in folder.glob("*.json") if not path.stem.endswith("_tensor_log"))
+    graph = json.loads(dump.read_text("utf-8"))["graph"]
+    numbers = {name: int(tensor["id"]) for name, tensor in graph["tensors"].items()}
+
+    def order(item: tuple[str, Mapping[str, object]]) -> int:
+        names = [*item[1]["input_names"], *item[1]["output_names"]]  # type: ignore[misc]
+        return max(numbers[name] for name in names)
+
+    return [(name, str(node["type"])) for name, node in sorted(graph["nodes"].items(), key=order)]
+
+
+def _part(node: str, kind: str) -> str | None:
+    """The part of the decoder that a QNN node belongs to; None if its name does not say."""
+    name = re.sub(r"(_f)?_node$|_q(Reshape)?$", "", node)
+    if kind == "RmsNorm":
+        return "norms"
+    return next((part for pattern, part in _PARTS if pattern.search(name)), None)
+
+
+def _schedule(trace: _Trace, nodes: Sequence[tuple[str, str]]) -> Schedule:
+    units = dict[int, tuple[Unit, int]]()
+    for event in trace.events:
+        if event.ph == "M" and event.name == "thread_name":
+            name = msgspec.json.decode(event.args, type=_ThreadName).name
+            if (match := _THREADS.fullmatch(name)) is None:
+                raise _other_form(f"a thread {name!r}")
+            units[event.tid] = _UNITS[match[1]], max(0, int(match[2] or 0) - (match[1] in ("HVX", "HMX")))
+    timed = [event for event in trace.events if event.ph == "X"]
+    arguments = [msgspec.json.decode(event.args, type=_Arguments) for event in timed]
+    operations = [int(each.id, 16) & 0xFFFFFFFF for each in arguments]
+    parts = _parts_of(operations, [event.name for event in timed], nodes)
+    found = []
+    for event, arguments_, operation in zip(timed, arguments, operations, strict=True):
+        if event.tid not in units:
+            raise _other_form(f"an event of thread {event.tid}, which has no name")
+        unit, thread = units[event.tid]
+        match = _HOUSEKEEPING.fullmatch(event.name)
+        if unit == "issue" and match is None:
+            unit = "HMX"
+        kind = event.name if match is None else match[2] if unit == "DMA" else match[1].replace("_", " ")
+        kind = kind.removeprefix("q::").removeprefix("*")
+        moved = arguments_.dmabytes if unit == "DMA" else 0
+        found.append(Event(unit, thread, event.ts, event.dur, kind, parts[operation], moved))
+    threads = sum(unit == "HVX" for unit, _ in units.values())
+    return Schedule(tuple(sorted(found, key=lambda event: event.start)), threads)
+
+
+def _parts_of(operations: Sequence[int], names: Sequence[str], nodes: Sequence[tuple[str, str]]) -> dict[int, str]:
+    """The part of each operation.
+
+    Operations are numbered in the order of composition, with numbers for constants between them. Norms and softmaxes
+    mark places in it: the n-th of the schedule is the n-th of the graph.
+    """
+    seen = {kind: set[int]() for kind in _MARKS}
+    for operation, name in zip(operations, names, strict=True):
+        for kind, pattern in _MARKS.items():
+            if pattern.match(name):
+                seen[kind].add(operation)
+    marks = [(0, -1)]
+    for kind, found in seen.items():
+        places = [at for at, (_, node_kind) in enumerate(nodes) if node_kind == kind]
+        if len(places) == len(found):
+            marks += zip(sorted(found), places, strict=True)
+    marks.sort()
+    marks.append((max(operations, default=0) + 1, len(nodes)))
+    if any(place > after for (_, place), (_, after) in pairwise(marks)):
+        return dict.fromkeys(operations, _UNKNOWN)
+    parts, numbers = [_part(*node) for node in nodes], [number for number, _ in marks]
+    result = {}
+    for operation in {*operations}:
+        at = bisect_right(numbers, operation) - 1
+        (number, place), (number_after, place_after) = marks[at], marks[at + 1]
+        if operation == number and place >= 0:
+            result[operation] = parts[place] or _UNKNOWN
+            continue
+        between = [part for part in parts[place + 1 : place_after] if part is not None]
+        if not between:
+            result[operation] = _UNKNOWN
+            continue
+        # One part, or in the proportion of the nodes of several.
+        share = (operation - number) / (number_after - number)
+        result[operation] = between[min(len(between) - 1, int(share * len(between)))]
+    return result
+
+
+def _covered(events: Iterator[Event]) -> int:
+    """Cycles in which at least one of these runs."""
+    total = last = 0
+    for event in events:  # by their start
+        end = event.start + event.cycles
+        total += max(0, end - max(last, event.start))
+        last = max(last, end)
+    return total
+
+
+def _other_form(got: str) -> EngineError:
+    return EngineError(
+        "trace of the HTP compiler",
+        got=got,
+        expected="a schedule of each graph, as onnxruntime-qnn 2.7.0 writes it",
+        fix="Use the tested version: pip install edgekv[htp].",
+    )

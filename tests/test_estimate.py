@@ -1,0 +1,126 @@
+"""Speed on the HTP by the compiler's simulation, which needs no device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from devices import CATALOGUE, NoProxyError, find, proxies_for
+from edgekv.bundle import open_bundle
+from edgekv.errors import EngineError, UsageError
+from exporters.estimate import estimate_bundle
+from exporters.htp import estimate as simulation
+from exporters.htp.costs import read_costs
+from exporters.options import RunOptions
+
+PROFILE = """Msg Timestamp,Message,Time,Unit of Measurement,Timing Source,Event Level,Event Identifier
+0,FINALIZE,446822,US,BACKEND,ROOT,QNN (finalize) time
+0,BACKEND,0,US,BACKEND,ROOT,Performance Estimates
+0,BACKEND,279029,CYCLES,BACKEND,SUB-EVENT,Simulated (Accelerator exec cycles)
+0,BACKEND,186,US,BACKEND,SUB-EVENT,Simulated (Accelerator exec time us)
+0,BACKEND,170,US,BACKEND,SUB-EVENT,Simulated (Accelerator exec time us (lower estimate))
+0,BACKEND,204,US,BACKEND,SUB-EVENT,Simulated (Accelerator exec time us (upper estimate))
+0,BACKEND,5124096,BYTES,BACKEND,SUB-EVENT,Input Fill
+0,BACKEND,0,BYTES,BACKEND,SUB-EVENT,Intermediate Fill
+0,BACKEND,0,BYTES,BACKEND,SUB-EVENT,Intermediate Spill
+0,BACKEND,311296,BYTES,BACKEND,SUB-EVENT,Output Spill
+0,BACKEND,30,US,BACKEND,SUB-EVENT,Missing Ops (Number of Ops with no Costs associated)
+"""
+"""What the provider wrote of a graph, without lines that nobody reads; 30 operations have no costs."""
+
+
+@pytest.mark.htp
+def test_every_graph_that_ships_has_a_speed_on_each_proxy(bundle: Path, tmp_path: Path) -> None:
+    opened = open_bundle(bundle)
+    found = estimate_bundle(opened, find("SM8750"), RunOptions(cache_dir=tmp_path))
+    shipped = [graph.name for graph in opened.manifest.graphs if graph.role != "score"]
+    assert [(each.graph, each.proxy) for each in found.graphs] == [
+        (name, proxy) for name in shipped for proxy in ("QCS9100", "SA8797")
+    ]
+    for each in found.graphs:
+        assert each.low_us < each.us < each.high_us
+        assert each.tokens_per_s == pytest.approx(each.ar * 1e6 / each.us)
+        assert each.moved_bytes > 0 and each.missing_ops == 0
+    assert "not measured" in found.notes[0] and "SM8750 (V79)" in found.notes[0]
+
+
+@pytest.mark.htp
+def test_an_estimate_is_kept_by_content(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, run = open_bundle(bundle), RunOptions(cache_dir=tmp_path)
+    first = estimate_bundle(opened, find("SM8650"), run)
+    monkeypatch.setattr(simulation, "run_steps", None)  # compiles no more
+    assert estimate_bundle(opened, find("SM8650"), run) == first
+
+
+@pytest.mark.htp
+def test_slices_add_up_to_the_whole(bundle: Path, tmp_path: Path) -> None:
+    """To 3 %: so large decoders are estimated without compiling them."""
+    opened, run = open_bundle(bundle), RunOptions(cache_dir=tmp_path)
+    whole = estimate_bundle(opened, find("SM8650"), run, in_slices=False)
+    summed = estimate_bundle(opened, find("SM8650"), run, in_slices=True)
+    assert summed.is_sliced and not whole.is_sliced
+    for a, b in zip(whole.graphs, summed.graphs, strict=True):
+        assert b.us == pytest.approx(a.us, rel=0.03)
+
+
+@pytest.mark.htp
+def test_nothing_is_written_into_the_bundle(bundle: Path, tmp_path: Path) -> None:
+    before = sorted(bundle.iterdir())
+    estimate_bundle(open_bundle(bundle), find("SM8650"), RunOptions(cache_dir=tmp_path))
+    assert sorted(bundle.iterdir()) == before
+
+
+@pytest.mark.htp
+def test_a_compiler_that_hangs_is_ended(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGEKV_TIMEOUT_S", "0.05")
+    with pytest.raises(EngineError, match="no answer within"):
+        estimate_bundle(open_bundle(bundle), find("SM8650"), RunOptions(cache_dir=tmp_path))
+
+
+def test_chips_stand_for_their_htp_version() -> None:
+    for device in CATALOGUE:
+        if device.arch < 73:
+            with pytest.raises(NoProxyError, match=f"V{device.arch}"):
+                proxies_for(device)
+        else:
+            assert all(proxy.arch <= 81 for proxy in proxies_for(device))
+    assert [proxy.soc for proxy in proxies_for(find("SM8650"))] == ["QCS9100"]
+    assert [proxy.soc for proxy in proxies_for(find("SM8850"))] == ["SA8797"]
+    assert [proxy.soc for proxy in proxies_for(find("SM8750"))] == ["QCS9100", "SA8797"]
+
+
+def test_a_chip_without_a_proxy_is_refused(bundle: Path) -> None:
+    with pytest.raises(UsageError, match=r"SM8450 \(V69\).*V73, V75, V79, V81"):
+        estimate_bundle(open_bundle(bundle), find("SM8450"))
+
+
+def test_operations_without_costs_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "costs.csv").write_text(PROFILE)
+    (costs,) = read_costs(tmp_path / "costs.csv", 1)
+    assert (costs.us, costs.cycles, costs.missing_ops) == (186, 279029, 30)
+    assert costs.moved_bytes == 5124096 + 311296
+
+
+@pytest.mark.parametrize(
+    ("content", "graphs", "named"),
+    [
+        ("", 1, "an empty file"),
+        ("Time,Level\n1,2\n", 1, "Time, Level"),
+        (PROFILE.replace("time us)", "time ns)", 1), 1, "no us"),
+        (PROFILE.replace("279029,CYCLES", "279029,US"), 1, "279029 US"),
+        (PROFILE.replace(",186,US", ",fast,US"), 1, "fast US"),
+        (PROFILE + "0,BACKEND,0\n", 1, "a line of 3 columns"),
+        (PROFILE, 2, "estimates of 1 graphs for 2"),
+        (PROFILE.partition("0,BACKEND")[0], 1, "estimates of 0 graphs"),
+    ],
+)
+def test_a_profile_of_another_form_gives_no_figure(tmp_path: Path, content: str, graphs: int, named: str) -> None:
+    (tmp_path / "costs.csv").write_text(content)
+    with pytest.raises(EngineError, match=named):
+        read_costs(tmp_path / "costs.csv", graphs)
+
+
+def test_a_missing_profile_gives_no_figure(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="No such file"):
+        read_costs(tmp_path / "costs.csv", 1)
