@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from devices import CATALOGUE, NoProxyError, find, proxies_for
 from edgekv.bundle import open_bundle
+from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
-from exporters.estimate import estimate_bundle
+from exporters.estimate import estimate_bundle, simulate_bundle
 from exporters.htp import estimate as simulation
 from exporters.htp.costs import read_costs
 from exporters.options import RunOptions
@@ -124,3 +126,40 @@ def test_a_profile_of_another_form_gives_no_figure(tmp_path: Path, content: str,
 def test_a_missing_profile_gives_no_figure(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="No such file"):
         read_costs(tmp_path / "costs.csv", 1)
+
+
+@pytest.mark.htp
+def test_every_cycle_is_some_parts(bundle: Path, tmp_path: Path) -> None:
+    """Of the whole decoder, and of one layer: its operations are those of attention, feed-forward and norms."""
+    simulated = simulate_bundle(open_bundle(bundle), find("SM8650"), RunOptions(cache_dir=tmp_path))
+    for graph in simulated.estimate.graphs:
+        assert sum(graph.parts.values()) == pytest.approx(1)
+        assert sum(graph.operations.values()) == pytest.approx(1)
+        assert {"attention", "feed-forward", "norms", "head", "embedding"} <= graph.parts.keys()
+        assert "other" not in graph.parts
+        assert graph.bound in ("memory", "HVX", "HMX", "issue")
+        layer = simulated.layers[graph.graph, graph.proxy]
+        computed = {event.part for event in layer if event.unit == "HMX"}
+        assert computed == {"attention", "feed-forward"}
+
+
+@pytest.mark.htp
+def test_the_page_needs_nothing_else(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, cache = tmp_path / "speed.html", str(tmp_path / "cache")
+    call = ["estimate", str(bundle), "--device", "SM8650", "--cache-dir", cache]
+    assert run([*call, "--html", str(page), "--against", str(bundle), "--ops"]) == 0
+    text, printed = page.read_text(), capsys.readouterr().out
+    assert "http://" not in text and "https://" not in text and "<script" not in text
+    assert text.count("<svg") == 2 and "HMX" in text and "feed-forward" in text
+    assert text.count(">equal<") == 2, "the same bundle"
+    assert printed.count("this one: equal") == 2 and "Softmax" in printed and "not measured" in printed
+    assert run([*call, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["graphs"][0]["tokens_per_s"] > 0 and found["proxies"] == ["QCS9100"]
+
+
+def test_a_page_of_something_else_stays(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "mine.html"
+    page.write_text("mine")
+    assert run(["estimate", str(bundle), "--device", "SM8650", "--html", str(page)]) == 2
+    assert "something else" in capsys.readouterr().err and page.read_text() == "mine"

@@ -101,7 +101,7 @@ def test_a_page_replaces_a_page_and_nothing_else(bundle, text, tmp_path, capsys)
     call = ["eval", str(bundle), "--text", str(text), "--tokens", "20", "--html"]
     other = tmp_path / "mine.html"
     other.write_text("<p>My own page.</p>")
-    for name, wanted in (("mine.html", "a report"), ("no/such.html", "folder"), ("report.txt", ".html")):
+    for name, wanted in (("mine.html", "a page of edgekv eval"), ("no/such.html", "folder"), ("report.txt", ".html")):
         assert run([*call, str(tmp_path / name)]) == 2
         assert wanted in capsys.readouterr().err
     assert other.read_text() == "<p>My own page.</p>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.graphs.decoder import decoder_layer, drafter_input, layer_result, part_end
-from edgekv.spec import EMBEDDINGS, KeyLayout, hidden_name
+from edgekv.spec import EMBEDDINGS, DecoderSpec, KeyLayout, hidden_name
 from edgekv.system import link_or_copy
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import AS_EXPORTED, GraphForm, QdqOps
 from exporters.quantize.weights import PlacedWeights
+from quant import Encoding
 
 
 def build_part(
@@ -40,12 +42,22 @@ def build_part(
     spec, decoder = manifest.model, manifest.interface
     if key_layout is not None:
         decoder = replace(decoder, cache=replace(decoder.cache, key_layout=key_layout))
-    encodings = manifest.encodings | {EMBEDDINGS: manifest.encodings["embedding"]}
-    encodings |= {hidden_name(layer + 1): encodings[layer_result(spec, layer)] for layer in spec.own_layers}
+    encodings = with_boundaries(spec, manifest.encodings)
     ops = QdqOps(graph, part, decoder, spec, encodings, PlacedWeights(manifest.weights), form)
-    hidden = drafter_input(ops, spec, ops.entry)
+    return build_layers(ops, graph, part)
+
+
+def with_boundaries(spec: DecoderSpec, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """The encodings of a decoder, with those of the hidden state wherever it may be divided."""
+    boundaries = {hidden_name(layer + 1): encodings[layer_result(spec, layer)] for layer in spec.own_layers}
+    return {**encodings, EMBEDDINGS: encodings["embedding"], **boundaries}
+
+
+def build_layers(ops: QdqOps, graph: GraphRecord, part: PartRecord) -> QdqOps:
+    """Add the layers of a part, and what ends it."""
+    hidden = drafter_input(ops, ops.spec, ops.entry)
     for layer in part.layers:
-        hidden = decoder_layer(ops, spec, layer, hidden)
+        hidden = decoder_layer(ops, ops.spec, layer, hidden)
     end_part(ops, graph, part, hidden)
     return ops
 

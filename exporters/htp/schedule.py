@@ -38,7 +38,11 @@ _PARTS = tuple(
         (r"^embedding|^per_layer", "embedding"),
     )
 )
-_UNKNOWN = "other"
+_LAYER = re.compile(r"(?:layers\.|[a-z_]+_)(\d+)")
+_Place = tuple[str, int]
+_UNKNOWN: _Place = "other", -1
+_BORDERS, _BORDER = (2, 3), ("inputs and outputs", -1)
+"""The numbers of the operations that read inputs of the graph, such as the cache, and write its outputs."""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +55,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
         cycles: how long.
         kind: of operation.
         part: of the decoder.
+        layer: of the decoder; -1 outside of layers, and if it is not known.
         bytes: that a transfer moves.
     """
 
@@ -60,6 +65,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     cycles: int
     kind: str
     part: str
+    layer: int
     bytes: int = 0
 
 
@@ -86,6 +92,21 @@ class Schedule(msgspec.Struct, frozen=True):
             total[event.unit] += event.cycles
         total["DMA"] = _covered(event for event in self.events if event.unit == "DMA")
         return {unit: total[unit] / end / (self.hvx_threads if unit == "HVX" else 1) for unit in UNITS}
+
+    def layer(self) -> tuple[Event, ...]:
+        """The events during one layer, from its first norm to that of the next: of several, one in the middle.
+
+        Empty if layers are not known.
+        """
+        begins = dict[int, int]()
+        for event in self.events:
+            if event.layer >= 0 and event.part == "norms" and event.unit == "HVX":
+                begins.setdefault(event.layer, event.start)
+        if not begins:
+            return ()
+        at = sorted(begins)[(len(begins) - 1) // 2]
+        first, last = begins[at], begins.get(at + 1, self.cycles)
+        return tuple(each for each in self.events if each.start < last and each.start + each.cycles > first)
 
     def shares(self, field: Literal["kind", "part"]) -> dict[str, float]:
         """The share of time of each kind of operation or part of the decoder, largest first; they add up to 1.
@@ -191,12 +212,14 @@ def _composition(folder: Path) -> list[tuple[str, str]]:
     return [(name, str(node["type"])) for name, node in sorted(graph["nodes"].items(), key=order)]
 
 
-def _part(node: str, kind: str) -> str | None:
-    """The part of the decoder that a QNN node belongs to; None if its name does not say."""
+def _place(node: str, kind: str) -> _Place | None:
+    """The part of the decoder and the layer that a QNN node belongs to; None if its name does not say."""
     name = re.sub(r"(_f)?_node$|_q(Reshape)?$", "", node)
+    part = next((part for pattern, part in _PARTS if pattern.search(name)), None)
     if kind == "RmsNorm":
-        return "norms"
-    return next((part for pattern, part in _PARTS if pattern.search(name)), None)
+        part = "norms"
+    match = _LAYER.match(name)
+    return None if part is None else (part, int(match[1]) if match else -1)
 
 
 def _schedule(trace: _Trace, nodes: Sequence[tuple[str, str]]) -> Schedule:
@@ -222,13 +245,14 @@ def _schedule(trace: _Trace, nodes: Sequence[tuple[str, str]]) -> Schedule:
         kind = event.name if match is None else match[2] if unit == "DMA" else match[1].replace("_", " ")
         kind = kind.removeprefix("q::").removeprefix("*")
         moved = arguments_.dmabytes if unit == "DMA" else 0
-        found.append(Event(unit, thread, event.ts, event.dur, kind, parts[operation], moved))
+        part, layer = _BORDER if operation in _BORDERS else parts[operation]
+        found.append(Event(unit, thread, event.ts, event.dur, kind, part, layer, moved))
     threads = sum(unit == "HVX" for unit, _ in units.values())
     return Schedule(tuple(sorted(found, key=lambda event: event.start)), threads)
 
 
-def _parts_of(operations: Sequence[int], names: Sequence[str], nodes: Sequence[tuple[str, str]]) -> dict[int, str]:
-    """The part of each operation.
+def _parts_of(operations: Sequence[int], names: Sequence[str], nodes: Sequence[tuple[str, str]]) -> dict[int, _Place]:
+    """The part and the layer of each operation.
 
     Operations are numbered in the order of composition, with numbers for constants between them. Norms and softmaxes
     mark places in it: the n-th of the schedule is the n-th of the graph.
@@ -240,22 +264,22 @@ def _parts_of(operations: Sequence[int], names: Sequence[str], nodes: Sequence[t
                 seen[kind].add(operation)
     marks = [(0, -1)]
     for kind, found in seen.items():
-        places = [at for at, (_, node_kind) in enumerate(nodes) if node_kind == kind]
-        if len(places) == len(found):
-            marks += zip(sorted(found), places, strict=True)
+        marked = [at for at, (_, node_kind) in enumerate(nodes) if node_kind == kind]
+        if len(marked) == len(found):
+            marks += zip(sorted(found), marked, strict=True)
     marks.sort()
     marks.append((max(operations, default=0) + 1, len(nodes)))
-    if any(place > after for (_, place), (_, after) in pairwise(marks)):
+    if any(node > after for (_, node), (_, after) in pairwise(marks)):
         return dict.fromkeys(operations, _UNKNOWN)
-    parts, numbers = [_part(*node) for node in nodes], [number for number, _ in marks]
-    result = {}
+    places, numbers = [_place(*node) for node in nodes], [number for number, _ in marks]
+    result = dict[int, _Place]()
     for operation in {*operations}:
         at = bisect_right(numbers, operation) - 1
-        (number, place), (number_after, place_after) = marks[at], marks[at + 1]
-        if operation == number and place >= 0:
-            result[operation] = parts[place] or _UNKNOWN
+        (number, node), (number_after, node_after) = marks[at], marks[at + 1]
+        if operation == number and node >= 0:
+            result[operation] = places[node] or _UNKNOWN
             continue
-        between = [part for part in parts[place + 1 : place_after] if part is not None]
+        between = [each for each in places[node + 1 : node_after] if each is not None]
         if not between:
             result[operation] = _UNKNOWN
             continue

@@ -18,7 +18,7 @@ from exporters.inspect.page.template import find_template
 from exporters.inspect.report import Kind, LayersReport, TensorLoss, ValueRange
 from exporters.inspect.show import figures
 
-_GENERATOR = '<meta name="generator" content="edgekv eval">'
+GENERATOR = "edgekv eval"
 _ACTIVATIONS_SHOWN, _CACHE_SHOWN = 24, 8
 _ACTIVATIONS: tuple[Kind, ...] = ("activation",)
 _CACHE: tuple[Kind, ...] = ("key", "value", "state")
@@ -44,8 +44,12 @@ class RangeRow:
     zero: Bar
 
 
-def check_page_path(file: Path) -> None:
+def check_page_path(file: Path, generator: str = GENERATOR) -> None:
     """Check that a page can be written to a path: a new file, or one that this command wrote.
+
+    Args:
+        file: the path.
+        generator: the command.
 
     Raises:
         UsageError: the name does not end with `.html`, the folder does not exist, or something else is there.
@@ -55,19 +59,24 @@ def check_page_path(file: Path) -> None:
     if not file.parent.is_dir():
         found = f"no folder {file.parent}"
         raise UsageError("--html", got=found, expected="a folder that exists", fix="Make it first.")
-    if file.is_symlink() or (file.exists() and not _is_page(file)):
+    if file.is_symlink() or (file.exists() and not _is_page(file, generator)):
         fix = "Give another path, or remove the file yourself."
-        raise UsageError("--html", got=f"{file}, which is something else", expected="a new file, or a report", fix=fix)
+        wanted = f"a new file, or a page of {generator}"
+        raise UsageError("--html", got=f"{file}, which is something else", expected=wanted, fix=fix)
 
 
 def write_page(file: Path, bundle: Bundle, report: LayersReport) -> None:
-    """Write the page; the file appears atomically, and replaces an earlier page.
+    """Write the page of a report; see `write_html`."""
+    write_html(file, render_page(bundle, report))
+
+
+def write_html(file: Path, text: str, generator: str = GENERATOR) -> None:
+    """Write a page; the file appears atomically, and replaces an earlier page of the command.
 
     Raises:
         UsageError: see `check_page_path`; or the file cannot be written.
     """
-    check_page_path(file)
-    text = render_page(bundle, report)
+    check_page_path(file, generator)
     try:
         with atomic_file(file) as partial:
             partial.write_text(text, "utf-8")
@@ -151,8 +160,8 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _is_page(file: Path) -> bool:
+def _is_page(file: Path, generator: str) -> bool:
     if not file.is_file():
         return False
     with file.open("rb") as opened:
-        return _GENERATOR.encode() in opened.read(1024)
+        return f'<meta name="generator" content="{generator}">'.encode() in opened.read(1024)

@@ -1,0 +1,40 @@
+"""The speed of a bundle on the HTP, simulated by Qualcomm's compiler; nothing is measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgekv.lazy import lazy
+
+if TYPE_CHECKING:
+    from exporters.estimate.estimate import (
+        Estimate,
+        GraphEstimate,
+        Simulated,
+        compared,
+        estimate_bundle,
+        estimate_config,
+        simulate_bundle,
+    )
+    from exporters.estimate.page import GENERATOR, render_page, write_page
+
+__all__ = [
+    "GENERATOR",
+    "Estimate",
+    "GraphEstimate",
+    "Simulated",
+    "compared",
+    "estimate_bundle",
+    "estimate_config",
+    "render_page",
+    "simulate_bundle",
+    "write_page",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "estimate": "Estimate GraphEstimate Simulated compared estimate_bundle estimate_config simulate_bundle",
+        "page": "GENERATOR render_page write_page",
+    },
+)

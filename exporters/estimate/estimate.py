@@ -1,0 +1,510 @@
+"""How fast the graphs of a bundle would be on a chip, by the HTP compiler's simulation of chips that stand for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import onnx
+from msgspec import structs
+
+from devices import Device, NoProxyError, Proxy, proxies_for
+from edgekv import qnn
+from edgekv.bundle import Bundle, GraphRecord, PartRecord
+from edgekv.errors import UsageError
+from edgekv.htp_options import HtpOptions
+from edgekv.scratch import scratch_folder
+from edgekv.spec import (
+    CONFIG,
+    DecoderInterface,
+    DecoderSpec,
+    EncodingTypes,
+    KeyLayout,
+    KvDtype,
+    Role,
+    describe,
+    read_config,
+)
+from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
+from exporters.compile import open_store
+from exporters.graphs.onnx import plan_graphs
+from exporters.graphs.parts import build_layers, build_part, save_part, with_boundaries
+from exporters.graphs.qdq import QdqOps
+from exporters.graphs.random_weights import RandomWeights
+from exporters.graphs.split import Split
+from exporters.htp.compile import COMPILER_DEFAULTS
+from exporters.htp.estimate import Simulation, options_on
+from exporters.htp.schedule import UNITS, Event, Unit
+from exporters.options import RunOptions
+from exporters.pipeline.inputs import Inputs
+from exporters.pipeline.parallel import compiler_bytes
+from exporters.pipeline.piece import Plan
+from exporters.pipeline.pieces import EstimatePiece, read_estimate
+from exporters.pipeline.serial import run_serial
+from exporters.progress import Progress, silent
+from exporters.quantize.encodings import choose_encodings, decoder_results
+from exporters.quantize.recipe import find_recipe
+from quant import Encoding, Range
+
+EQUAL_SHARE = 0.08
+"""Times that differ by less are called equal: the simulation is no finer."""
+
+_PLAIN = RunOptions()
+_SLICE_LAYERS = 2
+_REACH = 8.0  # of every result of a decoder that was not calibrated
+_WHOLE_PARAMETERS = 300_000_000
+"""In layers; larger decoders are compiled in slices."""
+
+PUBLISHED = (
+    "Published decode speed of the same chips was 0.9 to 1.9 times the simulated one, prefill 0.35 to 0.46 times: "
+    "the host, its calls and the DRAM of a real device are not in it"
+)
+
+
+class GraphEstimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulated speed of a graph on one proxy.
+
+    Attributes:
+        graph: its name.
+        role: what it is for.
+        ar: tokens per inference.
+        context: S, tokens.
+        proxy: part number of the simulated chip.
+        us: microseconds of a run, all parts together.
+        low_us: the lower estimate.
+        high_us: the upper estimate.
+        tokens_per_s: AR tokens in that time; None if the figures are void.
+        moved_bytes: between DRAM and VTCM.
+        gb_per_s: that over the time, 10^9 bytes a second.
+        bound: the busiest unit: memory, HVX, HMX, or the thread that issues operations.
+        busy: the share of time that each unit is busy.
+        spilled_bytes: intermediate results that do not fit the VTCM.
+        missing_ops: operations without costs; above 0, all figures are void.
+        parts: the share of time of each part of the decoder, largest first; see `Schedule.shares`.
+        operations: likewise of each kind of operation.
+    """
+
+    graph: str
+    role: Role
+    ar: int
+    context: int
+    proxy: str
+    us: float
+    low_us: float
+    high_us: float
+    tokens_per_s: float | None
+    moved_bytes: int
+    gb_per_s: float
+    bound: str
+    busy: dict[Unit, float]
+    spilled_bytes: int
+    missing_ops: int
+    parts: dict[str, float]
+    operations: dict[str, float]
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """The simulated speed of a bundle on a chip. Nothing was measured.
+
+    Attributes:
+        source: the bundle.
+        device: part number of the chip.
+        proxies: part numbers of the chips that stand for it.
+        compiler: the package that simulates, with its version.
+        vtcm_mb: tightly coupled memory that graphs may use, MiB.
+        optimization: level of the compiler; None for its own, 2.
+        is_sliced: whether times are sums of slices of layers.
+        graphs: each graph on each proxy.
+        notes: how far to trust it.
+    """
+
+    source: str
+    device: str
+    proxies: list[str]
+    compiler: str
+    vtcm_mb: int
+    optimization: int | None
+    is_sliced: bool
+    graphs: list[GraphEstimate]
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """A decoder whose graphs can be built of any layers.
+
+    Attributes:
+        name: for messages.
+        layers: their number.
+        graphs: that ship.
+        build: makes a part of a graph.
+        weights: writes or links the files of weights that parts point into.
+    """
+
+    name: str
+    layers: int
+    graphs: Sequence[GraphRecord]
+    build: Callable[[GraphRecord, PartRecord], QdqOps]
+    weights: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Binary:
+    """Graphs that are compiled together.
+
+    Attributes:
+        files: their ONNX files, by the name of the graph that each belongs to.
+        times: how often it runs in a run of these graphs.
+    """
+
+    files: Mapping[str, Path]
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """An estimate, and the schedules that it was made of.
+
+    Attributes:
+        estimate: the figures.
+        layers: the events during a layer, by graph and proxy.
+    """
+
+    estimate: Estimate
+    layers: Mapping[tuple[str, str], Sequence[Event]]
+
+
+def estimate_bundle(
+    bundle: Bundle,
+    device: Device,
+    run: RunOptions = _PLAIN,
+    *,
+    in_slices: bool | None = None,
+    progress: Progress = silent,
+    options: HtpOptions = COMPILER_DEFAULTS,
+) -> Estimate:
+    """The figures of `simulate_bundle`."""
+    return simulate_bundle(bundle, device, run, in_slices=in_slices, progress=progress, options=options).estimate
+
+
+def simulate_bundle(
+    bundle: Bundle,
+    device: Device,
+    run: RunOptions = _PLAIN,
+    *,
+    in_slices: bool | None = None,
+    progress: Progress = silent,
+    options: HtpOptions = COMPILER_DEFAULTS,
+) -> Simulated:
+    """Simulate every graph that ships, in binaries as `edgekv compile` writes them.
+
+    Results are kept in the cache folder, by the content of the graphs, the compiler, the chip and the options.
+
+    Args:
+        bundle: what to estimate.
+        device: the chip.
+        run: where results are kept.
+        in_slices: compile slices of two layers and the head, and add their times; None for large models alone.
+        progress: called for each binary.
+        options: of the compiler.
+
+    Raises:
+        UsageError: no chip stands for this one, or the bundle has no graphs for the HTP.
+        EngineError: the compiler is missing, crashed, or writes something else.
+    """
+    _check(bundle)
+    proxies, manifest = _proxies(device, options), bundle.manifest
+    graphs = [graph for graph in manifest.graphs if graph.role != "score"]
+    if in_slices is None:
+        in_slices = manifest.model.sizes.all_layer_parameters > _WHOLE_PARAMETERS
+    decoder = _Decoder(str(bundle.path), manifest.model.layers, graphs, partial(build_part, manifest), bundle.path)
+    with scratch_folder("slices") as scratch:
+        binaries = [*(_slices(decoder, scratch) if in_slices else _whole(bundle, graphs))]
+        found = _simulated(graphs, binaries, proxies, device, run, progress, options)
+    return _made(str(bundle.path), device, proxies, found, options, in_slices=in_slices)
+
+
+def estimate_config(
+    path: Path,
+    device: Device,
+    *,
+    context: int,
+    recipe: str,
+    kv: KvDtype,
+    ar: Sequence[int],
+    key_layout: KeyLayout = "rows",
+    run: RunOptions = _PLAIN,
+    progress: Progress = silent,
+    options: HtpOptions = COMPILER_DEFAULTS,
+) -> Estimate:
+    """Simulate the graphs that a checkpoint would have, from its `config.json` alone: in slices, of random weights.
+
+    Args:
+        path: a `config.json`, or a folder that has one.
+        device: the chip.
+        context: S, tokens.
+        recipe: of the integer types.
+        kv: integer type of the cache.
+        ar: tokens per inference of each graph.
+        key_layout: of the keys in the cache.
+        run: where results are kept.
+        progress: called for each binary.
+        options: of the compiler.
+
+    Raises:
+        UsageError: no chip stands for this one, or the recipe chooses types by the weights.
+        CheckpointError: the `config.json` cannot be read, or is of no known architecture.
+        EngineError: the compiler is missing, crashed, or writes something else.
+    """
+    proxies, types = _proxies(device, options), find_recipe(recipe)
+    if types.mean_bits is not None or types.keep_stored:
+        raise UsageError(
+            "--recipe",
+            got=f"{recipe}, which chooses types by the weights",
+            expected="a recipe with a type for each matrix",
+            fix="Use --recipe w4a16, or export it, and use edgekv estimate on the bundle.",
+        )
+    spec = describe(read_config(path / CONFIG if path.is_dir() else path))
+    if types.shares_vocabulary(spec):
+        vocabulary = shared_vocabulary(applied_rotation(spec, types.rotation))
+        types, spec = types.sharing_vocabulary(vocabulary), structs.replace(spec, vocabulary=vocabulary)
+    types.check(spec)
+    planned = plan_graphs(ar, (context,), Split.whole(spec.layers))
+    graphs, weights = [graph for graph in planned if graph.role != "score"], RandomWeights(spec, types)
+    interface = DecoderInterface.of(spec, context, kv, key_layout, "u16")
+    encodings = _made_up_encodings(spec, context, kv)
+
+    def build(graph: GraphRecord, part: PartRecord) -> QdqOps:
+        return build_layers(QdqOps(graph, part, interface, spec, encodings, weights), graph, part)
+
+    with scratch_folder("slices") as scratch:
+        weights.write(scratch)
+        binaries = [*_slices(_Decoder(str(path), spec.layers, graphs, build, scratch), scratch)]
+        found = _simulated(graphs, binaries, proxies, device, run, progress, options)
+    return _made(str(path), device, proxies, found, options, in_slices=True).estimate
+
+
+def _made_up_encodings(spec: DecoderSpec, context: int, kv: KvDtype) -> dict[str, Encoding]:
+    """Encodings of a decoder on which nothing was calibrated: all results have one range."""
+    results, seen = decoder_results(spec), Range(-_REACH, _REACH)
+    states: KvDtype = "u16" if spec.convolution_states is None else spec.convolution_states.dtype
+    factors = [rope.rotation(context).attention_factor for rope in spec.ropes]
+    sources = {result.source for result in results.values()}
+    encodings = choose_encodings(results, dict.fromkeys(sources, seen), factors, EncodingTypes("u16", kv, states))
+    return with_boundaries(spec, encodings)
+
+
+def _simulated(
+    graphs: Sequence[GraphRecord],
+    binaries: Sequence[_Binary],
+    proxies: Sequence[Proxy],
+    device: Device,
+    run: RunOptions,
+    progress: Progress,
+    options: HtpOptions,
+) -> list[tuple[GraphEstimate, Sequence[Event]]]:
+    """Each graph on each proxy, the times of its binaries added; and a layer of the most frequent one."""
+    compiler, store, plan = qnn.compiler(), open_store(run), Plan()
+    inputs, planned = Inputs(store, None, progress), list[tuple[Proxy, _Binary, str]]()
+    for binary in binaries:
+        names = tuple(path.name for path in binary.files.values())
+        hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in binary.files.values()]
+        # Not the weights: their values change no schedule.
+        given = plan.give(_nothing, "graphs", names, hashes)
+        inputs.adopt(given, next(iter(binary.files.values())).parent)
+        for proxy in proxies:
+            piece = EstimatePiece(given, names, proxy.soc, compiler, options_on(proxy, device, options))
+            planned.append((proxy, binary, plan.put(piece, compiler_bytes([*binary.files.values()]))))
+    run_serial(plan, [name for _, _, name in planned], inputs, progress, resume=True)
+    found = list[tuple[GraphEstimate, Sequence[Event]]]()
+    for graph in graphs:
+        for proxy in proxies:
+            costs = [
+                (binary.times, read_estimate(store, name)[[*binary.files].index(graph.name)])
+                for on, binary, name in planned
+                if on is proxy and graph.name in binary.files
+            ]
+            _, most = max(costs, key=lambda each: each[0] * each[1].costs.us)
+            found.append((_summed(graph, proxy, costs), most.schedule.layer()))
+    return found
+
+
+def _made(
+    source: str,
+    device: Device,
+    proxies: Sequence[Proxy],
+    found: Sequence[tuple[GraphEstimate, Sequence[Event]]],
+    options: HtpOptions,
+    *,
+    in_slices: bool,
+) -> Simulated:
+    graphs = [graph for graph, _ in found]
+    estimate = Estimate(
+        source=source,
+        device=device.soc,
+        proxies=[proxy.soc for proxy in proxies],
+        compiler=qnn.compiler(),
+        vtcm_mb=options.vtcm_mb or device.vtcm_mb,
+        optimization=options.optimization,
+        is_sliced=in_slices,
+        graphs=graphs,
+        notes=[*_notes(device, proxies, in_slices, graphs)],
+    )
+    return Simulated(estimate, {(graph.graph, graph.proxy): layer for graph, layer in found})
+
+
+def compared(estimate: Estimate, against: Estimate | None) -> Iterator[tuple[GraphEstimate, GraphEstimate | None, str]]:
+    """Each graph, the one of another bundle for the same AR and context, and how their times compare, in words."""
+    for graph in estimate.graphs:
+        use = (graph.role, graph.ar, graph.context, graph.proxy)
+        others = () if against is None else against.graphs
+        other = next((each for each in others if (each.role, each.ar, each.context, each.proxy) == use), None)
+        if other is None or other.tokens_per_s is None or graph.tokens_per_s is None:
+            yield graph, other, "-"
+        else:
+            yield graph, other, _verdict(graph.us, other.us)
+
+
+def _verdict(us: float, other_us: float) -> str:
+    if abs(us - other_us) < EQUAL_SHARE * max(us, other_us):
+        return "equal"
+    return f"{other_us / us:.2f} x as fast" if us < other_us else f"{us / other_us:.2f} x slower"
+
+
+def _check(bundle: Bundle) -> None:
+    if bundle.manifest.graph_format == "tflite":
+        raise UsageError(
+            str(bundle.path),
+            got="TFLite graphs",
+            expected="ONNX graphs, which the HTP compiler simulates",
+            fix="Export with --format onnx.",
+        )
+
+
+def _proxies(device: Device, options: HtpOptions) -> Sequence[Proxy]:
+    options.check_for_compiling(device)
+    try:
+        return proxies_for(device)
+    except NoProxyError as error:
+        fix = "No chip of this HTP version can be estimated; `edgekv plan` gives its bandwidth."
+        raise UsageError("--device", got=error.got, expected=error.expected, fix=fix) from None
+
+
+def _whole(bundle: Bundle, graphs: Sequence[GraphRecord]) -> Iterator[_Binary]:
+    """A binary for each part of all graphs."""
+    stages: dict[range, dict[str, PartRecord]] = {}
+    for graph in graphs:
+        for part in graph.parts:
+            stages.setdefault(part.layers, {})[graph.name] = part
+    for parts in stages.values():
+        yield _Binary({name: bundle.path / part.file for name, part in parts.items()})
+
+
+def _slices(decoder: _Decoder, folder: Path) -> Iterator[_Binary]:
+    """A binary for each kind of pair of layers, and one for the head; equal ones are compiled once."""
+    layers = decoder.layers
+    ranges = [range(at, min(at + _SLICE_LAYERS, layers)) for at in range(0, layers, _SLICE_LAYERS)]
+    kinds, counts = dict[tuple[str, ...], range](), Counter[tuple[str, ...]]()
+    for covered in ranges:
+        form = tuple(_form(decoder.build(graph, _part(graph, covered)).finish()) for graph in decoder.graphs)
+        kinds.setdefault(form, covered)
+        counts[form] += 1
+    for form, covered in kinds.items():
+        yield _Binary(_write(decoder, covered, folder), counts[form])
+    yield _Binary(_write(decoder, range(layers, layers), folder))
+
+
+def _part(graph: GraphRecord, layers: range) -> PartRecord:
+    """Some layers of a graph, or its head alone."""
+    name = f"{graph.name}_l{layers.start}" if layers else f"{graph.name}_head"
+    first, stop = layers.start, layers.stop
+    return PartRecord(name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=False, head=not layers)
+
+
+def _write(decoder: _Decoder, layers: range, folder: Path) -> dict[str, Path]:
+    place = folder / str(layers.start)
+    place.mkdir()
+    files = {}
+    for graph in decoder.graphs:
+        part = _part(graph, layers)
+        files[graph.name] = place / part.file
+        save_part(decoder.build(graph, part), files[graph.name], decoder.weights)
+    return files
+
+
+def _form(model: onnx.ModelProto) -> str:
+    """A hash of what a graph does, whichever layers and values it has."""
+    digest = hashlib.sha256()
+    for node in model.graph.node:
+        attributes = b"".join(sorted(each.SerializeToString() for each in node.attribute))
+        digest.update(f"{node.op_type}\0".encode() + attributes)
+    for tensor in model.graph.initializer:
+        digest.update(f"{tensor.data_type}{[*tensor.dims]}".encode())
+    for port in model.graph.input:
+        digest.update(port.type.SerializeToString())
+    return digest.hexdigest()
+
+
+def _summed(graph: GraphRecord, proxy: Proxy, simulated: Sequence[tuple[int, Simulation]]) -> GraphEstimate:
+    def total(figure: Callable[[Simulation], float]) -> float:
+        return sum(times * figure(each) for times, each in simulated)
+
+    us, missing = total(lambda each: each.costs.us), int(total(lambda each: each.costs.missing_ops))
+    moved = int(total(lambda each: each.costs.moved_bytes))
+    busy = dict.fromkeys(UNITS, 0.0)
+    for times, each in simulated:
+        for unit, share in each.schedule.busy().items():
+            busy[unit] += times * each.costs.us * share / us
+    largest = max(UNITS, key=lambda unit: busy[unit])
+    return GraphEstimate(
+        graph=graph.name,
+        role=graph.role,
+        ar=graph.ar,
+        context=graph.context,
+        proxy=proxy.soc,
+        us=us,
+        low_us=total(lambda each: each.costs.low_us),
+        high_us=total(lambda each: each.costs.high_us),
+        tokens_per_s=None if missing else graph.ar * 1e6 / us,
+        moved_bytes=moved,
+        gb_per_s=moved / us / 1e3,
+        bound="memory" if largest == "DMA" else largest,
+        busy=busy,
+        spilled_bytes=int(total(lambda each: each.costs.spilled_bytes)),
+        missing_ops=missing,
+        parts=_mean_shares(simulated, "part"),
+        operations=_mean_shares(simulated, "kind"),
+    )
+
+
+def _mean_shares(simulated: Sequence[tuple[int, Simulation]], field: Literal["kind", "part"]) -> dict[str, float]:
+    """Shares of the sum, largest first."""
+    found, us = dict[str, float](), 0.0
+    for times, each in simulated:
+        us += times * each.costs.us
+        for name, share in each.schedule.shares(field).items():
+            found[name] = found.get(name, 0.0) + times * each.costs.us * share
+    return {name: found[name] / us for name in sorted(found, key=lambda name: -found[name])}
+
+
+def _notes(device: Device, proxies: Sequence[Proxy], in_slices: bool, graphs: Sequence[GraphEstimate]) -> Iterator[str]:
+    named = " and ".join(f"{proxy.soc} (V{proxy.arch})" for proxy in proxies)
+    stands = "stands" if len(proxies) == 1 else "stand"
+    yield f"Simulated by the HTP compiler, not measured: {named} {stands} for {device.soc} (V{device.arch})"
+    yield PUBLISHED
+    yield f"Times that differ by less than {EQUAL_SHARE:.0%} are equal"
+    if in_slices:
+        yield f"Sums of slices of {_SLICE_LAYERS} layers and of the head"
+    for graph in graphs:
+        if graph.missing_ops:
+            yield f"{graph.graph} on {graph.proxy}: void, {graph.missing_ops} operations have no costs"
+
+
+def _nothing(folder: Path) -> None:
+    """Graphs are read where they are."""
