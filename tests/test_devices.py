@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from devices import CATALOGUE, Device, Memory, Span, UnknownDeviceError, find, search
+from devices import (
+    CATALOGUE,
+    Device,
+    Memory,
+    Span,
+    UnknownDeviceError,
+    find,
+    nearest_published,
+    published_speeds,
+    search,
+)
 from devices.lookup import _key
 from edgekv.cli import run
 
@@ -247,3 +257,28 @@ def test_the_htp_compiler_targets_what_the_catalogue_says(tmp_path):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
         found = child.submit(_targets, tmp_path).result()
     assert found == [(d.soc, d.arch, d.vtcm_mb) for d in CATALOGUE]
+
+
+def test_published_speeds_are_those_of_the_package() -> None:
+    """The rows that Qualcomm's figures of three chips are known by."""
+    rows = published_speeds()
+    assert len(rows) == 1247 and {row.unit for row in rows} == {"npu", "gpu", "cpu"}
+    known = {
+        ("llama_v3_2_1b_instruct", "QCS9100", "genie"): (1052, 41.6),
+        ("qwen3_0_6b", "QCS9100", "genie"): (1255, 88.2),
+        ("llama_v3_2_1b_instruct", "SA8255", "genie"): (996, 35.0),
+        ("qwen3_0_6b", "SM8850", "genie"): (2681, 132.8),
+    }
+    for (model, soc, runtime), (prefill, decode) in known.items():
+        found = [row for row in rows if (row.model, row.soc, row.runtime, row.context) == (model, soc, runtime, 4096)]
+        assert (prefill, decode) in [
+            (round(row.prefill_tokens_per_s or 0), round(row.decode_tokens_per_s, 1)) for row in found
+        ]
+
+
+@pytest.mark.parametrize(("soc", "where"), [("SM8850", "SM8850"), ("SM8650", "QCS9100"), ("SM8845", "SM8850")])
+def test_the_nearest_published_model_is_of_the_nearest_chip_and_size(soc: str, where: str) -> None:
+    found = nearest_published(1_236_000_000, 4096, find(soc))
+    assert {row.soc for row in found} == {where} and {row.unit for row in found} == {"npu"}
+    assert len({row.model for row in found}) == 1 and found[0].billions in (1.0, 1.2)
+    assert [row.context for row in found if row.runtime == "genie"] in ([4096], [])

@@ -140,6 +140,17 @@ def _speed_rows(speed: Speed, ar: int) -> list[Row]:
                 f"expected: prompt of {first.prompt_tokens:,}, {passes}",
             )
         )
+    return [*rows, *_published_rows(speed)]
+
+
+def _published_rows(speed: Speed) -> list[Row]:
+    """The published model that is nearest in size, a row for each runtime."""
+    rows = list[Row]()
+    for at, row in enumerate(speed.published):
+        prefill = "" if row.prefill_tokens_per_s is None else f", prefill {row.prefill_tokens_per_s:,.0f}"
+        where = f"{row.model} {row.precision}, {row.runtime} on {row.device} ({row.soc})"
+        label = "" if at else "nearest model"
+        rows.append((label, f"{row.decode_tokens_per_s:.1f}", f"published: {where}, context {row.context:,}{prefill}"))
     return rows
 
 

@@ -145,7 +145,13 @@ def make_plan(
         export=cost,
         speed=speed,
         speculation=None if acceptance is None else speculative_speed(subject, decoder, device, speed, acceptance),
-        assumptions=[*subject.assumptions, *_OWN_ASSUMPTIONS, _speed_basis(device, speed), _protobuf(cost)],
+        assumptions=[
+            *subject.assumptions,
+            *_OWN_ASSUMPTIONS,
+            _speed_basis(device, speed),
+            _published(speed),
+            _protobuf(cost),
+        ],
     )
 
 
@@ -209,6 +215,10 @@ def _speed_basis(device: Device, speed: Speed) -> str:
         f"speed: published decoders read at {span(low, high)} GB/s, at most {share:.0%} of the peak DRAM bandwidth; "
         f"figures of {whose}: {speed.source}"
     )
+
+
+def _published(speed: Speed) -> str:
+    return f"nearest model: tokens a second of another model on the NPU, as {speed.published_source} has them"
 
 
 def _protobuf(cost: ExportCost) -> str:

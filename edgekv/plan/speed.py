@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from devices import FASTEST_PASS_S, Device
+from devices import FASTEST_PASS_S, PUBLISHED_SOURCE, Device, nearest_published
 from edgekv.plan.subject import Subject
 from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
 
@@ -27,6 +27,30 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     high_s: float
 
 
+class PublishedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A published speed of another model on the NPU.
+
+    Attributes:
+        model: its name in the source.
+        precision: of its weights and activations.
+        device: that was measured.
+        soc: its chip.
+        runtime: that ran it.
+        context: S, tokens.
+        prefill_tokens_per_s: None if it is not published.
+        decode_tokens_per_s: of one sequence.
+    """
+
+    model: str
+    precision: str
+    device: str
+    soc: str
+    runtime: str
+    context: int
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float
+
+
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes read and arithmetic done, at the bandwidth of the device and at the speed of published models.
 
@@ -42,6 +66,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         roofline_tokens_per_s: at the peak bandwidth and the mean cache: an upper bound.
         static_roofline_tokens_per_s: at the peak bandwidth and the full cache.
         first_token: expected times to first token.
+        published: the published model that is nearest in size, on this chip or the nearest one, by runtime.
+        published_source: where they were published.
     """
 
     dram_gb_per_s: float
@@ -55,6 +81,8 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     roofline_tokens_per_s: float
     static_roofline_tokens_per_s: float
     first_token: list[FirstToken]
+    published: list[PublishedRow]
+    published_source: str
 
 
 def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device: Device) -> Speed:
@@ -95,6 +123,11 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
             for tokens in prompts
             for passes in [-(-tokens // ar)]
         ],
+        published=[
+            msgspec.convert(row, PublishedRow, from_attributes=True)
+            for row in nearest_published(decoder.parameters, geometry.context, device)
+        ],
+        published_source=PUBLISHED_SOURCE,
     )
 
 
