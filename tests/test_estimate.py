@@ -11,7 +11,7 @@ from devices import CATALOGUE, NoProxyError, find, proxies_for
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
-from exporters.estimate import estimate_bundle, simulate_bundle
+from exporters.estimate import estimate_bundle, estimate_config, simulate_bundle
 from exporters.htp import estimate as simulation
 from exporters.htp.costs import read_costs
 from exporters.options import RunOptions
@@ -163,3 +163,27 @@ def test_a_page_of_something_else_stays(bundle: Path, tmp_path: Path, capsys: py
     page.write_text("mine")
     assert run(["estimate", str(bundle), "--device", "SM8650", "--html", str(page)]) == 2
     assert "something else" in capsys.readouterr().err and page.read_text() == "mine"
+
+
+@pytest.mark.htp
+def test_a_plan_simulates_from_the_config_alone(bundle: Path, embedded: Path, tmp_path: Path) -> None:
+    """Graphs of random weights take the time of those that an export writes, to the 8 % that are equal."""
+    made = estimate_config(
+        embedded,
+        find("SM8650"),
+        context=128,
+        recipe="w8a16",
+        kv="u8",
+        ar=(1, 32),
+        run=RunOptions(cache_dir=tmp_path),
+    )
+    exported = estimate_bundle(open_bundle(bundle), find("SM8650"), RunOptions(cache_dir=tmp_path), in_slices=True)
+    for planned, graph in zip(made.graphs, exported.graphs, strict=True):
+        assert (planned.graph, planned.role) == (graph.graph, graph.role)
+        assert planned.us == pytest.approx(graph.us, rel=0.08)
+
+
+@pytest.mark.parametrize("recipe", ["front-5", "as-stored"])
+def test_a_recipe_that_follows_the_weights_is_refused(embedded: Path, recipe: str) -> None:
+    with pytest.raises(UsageError, match="chooses types by the weights"):
+        estimate_config(embedded, find("SM8650"), context=128, recipe=recipe, kv="u8", ar=(1,))

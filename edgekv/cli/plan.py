@@ -14,7 +14,7 @@ from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
 from edgekv.plan.wording import duration, duration_span, gb, span
 
 if TYPE_CHECKING:
-    from edgekv.plan import EncoderPlan, ExportCost, Plan, SpeculativeSpeed, Speed
+    from edgekv.plan import EncoderPlan, Estimate, ExportCost, Plan, SpeculativeSpeed, Speed
 
 Row = tuple[str, str, str]
 
@@ -34,13 +34,18 @@ def plan(
         float | None,
         Option("What speculation would bring if a drafted token is right with this probability, 0 to 1."),
     ] = None,
+    estimate: Annotated[
+        bool, Option("Also simulate the graphs with the HTP compiler, of random weights: about a minute.")
+    ] = False,
 ) -> None:
     """Reads config.json only, no weights. Speed, RAM and time are estimates; the sources are listed. The defaults are
     those of `edgekv export`.
     """
     from edgekv.plan import make_plan  # slow to import, and --help does not need it
 
-    made = make_plan(config, device=device, context=context, recipe=recipe, kv=kv, ar=ar, acceptance=acceptance)
+    made = make_plan(
+        config, device=device, context=context, recipe=recipe, kv=kv, ar=ar, acceptance=acceptance, estimate=estimate
+    )
     if output.as_json:
         print_json(made)
     else:
@@ -65,6 +70,7 @@ def _show(made: Plan) -> None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     sections = [_memory_rows(made), _export_rows(made.export), _speed_rows(made.speed, made.ar[-1])]
+    sections.append(_estimate_rows(made.estimate))
     for section in [*sections, _speculation_rows(made.speculation or ())]:
         for row in section:
             table.add_row(*row)
@@ -151,6 +157,15 @@ def _published_rows(speed: Speed) -> list[Row]:
         where = f"{row.model} {row.precision}, {row.runtime} on {row.device} ({row.soc})"
         label = "" if at else "nearest model"
         rows.append((label, f"{row.decode_tokens_per_s:.1f}", f"published: {where}, context {row.context:,}{prefill}"))
+    return rows
+
+
+def _estimate_rows(estimate: Estimate | None) -> list[Row]:
+    rows = list[Row]()
+    for graph in () if estimate is None else estimate.graphs:
+        speed = "void" if graph.tokens_per_s is None else f"{graph.tokens_per_s:,.1f}"
+        detail = f"{graph.role} AR-{graph.ar}: tokens a second on {graph.proxy}, bound by {graph.bound}"
+        rows.append(("" if rows else "simulated", speed, detail))
     return rows
 
 

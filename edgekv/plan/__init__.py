@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from edgekv.plan.activations import activation_bytes
     from edgekv.plan.compiling import COMPILE_BYTES, compile_bytes
     from edgekv.plan.encoder import EncoderPlan
+    from edgekv.plan.estimate import Estimate, GraphEstimate
     from edgekv.plan.export_cost import (
         ExportCost,
         calibration_window,
@@ -44,9 +45,11 @@ __all__ = [
     "RECIPES",
     "Demand",
     "EncoderPlan",
+    "Estimate",
     "ExportCost",
     "FirstToken",
     "Fit",
+    "GraphEstimate",
     "Load",
     "MemoryLimit",
     "Overrides",
@@ -86,6 +89,7 @@ __getattr__ = lazy(
         "activations": "activation_bytes",
         "compiling": "COMPILE_BYTES compile_bytes",
         "encoder": "EncoderPlan",
+        "estimate": "Estimate GraphEstimate",
         "export_cost": "ExportCost calibration_window default_calibration_tokens graph_bytes "
         "graphs_bytes layer_graph_bytes quantization_bytes writing_bytes",
         "fit": "Demand Fit MemoryLimit",

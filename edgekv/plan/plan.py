@@ -12,6 +12,7 @@ from devices import FASTEST_PASS_S, Device
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.cache import CHOICES, Recommendation, recommend, strategy_cost
 from edgekv.plan.encoder import EncoderPlan
+from edgekv.plan.estimate import Estimate, find_estimator
 from edgekv.plan.export_cost import ExportCost, export_cost
 from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, divide_model, fit
 from edgekv.plan.limits import PROTOBUF_BYTES
@@ -58,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         export: cost of the export, its encoder included but for the time.
         speed: how fast it can be.
         speculation: how fast with drafts, for each size of verify graphs; None without an acceptance.
+        estimate: how fast by the compiler's simulation; None if it was not asked for.
         assumptions: what the plan is based on.
     """
 
@@ -78,6 +80,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     export: ExportCost
     speed: Speed
     speculation: list[SpeculativeSpeed] | None
+    estimate: Estimate | None
     assumptions: list[str]
 
 
@@ -90,6 +93,7 @@ def make_plan(
     kv: str = "u8",
     ar: tuple[int, ...] = DEFAULT_AR,
     acceptance: float | None = None,
+    estimate: bool = False,
 ) -> Plan:
     """Plan the export of a model for a device.
 
@@ -101,9 +105,12 @@ def make_plan(
         kv: `u8` or `s16`.
         ar: tokens per inference of each graph.
         acceptance: probability that a drafted token is right after right ones; None for no drafts.
+        estimate: simulate the graphs too, which takes about a minute and needs the HTP compiler.
 
     Raises:
-        UsageError: options that export would refuse for this model and device.
+        UsageError: options that export would refuse for this model and device, or an estimate for a chip that no
+            simulated one stands for.
+        EngineError: an estimate, and its packages are not installed.
         CheckpointError: a `config.json` that cannot be read, or a model whose weights are not known.
     """
     if acceptance is not None:
@@ -127,6 +134,11 @@ def make_plan(
         cost = cost.with_encoder(encoder)
     speed = estimate_speed(subject, decoder, weights, device)
     sentences = fit_sentences(subject, default, device, needed, found, _alternatives(subject, found))
+    simulated = None
+    if estimate:
+        simulated = find_estimator()(
+            path, device, context=subject.geometry.context, recipe=recipe, kv=kv, ar=subject.ar
+        )
     return Plan(
         summary=" ".join([*sentences, *_further_sentences(parts, encoder, cost, speed)]),
         warnings=mask_warnings(subject.geometry, subject.ar, device),
@@ -144,12 +156,14 @@ def make_plan(
         encoder=encoder,
         export=cost,
         speed=speed,
+        estimate=simulated,
         speculation=None if acceptance is None else speculative_speed(subject, decoder, device, speed, acceptance),
         assumptions=[
             *subject.assumptions,
             *_OWN_ASSUMPTIONS,
             _speed_basis(device, speed),
             _published(speed),
+            *(() if simulated is None else simulated.notes),
             _protobuf(cost),
         ],
     )

@@ -20,7 +20,7 @@ from exporters.progress import one_step, progress_bars
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from exporters.estimate import Estimate, GraphEstimate
+    from edgekv.plan.estimate import Estimate, GraphEstimate
 
 _HTP_DEFAULTS = HtpOptions()
 _RUN = ("cache_dir",)
@@ -94,7 +94,7 @@ def show_estimate(estimate: Estimate, other: Estimate | None = None, *, with_ops
     """Print the figures of each graph, and how far to trust them."""
     from rich.console import Console
 
-    from exporters.estimate import compared
+    from edgekv.plan.estimate import compared
 
     console = Console(markup=False, highlight=False)
     level = "" if estimate.optimization is None else f", optimization level {estimate.optimization}"

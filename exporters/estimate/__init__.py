@@ -7,23 +7,12 @@ from typing import TYPE_CHECKING
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.estimate.estimate import (
-        Estimate,
-        GraphEstimate,
-        Simulated,
-        compared,
-        estimate_bundle,
-        estimate_config,
-        simulate_bundle,
-    )
+    from exporters.estimate.estimate import Simulated, estimate_bundle, estimate_config, simulate_bundle
     from exporters.estimate.page import GENERATOR, render_page, write_page
 
 __all__ = [
     "GENERATOR",
-    "Estimate",
-    "GraphEstimate",
     "Simulated",
-    "compared",
     "estimate_bundle",
     "estimate_config",
     "render_page",
@@ -34,7 +23,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "estimate": "Estimate GraphEstimate Simulated compared estimate_bundle estimate_config simulate_bundle",
+        "estimate": "Simulated estimate_bundle estimate_config simulate_bundle",
         "page": "GENERATOR render_page write_page",
     },
 )

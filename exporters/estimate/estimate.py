@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
-import msgspec
 import onnx
 from msgspec import structs
 
@@ -19,6 +18,7 @@ from edgekv import qnn
 from edgekv.bundle import Bundle, GraphRecord, PartRecord
 from edgekv.errors import UsageError
 from edgekv.htp_options import HtpOptions
+from edgekv.plan.estimate import EQUAL_SHARE, Estimate, GraphEstimate
 from edgekv.scratch import scratch_folder
 from edgekv.spec import (
     CONFIG,
@@ -27,7 +27,6 @@ from edgekv.spec import (
     EncodingTypes,
     KeyLayout,
     KvDtype,
-    Role,
     describe,
     read_config,
 )
@@ -40,7 +39,7 @@ from exporters.graphs.random_weights import RandomWeights
 from exporters.graphs.split import Split
 from exporters.htp.compile import COMPILER_DEFAULTS
 from exporters.htp.estimate import Simulation, options_on
-from exporters.htp.schedule import UNITS, Event, Unit
+from exporters.htp.schedule import UNITS, Event
 from exporters.options import RunOptions
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.parallel import compiler_bytes
@@ -52,9 +51,6 @@ from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.recipe import find_recipe
 from quant import Encoding, Range
 
-EQUAL_SHARE = 0.08
-"""Times that differ by less are called equal: the simulation is no finer."""
-
 _PLAIN = RunOptions()
 _SLICE_LAYERS = 2
 _REACH = 8.0  # of every result of a decoder that was not calibrated
@@ -65,74 +61,6 @@ PUBLISHED = (
     "Published decode speed of the same chips was 0.9 to 1.9 times the simulated one, prefill 0.35 to 0.46 times: "
     "the host, its calls and the DRAM of a real device are not in it"
 )
-
-
-class GraphEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated speed of a graph on one proxy.
-
-    Attributes:
-        graph: its name.
-        role: what it is for.
-        ar: tokens per inference.
-        context: S, tokens.
-        proxy: part number of the simulated chip.
-        us: microseconds of a run, all parts together.
-        low_us: the lower estimate.
-        high_us: the upper estimate.
-        tokens_per_s: AR tokens in that time; None if the figures are void.
-        moved_bytes: between DRAM and VTCM.
-        gb_per_s: that over the time, 10^9 bytes a second.
-        bound: the busiest unit: memory, HVX, HMX, or the thread that issues operations.
-        busy: the share of time that each unit is busy.
-        spilled_bytes: intermediate results that do not fit the VTCM.
-        missing_ops: operations without costs; above 0, all figures are void.
-        parts: the share of time of each part of the decoder, largest first; see `Schedule.shares`.
-        operations: likewise of each kind of operation.
-    """
-
-    graph: str
-    role: Role
-    ar: int
-    context: int
-    proxy: str
-    us: float
-    low_us: float
-    high_us: float
-    tokens_per_s: float | None
-    moved_bytes: int
-    gb_per_s: float
-    bound: str
-    busy: dict[Unit, float]
-    spilled_bytes: int
-    missing_ops: int
-    parts: dict[str, float]
-    operations: dict[str, float]
-
-
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated speed of a bundle on a chip. Nothing was measured.
-
-    Attributes:
-        source: the bundle.
-        device: part number of the chip.
-        proxies: part numbers of the chips that stand for it.
-        compiler: the package that simulates, with its version.
-        vtcm_mb: tightly coupled memory that graphs may use, MiB.
-        optimization: level of the compiler; None for its own, 2.
-        is_sliced: whether times are sums of slices of layers.
-        graphs: each graph on each proxy.
-        notes: how far to trust it.
-    """
-
-    source: str
-    device: str
-    proxies: list[str]
-    compiler: str
-    vtcm_mb: int
-    optimization: int | None
-    is_sliced: bool
-    graphs: list[GraphEstimate]
-    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +164,8 @@ def estimate_config(
     *,
     context: int,
     recipe: str,
-    kv: KvDtype,
-    ar: Sequence[int],
+    kv: str,
+    ar: tuple[int, ...],
     key_layout: KeyLayout = "rows",
     run: RunOptions = _PLAIN,
     progress: Progress = silent,
@@ -275,10 +203,11 @@ def estimate_config(
         vocabulary = shared_vocabulary(applied_rotation(spec, types.rotation))
         types, spec = types.sharing_vocabulary(vocabulary), structs.replace(spec, vocabulary=vocabulary)
     types.check(spec)
+    kv_dtype = cast(KvDtype, kv)
     planned = plan_graphs(ar, (context,), Split.whole(spec.layers))
     graphs, weights = [graph for graph in planned if graph.role != "score"], RandomWeights(spec, types)
-    interface = DecoderInterface.of(spec, context, kv, key_layout, "u16")
-    encodings = _made_up_encodings(spec, context, kv)
+    interface = DecoderInterface.of(spec, context, kv_dtype, key_layout, "u16")
+    encodings = _made_up_encodings(spec, context, kv_dtype)
 
     def build(graph: GraphRecord, part: PartRecord) -> QdqOps:
         return build_layers(QdqOps(graph, part, interface, spec, encodings, weights), graph, part)
@@ -357,24 +286,6 @@ def _made(
         notes=[*_notes(device, proxies, in_slices, graphs)],
     )
     return Simulated(estimate, {(graph.graph, graph.proxy): layer for graph, layer in found})
-
-
-def compared(estimate: Estimate, against: Estimate | None) -> Iterator[tuple[GraphEstimate, GraphEstimate | None, str]]:
-    """Each graph, the one of another bundle for the same AR and context, and how their times compare, in words."""
-    for graph in estimate.graphs:
-        use = (graph.role, graph.ar, graph.context, graph.proxy)
-        others = () if against is None else against.graphs
-        other = next((each for each in others if (each.role, each.ar, each.context, each.proxy) == use), None)
-        if other is None or other.tokens_per_s is None or graph.tokens_per_s is None:
-            yield graph, other, "-"
-        else:
-            yield graph, other, _verdict(graph.us, other.us)
-
-
-def _verdict(us: float, other_us: float) -> str:
-    if abs(us - other_us) < EQUAL_SHARE * max(us, other_us):
-        return "equal"
-    return f"{other_us / us:.2f} x as fast" if us < other_us else f"{us / other_us:.2f} x slower"
 
 
 def _check(bundle: Bundle) -> None:
@@ -457,7 +368,7 @@ def _summed(graph: GraphRecord, proxy: Proxy, simulated: Sequence[tuple[int, Sim
 
     us, missing = total(lambda each: each.costs.us), int(total(lambda each: each.costs.missing_ops))
     moved = int(total(lambda each: each.costs.moved_bytes))
-    busy = dict.fromkeys(UNITS, 0.0)
+    busy = dict[str, float](dict.fromkeys(UNITS, 0.0))
     for times, each in simulated:
         for unit, share in each.schedule.busy().items():
             busy[unit] += times * each.costs.us * share / us

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from exporters.estimate.estimate import Estimate, GraphEstimate, Simulated, compared
+from edgekv.plan.estimate import Estimate, GraphEstimate, compared
+from exporters.estimate.estimate import Simulated
 from exporters.htp.schedule import UNITS, Event
 from exporters.inspect.page import write_html
 from exporters.inspect.page.template import find_template
