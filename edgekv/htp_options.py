@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Final, Literal, Self, get_args
 
 from devices import Device
 from edgekv.errors import UsageError
@@ -24,6 +24,8 @@ Performance = Literal[
 ]
 Priority = Literal["low", "normal", "normal_high", "high"]
 
+FASTEST: Final = "fastest"
+
 _MOST_LATENCY_US = 1_000_000
 _MOST_DEVICES = 16
 _FLAGS = {"yes": True, "no": False}
@@ -41,7 +43,8 @@ class HtpOptions:
         rpc_latency_us: the latency that calls between processor and HTP may have.
         priority: of this process among those that use the HTP.
         vtcm_mb: tightly coupled memory that graphs may use, MiB; at most that of the chip. When graphs are compiled.
-        optimization: 1 to 3, how long the compiler searches for a fast graph. When graphs are compiled.
+        optimization: 1 to 3, how long the compiler searches for a fast graph; or `fastest`, the level whose graphs the
+            compiler simulates as the fastest. When graphs are compiled.
         device_id: which HTP of several.
         shared_memory: allocate the KV cache in memory that processor and HTP share. Needs an NPU and FastRPC; `auto`
             takes ordinary memory without them.
@@ -55,7 +58,7 @@ class HtpOptions:
     rpc_latency_us: int | None = None
     priority: Priority | None = None
     vtcm_mb: int | None = None
-    optimization: int | None = None
+    optimization: int | Literal["fastest"] | None = None
     device_id: int | None = None
     shared_memory: bool | Literal["auto"] = False
     mapped_weights: bool = True
@@ -65,7 +68,8 @@ class HtpOptions:
         _check_name("priority", self.priority, get_args(Priority))
         _check_number("rpc-latency", self.rpc_latency_us, 0, _MOST_LATENCY_US, "microseconds")
         _check_number("vtcm", self.vtcm_mb, 1, 1024, "MiB")
-        _check_number("optimization", self.optimization, 1, 3, "level")
+        if self.optimization != FASTEST:
+            _check_number("optimization", self.optimization, 1, 3, "level")
         _check_number("device", self.device_id, 0, _MOST_DEVICES - 1, "number")
 
     @classmethod
@@ -83,7 +87,10 @@ class HtpOptions:
             name, kind = _KEYS[key]
             if name in found:
                 raise UsageError(f"htp {key}", got="given twice", expected="once", fix="Leave one out.")
-            found[name] = value if kind is str else _number(key, value) if kind is int else _flag(key, value)
+            if (key, value) == ("optimization", FASTEST):
+                found[name] = value
+            else:
+                found[name] = value if kind is str else _number(key, value) if kind is int else _flag(key, value)
         return cls(**found)
 
     @property
@@ -93,7 +100,13 @@ class HtpOptions:
 
     @property
     def provider_options(self) -> Mapping[str, str]:
-        """As Qualcomm's provider names them; what it is to choose itself is left out."""
+        """As Qualcomm's provider names them; what it is to choose itself is left out.
+
+        Raises:
+            ValueError: the level is still to be found.
+        """
+        if self.optimization == FASTEST:
+            raise ValueError("optimization: got fastest; expected the level that was found")
         given = {
             "htp_performance_mode": self.performance,
             "rpc_control_latency": self.rpc_latency_us,
@@ -128,6 +141,13 @@ class HtpOptions:
             UsageError: more VTCM than the chip has, or shared memory without an NPU.
         """
         _check_number("vtcm", self.vtcm_mb, 1, device.vtcm_mb, f"MiB of {device.soc}")
+        if self.optimization == FASTEST:
+            raise UsageError(
+                "htp optimization",
+                got=FASTEST,
+                expected="1 to 3",
+                fix="Give it to edgekv compile, which simulates the graphs at each level.",
+            )
         if self.shared_memory is True and not on.has_npu:
             raise UsageError(
                 "htp shared-memory",
@@ -156,8 +176,8 @@ def _check_name(key: str, value: object, names: tuple[str, ...]) -> None:
         raise UsageError(f"htp {key}", got=repr(value), expected=", ".join(names), fix="Leave it out for the default.")
 
 
-def _check_number(key: str, value: int | None, least: int, most: int, unit: str) -> None:
-    if value is not None and not least <= value <= most:
+def _check_number(key: str, value: int | str | None, least: int, most: int, unit: str) -> None:
+    if value is not None and not (isinstance(value, int) and least <= value <= most):
         fix = "Leave it out for the default."
         raise UsageError(f"htp {key}", got=value, expected=f"{least} to {most} ({unit})", fix=fix)
 

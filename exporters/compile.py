@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -20,6 +21,7 @@ from edgekv.bundle import (
     file_hashes,
 )
 from edgekv.errors import UsageError
+from edgekv.htp_options import FASTEST
 from edgekv.runtime import HtpOptions
 from exporters.graphs.parts import weight_files
 from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
@@ -85,7 +87,10 @@ def compile_bundle(
     else:
         alone, compiler = bundle.manifest.is_whole if per_graph_binaries is None else per_graph_binaries, qnn.compiler()
         sets = [*binary_sets(parts, per_graph_binaries=alone), *encoder]
-        names = plan_binaries(plan, given, sets, device, compiler, options)
+        names = []
+        for models in sets:
+            chosen = _with_found_level(bundle, device, [*models], run, progress, options)
+            names += plan_binaries(plan, given, [models], device, compiler, chosen)
     if run.cluster is not None:
         from exporters.pipeline.dask.run import run_on  # its packages are optional
 
@@ -102,6 +107,20 @@ def compile_bundle(
     if run.removes_pieces:
         store.remove([*names, given])
     return compiled
+
+
+def _with_found_level(
+    bundle: Bundle, device: Device, parts: Sequence[str], run: RunOptions, progress: Progress, options: HtpOptions
+) -> HtpOptions:
+    """The options with the fastest level of optimization of a binary, if that is wanted."""
+    if options.optimization != FASTEST:
+        return options
+    from exporters.estimate import fastest_level  # takes a while to import
+
+    graphs = [graph.name for graph in bundle.manifest.graphs if any(part.name in parts for part in graph.parts)]
+    usual = replace(options, optimization=None)
+    level = fastest_level(bundle, device, graphs, run, progress=progress, options=usual) if graphs else None
+    return replace(usual, optimization=level)
 
 
 def compile_folder(

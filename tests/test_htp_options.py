@@ -192,3 +192,29 @@ def test_binaries_of_all_graphs_are_for_an_npu_from_v73(monkeypatch: pytest.Monk
     for soc in ("QCS6490", "SM8550"):
         HtpEngine.on(find(soc), bundle)
     assert kinds == [False, False, True, False]
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+def test_the_fastest_level_is_found_by_simulation(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compile", str(small), "--device", CHIP.soc, "--no-per-graph-binaries", "--json", "--force"]
+    assert run([*command, "--htp", "optimization=fastest"]) == 0
+    (binary,) = json.loads(capsys.readouterr().out)["binaries"]
+    assert binary["optimization"] in (1, 2, 3)
+    content = (small / "compiled" / CHIP.soc / binary["file"]).read_bytes()
+    assert f"OpO={binary['optimization']}".encode() in content
+
+
+@pytest.mark.htp
+def test_binaries_are_compiled_at_level_3_unless_another_is_asked_for(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["compile", str(small), "--device", CHIP.soc, "--no-per-graph-binaries", "--json"]) == 0
+    (binary,) = json.loads(capsys.readouterr().out)["binaries"]
+    assert binary["optimization"] == 3
+    assert b"OpO=3" in (small / "compiled" / CHIP.soc / binary["file"]).read_bytes()
+
+
+def test_a_level_to_be_found_is_for_compiling_alone(small: Path) -> None:
+    with pytest.raises(UsageError, match=r"optimization: got fastest; expected 1 to 3.*edgekv compile"):
+        edgekv.load(small, "htp", htp="optimization=fastest")

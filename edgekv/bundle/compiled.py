@@ -26,11 +26,13 @@ class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         wrappers: ONNX files with an EPContext node, by the name of a part of a graph; ONNX Runtime loads the binary
             through them. A `.tflite` file contains its binary, and is also the wrapper.
         graphs: the number of graphs in the binary.
+        optimization: level at which it was compiled; null for a `.tflite` file, whose plugin has none.
     """
 
     file: str
     wrappers: dict[str, str]
     graphs: int
+    optimization: int | None
 
 
 class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

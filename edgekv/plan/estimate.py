@@ -74,7 +74,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         proxies: part numbers of the chips that stand for it.
         compiler: the package that simulates, with its version.
         vtcm_mb: tightly coupled memory that graphs may use, MiB.
-        optimization: level of the compiler; None for its own, 2.
+        optimization: level of the compiler.
         is_sliced: whether times are sums of slices of layers.
         graphs: each graph on each proxy.
         notes: how far to trust it.
@@ -85,7 +85,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     proxies: list[str]
     compiler: str
     vtcm_mb: int
-    optimization: int | None
+    optimization: int
     is_sliced: bool
     graphs: list[GraphEstimate]
     notes: list[str]

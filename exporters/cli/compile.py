@@ -42,10 +42,10 @@ def compile_(
     htp: Annotated[
         HtpOptions,
         Option(
-            "Options of the compiler: vtcm=MIB,optimization=1 to 3.",
+            "Options of the compiler: vtcm=MIB,optimization=1 to 3, or fastest, by simulation.",
             metavar="OPTIONS",
             parse=lambda _, text: HtpOptions.parse(text),
-            shown="the chip's, 2",
+            shown="the chip's, 3",
         ),
     ] = _HTP_DEFAULTS,
     force: ForceOption = False,
@@ -87,5 +87,6 @@ def show_compiled(folder: Path, compiled: CompiledManifest, peaks: Mapping[str, 
     for binary in compiled.binaries:
         size = compiled.files[binary.file].bytes / 1e6
         held = "weights shared by " if binary.graphs > 1 else ""
+        level = "" if binary.optimization is None else f", optimization level {binary.optimization}"
         peak = f"; compiled in {peaks[binary.file] / 1e9:.2f} GB of RAM" if binary.file in peaks else ""
-        click.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{peak}")
+        click.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{level}{peak}")

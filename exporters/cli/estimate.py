@@ -47,7 +47,7 @@ def estimate(
             "Options of the compiler: vtcm=MIB,optimization=1 to 3.",
             metavar="OPTIONS",
             parse=lambda _, text: HtpOptions.parse(text),
-            shown="the chip's, 2",
+            shown="the chip's, 3",
         ),
     ] = _HTP_DEFAULTS,
     ops: Annotated[
@@ -97,7 +97,7 @@ def show_estimate(estimate: Estimate, other: Estimate | None = None, *, with_ops
     from edgekv.plan.estimate import compared
 
     console = Console(markup=False, highlight=False)
-    level = "" if estimate.optimization is None else f", optimization level {estimate.optimization}"
+    level = f", optimization level {estimate.optimization}"
     beside = "" if other is None else f"; beside {other.source}"
     console.print(
         f"{estimate.source}: simulated for {estimate.device}, {estimate.compiler}{level}{beside}", soft_wrap=True

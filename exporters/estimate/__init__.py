@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.estimate.estimate import Simulated, estimate_bundle, estimate_config, simulate_bundle
+    from exporters.estimate.estimate import Simulated, estimate_bundle, estimate_config, fastest_level, simulate_bundle
     from exporters.estimate.page import GENERATOR, render_page, write_page
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Simulated",
     "estimate_bundle",
     "estimate_config",
+    "fastest_level",
     "render_page",
     "simulate_bundle",
     "write_page",
@@ -23,7 +24,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "estimate": "Simulated estimate_bundle estimate_config simulate_bundle",
+        "estimate": "Simulated estimate_bundle estimate_config fastest_level simulate_bundle",
         "page": "GENERATOR render_page write_page",
     },
 )

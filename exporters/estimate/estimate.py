@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, cast
@@ -17,7 +18,7 @@ from devices import Device, NoProxyError, Proxy, proxies_for
 from edgekv import qnn
 from edgekv.bundle import Bundle, GraphRecord, PartRecord
 from edgekv.errors import UsageError
-from edgekv.htp_options import HtpOptions
+from edgekv.htp_options import FASTEST, HtpOptions
 from edgekv.plan.estimate import EQUAL_SHARE, Estimate, GraphEstimate
 from edgekv.scratch import scratch_folder
 from edgekv.spec import (
@@ -31,13 +32,12 @@ from edgekv.spec import (
     read_config,
 )
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
-from exporters.compile import open_store
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.parts import build_layers, build_part, save_part, with_boundaries
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.random_weights import RandomWeights
 from exporters.graphs.split import Split
-from exporters.htp.compile import COMPILER_DEFAULTS
+from exporters.htp.compile import COMPILER_DEFAULTS, DEFAULT_LEVEL, with_level
 from exporters.htp.estimate import Simulation, options_on
 from exporters.htp.schedule import UNITS, Event
 from exporters.options import RunOptions
@@ -46,12 +46,14 @@ from exporters.pipeline.parallel import compiler_bytes
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.pieces import EstimatePiece, read_estimate
 from exporters.pipeline.serial import run_serial
+from exporters.pipeline.store import store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.recipe import find_recipe
 from quant import Encoding, Range
 
 _PLAIN = RunOptions()
+_LEVELS = (1, 2, 3)
 _SLICE_LAYERS = 2
 _REACH = 8.0  # of every result of a decoder that was not calibrated
 _WHOLE_PARAMETERS = 300_000_000
@@ -219,6 +221,53 @@ def estimate_config(
     return _made(str(path), device, proxies, found, options, in_slices=True).estimate
 
 
+def fastest_level(
+    bundle: Bundle,
+    device: Device,
+    graphs: Sequence[str],
+    run: RunOptions = _PLAIN,
+    *,
+    progress: Progress = silent,
+    options: HtpOptions = COMPILER_DEFAULTS,
+) -> int:
+    """The level of optimization with the shortest simulated schedules of graphs that are compiled into one binary.
+
+    Slices are simulated at each level. Of levels that are equal, the default wins.
+
+    Args:
+        bundle: has the graphs.
+        device: the chip.
+        graphs: their names.
+        run: where results are kept.
+        progress: called for each binary.
+        options: of the compiler.
+
+    Raises:
+        UsageError: no chip stands for this one, or the bundle has no graphs for the HTP.
+        EngineError: the compiler is missing, crashed, or writes something else.
+    """
+    _check(bundle)
+    proxies, manifest = _proxies(device, options), bundle.manifest
+    records = [graph for graph in manifest.graphs if graph.name in graphs]
+    decoder = _Decoder(str(bundle.path), manifest.model.layers, records, partial(build_part, manifest), bundle.path)
+    times = dict[int, float]()
+    with scratch_folder("slices") as scratch:
+        binaries = [*_slices(decoder, scratch)]
+        for level in _LEVELS:
+            chosen = replace(options, optimization=level)
+            found = _simulated(records, binaries, proxies, device, run, progress, chosen)
+            times[level] = math.prod(graph.us for graph, _ in found) ** (1 / len(found))
+    best = min(times, key=lambda level: times[level])
+    is_equal = times[DEFAULT_LEVEL] - times[best] < EQUAL_SHARE * times[DEFAULT_LEVEL]
+    return DEFAULT_LEVEL if is_equal else best
+
+
+def _level(options: HtpOptions) -> int:
+    level = with_level(options).optimization
+    assert isinstance(level, int), "the level is found before"
+    return level
+
+
 def _made_up_encodings(spec: DecoderSpec, context: int, kv: KvDtype) -> dict[str, Encoding]:
     """Encodings of a decoder on which nothing was calibrated: all results have one range."""
     results, seen = decoder_results(spec), Range(-_REACH, _REACH)
@@ -239,7 +288,8 @@ def _simulated(
     options: HtpOptions,
 ) -> list[tuple[GraphEstimate, Sequence[Event]]]:
     """Each graph on each proxy, the times of its binaries added; and a layer of the most frequent one."""
-    compiler, store, plan = qnn.compiler(), open_store(run), Plan()
+    compiler, store, plan = qnn.compiler(), store_in(run.cache_dir), Plan()
+    store.check()
     inputs, planned = Inputs(store, None, progress), list[tuple[Proxy, _Binary, str]]()
     for binary in binaries:
         names = tuple(path.name for path in binary.files.values())
@@ -248,7 +298,8 @@ def _simulated(
         given = plan.give(_nothing, "graphs", names, hashes)
         inputs.adopt(given, next(iter(binary.files.values())).parent)
         for proxy in proxies:
-            piece = EstimatePiece(given, names, proxy.soc, compiler, options_on(proxy, device, options))
+            on_proxy = with_level(options_on(proxy, device, options))
+            piece = EstimatePiece(given, names, proxy.soc, compiler, on_proxy)
             planned.append((proxy, binary, plan.put(piece, compiler_bytes([*binary.files.values()]))))
     run_serial(plan, [name for _, _, name in planned], inputs, progress, resume=True)
     found = list[tuple[GraphEstimate, Sequence[Event]]]()
@@ -280,7 +331,7 @@ def _made(
         proxies=[proxy.soc for proxy in proxies],
         compiler=qnn.compiler(),
         vtcm_mb=options.vtcm_mb or device.vtcm_mb,
-        optimization=options.optimization,
+        optimization=_level(options),
         is_sliced=in_slices,
         graphs=graphs,
         notes=[*_notes(device, proxies, in_slices, graphs)],
@@ -300,6 +351,9 @@ def _check(bundle: Bundle) -> None:
 
 def _proxies(device: Device, options: HtpOptions) -> Sequence[Proxy]:
     options.check_for_compiling(device)
+    if options.optimization == FASTEST:
+        fix = "Compile the bundle with it, and estimate with the level that compiled.json records."
+        raise UsageError("htp optimization", got=FASTEST, expected="1 to 3", fix=fix)
     try:
         return proxies_for(device)
     except NoProxyError as error:

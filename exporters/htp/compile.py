@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from devices import Device
 from edgekv.bundle import COMPILED, CompiledBinary, CompiledManifest, GraphRecord, readable_json, record_files
 from edgekv.errors import EngineError
+from edgekv.htp_options import FASTEST
 from edgekv.runtime import HtpOptions
 from edgekv.system import MIB, sha256_of
 from exporters.htp.binary import check_chip, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
 
 COMPILER_DEFAULTS = HtpOptions()
+DEFAULT_LEVEL = 3
+"""Of optimization. The simulated schedules of binaries are 2 to 45 % shorter than at 2, the compiler's own default."""
 
 Watch = Callable[[str, int], None]
 """Called with the name of a binary and the peak RAM of its compiler, in bytes."""
@@ -76,6 +80,7 @@ def context_steps(models: Sequence[Path], wrappers: Sequence[str], folder: Path,
 
     The provider writes a shared binary at the last session, named after the first.
     """
+    given = dict(with_level(options).provider_options)
     steps = []
     for number, (model, wrapper) in enumerate(zip(models, wrappers, strict=True), 1):
         config = {
@@ -87,9 +92,13 @@ def context_steps(models: Sequence[Path], wrappers: Sequence[str], folder: Path,
             config["ep.share_ep_contexts"] = "1"
             if number == len(models):
                 config["ep.stop_share_ep_contexts"] = "1"
-        given = dict(options.provider_options)
         steps.append(HtpStep(model=str(model), session_config=config, provider_options=given))
     return steps
+
+
+def with_level(options: HtpOptions) -> HtpOptions:
+    """The options with the level of optimization that none stands for."""
+    return options if options.optimization is not None else replace(options, optimization=DEFAULT_LEVEL)
 
 
 def compile_graphs(
@@ -143,4 +152,6 @@ def compile_graphs(
         )
     check_chip(binary, device, options.vtcm_mb)
     watch(binary.name, peak_bytes)
-    return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held)
+    level = with_level(options).optimization
+    assert level != FASTEST, "provider options have no such level"
+    return CompiledBinary(file=binary.name, wrappers=wrappers, graphs=held, optimization=level)

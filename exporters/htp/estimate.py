@@ -12,7 +12,7 @@ from devices import Device, Proxy
 from edgekv.htp_options import HtpOptions
 from edgekv.scratch import scratch_folder
 from exporters.htp.check import HtpStep, run_steps
-from exporters.htp.compile import COMPILER_DEFAULTS, context_steps
+from exporters.htp.compile import COMPILER_DEFAULTS, context_steps, with_level
 from exporters.htp.costs import Costs, read_costs
 from exporters.htp.schedule import Schedule, read_schedules
 
@@ -49,7 +49,7 @@ def simulate(models: Sequence[Path], proxy: Proxy, options: HtpOptions = COMPILE
             wrappers = [f"{number}.onnx" for number in range(len(models))]
             steps = context_steps(models, wrappers, folder, options)
         else:
-            given = dict(options.provider_options)
+            given = dict(with_level(options).provider_options)
             steps = [HtpStep(model=str(model), provider_options=given) for model in models]
         places, profiled = [], []
         for number, step in enumerate(steps):

@@ -103,4 +103,6 @@ def take_binaries(
 
 def _plain(binary: CompiledBinary) -> CompiledBinary:
     """What a manifest says of a binary."""
-    return CompiledBinary(file=binary.file, wrappers=binary.wrappers, graphs=binary.graphs)
+    return CompiledBinary(
+        file=binary.file, wrappers=binary.wrappers, graphs=binary.graphs, optimization=binary.optimization
+    )

@@ -383,6 +383,7 @@ class CompilePiece(Piece):
             file=binary.file,
             wrappers=binary.wrappers,
             graphs=binary.graphs,
+            optimization=binary.optimization,
             floating=floating,
             peak_bytes=peaks[binary.file],
         )
@@ -453,6 +454,7 @@ class CompileTflitePiece(Piece):
             file=self.file,
             wrappers=dict.fromkeys(self.graphs, self.file),
             graphs=len(self.graphs),
+            optimization=None,
             floating={},
             peak_bytes=None,
         )
