@@ -61,12 +61,15 @@ def swept(
     *,
     store: str | None = None,
     progress: Progress = silent,
+    estimate: bool = False,
     **changes,
 ) -> SweepReport:
     folder.mkdir(exist_ok=True)
     cluster = Cluster(**{"scheduler": LOCAL, "workers": 2, "say": ([] if said is None else said).append, **changes})
     text = Text("text.txt", TEXT, 200)
-    return run_sweep(str(checkpoint), given, text, folder, COMMON, SweepOptions(store=store), cluster, progress)
+    return run_sweep(
+        str(checkpoint), given, text, folder, COMMON, SweepOptions(store=store, estimate=estimate), cluster, progress
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,23 @@ def test_bundles_are_those_of_separate_exports(checkpoint, done, tmp_path):
     for each in (given[0], given[3], given[5]):
         export_bundle(opened, tmp_path / each.name, each.options(COMMON), RunOptions(cache_dir=tmp_path / "cache"))
         assert contents(folder / "bundles" / each.name) == contents(tmp_path / each.name)
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+def test_speed_is_an_axis_of_the_page(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated for each combination; of chips that no simulated one stands for it stays unknown."""
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
+    report = swept(tmp_path / "sweep", checkpoint, wanted(devices=("SM8650", "SM8450")), estimate=True)
+    known = {each.name: each.simulated for each in report.results}
+    assert [name for name, found in known.items() if found is not None] == [name for name in known if "SM8650" in name]
+    page = render_page(report)
+    assert page.count("KL divergence against tokens a second, simulated for") == 1
+    for each in report.results:
+        span = None if each.simulated is None else each.simulated.span("decode")
+        assert (span is None) == (each.device == "SM8450")
+        if span is not None:
+            assert f"{span[0]:,.0f} tokens/s simulated" in page and span[0] == span[1] > 0
 
 
 @pytest.mark.slow

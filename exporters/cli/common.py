@@ -20,6 +20,9 @@ DeviceOption = Annotated[
 OutputFolder = Annotated[Path, Option("The folder to write.", "-o --output")]
 ForceOption = Annotated[bool, Option("Replace an existing output.")]
 TextOption = Annotated[Path, Option("A UTF-8 text file.")]
+EstimateOption = Annotated[
+    bool, Option("Then estimate the speed on the chip, as edgekv estimate does; it compiles once more for each proxy.")
+]
 CheckpointOption = Annotated[str | None, Option("The checkpoint, if it has moved since the export.", parse=check_place)]
 MovedAdapters = Annotated[
     Sequence[Path],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,16 @@ from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.htp_options import HtpOptions
 from edgekv.option import Option, OptionGroup
-from exporters.cli.common import DeviceOption, ForceOption, ready_to_run
+from exporters.cli.common import DeviceOption, EstimateOption, ForceOption, ready_to_run
+from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line
 from exporters.options import RunOptions
-from exporters.progress import one_step, progress_bars
+from exporters.progress import Progress, one_step, progress_bars
 
 if TYPE_CHECKING:
-    from edgekv.bundle import CompiledManifest
+    from devices import Device
+    from edgekv.bundle import Bundle, CompiledManifest
+    from edgekv.plan.estimate import Estimate
 
 _HTP_DEFAULTS = HtpOptions()
 _RUN = ("cache_dir", "store", "resume", "cluster.scheduler")
@@ -49,6 +53,7 @@ def compile_(
         ),
     ] = _HTP_DEFAULTS,
     force: ForceOption = False,
+    estimate: EstimateOption = False,
 ) -> None:
     """The binaries are stored in the bundle, one per part with the weights shared by all graphs. The target chip is
     read back from each binary.
@@ -73,11 +78,24 @@ def compile_(
             watch=peaks.__setitem__,
             options=htp,
         )
+        found = estimate_shipped(opened, device, compiled, run, progress, htp) if estimate else None
     if output.as_json:
-        print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks})
+        print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks, "estimate": found})
         return
     show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
+    if found is not None:
+        show_estimate(found)
     click.echo(next_line(bundle, opened.manifest, is_compiled=True))
+
+
+def estimate_shipped(
+    bundle: Bundle, device: Device, compiled: CompiledManifest, run: RunOptions, progress: Progress, htp: HtpOptions
+) -> Estimate:
+    """The speed of binaries that were written just now: at the level of those that share their weights."""
+    from exporters.estimate import estimate_bundle
+
+    level = max(compiled.binaries, key=lambda binary: binary.graphs).optimization
+    return estimate_bundle(bundle, device, run, progress=progress, options=replace(htp, optimization=level))
 
 
 def show_compiled(folder: Path, compiled: CompiledManifest, peaks: Mapping[str, int]) -> None:

@@ -12,10 +12,12 @@ import click
 
 from edgekv.cli.command import Given, command
 from edgekv.cli.output import Output, print_json
+from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup, check_place
 from exporters.checkpoint.lora.choice import AdapterChoice
-from exporters.cli.common import ForceOption, ready_to_run
+from exporters.cli.common import EstimateOption, ForceOption, ready_to_run
 from exporters.cli.compile import show_compiled
+from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line
 from exporters.cli.stages import resumable
 from exporters.options import ALLOCATED_RECIPE, KV_DTYPES, ExportOptions, RunOptions, read_recipe
@@ -55,12 +57,16 @@ def export(
         ),
     ] = None,
     force: ForceOption = False,
+    estimate: EstimateOption = False,
 ) -> None:
     """Every graph is compiled with the HTP compiler; the export is refused if any node would compute in float."""
+    import msgspec
+
     from edgekv import qnn
     from edgekv.bundle import open_bundle, open_compiled
     from edgekv.plan import mask_warnings
     from exporters.cli.exported import export_lines, export_warnings
+    from exporters.estimate import check_estimate, estimate_bundle
     from exporters.export import export_bundle
     from exporters.pipeline.place import open_checkpoint
     from exporters.prepared import export_geometry
@@ -69,6 +75,8 @@ def export(
     from exporters.quantize.scripts import script_warnings
 
     if draft_for is not None:
+        if estimate:
+            raise UsageError("--estimate", got="it with --draft-for", expected="edgekv estimate", fix="Leave it out.")
         _export_drafter(checkpoint, draft_for, target, given, run, output, lora=lora, force=force)
         return
     kv_dtype = KV_DTYPES[given.get("graph_format", "onnx")][0]
@@ -87,11 +95,16 @@ def export(
             click.echo(f"edgekv: warning: {warning}", err=True)
         peaks: dict[str, int] = {}
         watch = peaks.__setitem__
+        if estimate:
+            check_estimate(options.device, options.graph_format)
         manifest = export_bundle(opened, target, options, run, force=force, progress=progress, watch=watch)
+        found = None
+        if estimate:
+            found = estimate_bundle(open_bundle(target, verify=False), options.device, run, progress=progress)
     for warning in export_warnings(manifest):
         click.echo(f"edgekv: warning: {warning}", err=True)
     if output.as_json:
-        print_json(manifest)
+        print_json(manifest if found is None else msgspec.to_builtins(manifest) | {"estimate": found})
         return
     for line in export_lines(target, manifest, opened):
         click.echo(line)
@@ -99,6 +112,8 @@ def export(
         compiled = open_compiled(open_bundle(target, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
+    if found is not None:
+        show_estimate(found)
     click.echo(next_line(target, manifest, is_compiled=options.compile))
 
 
@@ -128,7 +143,6 @@ def _export_drafter(
     force: bool,
 ) -> None:
     from edgekv.bundle import open_bundle
-    from edgekv.errors import UsageError
     from exporters.cli.exported import drafter_lines
     from exporters.drafter import Drafter, export_drafter
 

@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.estimate.estimate import Simulated, estimate_bundle, estimate_config, fastest_level, simulate_bundle
+    from exporters.estimate.estimate import (
+        Simulated,
+        check_estimate,
+        estimate_bundle,
+        estimate_config,
+        fastest_level,
+        simulate_bundle,
+    )
     from exporters.estimate.page import GENERATOR, render_page, write_page
 
 __all__ = [
     "GENERATOR",
     "Simulated",
+    "check_estimate",
     "estimate_bundle",
     "estimate_config",
     "fastest_level",
@@ -24,7 +32,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "estimate": "Simulated estimate_bundle estimate_config fastest_level simulate_bundle",
+        "estimate": "Simulated check_estimate estimate_bundle estimate_config fastest_level simulate_bundle",
         "page": "GENERATOR render_page write_page",
     },
 )

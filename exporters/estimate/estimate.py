@@ -16,7 +16,7 @@ from msgspec import structs
 
 from devices import Device, NoProxyError, Proxy, proxies_for
 from edgekv import qnn
-from edgekv.bundle import Bundle, GraphRecord, PartRecord
+from edgekv.bundle import Bundle, GraphFormat, GraphRecord, PartRecord
 from edgekv.errors import UsageError
 from edgekv.htp_options import FASTEST, HtpOptions
 from edgekv.plan.estimate import EQUAL_SHARE, Estimate, GraphEstimate
@@ -148,7 +148,7 @@ def simulate_bundle(
         UsageError: no chip stands for this one, or the bundle has no graphs for the HTP.
         EngineError: the compiler is missing, crashed, or writes something else.
     """
-    _check(bundle)
+    check_estimate(device, bundle.manifest.graph_format)
     proxies, manifest = _proxies(device, options), bundle.manifest
     graphs = [graph for graph in manifest.graphs if graph.role != "score"]
     if in_slices is None:
@@ -246,7 +246,7 @@ def fastest_level(
         UsageError: no chip stands for this one, or the bundle has no graphs for the HTP.
         EngineError: the compiler is missing, crashed, or writes something else.
     """
-    _check(bundle)
+    check_estimate(device, bundle.manifest.graph_format)
     proxies, manifest = _proxies(device, options), bundle.manifest
     records = [graph for graph in manifest.graphs if graph.name in graphs]
     decoder = _Decoder(str(bundle.path), manifest.model.layers, records, partial(build_part, manifest), bundle.path)
@@ -339,14 +339,20 @@ def _made(
     return Simulated(estimate, {(graph.graph, graph.proxy): layer for graph, layer in found})
 
 
-def _check(bundle: Bundle) -> None:
-    if bundle.manifest.graph_format == "tflite":
+def check_estimate(device: Device, graph_format: GraphFormat) -> None:
+    """Refuse what cannot be simulated, before anything is done.
+
+    Raises:
+        UsageError: no chip stands for this one, or the graphs are not for the HTP compiler.
+    """
+    if graph_format == "tflite":
         raise UsageError(
-            str(bundle.path),
+            "estimate",
             got="TFLite graphs",
             expected="ONNX graphs, which the HTP compiler simulates",
             fix="Export with --format onnx.",
         )
+    _proxies(device, COMPILER_DEFAULTS)
 
 
 def _proxies(device: Device, options: HtpOptions) -> Sequence[Proxy]:

@@ -19,6 +19,12 @@ class SweepOptions:
     budget_bytes: Annotated[
         int | None, Option("Size limit of the recommended bundle, such as 600MB.", "--budget", parse=parse_bytes)
     ] = None
+    estimate: Annotated[
+        bool,
+        Option(
+            "Also simulate the speed of each combination, as edgekv estimate does: minutes for each chip and recipe."
+        ),
+    ] = False
     store: Annotated[
         str | None,
         Option(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edgekv.plan.estimate import EQUAL_SHARE
 from edgekv.scratch import atomic_file
 from edgekv.system import format_bytes
 from exporters.inspect.page.charts import LineChart, Point, Series, Tick, round_step
@@ -19,6 +20,7 @@ _ERRORS_OF = "activation"
 _COLORS = (1, 2, 3, 4, 5, 7)  # of the style; 6 is grey
 _LEAST_KL = 1e-9  # nats
 _MOST_LEVELS = 10
+_LARGEST_DOT = 14.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Dot:
         chosen: whether it is recommended.
         title: of its tooltip.
         kind: number of its recipe.
+        radius: by its bytes, where these are no axis.
     """
 
     x: float
@@ -40,13 +43,15 @@ class Dot:
     chosen: bool
     title: str
     kind: int
+    radius: float = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Quality, on a logarithmic axis, against bytes of the combinations for chips that differ in neither."""
+    """Quality, on a logarithmic axis, against bytes or speed of the combinations for chips that differ in neither."""
 
     devices: str
+    label: str
     width: int
     height: int
     left: int
@@ -59,12 +64,55 @@ class Scatter:
     y_ticks: Sequence[Tick]
 
     @classmethod
-    def of(cls, devices: Sequence[str], results: Sequence[Result], recipes: Sequence[str], chosen: set[str]) -> Scatter:
-        """The combinations of the first of these chips."""
+    def of_bytes(
+        cls, devices: Sequence[str], results: Sequence[Result], recipes: Sequence[str], chosen: set[str]
+    ) -> Scatter:
+        """Against bytes: the combinations of the first of these chips, and the front."""
+        front = {each.name for each in results if each.on_front}
         sizes = [each.bytes / 1e6 for each in results]
+        return cls._of(devices, results, sizes, "bundle, MB", front, recipes, chosen)
+
+    @classmethod
+    def of_speed(
+        cls, devices: Sequence[str], results: Sequence[Result], recipes: Sequence[str], chosen: set[str]
+    ) -> Scatter | None:
+        """Against simulated tokens a second of decode, with bytes as areas; None if they are not known.
+
+        On the front, no other has less KL divergence and is as fast, to what the simulation tells apart.
+        """
+        found = [(each, each.simulated.span("decode")) for each in results if each.simulated is not None]
+        known = [(each, span[0]) for each, span in found if span is not None]
+        if not known:
+            return None
+        front = {
+            each.name
+            for each, speed in known
+            if not any(
+                other.evaluation.kl_nats < each.evaluation.kl_nats and other_speed > speed * (1 - EQUAL_SHARE)
+                for other, other_speed in known
+            )
+        }
+        speeds = [speed for _, speed in known]
+        label = "tokens a second, simulated"
+        chart = cls._of(devices, [each for each, _ in known], speeds, label, front, recipes, chosen)
+        largest = max(each.bytes for each, _ in known)
+        areas = (_LARGEST_DOT * math.sqrt(each.bytes / largest) for each, _ in known)
+        return replace(chart, dots=[replace(dot, radius=round(r, 1)) for dot, r in zip(chart.dots, areas, strict=True)])
+
+    @classmethod
+    def _of(
+        cls,
+        devices: Sequence[str],
+        results: Sequence[Result],
+        amounts: Sequence[float],
+        label: str,
+        on_front: set[str],
+        recipes: Sequence[str],
+        chosen: set[str],
+    ) -> Scatter:
         losses = [_log(each.evaluation.kl_nats) for each in results]
-        step = round_step(max(sizes) - min(sizes) or max(sizes), 6)
-        low_x, high_x = step * math.floor(min(sizes) / step), step * (math.floor(max(sizes) / step) + 1)
+        step = round_step(max(amounts) - min(amounts) or max(amounts), 6)
+        low_x, high_x = step * math.floor(min(amounts) / step), step * (math.floor(max(amounts) / step) + 1)
         levels = _levels(10 ** min(losses), 10 ** max(losses))
         low_y, high_y = _log(levels[0]), _log(levels[-1])
         right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
@@ -77,19 +125,20 @@ class Scatter:
 
         dots = [
             Dot(
-                x(size),
+                x(amount),
                 y(loss),
-                each.on_front,
+                each.name in on_front,
                 each.name in chosen,
-                f"{each.name}: {format_bytes(each.bytes)}, {each.evaluation.kl_nats:.5f} nats a token",
+                _title(each),
                 recipes.index(each.recipe),
             )
-            for each, size, loss in zip(results, sizes, losses, strict=True)
+            for each, amount, loss in zip(results, amounts, losses, strict=True)
         ]
         front = sorted((dot.x, dot.y) for dot in dots if dot.on_front)
         columns = [low_x + step * number for number in range(round((high_x - low_x) / step) + 1)]
         return cls(
             devices=", ".join(devices),
+            label=label,
             width=_WIDTH,
             height=_HEIGHT,
             left=_LEFT,
@@ -103,6 +152,12 @@ class Scatter:
         )
 
 
+def _title(result: Result) -> str:
+    speed = result.simulated_speed("decode")
+    simulated = "" if speed == "-" else f", {speed} tokens/s simulated"
+    return f"{result.name}: {format_bytes(result.bytes)}, {result.evaluation.kl_nats:.5f} nats a token{simulated}"
+
+
 def write_page(file: Path, report: SweepReport) -> None:
     """Write the page; it appears atomically and replaces an earlier one."""
     with atomic_file(file) as partial:
@@ -111,16 +166,25 @@ def write_page(file: Path, report: SweepReport) -> None:
 
 def render_page(report: SweepReport) -> str:
     """The page as text."""
-    recipes = [*dict.fromkeys(each.recipe for each in report.results)]
+    recipes, groups = [*dict.fromkeys(each.recipe for each in report.results)], _by_chips(report.results)
     chosen = {each.name for each in report.recommended if each.name is not None}
     return find_template("exporters.sweep", "page.html.j2").render(
         report=report,
         recipes=recipes,
         colors=_COLORS,
         chosen=chosen,
-        scatters=[Scatter.of(devices, found, recipes, chosen) for devices, found in _by_chips(report.results)],
+        scatters=[Scatter.of_bytes(devices, found, recipes, chosen) for devices, found in groups],
+        speeds=[
+            chart
+            for device in dict.fromkeys(each.device for each in report.results)
+            if (chart := Scatter.of_speed([device], _of(report.results, device), recipes, chosen)) is not None
+        ],
         errors=_errors(report.results),
     )
+
+
+def _of(results: Sequence[Result], device: str) -> list[Result]:
+    return [each for each in results if each.device == device]
 
 
 def _errors(results: Sequence[Result]) -> LineChart | None:

@@ -10,6 +10,8 @@ import msgspec
 
 from edgekv.bundle import QualityRecord
 from edgekv.kv import KvDtype
+from edgekv.plan import Estimate
+from edgekv.spec import Role
 from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
 from exporters.sweep.combination import Refusal
@@ -40,6 +42,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         quality: what the export measured at its end: on prose, on a chat, and on the tokens of its template.
         layers: error of each layer.
         command: reproduces the bundle.
+        simulated: speed by the HTP compiler's simulation; None if it was not asked for, or no simulated chip stands for
+            this one.
         on_front: no other of this chip and these contexts has less KL divergence in as few bytes, to 0.5 %.
     """
 
@@ -60,7 +64,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     layers: list[LayerLoss]
     command: str
     quality: tuple[QualityRecord, ...] = ()
+    simulated: Estimate | None = None
     on_front: bool = False
+
+    def simulated_speed(self, role: Role) -> str:
+        """Simulated tokens a second of a role's graph, over all proxies; a dash if they are not known."""
+        found = None if self.simulated is None else self.simulated.span(role)
+        if found is None:
+            return "-"
+        low, high = (f"{each:,.0f}" for each in found)
+        return low if low == high else f"{low} to {high}"
 
     def lost_on(self, text: Literal["prose", "chat", "template"]) -> str:
         """KL divergence on a text that the export measured, in nats a token; a dash if it did not."""

@@ -19,6 +19,7 @@ _HEADS = (
     "RAM",
     "export",
     "tokens/s",
+    "simulated",
 )
 
 
@@ -40,6 +41,7 @@ def lines(report: SweepReport) -> Iterator[str]:
                 format_bytes(each.ram_bytes),
                 f"{each.export_seconds:.0f} s",
                 f"{each.roofline_tokens_per_s:.0f}",
+                each.simulated_speed("decode"),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
@@ -49,7 +51,7 @@ def lines(report: SweepReport) -> Iterator[str]:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-    yield "*: no other of its chip and contexts has less KL in fewer bytes; tokens/s: an upper bound, not measured"
+    yield "*: no other of its chip and contexts has less KL in fewer bytes; tokens/s: a bound; nothing is measured"
     for refusal in report.refused:
         yield f"refused: {refusal.name}: {refusal.reason}"
     for refusal in report.failed:

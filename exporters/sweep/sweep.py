@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgekv.bundle import readable_json
+import msgspec
+
+from devices import NoProxyError, proxies_for
+from edgekv.bundle import open_bundle, readable_json
 from edgekv.cli.command import option_words
 from edgekv.errors import EdgeKVError, UsageError
-from edgekv.plan import MemoryLimit, Overrides, estimate_speed, find_subject
+from edgekv.plan import Estimate, MemoryLimit, Overrides, estimate_speed, find_subject
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
 from edgekv.scratch import atomic_file
@@ -117,7 +120,10 @@ def run_sweep(
             lost.append(Refusal(name=member.combination.name, reason=f"{wrong[0].kind}: {wrong[0].error}"))
             continue
         try:
-            results.append(_finished(member, plan, store, folder, checkpoint, template))
+            result = _finished(member, plan, store, folder, checkpoint, template)
+            if options.estimate:
+                result = msgspec.structs.replace(result, simulated=_simulated(result, member, progress))
+            results.append(result)
         except EdgeKVError as error:
             if not cluster.keep_going:
                 raise
@@ -191,6 +197,18 @@ def _finished(
         quality=measured.records,
         command=_command(member, checkpoint, bundle, template),
     )
+
+
+def _simulated(result: Result, member: Member, progress: Progress) -> Estimate | None:
+    """The simulated speed of a finished bundle; None if no simulated chip stands for its own."""
+    from exporters.estimate import estimate_bundle  # takes a while to import
+
+    device = member.combination.device
+    try:
+        proxies_for(device)
+    except NoProxyError:
+        return None
+    return estimate_bundle(open_bundle(Path(result.bundle), verify=False), device, progress=progress)
 
 
 def _command(member: Member, checkpoint: str, bundle: Path, template: ExportOptions) -> str:
