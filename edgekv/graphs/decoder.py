@@ -1,8 +1,8 @@
 """The decoder, written once over the operations of `Ops`: numpy, or a builder of graphs for one runtime.
 
-Attention is single-head: each query head has its own matrices, scores and softmax, and reads the keys and values of
-its group. Every result has a name, under which ranges are observed and encodings are found. Results that must keep one
-encoding through slices and joins share a name.
+Each query head has its own matrices, and reads the keys and values of its group; a cache tensor belongs to one key or
+value head. The queries of a group are operands of their own, or the rows of one. Every result has a name, under which
+ranges are observed and encodings are found. Results that must keep one encoding through slices and joins share a name.
 """
 
 from __future__ import annotations
@@ -158,6 +158,17 @@ class Ops(BlockOps[V], Protocol[V]):
         """`x * sigmoid(x)`."""
         return self.multiply(x, self.sigmoid(x, at + "sigmoid"), at + "silu")
 
+    def fold_heads(self, heads: list[V]) -> list[V]:
+        """Heads of one group, each `[1, 1, AR, width]`, as they are; or all as the rows of one, `[1, 1, G * AR, width]`.
+
+        Their encodings are equal: those of queries are chosen so.
+        """
+        return heads
+
+    def unfold_heads(self, folded: list[V], heads: int) -> list[V]:
+        """What `fold_heads` made of so many heads, as parts that are joined along the width."""
+        return folded
+
     def rotate(self, spec: DecoderSpec, layer: int, x: V, name: str) -> V:
         """The layer's rotary embedding of a head in Llama's half-split form.
 
@@ -182,6 +193,15 @@ class GraphOps(Ops[V], Protocol[V]):
 
     def select(self, x: V) -> V:
         """The row of the token whose logits are wanted."""
+
+
+FOLDED_AR = 4
+"""With more tokens per inference, the heads of a group are faster as operands of their own."""
+
+
+def folds_heads(graph: GraphRecord) -> bool:
+    """Whether a graph multiplies all query heads of a group at once, as the rows of one operand; see `fold_heads`."""
+    return graph.ar <= FOLDED_AR
 
 
 def drafter_input(ops: Ops[V], spec: DecoderSpec, embedding: V) -> V:
@@ -274,13 +294,18 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     cached = _cached_heads(ops, spec, x, layer)
     new_queries = _heads(ops, spec, x, layer, "q", spec.heads)
     for kv, (keys, values) in enumerate(cached):
-        for head in range(kv * group, (kv + 1) * group):
-            query = ops.rotate(spec, layer, next(new_queries), f"{at}q.h{head}")
-            scores = _scores(ops, spec, layer, query, keys, head)
-            probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.h{head}"), "probabilities")
-            attended = ops.attend(probabilities, values, at + "attention")
-            gate = gates[head] if gates else _output_gate(ops, spec, x, layer, head) if spec.output_gates else None
-            outputs.append(attended if gate is None else ops.multiply(attended, gate, at + "gated"))
+        heads = range(kv * group, (kv + 1) * group)
+        queries = [ops.rotate(spec, layer, next(new_queries), f"{at}q.h{head}") for head in heads]
+        folded = []
+        for query in ops.fold_heads(queries):
+            scores = _scores(ops, spec, layer, query, keys, kv)
+            probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.g{kv}"), "probabilities")
+            folded.append(ops.attend(probabilities, values, at + "attention"))
+        if spec.head_gates or spec.output_gates:
+            of_group = [gates[head] if gates else _output_gate(ops, spec, x, layer, head) for head in heads]
+            pairs = zip(folded, ops.fold_heads(of_group), strict=True)
+            folded = [ops.multiply(attended, gate, at + "gated") for attended, gate in pairs]
+        outputs += ops.unfold_heads(folded, group)
     return ops.join(outputs, at + ("gated" if spec.head_gates or spec.output_gates else "attention"))
 
 
@@ -485,12 +510,13 @@ def _output_gate(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, head: int) ->
     return ops.sigmoid(gate, at + "_sigmoid")
 
 
-def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, head: int) -> V:
+def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, kv: int) -> V:
+    """The scores of one query head of a group, or of all; they have one encoding."""
     at = f"layers.{layer}."
     if spec.attention_cap is None:
-        return ops.scores(query, keys, f"{at}scores.h{head}")
-    uncapped = ops.scores(query, keys, f"{at}uncapped.h{head}")
-    return ops.scale(ops.tanh(uncapped, f"{at}tanh.h{head}"), spec.attention_cap, f"{at}scores.h{head}")
+        return ops.scores(query, keys, f"{at}scores.g{kv}")
+    uncapped = ops.scores(query, keys, f"{at}uncapped.g{kv}")
+    return ops.scale(ops.tanh(uncapped, f"{at}tanh.g{kv}"), spec.attention_cap, f"{at}scores.g{kv}")
 
 
 def _linear(

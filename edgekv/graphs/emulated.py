@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from onnx import TensorProto
 
+from edgekv.graphs.decoder import folds_heads
 from edgekv.graphs.delta_rule import signed_operand
-from edgekv.graphs.stacks import StackedOps, View, name_of_head
+from edgekv.graphs.stacks import StackedOps, View
 from quant import WEIGHT_TYPES, Encoding, WeightDtype
 
 _ELEMENTS = {"int8": TensorProto.INT8, "int4": TensorProto.INT4}
@@ -21,7 +22,7 @@ class EmulatedOps(StackedOps):
     """
 
     def _rounded(self, x: str, name: str, heads: int = 0) -> View:
-        names = [name_of_head(name, head) for head in range(heads)] or [name]
+        names = [self._name_of_head(name, head) for head in range(heads)] or [name]
         encodings = tuple(self._encoding(each) for each in names)
         return View(self._round(x, encodings), heads, 0, encodings)
 
@@ -33,7 +34,7 @@ class EmulatedOps(StackedOps):
         return self._nodes.dequantize(integers, encodings, f"{x}.rounded")
 
     def join(self, parts: list[View], name: str) -> View:
-        encodings = tuple(self._encoding(name_of_head(name, head)) for head in range(parts[0].heads or 1))
+        encodings = tuple(self._encoding(self._name_of_head(name, head)) for head in range(parts[0].heads or 1))
         joins_heads = parts[0].heads and {part.tensor for part in parts} == {parts[0].tensor}
         if joins_heads or any(part.encodings != encodings for part in parts):
             return super().join(parts, name)
@@ -78,31 +79,12 @@ class EmulatedOps(StackedOps):
 
     def _by_group(self, x: View, shared: View) -> tuple[str, int]:
         each = x.heads // shared.heads
-        if self._batch_invariant and self._ar == 1 and each > 1:
-            return self._nodes.reshape(x.tensor, [shared.heads, 1, each, -1]), each
-        if each == 1 or (shared.heads == 1 and self._ar > 1):
+        if each > 1 and folds_heads(self._source.graph):
+            rows = each * self._ar
+            return self._nodes.reshape(x.tensor, [shared.heads, 1, rows, -1]), rows
+        if each == 1 or shared.heads == 1:
             return x.tensor, self._ar
-        batches = shared.heads * self._copies(shared)
-        return self._nodes.reshape(x.tensor, [batches, x.heads // batches, self._ar, -1]), self._ar
-
-    def _copies(self, shared: View) -> int:
-        """How often the second operand of a product of heads is stored.
-
-        ONNX Runtime multiplies all rows with a single matrix at once, and sums several rows in another order than one.
-        It multiplies one row of each head with a matrix among several.
-        """
-        if shared.heads > 1 or self._ar > 1 or self._batch_invariant or (heads := self.spec.heads) == 1:
-            return 1
-        return next(count for count in range(2, heads + 1) if heads % count == 0)
-
-    def _dequantized(self, cached: View) -> str:
-        floats, count = super()._dequantized(cached), self._copies(cached)
-        if count == 1:
-            return floats
-        return self._once(
-            ("copies", floats),
-            lambda: self._nodes.add("Concat", [floats] * count, f"{floats}.copies", axis=0),
-        )
+        return self._nodes.reshape(x.tensor, [shared.heads, each, self._ar, -1]), self._ar
 
     def _by_keys(self, query: View, keys: View) -> str:
         left, rows = self._by_group(query, keys)

@@ -62,6 +62,8 @@ from edgekv.spec import (
 from quant import Encoding
 
 _HEAD = re.compile(r"\.h\d+")
+_GROUP = re.compile(r"(?<=\.g)\d+")
+_LAYER = re.compile(r"(?<=^layers\.)\d+")
 _SWAPPED = (0, 1, 3, 2)
 _ROWS = 2  # axis of [1, 1, rows, width]
 _MOST = np.iinfo(np.int64).max
@@ -761,6 +763,12 @@ class StackedOps(DeltaOps[View]):
             )
         return found
 
+    def _name_of_head(self, name: str, head: int) -> str:
+        """The name of another head's result, which heads with the same keys may share."""
+        if (layer := _LAYER.search(name)) is not None and _GROUP.search(name):
+            return _GROUP.sub(str(head // self.spec.group(int(layer[0]))), name)
+        return _HEAD.sub(f".h{head}", name)
+
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What was made under a key before, or is made now."""
         if key not in self._made:
@@ -818,8 +826,3 @@ class StackedOps(DeltaOps[View]):
         if self._ar == 1:
             return self._nodes.reshape(stack.tensor, [1, 1, -1])
         return self._nodes.reshape(self._nodes.transpose(stack.tensor, 1, 2, 0, 3), [0, 0, -1])
-
-
-def name_of_head(name: str, head: int) -> str:
-    """The name of another head's result."""
-    return _HEAD.sub(f".h{head}", name)

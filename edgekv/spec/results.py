@@ -37,12 +37,13 @@ class Result:
 
     Attributes:
         kind: what computes it.
-        source: the name of the result whose range it uses: its own, or the scores' if it is masked.
+        sources: the names of the results whose ranges it covers: its own, the scores' if it is masked, or those of all
+            queries that share keys.
         by_chunk: whether the reference computes it chunk by chunk of a text, so that its rows are not a text's tokens.
     """
 
     kind: ResultKind
-    source: str
+    sources: tuple[str, ...]
     by_chunk: bool = False
 
 

@@ -273,7 +273,7 @@ def _made_up_encodings(spec: DecoderSpec, context: int, kv: KvDtype) -> dict[str
     results, seen = decoder_results(spec), Range(-_REACH, _REACH)
     states: KvDtype = "u16" if spec.convolution_states is None else spec.convolution_states.dtype
     factors = [rope.rotation(context).attention_factor for rope in spec.ropes]
-    sources = {result.source for result in results.values()}
+    sources = {source for result in results.values() for source in result.sources}
     encodings = choose_encodings(results, dict.fromkeys(sources, seen), factors, EncodingTypes("u16", kv, states))
     return with_boundaries(spec, encodings)
 

@@ -23,6 +23,7 @@ from edgekv.graphs.delta_rule import (
     rows_after,
     unit_encoding,
 )
+from edgekv.graphs.decoder import folds_heads
 from edgekv.kv import Sink
 from edgekv.spec import (
     CHECKPOINT_TOKENS,
@@ -183,6 +184,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         self._adapted: dict[str, Tensor] = {}
         self._gathered: dict[str, Tensor] = {}
         self._ar = graph.ar
+        self._folds = folds_heads(graph) and not form.gives_results
         self._by_row = gives_rows_by_step(graph)
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
         kinds = ("layer_inputs", "mask", "cos", "sin", "target_hidden")
@@ -356,7 +358,32 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         self._nodes.quantize(f"{name}_f", f"{name}_out", UNREAD)
 
     def masked(self, scores: Tensor, layer: int, name: str) -> Tensor:
-        return self._nodes.emit("Add", [scores.name, self._shared[self._decoder.mask(layer)].name], name)
+        mask = self._shared[self._decoder.mask(layer)]
+        return self._nodes.emit("Add", [scores.name, self._for_folded(mask, self._spec.group(layer)).name], name)
+
+    def fold_heads(self, heads: list[Tensor]) -> list[Tensor]:
+        if len(heads) == 1 or not self._folds:
+            return heads
+        names, (first, *_) = [head.name for head in heads], heads
+        return [self._nodes.emit("Concat", names, first.name + ".folded", first.encoding, axis=_ROWS)]
+
+    def unfold_heads(self, folded: list[Tensor], heads: int) -> list[Tensor]:
+        if len(folded) == heads:
+            return folded
+        (rows,) = folded
+        if self._ar > 1:
+            apart = self._reshape(rows, rows.name + ".heads", (1, heads, self._ar, -1))
+            rows = self._nodes.emit("Transpose", [apart.name], rows.name + ".tokens", rows.encoding, perm=[0, 2, 1, 3])
+        return [self._reshape(rows, rows.name + ".unfolded", (1, 1, self._ar, -1))]
+
+    def _for_folded(self, mask: Tensor, heads: int) -> Tensor:
+        """A mask with a row for each row of several heads: the HTP takes twice as long to add one that is repeated."""
+        if not self._folds or heads == 1:
+            return mask
+        key = f"{mask.name}.folded"
+        if key not in self._gathered:
+            self._gathered[key] = self._nodes.emit("Concat", [mask.name] * heads, key, mask.encoding, axis=_ROWS)
+        return self._gathered[key]
 
     # ------------------------------------------------------------------ a gated delta rule
 

@@ -39,7 +39,7 @@ def decoder_results(spec: DecoderSpec) -> Mapping[str, Result]:
     for layer in spec.own_layers:
         hidden = decoder_layer(ops, spec, layer, hidden)
     last = logits(ops, spec, hidden)
-    return ops.results | {LOGITS: replace(ops.results[last], source=last)}
+    return ops.results | {LOGITS: replace(ops.results[last], sources=(last,))}
 
 
 def projection_results(spec: DecoderSpec) -> Mapping[tuple[int, LoraTarget], tuple[str, ...]]:
@@ -62,7 +62,8 @@ def choose_encodings(
         attention_factors: attention factors of the rotary embeddings.
         types: integer types of activations and cache.
     """
-    depth = mask_depth(ranges[result.source] for result in results.values() if result.kind == "masked")
+    masked = (result.sources for result in results.values() if result.kind == "masked")
+    depth = mask_depth(ranges[source] for sources in masked for source in sources)
     encodings = result_encodings(results, ranges, types, depth)
     encodings[MASK] = mask_encoding(depth, types)
     for suffix, factor in zip(ROPE_SUFFIXES, attention_factors, strict=False):
@@ -82,15 +83,18 @@ def result_encodings(
     def seen(result: Result) -> Range:
         if result.kind in UNOBSERVED:
             return Range(0.0, 1.0)
-        found = ranges.get(result.source)
-        if found is None or not found.is_seen:
-            raise UsageError(
-                "calibration",
-                got=f"no value of {result.source}",
-                expected="values of every result, which its encoding follows from",
-                fix="Give a longer calibration text, or more --calibration-tokens.",
-            )
-        return found
+        together = Range()
+        for source in result.sources:
+            found = ranges.get(source)
+            if found is None or not found.is_seen:
+                raise UsageError(
+                    "calibration",
+                    got=f"no value of {source}",
+                    expected="values of every result, which its encoding follows from",
+                    fix="Give a longer calibration text, or more --calibration-tokens.",
+                )
+            together.cover(found)
+        return together
 
     return {name: RULES[result.kind](seen(result), types, depth) for name, result in results.items()}
 
@@ -178,7 +182,7 @@ class ResultRecorder(DeltaOps[str]):
 
     def join(self, parts: list[str], name: str) -> str:
         first = self.results[parts[0]]
-        return self._record(first.kind, name, first.source)
+        return self._record(first.kind, name, first.sources)
 
     def rotation(self, layer: int) -> tuple[str, str]:
         return "cos", "sin"
@@ -186,7 +190,7 @@ class ResultRecorder(DeltaOps[str]):
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
         if tensor.kind in DELTA_KINDS:
             if self._signed_like(new):  # then it is cached as it is
-                self.results[new] = replace(self.results[new], source=tensor.past)
+                self.results[new] = replace(self.results[new], sources=(tensor.past,))
             return self._record("tail", tensor.past)
         return self._record("state" if tensor.is_state else "cache", tensor.past)
 
@@ -263,7 +267,13 @@ class ResultRecorder(DeltaOps[str]):
         return self._record("scores", name)
 
     def masked(self, scores: str, layer: int, name: str) -> str:
-        return self._record("masked", name, scores)
+        return self._record("masked", name, (scores,))
+
+    def fold_heads(self, heads: list[str]) -> list[str]:
+        together = tuple(dict.fromkeys(heads))
+        for name in together:
+            self.results[name] = replace(self.results[name], sources=together)
+        return heads
 
     def softmax(self, x: str, name: str) -> str:
         return self._record("softmax", name)
@@ -275,8 +285,8 @@ class ResultRecorder(DeltaOps[str]):
         """The kind of results of a signed one; None if it is not."""
         return "tail" if x in self.results and self.results[x].kind == "tail" else None
 
-    def _record(self, kind: ResultKind, name: str, source: str | None = None) -> str:
-        first = self.results.setdefault(name, Result(kind, source or name))
+    def _record(self, kind: ResultKind, name: str, sources: tuple[str, ...] = ()) -> str:
+        first = self.results.setdefault(name, Result(kind, sources or (name,)))
         if RULES[first.kind] is not RULES[kind]:
             raise ValueError(f"{name}: got a result of kind {kind}; expected the rule of {first.kind}")
         return name
