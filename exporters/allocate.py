@@ -6,20 +6,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from edgekv.errors import UsageError
-from edgekv.spec import DecoderSpec, matrices
+from edgekv.spec import DecoderInterface, DecoderSpec, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.sensitivity import Costs
-from exporters.options import ExportOptions
+from exporters.options import ExportOptions, RunOptions
 from exporters.pipeline.inputs import BUNDLE, Exact
 from exporters.pipeline.planning import Exported, Planner
 from exporters.pipeline.quality import Quality
 from exporters.pipeline.store import PieceStore
 from exporters.prepared import Prepared, prepare
-from exporters.quantize.allocation import Allocation, Front, possible_types
+from exporters.progress import Progress
+from exporters.quantize.allocation import Allocation, Front, Fronts, possible_types
 from exporters.resources import other_bytes
+
+if TYPE_CHECKING:
+    from exporters.estimate import DecodeSpeed
 
 T = TypeVar("T")
 
@@ -39,12 +43,28 @@ class Finished(Protocol):
     ) -> T: ...
 
 
-def allocated(
-    checkpoint: Checkpoint, options: ExportOptions, prepared: Prepared, planner: Planner, finished: Finished
-) -> Prepared:
-    """The export whose matrices have the types that reach the goal of the options.
+def decode_speed(prepared: Prepared, run: RunOptions, progress: Progress) -> DecodeSpeed:
+    """What simulates the decode graph of an export at its largest context."""
+    from exporters.estimate import DecodeSpeed  # the compiler's package is optional
 
-    Each proposal is written, and measured if the goal is a divergence; the next one corrects what was expected.
+    spec, options = prepared.checkpoint.spec, prepared.options
+    graph = max((each for each in prepared.graphs if each.role == "decode"), key=lambda each: each.context)
+    interface = DecoderInterface.of(spec, graph.context, options.kv_dtype, options.key_layout, "u16")
+    return DecodeSpeed(spec, options.recipe, graph, interface, options.device, run, progress)
+
+
+def allocated(
+    checkpoint: Checkpoint,
+    options: ExportOptions,
+    prepared: Prepared,
+    planner: Planner,
+    finished: Finished,
+    speed: DecodeSpeed | None = None,
+) -> Prepared:
+    """The export whose matrices have the types that reach the goals of the options.
+
+    Each proposal is written, and measured if a goal is a divergence; the next one corrects what was expected. Its speed
+    is simulated before it is written.
 
     Args:
         checkpoint: the checkpoint.
@@ -52,79 +72,190 @@ def allocated(
         prepared: both together.
         planner: takes the pieces.
         finished: makes them.
+        speed: simulates types; needed if a goal is a speed.
 
     Raises:
-        UsageError: no types reach the goal; names the nearest.
+        UsageError: no types reach the goals; names the nearest.
+        EngineError: the HTP compiler, which simulates a speed, is missing or failed.
     """
-    spec, plain = prepared.checkpoint.spec, replace(options, target_mb=None, max_kl=None)
-    name = planner.sensitivities(
-        prepared, possible_types(spec, "litert" if options.graph_format == "tflite" else "cpu")
-    )
+    spec, plain = prepared.checkpoint.spec, replace(options, target_mb=None, max_kl=None, target_tokens_per_s=None)
+    types = possible_types(spec, "litert" if options.graph_format == "tflite" else "cpu")
+    name = planner.sensitivities(prepared, types)
     exact = planner.exact(prepared)
-    front = Front.of(spec, finished(prepared, exact, [name], lambda store: store.answer(name, Costs)))
-    goal: _Size | _MeanBits | _Divergence
+    costs = finished(prepared, exact, [name], lambda store: store.answer(name, Costs))
+    choose: Choose = Fronts(spec, costs).choose
+    if options.target_tokens_per_s is not None:
+        assert speed is not None, "the goal is a speed"
+        times = speed.times(types)
+        timed = {name: {dtype: nats[dtype] for dtype in nats if dtype in times[name]} for name, nats in costs.items()}
+        choose = _FastEnough(speed, Fronts(spec, timed, times), options.target_tokens_per_s)
+    goal: _Goal
     if options.recipe.mean_bits is not None:
-        goal = _MeanBits(front, spec, options.recipe.name, options.recipe.mean_bits)
+        goal = _MeanBits(choose, spec, options.recipe.name, options.recipe.mean_bits)
     elif options.target_mb is not None:
-        goal = _Size(front, options.target_mb, other_bytes(prepared.checkpoint, len(prepared.graphs)))
+        goal = _Size(choose, options, other_bytes(prepared.checkpoint, len(prepared.graphs)))
+    elif options.max_kl is not None:
+        goal = _Divergence(choose, options)
     else:
-        assert options.max_kl is not None, "one of the three"
-        goal = _Divergence(front, options.max_kl)
+        goal = _LeastLoss(choose)
+    fast = "" if options.target_tokens_per_s is None else f"{options.target_tokens_per_s:g}tps"
     while True:
         chosen = goal.propose()
-        tried = prepare(checkpoint, replace(plain, recipe=chosen.recipe(options.recipe, goal.name)))
+        recipe = chosen.recipe(options.recipe, "-".join(filter(None, (goal.name, fast))))
+        tried = prepare(checkpoint, replace(plain, recipe=recipe))
         exported = planner.export(tried)
-        wanted = goal.piece(exported)
-        if goal.is_reached(chosen, finished(tried, exported.folded.exact, [wanted], partial(goal.read, name=wanted))):
+        wanted = goal.pieces(exported)
+        if goal.is_reached(chosen, finished(tried, exported.folded.exact, wanted, partial(goal.read, names=wanted))):
             return tried
 
 
-class _Size:
-    """A bundle within a limit in bytes.
+Choose = Callable[[Callable[[Front], Allocation]], Allocation]
+"""Chooses by what a front offers, within the other goals."""
+
+
+class _FastEnough:
+    """What decodes at least so many tokens a second.
 
     Args:
-        front: the allocations.
-        most_mb: the goal.
+        speed: simulates types.
+        fronts: the allocations.
+        least_per_s: the goal.
+    """
+
+    def __init__(self, speed: DecodeSpeed, fronts: Fronts, least_per_s: float) -> None:
+        self._speed = speed
+        self._fronts = fronts
+        self._least_per_s = least_per_s
+        smallest = fronts.at(0.0).smallest
+        self._base_us = speed.us(smallest.types) - smallest.us
+        """Of what is no matrix of the layers."""
+
+    def __call__(self, choice: Callable[[Front], Allocation]) -> Allocation:
+        """What is chosen among those that are fast enough.
+
+        Sums of matrices are corrected by what the simulation of the whole says.
+
+        Raises:
+            UsageError: none is; names the fastest.
+        """
+        most_us = 1e6 / self._least_per_s
+        fastest_us = math.inf
+        for _ in range(_MOST_TRIED):
+            chosen = self._fronts.choose(choice, most_us - self._base_us)
+            us = self._speed.us(chosen.types)
+            if us <= most_us:
+                return chosen
+            fastest_us = min(fastest_us, us)
+            self._base_us = us - chosen.us
+        raise UsageError(
+            "--target-tokens-per-s",
+            got=f"{self._least_per_s:g}",
+            expected=f"at most {math.floor(1e7 / fastest_us) / 10:g}: the fastest types within the other goals",
+            fix="Ask for fewer, allow more bytes or a larger divergence, or a smaller --context.",
+        )
+
+
+class _Goal(Protocol):
+    """What an export must reach."""
+
+    name: str
+
+    def propose(self) -> Allocation:
+        """What to try next."""
+
+    def pieces(self, exported: Exported) -> list[str]:
+        """Names of the pieces that say whether the goal is reached."""
+
+    def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
+        """What they say."""
+
+    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
+        """Whether the goal is reached; if not, the next proposal is another."""
+
+
+class _LeastLoss:
+    """The least loss within the other goals."""
+
+    name = ""
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+
+    def propose(self) -> Allocation:
+        return self._choose(lambda front: front.largest)
+
+    def pieces(self, exported: Exported) -> list[str]:
+        return [exported.write]
+
+    def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
+        return []
+
+    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
+        return True
+
+
+class _Size:
+    """A bundle within a limit in bytes, and of a divergence if there is one.
+
+    Args:
+        choose: chooses allocations.
+        options: with the goal in MB.
         other_bytes: an estimate of all other files of the bundle.
     """
 
-    def __init__(self, front: Front, most_mb: float, other_bytes: int) -> None:
-        self.name = f"{most_mb:g}mb"
-        self._front = front
-        self._most_mb = most_mb
+    def __init__(self, choose: Choose, options: ExportOptions, other_bytes: int) -> None:
+        assert options.target_mb is not None, "it is the goal"
+        self.name = f"{options.target_mb:g}mb"
+        self._choose = choose
+        self._most_mb = options.target_mb
+        self._most_nats = options.max_kl
         self._other_bytes = other_bytes
         self._has_corrected = False
-        least_bytes = front.smallest.bytes + other_bytes
-        if least_bytes > _HOPELESS * most_mb * 1e6:
+        self._least = choose(lambda front: front.smallest)
+        least_bytes = self._least.bytes + other_bytes
+        if least_bytes > _HOPELESS * self._most_mb * 1e6:
             raise self._refused(f"about {_mb_up(least_bytes):g}")
 
     def propose(self) -> Allocation:
         """The allocation that loses least in the bytes that are left beside all other files."""
-        return self._front.within(int(_AIM * self._most_mb * 1e6) - self._other_bytes)
+        most_bytes = int(_AIM * self._most_mb * 1e6) - self._other_bytes
+        return self._choose(lambda front: front.within(most_bytes))
 
-    def piece(self, exported: Exported) -> str:
-        """Name of the piece that says whether the goal is reached."""
-        return exported.write
+    def pieces(self, exported: Exported) -> list[str]:
+        if self._most_nats is None:
+            return [exported.write]
+        assert exported.quality is not None, "the options say that it is measured"
+        return [exported.write, exported.quality]
 
-    def read(self, store: PieceStore, name: str) -> int:
-        """Bytes of the bundle, with its manifest as it will be."""
-        written = [path for inner, path in store.files(name).items() if inner.startswith(f"{BUNDLE}/")]
-        return sum(path.stat().st_size for path in written) + _MEASURED_BYTES
+    def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
+        """Bytes of the bundle with its manifest as it will be, and the divergence on the text that loses most."""
+        written = [path for inner, path in store.files(names[0]).items() if inner.startswith(f"{BUNDLE}/")]
+        found_bytes = sum(path.stat().st_size for path in written) + _MEASURED_BYTES
+        return [float(found_bytes), *(_largest_nats(store, name) for name in names[1:])]
 
-    def is_reached(self, chosen: Allocation, found_bytes: float) -> bool:
+    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
         """Whether the goal is reached, and its bytes are used; if not, the next proposal knows the other files.
 
         Raises:
             UsageError: no allocation reaches it.
         """
-        most_bytes, self._other_bytes = self._most_mb * 1e6, int(found_bytes) - chosen.bytes
-        if found_bytes <= most_bytes:
-            is_full, self._has_corrected = found_bytes >= _FILLED * most_bytes or self._has_corrected, True
-            return is_full or self.propose() == chosen
-        least_bytes = self._front.smallest.bytes + self._other_bytes
-        if least_bytes > most_bytes:
-            raise self._refused(f"at least {_mb_up(least_bytes):g}")
-        return False
+        most_bytes, self._other_bytes = self._most_mb * 1e6, int(found[0]) - chosen.bytes
+        if found[0] > most_bytes:
+            least_bytes = self._least.bytes + self._other_bytes
+            if least_bytes > most_bytes:
+                raise self._refused(f"at least {_mb_up(least_bytes):g}")
+            return False
+        is_full, self._has_corrected = found[0] >= _FILLED * most_bytes or self._has_corrected, True
+        if not is_full and self.propose() != chosen:
+            return False
+        if self._most_nats is not None and found[1] > self._most_nats:
+            raise UsageError(
+                "--max-kl",
+                got=f"{self._most_nats:g} with --target-mb {self._most_mb:g}",
+                expected=f"{found[1]:g} or more, which the types that lose least in these bytes give",
+                fix="Allow more bytes, or a larger divergence.",
+            )
+        return True
 
     def _refused(self, least: str) -> UsageError:
         return UsageError(
@@ -139,7 +270,7 @@ class _MeanBits:
     """At most so many bits a weight on average, with scales, over the matrices of the layers.
 
     Args:
-        front: the allocations.
+        choose: chooses allocations.
         spec: the decoder.
         name: of the recipe.
         most_bits: the goal.
@@ -148,14 +279,14 @@ class _MeanBits:
         UsageError: no allocation reaches it; names the nearest.
     """
 
-    def __init__(self, front: Front, spec: DecoderSpec, name: str, most_bits: float) -> None:
+    def __init__(self, choose: Choose, spec: DecoderSpec, name: str, most_bits: float) -> None:
         self.name = name
-        self._front = front
-        shapes = matrices(spec)
-        weights = sum(math.prod(shapes[tensor]) for tensor in front.smallest.types)
+        self._choose = choose
+        shapes, smallest = matrices(spec), choose(lambda front: front.smallest)
+        weights = sum(math.prod(shapes[tensor]) for tensor in smallest.types)
         self._most_bytes = int(most_bits * weights / 8)
-        if front.smallest.bytes > self._most_bytes:
-            least = math.ceil(front.smallest.bytes * 80 / weights) / 10
+        if smallest.bytes > self._most_bytes:
+            least = math.ceil(smallest.bytes * 80 / weights) / 10
             raise UsageError(
                 f"--recipe {name}",
                 got=f"{most_bits:g} bits a weight",
@@ -165,17 +296,15 @@ class _MeanBits:
 
     def propose(self) -> Allocation:
         """The allocation within these bytes that loses least."""
-        return self._front.within(self._most_bytes)
+        return self._choose(lambda front: front.within(self._most_bytes))
 
-    def piece(self, exported: Exported) -> str:
-        """Name of the bundle."""
-        return exported.write
+    def pieces(self, exported: Exported) -> list[str]:
+        return [exported.write]
 
-    def read(self, store: PieceStore, name: str) -> float:
-        """Nothing: the types have these bits."""
-        return 0.0
+    def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
+        return []
 
-    def is_reached(self, chosen: Allocation, found: float) -> bool:
+    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
         """Always: the bytes of matrices are known before they are written."""
         return True
 
@@ -184,48 +313,58 @@ class _Divergence:
     """At most so much divergence from the float model, on each text that the export measures.
 
     Args:
-        front: the allocations.
-        most_nats: the goal.
+        choose: chooses allocations.
+        options: with the goal in nats.
     """
 
-    def __init__(self, front: Front, most_nats: float) -> None:
-        self.name = f"kl-{most_nats:g}"
-        self._front = front
-        self._most_nats = most_nats
+    def __init__(self, choose: Choose, options: ExportOptions) -> None:
+        assert options.max_kl is not None, "it is the goal"
+        self.name = f"kl-{options.max_kl:g}"
+        self._choose = choose
+        self._most_nats = options.max_kl
+        self._best = "8 bits for every matrix"
+        if options.target_tokens_per_s is not None:
+            self._best = "the best types that are fast enough"
         self._tried = 0
-        self._wanted_nats = _MARGIN * most_nats
+        self._wanted_nats = _MARGIN * self._most_nats
 
     def propose(self) -> Allocation:
         """The smallest allocation of which the goal can be expected."""
         self._tried += 1
-        return self._front.largest if self._tried >= _MOST_TRIED else self._front.losing(self._wanted_nats)
+        if self._tried >= _MOST_TRIED:
+            return self._choose(lambda front: front.largest)
+        return self._choose(lambda front: front.losing(self._wanted_nats))
 
-    def piece(self, exported: Exported) -> str:
-        """Name of the piece that says whether the goal is reached."""
+    def pieces(self, exported: Exported) -> list[str]:
         assert exported.quality is not None, "the options say that it is measured"
-        return exported.quality
+        return [exported.quality]
 
-    def read(self, store: PieceStore, name: str) -> float:
+    def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
         """The divergence on the text that loses most."""
-        return max(each.kl_nats for each in store.answer(name, Quality).records if each.text != "template")
+        return [_largest_nats(store, name) for name in names]
 
-    def is_reached(self, chosen: Allocation, found_nats: float) -> bool:
+    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
         """Whether the goal is reached; if not, the next proposal is larger.
 
         Raises:
             UsageError: no allocation reaches it.
         """
-        if found_nats <= self._most_nats:
+        if found[0] <= self._most_nats:
             return True
-        if chosen.bytes == self._front.largest.bytes:
+        if chosen.bytes == self._choose(lambda front: front.largest).bytes:
             raise UsageError(
                 "--max-kl",
                 got=f"{self._most_nats:g}",
-                expected=f"{found_nats:g} or more, which 8 bits for every matrix give",
+                expected=f"{found[0]:g} or more, which {self._best} give",
                 fix="Allow more, use --kv s16, or calibrate on other text.",
             )
-        self._wanted_nats = min(self._wanted_nats, chosen.nats) * _MARGIN * self._most_nats / found_nats
+        self._wanted_nats = min(self._wanted_nats, chosen.nats) * _MARGIN * self._most_nats / found[0]
         return False
+
+
+def _largest_nats(store: PieceStore, name: str) -> float:
+    """The divergence on the text that loses most, nats a token."""
+    return max(each.kl_nats for each in store.answer(name, Quality).records if each.text != "template")
 
 
 def _mb_up(size_bytes: int) -> float:

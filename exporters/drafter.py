@@ -316,7 +316,7 @@ def _check(options: ExportOptions) -> None:
         ("--lora-slots", options.lora is not None),
         ("--draft-rows", bool(options.draft_rows)),
         ("--give-hidden", options.give_hidden),
-        ("--target-mb, --max-kl", options.allocates),
+        ("--target-mb, --max-kl, --target-tokens-per-s", options.allocates),
         ("--effort", options.effort != DEFAULT_EFFORT),
         ("--format tflite", options.graph_format != "onnx"),
         ("--splits, --embedding, --head", any((options.splits, options.embedding, options.head))),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from edgekv.bundle import Manifest, check_output
-from exporters.allocate import allocated
+from exporters.allocate import allocated, decode_speed
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import open_store
 from exporters.htp.compile import Watch, unwatched
@@ -78,7 +78,8 @@ def export_bundle(
     remember(checkpoint, identity)
     work = _Work(checkpoint, planner.plan, identity, run, store, progress, 2 * disk_bytes)
     if options.allocates:
-        prepared = allocated(checkpoint, options, prepared, planner, work.finished)
+        speed = None if options.target_tokens_per_s is None else decode_speed(prepared, run, progress)
+        prepared = allocated(checkpoint, options, prepared, planner, work.finished, speed)
     exported = planner.export(prepared)
 
     def sealed() -> Manifest:

@@ -32,9 +32,9 @@ LOCAL = "local"
 
 DEFAULT_RECIPE = "w8a16"
 ALLOCATED_RECIPE = "w4a16"
-"""The default with `--target-mb` and `--max-kl`: its types are replaced."""
+"""The default with a goal such as `--target-mb`: its types are replaced."""
 
-_EXAMPLES = {"--target-mb": 100, "--max-kl": 0.05}
+_EXAMPLES = {"--target-mb": 100, "--max-kl": 0.05, "--target-tokens-per-s": 100}
 _GRAPHS, _QUANTIZATION, _CHECK = "Graphs", "Quantization", "Checks"
 """Headings in the help."""
 _TFLITE_SPLITS = [*product((None, 1), (None, "graph", "host"), (None, "last"))]
@@ -163,9 +163,19 @@ class ExportOptions:
     max_kl: Annotated[
         float | None,
         Option(
-            "The same, with as few bytes as keep the KL divergence from the float model, as the export measures it, at "
-            "X nats a token or less.",
+            "Smallest bundle whose measured KL divergence from the float model is at most X nats per token; with "
+            "--target-mb, a limit that the bundle must keep.",
             metavar="X",
+            shown="off",
+            group=_QUANTIZATION,
+        ),
+    ] = None
+    target_tokens_per_s: Annotated[
+        float | None,
+        Option(
+            "Types with which the HTP compiler simulates at least N decoded tokens per second at the largest context; "
+            "alone, or with --target-mb or --max-kl.",
+            metavar="N",
             shown="off",
             group=_QUANTIZATION,
         ),
@@ -321,24 +331,40 @@ class ExportOptions:
     @property
     def allocates(self) -> bool:
         """Whether the export chooses the types of matrices."""
-        return self.target_mb is not None or self.max_kl is not None or self.recipe.mean_bits is not None
+        return self.recipe.mean_bits is not None or any(value is not None for value in self._goals.values())
+
+    @property
+    def _goals(self) -> dict[str, float | None]:
+        """The limits of a choice of types, by option."""
+        return {
+            "--target-mb": self.target_mb,
+            "--max-kl": self.max_kl,
+            "--target-tokens-per-s": self.target_tokens_per_s,
+        }
 
     def _check_goal(self) -> None:
-        if self.target_mb is not None and self.max_kl is not None:
+        goals = {option: value for option, value in self._goals.items() if value is not None}
+        if len(goals) > 2:
+            fix = "Leave one out: what follows from the two others is measured."
+            raise UsageError(", ".join(goals), got="all of them", expected="one or two of them", fix=fix)
+        if self.recipe.mean_bits is not None and goals:
             raise UsageError(
-                "--target-mb, --max-kl", got="both", expected="one of them", fix="Leave out --max-kl: it is measured."
-            )
-        if self.recipe.mean_bits is not None and (self.target_mb, self.max_kl) != (None, None):
-            raise UsageError(
-                "--target-mb, --max-kl",
-                got=f"one of them with the recipe {self.recipe.name}, which says how many bits weights have",
+                ", ".join(goals),
+                got=f"it with the recipe {self.recipe.name}, which says how many bits weights have",
                 expected="one goal",
                 fix=f"Leave it out, or use --recipe {ALLOCATED_RECIPE}.",
             )
-        for option, value in (("--target-mb", self.target_mb), ("--max-kl", self.max_kl)):
-            if value is not None and not 0 < value < math.inf:
+        for option, value in goals.items():
+            if not 0 < value < math.inf:
                 fix = f"Use {option} {_EXAMPLES[option]}."
                 raise UsageError(option, got=value, expected="a number above 0", fix=fix)
+        if self.target_tokens_per_s is not None and self.graph_format != "onnx":
+            raise UsageError(
+                "--target-tokens-per-s",
+                got=f"--format {self.graph_format}",
+                expected="ONNX graphs, which the HTP compiler simulates",
+                fix="Leave one of them out.",
+            )
         if self.max_kl is not None and not self.check_quality:
             raise UsageError(
                 "--max-kl",
@@ -348,7 +374,7 @@ class ExportOptions:
             )
         if self.allocates and (self.recipe.keep_stored or any(rule.method == "stored" for rule in self.recipe.weights)):
             raise UsageError(
-                "--target-mb, --max-kl, mean_bits",
+                ", ".join([*self._goals, "mean_bits"]),
                 got=f"the recipe {self.recipe.name}, which keeps stored integers",
                 expected="a recipe that rounds",
                 fix=f"Use --recipe {ALLOCATED_RECIPE}.",

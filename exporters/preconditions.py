@@ -43,7 +43,7 @@ def check_cache(spec: DecoderSpec, options: ExportOptions) -> None:
             expected=f"more than the largest AR, {largest}",
             fix="Use a wider window, or a smaller --ar.",
         )
-    checked_ar(options.ar, context, spec.windows_in(context))
+    checked_ar(tuple(options.ar), context, spec.windows_in(context))
     if context > spec.max_positions:
         raise UsageError(
             "--context",

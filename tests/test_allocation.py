@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from devices import find
 from edgekv.bundle import Manifest, RecipeRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.spec import DecoderSpec, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.estimate import estimate_spec
 from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.quantize.allocation import Front, possible_types
-from exporters.quantize.recipe import find_recipe
-from quant import WEIGHT_TYPES
+from exporters.quantize.allocation import Front, Fronts, possible_types
+from exporters.quantize.recipe import Recipe, find_recipe
+from quant import WEIGHT_TYPES, WeightDtype
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import small_options
 
@@ -67,6 +71,25 @@ def test_more_bytes_never_lose_more(checkpoint: Checkpoint, data: st.DataObject)
     wanted = data.draw(st.floats(0, front.smallest.nats))
     chosen = front.losing(wanted)
     assert chosen.nats <= wanted + 1e-9 or chosen == front.largest
+
+
+@given(st.data())
+def test_a_limit_in_time_is_kept_and_a_looser_one_loses_no_more(checkpoint: Checkpoint, data: st.DataObject) -> None:
+    types = possible_types(checkpoint.spec, "cpu")
+    costs, times = (
+        {name: dict(zip(each, data.draw(COSTS), strict=False)) for name, each in types.items()} for _ in range(2)
+    )
+    fronts = Fronts(checkpoint.spec, costs, times)
+    fastest = sum(min(each.values()) for each in times.values())
+    slowest = sum(max(each.values()) for each in times.values())
+    limits = sorted(data.draw(st.lists(st.floats(fastest + 1e-6, slowest + 1), min_size=2, max_size=4)))
+    found = [fronts.choose(lambda front: front.largest, limit) for limit in limits]
+    for limit, each in zip(limits, found, strict=True):
+        assert each.us <= limit
+        assert each.us == pytest.approx(sum(times[name][dtype] for name, dtype in each.types.items()))
+        assert each.nats == pytest.approx(sum(costs[name][dtype] for name, dtype in each.types.items()))
+    assert all(one.nats >= other.nats - 1e-9 for one, other in pairwise(found))
+    assert fronts.choose(lambda front: front.largest, fastest - 1).us == pytest.approx(fastest)
 
 
 def test_blocks_divide_the_inputs(checkpoint: Checkpoint) -> None:
@@ -151,14 +174,78 @@ def test_a_divergence_is_kept(checkpoint: Checkpoint, tmp_path: Path, cache: Pat
     assert folder_bytes(tmp_path / "bundle") < folder_bytes(tmp_path / "wide")
 
 
+def test_a_size_and_a_divergence_both_hold_or_are_refused(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    export(checkpoint, tmp_path / "small", cache, recipe="w4a16")
+    most_mb = 1.05 * folder_bytes(tmp_path / "small") / 1e6
+    both = {"target_mb": most_mb, "check_quality": True}
+    export(checkpoint, tmp_path / "both", cache, max_kl=10.0, **both)
+    assert folder_bytes(tmp_path / "both") <= most_mb * 1e6
+    with pytest.raises(
+        UsageError, match=r"--max-kl: got 1e-06 with --target-mb .*; expected .* or more, which the types"
+    ):
+        export(checkpoint, tmp_path / "bundle", cache, max_kl=1e-6, **both)
+
+
+@pytest.mark.slow
+@pytest.mark.htp
+def test_types_are_chosen_for_a_simulated_speed(embedded: Path, tmp_path: Path, cache: Path) -> None:
+    """In the bytes of blocks with scales, others are taken until the compiler simulates so many tokens a second."""
+    checkpoint = Checkpoint.open(str(embedded))
+    blocks = export(checkpoint, tmp_path / "blocks", cache, recipe="w4a16-lpbq64")
+    slow, fast = (decoded_per_s(manifest_with(blocks, dtype), cache) for dtype in ("lpbq64", "int4"))
+    assert fast > 1.1 * slow
+    most_bytes = folder_bytes(tmp_path / "blocks")
+    goals = {"target_mb": most_bytes / 1e6, "target_tokens_per_s": (slow + fast) / 2}
+    found = export(checkpoint, tmp_path / "fast", cache, **goals)
+    assert folder_bytes(tmp_path / "fast") <= most_bytes
+    assert decoded_per_s(found, cache) >= goals["target_tokens_per_s"]
+    assert "lpbq64" in {each.dtype for each in found.recipe.weights}, "as many as there is time for"
+    with pytest.raises(
+        UsageError, match=r"--target-tokens-per-s: got 1e\+09; expected at most [\d.]+: the fastest types"
+    ):
+        export(checkpoint, tmp_path / "bundle", cache, target_tokens_per_s=1e9)
+
+
+def manifest_with(manifest: Manifest, dtype: WeightDtype) -> Manifest:
+    """The same with one type for all matrices of the layers."""
+    weights = [
+        msgspec.structs.replace(each, dtype=dtype) if each.tensor.startswith("model.layers.") else each
+        for each in manifest.recipe.weights
+    ]
+    return msgspec.structs.replace(manifest, recipe=msgspec.structs.replace(manifest.recipe, weights=weights))
+
+
+def decoded_per_s(manifest: Manifest, cache: Path) -> float:
+    """By the compiler's simulation of the types in a manifest."""
+    graph = next(each for each in manifest.graphs if each.role == "decode")
+    found = estimate_spec(
+        manifest.model,
+        Recipe.of(manifest.recipe),
+        [graph],
+        manifest.interface,
+        find("SM8650"),
+        RunOptions(cache_dir=cache),
+    )
+    assert found.graphs[0].tokens_per_s is not None
+    return found.graphs[0].tokens_per_s
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target_mb": 1.0, "max_kl": 1.0}, "--target-mb, --max-kl: got both"),
+        (
+            {"target_mb": 1.0, "max_kl": 1.0, "target_tokens_per_s": 1.0, "check_quality": True},
+            "--target-mb, --max-kl, --target-tokens-per-s: got all of them; expected one or two",
+        ),
+        ({"target_tokens_per_s": 0.0}, "--target-tokens-per-s: got 0.0; expected a number above 0"),
+        (
+            {"target_tokens_per_s": 1.0, "graph_format": "tflite", "kv_dtype": "s8", "recipe": "w8a16"},
+            "--target-tokens-per-s: got --format tflite; expected ONNX graphs",
+        ),
         ({"target_mb": -1.0}, "--target-mb: got -1.0; expected a number above 0"),
         ({"max_kl": float("nan")}, "--max-kl: got nan; expected a number above 0"),
         ({"max_kl": 1.0, "check_quality": False}, "--max-kl: got --no-quality-check"),
-        ({"target_mb": 1.0, "recipe": "front-5"}, "got one of them with the recipe front-5"),
+        ({"target_mb": 1.0, "recipe": "front-5"}, "--target-mb: got it with the recipe front-5"),
         ({"target_mb": 1.0, "recipe": "as-stored"}, "got the recipe as-stored, which keeps stored integers"),
     ],
 )

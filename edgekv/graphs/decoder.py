@@ -159,7 +159,7 @@ class Ops(BlockOps[V], Protocol[V]):
         return self.multiply(x, self.sigmoid(x, at + "sigmoid"), at + "silu")
 
     def fold_heads(self, heads: list[V]) -> list[V]:
-        """Heads of one group, each `[1, 1, AR, width]`, as they are; or all as the rows of one, `[1, 1, G * AR, width]`.
+        """Heads of one group, `[1, 1, AR, width]` each, as they are; or all as rows of one, `[1, 1, G * AR, width]`.
 
         Their encodings are equal: those of queries are chosen so.
         """

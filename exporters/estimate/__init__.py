@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from edgekv.lazy import lazy
 
 if TYPE_CHECKING:
+    from exporters.estimate.decode_speed import DecodeSpeed
     from exporters.estimate.estimate import (
         Simulated,
         check_estimate,
         estimate_bundle,
         estimate_config,
+        estimate_spec,
         fastest_level,
         simulate_bundle,
     )
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GENERATOR",
+    "DecodeSpeed",
     "Simulated",
     "check_estimate",
     "estimate_bundle",
     "estimate_config",
+    "estimate_spec",
     "fastest_level",
     "render_page",
     "simulate_bundle",
@@ -32,7 +36,9 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "estimate": "Simulated check_estimate estimate_bundle estimate_config fastest_level simulate_bundle",
+        "decode_speed": "DecodeSpeed",
+        "estimate": "Simulated check_estimate estimate_bundle estimate_config estimate_spec fastest_level "
+        "simulate_bundle",
         "page": "GENERATOR render_page write_page",
     },
 )

@@ -49,7 +49,7 @@ from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.encodings import choose_encodings, decoder_results
-from exporters.quantize.recipe import find_recipe
+from exporters.quantize.recipe import Recipe, find_recipe
 from quant import Encoding, Range
 
 _PLAIN = RunOptions()
@@ -192,7 +192,7 @@ def estimate_config(
         CheckpointError: the `config.json` cannot be read, or is of no known architecture.
         EngineError: the compiler is missing, crashed, or writes something else.
     """
-    proxies, types = _proxies(device, options), find_recipe(recipe)
+    types = find_recipe(recipe)
     if types.mean_bits is not None or types.keep_stored:
         raise UsageError(
             "--recipe",
@@ -207,18 +207,50 @@ def estimate_config(
     types.check(spec)
     kv_dtype = cast(KvDtype, kv)
     planned = plan_graphs(ar, (context,), Split.whole(spec.layers))
-    graphs, weights = [graph for graph in planned if graph.role != "score"], RandomWeights(spec, types)
+    graphs = [graph for graph in planned if graph.role != "score"]
     interface = DecoderInterface.of(spec, context, kv_dtype, key_layout, "u16")
-    encodings = _made_up_encodings(spec, context, kv_dtype)
+    found = estimate_spec(spec, types, graphs, interface, device, run, progress=progress, options=options)
+    return structs.replace(found, source=str(path))
+
+
+def estimate_spec(
+    spec: DecoderSpec,
+    recipe: Recipe,
+    graphs: Sequence[GraphRecord],
+    interface: DecoderInterface,
+    device: Device,
+    run: RunOptions = _PLAIN,
+    *,
+    progress: Progress = silent,
+    options: HtpOptions = COMPILER_DEFAULTS,
+) -> Estimate:
+    """Simulate graphs of a decoder in slices, of random weights in the types of a recipe.
+
+    Args:
+        spec: the decoder.
+        recipe: of the integer types, with a rule for each matrix.
+        graphs: which to simulate, in one binary.
+        interface: of the graphs.
+        device: the chip.
+        run: where results are kept.
+        progress: called for each binary.
+        options: of the compiler.
+
+    Raises:
+        UsageError: no chip stands for this one.
+        EngineError: the compiler is missing, crashed, or writes something else.
+    """
+    proxies, weights = _proxies(device, options), RandomWeights(spec, recipe)
+    encodings = _made_up_encodings(spec, interface.cache.context, interface.cache.kv_dtype)
 
     def build(graph: GraphRecord, part: PartRecord) -> QdqOps:
         return build_layers(QdqOps(graph, part, interface, spec, encodings, weights), graph, part)
 
     with scratch_folder("slices") as scratch:
         weights.write(scratch)
-        binaries = [*_slices(_Decoder(str(path), spec.layers, graphs, build, scratch), scratch)]
+        binaries = [*_slices(_Decoder(recipe.name, spec.layers, graphs, build, scratch), scratch)]
         found = _simulated(graphs, binaries, proxies, device, run, progress, options)
-    return _made(str(path), device, proxies, found, options, in_slices=True).estimate
+    return _made(recipe.name, device, proxies, found, options, in_slices=True).estimate
 
 
 def fastest_level(

@@ -13,6 +13,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from edgekv.graphs.decoder import folds_heads
 from edgekv.graphs.delta_rule import (
     BY_STEP,
     SHARES,
@@ -23,7 +24,6 @@ from edgekv.graphs.delta_rule import (
     rows_after,
     unit_encoding,
 )
-from edgekv.graphs.decoder import folds_heads
 from edgekv.kv import Sink
 from edgekv.spec import (
     CHECKPOINT_TOKENS,

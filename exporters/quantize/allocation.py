@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,22 +16,28 @@ from quant import WEIGHT_TYPES, WeightDtype
 _TYPES: tuple[WeightDtype, ...] = ("lpbq64", "lpbq32", "int4", "int8")
 """Types that a matrix may get. What an error costs behind a layer is measured with the first that its matrices have."""
 
+_PRICES = (1e-12, 1e3)
+"""Of a microsecond, nats: time counts for nothing, and for all."""
+_HALVINGS = 40
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A matrix gets another type, which takes more bytes and loses less.
+    """A matrix gets another type, which takes more bytes.
 
     Attributes:
         tensor: its name.
         dtype: the new type.
         bytes: more than the type before.
-        nats: less than the type before, nats a token.
+        nats: less than the type before, nats a token; below 0 for a type that is chosen for its time.
+        us: less than the type before, microseconds a token.
     """
 
     tensor: str
     dtype: WeightDtype
     bytes: int
     nats: float
+    us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +48,13 @@ class Allocation:
         types: by name.
         bytes: of these matrices.
         nats: KL divergence from the float model, summed over matrices measured one at a time.
+        us: time of a decoded token, microseconds, summed likewise; relative to that of some types of all.
     """
 
     types: Mapping[str, WeightDtype]
     bytes: int
     nats: float
+    us: float = 0.0
 
     def recipe(self, base: Recipe, name: str) -> Recipe:
         """The recipe `base` with these types."""
@@ -58,40 +67,59 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """The allocations that lose least for their bytes: the smallest one, and changes in the order of nats per byte.
+    """The allocations that lose least for their bytes: the smallest one, and changes in the order of loss per byte.
 
-    Only types on the lower convex hull of a matrix's bytes and nats are among them, so that the first changes always
-    gain most.
+    What an allocation loses is its nats, and its microseconds at a price. Only types on the lower convex hull of a
+    matrix's bytes and losses are among them, so that the first changes always gain most.
     """
 
     smallest: Allocation
     changes: Sequence[Change]
 
     @classmethod
-    def of(cls, spec: DecoderSpec, costs: Mapping[str, Mapping[WeightDtype, float]]) -> Front:
+    def of(
+        cls,
+        spec: DecoderSpec,
+        costs: Mapping[str, Mapping[WeightDtype, float]],
+        times: Mapping[str, Mapping[WeightDtype, float]] | None = None,
+        price: float = 0.0,
+    ) -> Front:
         """The front of a decoder.
 
         Args:
             spec: the decoder.
             costs: KL divergence if one matrix alone has a type, nats a token, by name and type.
+            times: microseconds that a matrix adds to a token with a type, likewise; None if time does not matter.
+            price: of a microsecond, nats.
         """
-        shapes, types, changes = matrices(spec), dict[str, WeightDtype](), list[Change]()
-        total, lost = 0, 0.0
+        shapes, smallest, changes = matrices(spec), list[_Choice](), list[Change]()
         for tensor, nats in costs.items():
             outputs, inputs = shapes[tensor]
-            sizes = {dtype: WEIGHT_TYPES[dtype].matrix_bytes(inputs, outputs) for dtype in nats}
-            here = min(nats, key=lambda dtype: (sizes[dtype], nats[dtype]))
-            types[tensor], total, lost = here, total + sizes[here], lost + nats[here]
-            while slopes := {
-                dtype: (nats[here] - nats[dtype]) / (sizes[dtype] - sizes[here])
+            choices = [
+                _Choice(
+                    tensor,
+                    dtype,
+                    WEIGHT_TYPES[dtype].matrix_bytes(inputs, outputs),
+                    nats[dtype],
+                    0.0 if times is None else times[tensor][dtype],
+                    price,
+                )
                 for dtype in nats
-                if sizes[dtype] > sizes[here] and nats[dtype] < nats[here]
-            }:
-                best = max(slopes, key=slopes.__getitem__)
-                changes.append(Change(tensor, best, sizes[best] - sizes[here], nats[here] - nats[best]))
+            ]
+            here = min(choices, key=lambda choice: (choice.bytes, choice.loss))
+            smallest.append(here)
+            while better := [each for each in choices if each.bytes > here.bytes and each.loss < here.loss]:
+                best = max(better, key=lambda each: (here.loss - each.loss) / (each.bytes - here.bytes))
+                changes.append(here.change_to(best))
                 here = best
-        changes.sort(key=lambda change: change.nats / change.bytes, reverse=True)
-        return cls(Allocation(types, total, lost), changes)
+        changes.sort(key=lambda change: (change.nats + price * change.us) / change.bytes, reverse=True)
+        first = Allocation(
+            {each.tensor: each.dtype for each in smallest},
+            sum(each.bytes for each in smallest),
+            sum(each.nats for each in smallest),
+            sum(each.us for each in smallest),
+        )
+        return cls(first, changes)
 
     @property
     def largest(self) -> Allocation:
@@ -110,7 +138,7 @@ class Front:
         return self._after(chosen)
 
     def losing(self, most_nats: float) -> Allocation:
-        """The allocation of fewest bytes that loses at most so much; the largest if none does."""
+        """The allocation of fewest bytes that loses at most so many nats; the largest if none does."""
         nats, count = self.smallest.nats, 0
         while nats > most_nats and count < len(self.changes):
             nats -= self.changes[count].nats
@@ -119,9 +147,77 @@ class Front:
 
     def _after(self, changes: Sequence[Change]) -> Allocation:
         """The smallest allocation with some of the changes, those of a matrix in order."""
-        types = {**self.smallest.types, **{change.tensor: change.dtype for change in changes}}
-        more, less = sum(change.bytes for change in changes), sum(change.nats for change in changes)
-        return Allocation(types, self.smallest.bytes + more, self.smallest.nats - less)
+        first = self.smallest
+        return Allocation(
+            {**first.types, **{change.tensor: change.dtype for change in changes}},
+            first.bytes + sum(change.bytes for change in changes),
+            first.nats - sum(change.nats for change in changes),
+            first.us - sum(change.us for change in changes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A matrix with one of its types."""
+
+    tensor: str
+    dtype: WeightDtype
+    bytes: int
+    nats: float
+    us: float
+    price: float
+
+    @property
+    def loss(self) -> float:
+        """Nats, and microseconds at their price."""
+        return self.nats + self.price * self.us
+
+    def change_to(self, other: _Choice) -> Change:
+        """The same matrix with another type."""
+        more, nats, us = other.bytes - self.bytes, self.nats - other.nats, self.us - other.us
+        return Change(other.tensor, other.dtype, more, nats, us)
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """The front of a decoder at every price of a microsecond.
+
+    Attributes:
+        spec: the decoder.
+        costs: see `Front.of`.
+        times: see `Front.of`.
+    """
+
+    spec: DecoderSpec
+    costs: Mapping[str, Mapping[WeightDtype, float]]
+    times: Mapping[str, Mapping[WeightDtype, float]] | None = None
+
+    def at(self, price: float) -> Front:
+        """The front at a price, nats a microsecond."""
+        return Front.of(self.spec, self.costs, self.times, price)
+
+    def choose(self, choice: Callable[[Front], Allocation], most_us: float = math.inf) -> Allocation:
+        """What is chosen at the lowest price at which it takes at most so long; the fastest if none does.
+
+        Args:
+            choice: chooses from the front of a price.
+            most_us: limit of `Allocation.us`.
+        """
+        cheapest = choice(self.at(0.0))
+        if cheapest.us <= most_us:
+            return cheapest
+        low, high = _PRICES
+        fastest = chosen = choice(self.at(high))
+        if fastest.us > most_us:
+            return fastest
+        for _ in range(_HALVINGS):
+            middle = math.sqrt(low * high)
+            found = choice(self.at(middle))
+            if found.us <= most_us:
+                high, chosen = middle, found
+            else:
+                low = middle
+        return chosen
 
 
 def possible_types(spec: DecoderSpec, engine: str) -> dict[str, tuple[WeightDtype, ...]]:

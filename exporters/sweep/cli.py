@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from exporters.sweep.result import SweepReport
 
 PAGE = "sweep.html"
-_SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora", "target_mb", "max_kl")
-_COMMON = tuple(each.name for each in fields(ExportOptions) if each.name not in _SWEPT)
+_SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora")
+_GOALS = ("target_mb", "max_kl", "target_tokens_per_s")
+_COMMON = tuple(each.name for each in fields(ExportOptions) if each.name not in _SWEPT + _GOALS)
 _LOCAL = Cluster(LOCAL)
 _DEFAULTS = SweepOptions()
 
