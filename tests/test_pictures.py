@@ -26,7 +26,7 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.conversation import Conversation
 from edgekv.engine.pictures import PictureSent
-from edgekv.errors import ContextFullError, EngineError, UsageError
+from edgekv.errors import CheckpointError, ContextFullError, EngineError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.model import Model
@@ -709,3 +709,27 @@ def test_the_page_has_a_button_for_pictures_where_the_model_reads_them(
     with served(small_export) as server, new_chat(chromium, server) as chat:
         chat.wait("document.title !== 'edgekv'")
         assert chat.run("document.getElementById('picture').hidden")
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "words"),
+    [
+        ("config.json", {"vision_config": {"use_register_tokens": 4}}, ["vision_config: use_register_tokens: got 4"]),
+        ("preprocessor_config.json", {"do_something_else": True}, ["preprocessor_config.json: do_something_else"]),
+        ("preprocessor_config.json", {"rescale_factor": 1 / 127.5}, ["rescale_factor", "1/255"]),
+        ("preprocessor_config.json", {"do_center_crop": True}, ["do_center_crop", "False"]),
+    ],
+    ids=["encoder", "processor", "scale", "crop"],
+)
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl])
+def test_a_field_of_pictures_that_nothing_reads_is_refused_by_name(
+    write: Callable[[Path], Path], file: str, fields: dict[str, Any], words: list[str], tmp_path: Path
+):
+    path = write(tmp_path) / file
+    content = json.loads(path.read_text())
+    for name, value in fields.items():
+        content[name] = content[name] | value if isinstance(value, dict) else value
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as refusal:
+        Checkpoint.open(str(tmp_path))
+    assert all(word in str(refusal.value) for word in words), refusal.value

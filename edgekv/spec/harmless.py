@@ -66,6 +66,18 @@ _OWN: Mapping[str, str] = {
 }
 
 
+_VISION = "drop_path_rate use_mask_token max_image_size size tie_word_embeddings use_base_siglip attention_type"
+ENCODER = COMMON | {*_VISION.split()}
+"""Of `vision_config` of an encoder that is exported."""
+_PROCESSOR = """
+image_processor_type processor_class feature_extractor_type auto_map do_pad data_format input_data_format device
+return_tensors crop_size disable_grouping video_sampling image_seq_len image_seq_length default_to_square pad_size
+crop_to_patches do_video_splitting
+"""
+PROCESSOR = frozenset(_PROCESSOR.split())
+"""Of `preprocessor_config.json`: pictures are padded and cut as their architecture says."""
+
+
 def harmless(model_type: str) -> frozenset[str]:
     """The fields that change nothing of an architecture, at any depth of its configuration."""
     own = _OWN.get(model_type.removesuffix("_text"), "")

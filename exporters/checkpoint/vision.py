@@ -32,6 +32,7 @@ from edgekv.spec import (
     read_json,
 )
 from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.harmless import ENCODER, PROCESSOR
 from exporters.checkpoint.check_tensors import renamed
 from exporters.checkpoint.fold import EVERY, Floats
 from exporters.checkpoint.stored import Stored
@@ -74,7 +75,10 @@ class VisionEncoder:
             return None
         spec = family.describe(fields)
         tensors = renamed(tensors, encoder_tensor)
-        found = cls(spec, family.pictures(fields, _processor(folder)), family.names, tensors)
+        processor = _processor(folder)
+        found = cls(spec, family.pictures(fields, processor), family.names, tensors)
+        fields.table("vision_config").check_read(ENCODER)
+        processor.check_read(PROCESSOR)
         for name, shape in found.shapes.items():
             stored = tensors.get(name)
             if stored is None or stored.shape != shape:

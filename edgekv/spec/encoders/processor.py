@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 
+_RESCALE = 1 / 255
 Channels = tuple[float, float, float]
 
 
@@ -23,7 +24,10 @@ def read_normalization(
     """
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         processor.expect(name, True)
+    processor.expect("do_center_crop", False)
     processor.expect("resample", resample)
+    if abs((scale := processor.number("rescale_factor", _RESCALE)) - _RESCALE) > 1e-6:
+        raise processor.refusal("rescale_factor", "1/255", got=f"{scale:g}")
     processor = processor.with_defaults(image_mean=mean, image_std=deviation)
     found = [processor.numbers(name, 3) for name in ("image_mean", "image_std")]
     (a, b, c), (d, e, f) = found
