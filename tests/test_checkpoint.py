@@ -192,6 +192,7 @@ def test_a_field_that_nothing_reads_is_refused_by_name(tmp_path, fields, words):
         {"a_field_of_tomorrow": None, "another": [], "pruned_heads": {}},
         {"torch_dtype": "bfloat16", "attention_dropout": 0.1, "use_cache": False, "pretraining_tp": 2},
         {"id2label": {"0": "A"}, "sep_token_id": 3, "temperature": 0.6, "transformers.js_config": {"dtype": "q4"}},
+        {"use_sliding_window": False, "qk_layernorm": False},
         {"rope_parameters": {"type": "default", "rope_type": "default", "rope_theta": 1e4}},
     ],
 )

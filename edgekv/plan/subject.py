@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def kv_dtype_of(bits: int) -> KvDtype:
     return dtype
 
 
-def checked_ar(ar: tuple[int, ...], context: int, windows: tuple[int | None, ...] = ()) -> tuple[int, ...]:
+def checked_ar(ar: Sequence[int], context: int, windows: tuple[int | None, ...] = ()) -> tuple[int, ...]:
     """The AR numbers, ascending, without duplicates.
 
     Raises:

@@ -82,20 +82,22 @@ class Config:
         """Say of fields that they change nothing here."""
         self._read.names.update(names)
 
-    def check_read(self, harmless: Collection[str] = ()) -> None:
+    def check_read(self, harmless: Collection[str] = (), off: Collection[str] = ()) -> None:
         """Check that every field was read or ignored, those of objects that were read included.
 
         Null and empty values count as absent.
 
         Args:
             harmless: further fields that change nothing, or endings of their names if they begin with `_`.
+            off: flags that change nothing if they are false.
 
         Raises:
             CheckpointError: naming the first that was not: it may change what the model computes.
         """
         endings = tuple(name for name in harmless if name.startswith("_"))
         for path, name, value in self._unread():
-            if name not in harmless and not name.endswith(endings):
+            is_off = value is False and name in off
+            if name not in harmless and not name.endswith(endings) and not is_off:
                 raise CheckpointError(
                     f"{path}: {name}",
                     got=_short(value),

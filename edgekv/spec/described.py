@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families import ARCHITECTURES, DRAFTERS
-from edgekv.spec.harmless import harmless
+from edgekv.spec.harmless import OFF, harmless
 
 LARGEST_PARAMETERS = 1 << 42
 """Maximum elements of all matrices, above every published model."""
@@ -62,7 +62,7 @@ def describe(config: Config) -> DecoderSpec:
         wanted = ", ".join(sorted(ARCHITECTURES))
         raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
     spec = family(config)
-    config.check_read(harmless(model_type))
+    config.check_read(harmless(model_type), OFF)
     more = (_CONVOLUTION, spec.convolution), (_DELTA_RULE, spec.delta_rule)
     _check_layers(config, *(kind for kind, layers in more if layers is not None))
     _check_products(config, spec)

@@ -41,6 +41,12 @@ vision_feature_select_strategy downsample_ratio scale_factor
 COMMON = frozenset(" ".join((_TRAINING, _FILES_AND_PROGRAMS, _GENERATION, _QUANTIZED, _ENDINGS)).split())
 """Those of every architecture. A name that begins with `_` stands for all that end with it, too."""
 
+_OFF = (
+    "attention_bias mlp_bias lm_head_bias qkv_bias use_bias qk_layernorm use_sliding_window use_mrope rope_interleaved"
+)
+OFF = frozenset(_OFF.split())
+"""Flags that many programs write as false, for architectures without what they turn on."""
+
 _GEMMA = "hidden_act sliding_window_size _sliding_window_pattern"
 _GEMMA4 = (
     f"{_GEMMA} num_experts top_k_experts moe_intermediate_size expert_intermediate_size num_global_key_value_heads"

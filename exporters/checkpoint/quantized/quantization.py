@@ -193,7 +193,10 @@ use_exllama exllama_config exllama disable_exllama max_input_length use_cuda_fp1
 zero_point modules_to_not_convert do_fuse modules_to_fuse fuse_max_seq_len ignore ignored_layers kv_cache_scheme
 activation_scheme activation_scale_ub global_compression_ratio targets input_activations output_activations
 actorder dynamic observer observer_kwargs scale_dtype zp_dtype registry_requires_subclass sparsity_structure
-global_sparsity mse failsafe offload_to_disk pack_impl hyb_act
+global_sparsity mse failsafe offload_to_disk pack_impl hyb_act dequantize
+packing_format autoround_version iters nsamples seqlen lr minmax_lr amp low_gpu_mem_usage provider data_type
+to_quant_block_names gradient_accumulate_steps enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+act_bits act_data_type act_dynamic act_group_size act_sym
 """
 _HARMLESS = frozenset(_UNREAD.split())
 """Fields of `quantization_config` that say how weights were quantized, or how programs run them."""
