@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 from safetensors import safe_open
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -132,6 +133,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors else path
+
+
+def sentence_piece(kind: str) -> Tokenizer:
+    """A BPE with byte fallback, trained here, as Llama 2's is made; Gemma 4's puts no space before a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    spaces, strip = normalizers.Replace(" ", "\u2581"), decoders.Strip(" ", 1, 0)
+    has_prefix = kind == "llama"
+    tokenizer.normalizer = normalizers.Sequence([*([normalizers.Prepend("\u2581")] if has_prefix else []), spaces])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([strip] if has_prefix else [])])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    text = [Path(__file__).read_text(), Path(gguf.__file__).with_name("utility.py").read_text()]
+    tokenizer.train_from_iterator(
+        text, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+    )
+    return tokenizer
 
 
 def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import Tokenizer
 
 import edgekv
 from edgekv.cli import run
@@ -27,7 +27,7 @@ from exporters.checkpoint.gguf.tensors import TYPES, GgufTensor
 from exporters.checkpoint.gguf.tokenizer import _SPLITTERS, _scored_merges
 from exporters.quantize.reference import Reference
 from tests.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
-from tests.gguf_files import write_gguf
+from tests.gguf_files import sentence_piece, write_gguf
 
 PROMPT = [(7 * i) % 200 + 3 for i in range(40)]
 SAME = [
@@ -445,25 +445,9 @@ def test_sampling_defaults_are_those_of_the_file(llama: Path, tmp_path: Path) ->
     assert greedy.generation is not None and greedy.generation.temperature == 0
 
 
-def sentence_piece(kind: str) -> Tokenizer:
-    """A BPE with byte fallback, trained here, as Llama 2's is made; Gemma 4's puts no space before a text."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    spaces, strip = normalizers.Replace(" ", "\u2581"), decoders.Strip(" ", 1, 0)
-    has_prefix = kind == "llama"
-    tokenizer.normalizer = normalizers.Sequence([*([normalizers.Prepend("\u2581")] if has_prefix else []), spaces])
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *([strip] if has_prefix else [])])
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    text = [Path(__file__).read_text(), Path(gguf.__file__).with_name("utility.py").read_text()]
-    tokenizer.train_from_iterator(
-        text, trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
-    )
-    return tokenizer
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma4"])
-def test_the_sentencepiece_tokenizer_is_rebuilt(llama: Path, tmp_path: Path, kind: str) -> None:
-    """From the scores of Llama's files, or from the merges of Gemma 4's."""
+@pytest.mark.parametrize(("kind", "has_scores"), [("llama", True), ("llama", False), ("gemma4", False)])
+def test_the_sentencepiece_tokenizer_is_rebuilt(llama: Path, tmp_path: Path, kind: str, has_scores: bool) -> None:
+    """From the scores of Llama's files, from the order of tokens if all have one score, or from Gemma 4's merges."""
     original = sentence_piece(kind)
     merges = [" ".join(pair) for pair in json.loads(original.to_str())["model"]["merges"]]
     vocabulary = original.get_vocab()
@@ -472,7 +456,7 @@ def test_the_sentencepiece_tokenizer_is_rebuilt(llama: Path, tmp_path: Path, kin
         "tokenizer.ggml.model": kind,
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [-float(number) if kind == "llama" else 0.0 for number in range(len(tokens))],
+        "tokenizer.ggml.scores": [-float(number) if has_scores else -1000.0 for number in range(len(tokens))],
         "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
         "tokenizer.ggml.merges": None if kind == "llama" else merges,
         "tokenizer.ggml.add_space_prefix": kind == "llama",

@@ -215,18 +215,21 @@ def _sentence_piece(file: GgufFile, tokens: list[str], special: SpecialIds, *, h
 
 
 def _scored_merges(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Merges in the order in which SentencePiece applies them: the piece with the highest score first."""
+    """Merges in the order in which SentencePiece applies them: the piece with the highest score first.
+
+    Files whose converter had a `tokenizer.json` have one score for all pieces, whose ids are in the order of merges.
+    """
     scores = _scores(file, len(vocabulary))
     lengths = sorted({len(piece) for piece in vocabulary})  # of all others no half is a piece
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    found: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for piece, number in vocabulary.items():
         for at in lengths:
             if at >= len(piece):
                 break
             left, right = vocabulary.get(piece[:at]), vocabulary.get(piece[at:])
             if left is not None and right is not None:
-                found.append((-scores[number], left, right, (piece[:at], piece[at:])))
-    found.sort(key=lambda each: each[:3])
+                found.append((-scores[number], number, left, right, (piece[:at], piece[at:])))
+    found.sort(key=lambda each: each[:4])
     return [pair for *_, pair in found]
 
 
