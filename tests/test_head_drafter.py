@@ -24,6 +24,7 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.draft import Speculation
 from edgekv.engine.head_drafter import HeadDraftModel
+from edgekv.engine.hidden_states import HiddenStates
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
 from edgekv.graphs.decoder import decoder_layer, drafter_input, last_norm, logits
@@ -366,3 +367,15 @@ def test_a_head_is_integers_alone_on_the_htp(head: Path) -> None:
     graphs = open_bundle(head).manifest.graphs
     assert {graph.ar for graph in graphs} == {1, 16}
     assert floating_nodes([head / graph.file for graph in graphs], find("SM8650")) == []
+
+
+def test_hidden_states_of_a_text_that_outgrows_the_context_take_no_more_memory() -> None:
+    """As under a sliding window, where only the newest are read."""
+    states = HiddenStates(128)
+    for position in range(0, 5000, 5):
+        states.write(position, np.arange(position, position + 5)[:, None].repeat(2, 1))
+        held = states.rows(states.first, states.stop)
+        assert held[:, 0].tolist() == [*range(states.first, position + 5)] and states.bytes_held <= 128 * 2 * 8
+    assert states.stop == 5000 and states.stop - states.first >= 64
+    states.write(5000, np.ones((300, 2), np.int64))
+    assert (states.first, states.stop) == (5000, 5300)

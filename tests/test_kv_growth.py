@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from edgekv.errors import UsageError
 from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KVCache, LayeredGeometry, parse_growth
 from edgekv.kv.policies.text import parse_policy
+from edgekv.kv.rows import RowGroup
+from edgekv.spec import ConvolutionStates, DeltaRule
+from quant import Encoding
 from tests.kv_graph import GARBAGE, geometry_of, held, row_of, rows_of, tokens
 from tests.thorough import at_most
 
@@ -234,3 +237,18 @@ def test_a_growth_that_cannot_be_is_refused():
     for contexts in ((8, 16), (4, 32)):
         with pytest.raises(ValueError, match="expected contexts up to 32, all above AR-4"):
             KVCache(geometry_of(32), ar=[1, 4], growth=Growth(contexts))
+
+
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_states_do_not_grow_with_the_context(growth: GrowthName) -> None:
+    """Also S of as many rows as the context has tokens, or more."""
+    rule = DeltaRule(frozenset({0, 1}), 4, 1, 1, 128, 8)
+    states = ConvolutionStates(rule.layers, rule.kernel, rule.channels)
+    geometry = LayeredGeometry(4, 128, (1,), (8,), states=states, delta_rule=rule)
+    encodings = [Encoding("s16", 1e-4, 0)] * sum(each.tensors for each in geometry.groups())
+    cache = KVCache(geometry, ar=(1, 16), strategy="slot", encodings=encodings, growth=Growth((32, 64, 128), growth))
+    assert [group.reallocations for group in cache.groups if isinstance(group, RowGroup)] == [0, 0]
+    for tokens in range(100):
+        cache.window(1, next(context for context in (32, 64, 128) if context > tokens))
+        cache.commit(1)
+    assert [group.reallocations for group in cache.groups if isinstance(group, RowGroup)] == [2, 2]

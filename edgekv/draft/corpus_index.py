@@ -14,6 +14,7 @@ BYTES_PER_TOKEN = 8
 """Of an index."""
 _TOKEN = np.dtype(">u4")  # bytes in the order of their tokens
 _PLACE = np.dtype("<u4")
+_LARGEST_TOKEN = (1 << 32) - 1
 
 
 class CorpusIndex:
@@ -41,7 +42,10 @@ class CorpusIndex:
         Returns:
             The length of the longest end of the context that occurs, in tokens, and places with it, for `after`.
         """
-        key = np.array(context[: -MOST_MATCHED - 1 : -1], _TOKEN).tobytes()
+        newest_first = context[: -MOST_MATCHED - 1 : -1]
+        # Ids of rows of pictures are larger than any token's, so no corpus has them.
+        end = next((at for at, token in enumerate(newest_first) if token > _LARGEST_TOKEN), len(newest_first))
+        key = np.array(newest_first[:end], _TOKEN).tobytes()
         low, high = 0, self._size
         while low < high:
             middle = (low + high) // 2

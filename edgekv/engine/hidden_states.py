@@ -11,7 +11,7 @@ _LEAST_ROWS = 64
 
 
 class HiddenStates:
-    """Rows by position, as graphs give them; a row that does not follow the others drops them.
+    """The newest rows by position, as graphs give them; a row that does not follow the others drops them.
 
     Attributes:
         first: position of the first row.
@@ -19,7 +19,7 @@ class HiddenStates:
     """
 
     def __init__(self, most: int) -> None:
-        """Args: most: tokens of the longest text."""
+        """Args: most: rows to hold, of which later ones drop the older half."""
         self.first = self.stop = 0
         self._most = most
         self._rows: NDArray[Any] = np.zeros((0, 0))
@@ -34,6 +34,10 @@ class HiddenStates:
         if not self.first <= position <= self.stop:
             self.first = position
         self.stop = position + len(rows)
+        if self.stop - self.first > self._most and position > self.first:  # a text that outgrows the context
+            first = min(position, max(self.first, self.stop - max(self._most // 2, 1)))
+            self._rows = self._rows[first - self.first :].copy()
+            self.first = first
         start, wanted = position - self.first, self.stop - self.first
         if wanted > len(self._rows) or self._rows.dtype != rows.dtype:
             grown = np.empty((max(wanted, min(2 * wanted, self._most), _LEAST_ROWS), rows.shape[1]), rows.dtype)

@@ -69,7 +69,7 @@ class Growth:
                 expected=f"the update strategy {names}, and keys as rows",
                 fix="Leave growth out, export keys as rows." if columns else f"Use {names}, or leave growth out.",
             )
-        layers = sum(each.layers for each in geometries if each.context == context)
+        layers = sum(each.layers for each in geometries if each.context == context and not each.is_state)
         steps = [above - below for below, above in zip((0, *self.contexts), self.contexts[:-1], strict=False)]
         if self.name == "staggered" and min(steps) < layers:
             raise UsageError(
@@ -98,7 +98,7 @@ def single_layers(geometries: Sequence[Geometry], context: int) -> tuple[Geometr
     """The same layers, with one geometry for each that attends to the whole context, so that each grows separately."""
     alone: list[Geometry] = []
     for each in geometries:
-        if each.context < context:
+        if each.context < context or each.is_state:  # states have rows of their own, of which none are added
             alone.append(each)
         else:
             alone += (replace(each, layers=1, numbers=(n,)) for n in each.numbers or range(each.layers))
