@@ -22,8 +22,6 @@ from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
 from edgekv.text import FittedPrompt, SamplingParams, Token, split_turns
 from edgekv.text.tools import render_with_tools
 
-_SEQUENCE = 0
-
 
 class _Saved(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
@@ -38,7 +36,7 @@ def answer_defaults(model: Model) -> SamplingParams:
 
 
 class Conversation:
-    """Turns of a user and a model. Each turn prefills only its new tokens; the cache has the others.
+    """Turns of a user and a model. Each turn prefills only its new tokens; a cache of its own has the others.
 
     An answer that is still being read when the conversation changes ends there.
 
@@ -74,6 +72,7 @@ class Conversation:
         self.on_full = check_on_full(on_full)
         self.messages: list[Message] = []
         self._model = model
+        self._sequence = model.own_sequence(self)
         self.params = answer_defaults(model) if params is None else params
         self._speculate = speculate
         self._lora = lora
@@ -232,7 +231,7 @@ class Conversation:
         generation = self._model.generate(
             prompt.tokens,
             self.params,
-            sequence=_SEQUENCE,
+            sequence=self._sequence,
             speculate=self._speculate,
             lora=self._lora,
             thoughts=True,
@@ -342,6 +341,7 @@ class Answer(Iterator[Token]):
         if self._is_kept:
             return
         self._is_kept = True
+        self._conversation._unfinished = None  # no circle: the conversation's cache is freed with the last reference
         if not self._generated:
             self._conversation.messages = self._before
             return

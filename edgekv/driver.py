@@ -188,6 +188,15 @@ class Driver:
         """End the call of a request, if there is one: the garbage collector may call this while the lock is held."""
         self.defer(lambda: self._abort_request(request))
 
+    def free(self, cache: int) -> None:
+        """Free the cache of an id, from anywhere."""
+        self.defer(lambda: None if self.is_closed else self._free(cache))
+
+    def _free(self, cache: int) -> None:
+        if (held := self.engine.holder(cache)) is not None:
+            self._abort(held)
+        self.engine.pool.free(cache)
+
     def close(self) -> None:
         """End all calls and refuse later ones."""
 

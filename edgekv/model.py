@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from typing import Self
 
     from tokenizers import Tokenizer
+
+
+_OWN_SEQUENCES = count((1 << 64) - 1, -1)
+"""From the last id on: callers choose the first ones, or hashes."""
 
 
 class Model:
@@ -95,37 +101,51 @@ class Model:
     @property
     def verify_rows(self) -> abc.Sequence[int]:
         """Tokens per inference of the graphs that check drafts, ascending; none if the bundle has no such graph."""
-        return self.engine.target.rows
+        return self.engine.verify_rows
+
+    # Those of caches raise UsageError once the model is closed.
 
     @property
     def cache(self) -> KVCache:
         """The KV cache of the last call."""
-        return self.engine.graphs.cache
+        return self._open_engine.graphs.cache
 
     @property
     def session(self) -> Session:
         """The model's own cache and its tokens, of calls without `sequence`."""
-        return self.engine.pool.own
+        return self._open_engine.pool.own
 
     @property
     def sequences(self) -> SessionPool:
         """The caches of calls with `sequence`."""
-        return self.engine.pool
+        return self._open_engine.pool
 
     @property
     def prefix_store(self) -> PrefixStore | None:
         """Where computed prefixes are stored; None if there is no prefix cache."""
-        return self.engine.prefix_store
+        return self._open_engine.prefix_store
 
     @property
     def draft_model(self) -> DraftModel:
         """What drafts for another model; see `Speculation`."""
-        return self.engine.draft_model
+        return self._open_engine.draft_model
+
+    @property
+    def _open_engine(self) -> Engine:
+        """The engine; UsageError if it was closed."""
+        self._driver.check_open()
+        return self.engine
 
     @property
     def pictures(self) -> Pictures:
         """Opens pictures, and puts them into prompts."""
         return self.engine.pictures
+
+    def own_sequence(self, owner: object) -> int:
+        """A value for `sequence` that nobody else has; its cache is freed when nothing refers to `owner` any more."""
+        sequence = next(_OWN_SEQUENCES)
+        finalize(owner, self._driver.free, sequence).atexit = False
+        return sequence
 
     # ------------------------------------------------------------------ texts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import msgspec
 import numpy as np
@@ -219,6 +221,18 @@ def test_texts_take_turns(target: Path, drafter: Path) -> None:
         assert found == plain
         counts = {each.stats.speculation.drafters["draft"].proposed for each in running}
         assert min(counts) > 20
+
+
+def test_a_drafter_keeps_nothing_of_a_target_that_was_closed(target: Path, drafter: Path) -> None:
+    with edgekv.load_drafter(drafter) as loaded:
+        with edgekv.load(target) as model:
+            generation, found = drafted(model, loaded, PROMPT, PARAMS)
+            assert found and generation.stats.speculation.drafters["draft"].proposed > 20
+            cache = ref(model.cache)
+        gc.collect()
+        assert cache() is None
+        with edgekv.load(target) as model:
+            assert drafted(model, loaded, PROMPT, PARAMS)[1] == found
 
 
 FORMS = {"columns": {"key_layout": "columns"}, "s16": {"kv_dtype": "s16"}, "splits": {"splits": 3}}

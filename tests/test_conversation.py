@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -313,3 +314,22 @@ def test_an_answer_may_fill_the_context_unless_told_otherwise(model: edgekv.Mode
     changed = Bundle(bundle.path, structs.replace(bundle.manifest, generation=record))
     with edgekv.load(changed) as told:
         assert edgekv.Conversation(told).params.max_new_tokens == 7
+
+
+# Caches
+
+
+def test_conversations_that_take_turns_keep_their_caches(model: edgekv.Model) -> None:
+    gc.collect()  # conversations of other tests
+    before = len(model.sequences)
+    talks = [Conversation(model, params=PARAMS), Conversation(model, params=PARAMS)]
+    reused = []
+    for turn in range(3):
+        for number, talk in enumerate(talks):
+            with talk.say(f"{number} says {turn}") as answer:
+                assert len(list(answer)) == 6
+            reused.append(answer.stats.cache.reused_tokens)
+    assert reused[:2] == [0, 0] and min(reused[2:]) > 10
+    assert len(model.sequences) == before + 2
+    del talk, talks, answer
+    assert len(model.sequences) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, Literal
+from weakref import ref
 
 import msgspec
 import numpy as np
@@ -733,3 +735,24 @@ def test_a_field_of_pictures_that_nothing_reads_is_refused_by_name(
     with pytest.raises(CheckpointError) as refusal:
         Checkpoint.open(str(tmp_path))
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_closed_model_frees_its_encoder(bundle: Path):
+    model = edgekv.load(bundle)
+    assert len(_tokens(model, pictures=[png(photo(40, 40))])[0]) == 6
+    binding, picture = ref(model.pictures._rows.encoder._binding), model.open_picture(png(photo(50, 40)))
+    model.close()
+    gc.collect()
+    assert binding() is None
+    with pytest.raises(UsageError, match="model: got a closed model"):
+        model.generate("See <image>", pictures=[picture])
+
+
+def test_a_corpus_has_no_rows_of_pictures(model: Model, tmp_path: Path):
+    """Their ids are hashes, beyond those of any token."""
+    (tmp_path / "corpus").write_text("and say: nothing more")
+    index = model.open_corpus(tmp_path / "corpus")
+    said, picture = model.encode("and say:"), model.open_picture(png(photo(40, 40)))
+    length, places = index.places(said, 4)
+    assert length and index.places([*picture.tiles[0].ids, *said], 4) == (length, places)
+    assert index.places(picture.tiles[0].ids, 4) == (0, [])

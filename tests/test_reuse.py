@@ -369,9 +369,13 @@ def test_a_baked_prefix_that_was_changed_is_refused(own_bundle: Path, bundle: Pa
         edgekv.load(other)
 
 
-def test_retention_reaches_the_store(model: edgekv.Model, text: list[int]) -> None:
+@pytest.mark.parametrize("sequence", [None, 77])
+@pytest.mark.parametrize("times", [1, 2])
+def test_retention_reaches_the_store(model: edgekv.Model, text: list[int], sequence: int | None, times: int) -> None:
+    """Also of a prompt that comes again, whose rows the sequence still has."""
     policy = RetentionPolicy((TokenRangeRetentionConfig(0, 32, 90),), decode_retention_priority=10)
-    list(model.generate(text[:40], 12, cache_salt="retained", retention=policy))
+    for _ in range(times):
+        list(model.generate(text[:40], 12, sequence=sequence, cache_salt="retained", retention=policy))
     store = model.prefix_store
     assert store is not None
     blocks = {each.link.parent: each for each in store._memory}

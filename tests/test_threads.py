@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -203,3 +204,26 @@ def test_a_scoring_that_is_dropped_half_read_keeps_nobody_waiting(small_export: 
     gc.collect()
     thread.join(PATIENCE_S)
     assert len(theirs) == 2
+
+
+def test_a_closed_model_names_itself_where_its_caches_were(small_export: Path) -> None:
+    with edgekv.load(small_export, threads=1, verify=False) as model:
+        before = model.is_reproducible, model.verify_rows
+    for name in ("cache", "session", "sequences", "prefix_store", "draft_model", "batch"):
+        with pytest.raises(UsageError, match="model: got a closed model"):
+            getattr(model, name)
+    assert (model.is_reproducible, model.verify_rows) == before and model.encode("x")
+
+
+def test_a_closed_model_keeps_no_memory_for_those_who_still_hold_it(small_export: Path) -> None:
+    model = edgekv.load(small_export, threads=1, verify=False)
+    generation = model.generate([5, 6, 7], 4, sequence=3)
+    assert len(list(generation)) == 4
+    held = [
+        ref(each) for each in (model.session.cache, model.sequences.get_or_create(3).cache, *model.engine.graphs.loaded)
+    ]
+    assert len(held) > 3
+    model.close()
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+    assert generation.stats.generated_tokens == 4

@@ -65,7 +65,7 @@ class StateDrafter(ModelDrafter):
     session: Session | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CacheDraftModel:
     """A drafter's bundle on an engine. It has no cache of its own. Not thread-safe.
 
@@ -85,6 +85,10 @@ class CacheDraftModel:
 
     def close(self) -> None:
         """Free its graphs. Closing twice is harmless."""
+        self._loaded.clear()
+
+    def forget(self) -> None:
+        """Let the target's cache go, which its graphs are bound to: they are loaded again when they are needed."""
         self._loaded.clear()
 
     @property

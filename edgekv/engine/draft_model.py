@@ -22,7 +22,7 @@ _SAMPLES = 15
 _FIX = "Give a bundle of the same family, such as a smaller model with the same tokenizer.json."
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class DraftModel:
     """What a model offers to others that it drafts for. Not thread-safe.
 
@@ -59,6 +59,15 @@ class DraftModel:
             fix = "Load it with the policy fail."
             raise UsageError(name, got="a context policy that drops tokens", expected="the policy fail", fix=fix)
 
+    def forget(self) -> None:
+        """Free the caches of the texts that it drafted for, but its own, which is emptied. None if it was closed."""
+        ids, self._ids = self._ids, [None]
+        if not self.pool.is_closed:
+            for each in ids:
+                if each is not None:
+                    self.pool.free(each)
+            self.pool.own.reset()
+
     def drafter(self, vocab: int) -> BundleDrafter:
         """What drafts for one text; see `BundleDrafter`."""
         return BundleDrafter(self, vocab)
@@ -68,7 +77,12 @@ class DraftModel:
 
         If none does: an empty or a new one while there are fewer than four and memory for it, else the one that was
         not used for the longest time.
+
+        Raises:
+            UsageError: the model was closed.
         """
+        if self.pool.is_closed:
+            raise UsageError("draft", got="a closed model", expected="an open one", fix="Load the bundle again.")
         held = {each: session for each in self._ids if (session := self.pool.touch(each)) is not None}
         chosen = self._holder(held, tokens)
         self._ids = [*(each for each in held if each != chosen), chosen]

@@ -53,6 +53,8 @@ class Engine:
         waiting: added and not begun, in the order of their arrival.
         running: begun and not ended.
         used_batch: `batch`, once it was needed.
+        verify_rows: tokens per inference of the graphs that check drafts, ascending.
+        is_reproducible: whether a prompt has the same answer whatever is cached of it.
         shares_passes: whether a pass of `step` advances all sequences that have room in it.
     """
 
@@ -97,6 +99,8 @@ class Engine:
             only_chains = "layers with gated delta rules, whose tokens follow each other"
         takes_drafts = invariance != "unequal"
         self.target = DraftTarget(self.draft_model, self.name, verify, spec.vocab, takes_drafts, only_chains)
+        self.verify_rows = verify
+        self.is_reproducible = self.window > 0 or graphs.batch_invariance == "equal"
         self.most_sequences = MOST_SEQUENCES
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -125,12 +129,11 @@ class Engine:
         if self._store is not None:
             self._store.close()
         self.used_batch = None
+        # What a caller still holds, such as a generation for its statistics, keeps no memory.
+        self.target.close()
+        self.graphs.close()
+        self.pool.close()
         del self.graphs, self.pool, self.draft_model, self.target, self._resources, self._store
-
-    @property
-    def is_reproducible(self) -> bool:
-        """Whether a prompt has the same answer whatever is cached of it."""
-        return self.window > 0 or self.graphs.batch_invariance == "equal"
 
     @property
     def prefix_store(self) -> PrefixStore | None:
@@ -209,7 +212,7 @@ class Engine:
             return Sequence(request, self._resources, adapter)
         if request.pictures:
             check_pictured(request)
-        prefixes = open_prefixes(self._store, request.salt, request.retention, key)
+        prefixes = open_prefixes(self._store, request.salt, request.retention, key, len(request.tokens))
         if isinstance(params, BeamParams):
             check_beams(manifest, self.caches, request)
             sequence = Sequence(request, self._resources, adapter, prefixes)

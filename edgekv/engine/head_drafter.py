@@ -63,7 +63,7 @@ class HeadRows:
         return stop
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class HeadDraftModel:
     """The bundle of a head on an engine, with a cache for each text of its target. Not thread-safe.
 
@@ -87,6 +87,10 @@ class HeadDraftModel:
         """Free its graphs and caches. Closing twice is harmless."""
         self._loaded = None
         self._rows.clear()
+
+    def forget(self) -> None:
+        """Free the caches of the target's texts, and the graphs that are bound to one of them."""
+        self.close()
 
     @property
     def draft_model(self) -> HeadDraftModel:

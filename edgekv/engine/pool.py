@@ -77,6 +77,7 @@ class SessionPool:
     Attributes:
         own: the session of calls without an id, and of all steps that recompute a sequence.
         mode: the cache mode, which includes the budget.
+        is_closed: whether its sessions were let go.
     """
 
     def __init__(
@@ -101,11 +102,19 @@ class SessionPool:
         self._make_session = make_session
         self._bytes_per_session = self.own.cache.bytes_held
         self._held: dict[int, Session] = {}  # least recently used first
+        self.is_closed = False
         self._lookups = 0
         self._hits = 0
         self._evictions = 0
         self._taken: dict[int, _Taken] = {}
         self._clock = count(1)
+
+    def close(self) -> None:
+        """Let all sessions go, also its own. Nothing is looked up afterwards."""
+        self.is_closed = True
+        self._held.clear()
+        self._taken.clear()
+        del self.own, self._make_session
 
     def __len__(self) -> int:
         return len(self._held)
@@ -218,7 +227,7 @@ class SessionPool:
         if self.keeps(tokens):
             self.get_or_create(sequence)
         else:
-            self._free(sequence)  # recomputed sequences need no memory
+            self.free(sequence)  # recomputed sequences need no memory
 
     def place(self, sequence: int | None, tokens: int) -> Session:
         """The session for the next step of a sequence of this length.
@@ -273,15 +282,16 @@ class SessionPool:
             UsageError: the id is not a 64-bit integer.
         """
         with self._lock:
-            return self._free(sequence)
+            return self.free(sequence)
 
     def clear(self) -> None:
         """Free all sessions, between two steps."""
         with self._lock:
             for sequence in self.ids:
-                self._free(sequence)
+                self.free(sequence)
 
-    def _free(self, sequence: int) -> bool:
+    def free(self, sequence: int) -> bool:
+        """As `drop`, for a caller that has the lock."""
         _check_id(sequence)
         held = self._held.pop(sequence, None)
         if held is not None:
@@ -309,7 +319,7 @@ class SessionPool:
                 return
             if sequence != in_use:
                 held_bytes -= self._held[sequence].bytes_held
-                self._free(sequence)
+                self.free(sequence)
                 self._evictions += 1
 
 

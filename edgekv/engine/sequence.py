@@ -226,10 +226,10 @@ class Sequence:
     def finish(self) -> None:
         """End it, complete or interrupted: the end of its text is stored in the prefix cache."""
         if self.speculation is not None:
-            self.speculation.end()
+            self.speculation.finish()
         self._keep_last()
         self._settle()
-        session = self.session
+        session, self.session = self.session, None
         if session is None or session.writer is not self:
             return
         session.count()

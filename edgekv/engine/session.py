@@ -98,6 +98,14 @@ class Graphs:
         self._layer_inputs = bundle.layer_inputs()
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 
+    def close(self) -> None:
+        """Free the graphs, that of the vision encoder too, and let the cache go. Nothing is run afterwards."""
+        self._loaded.clear()
+        self._chosen = self._embeddings = None
+        if self.pictures is not None:
+            self.pictures.encoder.close()
+        del self.cache
+
     @property
     def vocab(self) -> int:
         """Number of the logits."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from time import perf_counter_ns
+from typing import Any
+from weakref import WeakSet
 
 from edgekv.draft import (
     AdaptiveDrafter,
@@ -40,6 +42,7 @@ class DraftTarget:
         takes_drafts: whether the engine gives a token the same bits beside drafts as alone.
         only_chains: what does not let drafts branch; empty if they may.
         record: what speculation has measured.
+        drafts: the models that have drafted for it.
     """
 
     model: DraftModel
@@ -49,6 +52,13 @@ class DraftTarget:
     takes_drafts: bool
     only_chains: str
     record: DraftRecord = field(default_factory=DraftRecord)
+    drafts: WeakSet[Any] = field(default_factory=WeakSet)
+
+    def close(self) -> None:
+        """Let models that drafted for it free what they hold for its texts."""
+        for draft in self.drafts:
+            draft.forget()
+        self.drafts.clear()
 
     def check(self, wanted: Speculation) -> None:
         """Refuse what the bundle cannot do.
@@ -105,6 +115,7 @@ class DraftTarget:
             sources.append(CorpusDrafter(wanted.corpus, tree=wanted.tree))
         if wanted.draft is not None and not isinstance(wanted.draft, str):
             drafter: Source = wanted.draft.draft_model.drafter(self.vocab)
+            self.drafts.add(wanted.draft.draft_model)
             sources.append(drafter)
             reader = drafter if isinstance(drafter, StateDrafter) else None
         most = wanted.tokens or self.rows[-1] - 1
@@ -262,6 +273,12 @@ class SpeculationRun:
         """Count a token after the first, and the time to choose it."""
         self._tokens += 1
         self._accept_ns += ns
+
+    def finish(self) -> None:
+        """The text has ended: as `end`, and its session is let go."""
+        self.end()
+        if self.reader is not None:
+            self.reader.session = None
 
     def end(self) -> None:
         """Tell drafter and pacer about the last pass, if they do not know yet."""

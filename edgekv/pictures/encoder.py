@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
-from edgekv.errors import EngineError
+from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import aligned_zeros
 from edgekv.pictures.patches import patches_of
 from edgekv.runtime.binding import Binding
@@ -32,6 +32,7 @@ class PictureEncoder:
         self._engine = engine
         self._embedding = bundle.manifest.encodings["embedding"]
         self._binding: Binding | None = None
+        self._is_closed = False
         self._pixels = self._rows = np.zeros(0)
 
     @property
@@ -39,12 +40,20 @@ class PictureEncoder:
         """The encoder."""
         return self._vision.encoder
 
+    def close(self) -> None:
+        """Free the graph; a later tile is refused."""
+        self._binding, self._is_closed = None, True
+        self._pixels = self._rows = np.zeros(0)
+
     def encode(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
         """The rows of a tile `[image, image, 3]` as decoders read embeddings, `[rows, hidden]`.
 
         Raises:
             EngineError: the engine has no encoders, refused the graph, or failed.
+            UsageError: it was closed.
         """
+        if self._is_closed:
+            raise UsageError("model", got="a closed model", expected="an open one", fix="Load the bundle again.")
         vision = self._vision
         if self._binding is None:
             self._binding = self._bound()

@@ -114,8 +114,8 @@ class Prefixes:
     shared: SharedStore
     salt: str | None
     retention: RetentionPolicy | None
-    adapter: str | None = None
-    _prompt_tokens: int | None = field(default=None, init=False)
+    adapter: str | None
+    prompt_tokens: int
     _seen_tokens: int = field(default=0, init=False)
     _counters: StoreStats = field(default_factory=StoreStats, init=False)
 
@@ -141,8 +141,6 @@ class Prefixes:
         Returns:
             Tokens in the cache now.
         """
-        if self._prompt_tokens is None:
-            self._prompt_tokens = len(tokens)
         if len(tokens) - held < self._store.config.tokens_per_block <= held:
             return held
         with self._counted():
@@ -200,7 +198,7 @@ class Prefixes:
             self._store.insert(
                 tokens[:stable],
                 CacheRows(cache, self._store.groups),
-                prompt_tokens=min(self._prompt_tokens or 0, stable),
+                prompt_tokens=min(self.prompt_tokens, stable),
                 retention=self.retention,
                 salt=self.salt,
                 adapter=self.adapter,
@@ -219,15 +217,26 @@ class Prefixes:
 
 
 def open_prefixes(
-    store: SharedStore | None, salt: str | None, retention: RetentionPolicy | None, adapter: str | None = None
+    store: SharedStore | None,
+    salt: str | None,
+    retention: RetentionPolicy | None,
+    adapter: str | None,
+    prompt_tokens: int,
 ) -> Prefixes | None:
     """The call's use of the prefix cache; None if there is none. Adapters share no prefixes.
+
+    Args:
+        store: the prefix cache.
+        salt: see `Model.generate`.
+        retention: of the call's blocks.
+        adapter: that its rows are computed with.
+        prompt_tokens: tokens of its prompt; priorities of later blocks are those of generated tokens.
 
     Raises:
         UsageError: an empty salt; a salt or a retention policy without a prefix cache.
     """
     if store is not None:
-        return Prefixes(store, salt, retention, adapter)
+        return Prefixes(store, salt, retention, adapter, prompt_tokens)
     if salt is not None or retention is not None:
         found, fix = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
         field = "retention" if salt is None else "cache_salt"
