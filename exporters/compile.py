@@ -35,6 +35,7 @@ from exporters.pipeline.planning import give_bundle, plan_binaries, plan_tflite
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore, store_in
 from exporters.progress import Progress, one_step, silent
+from exporters.targets.capabilities import ENGINE, Capabilities
 
 _PLAIN = RunOptions()
 _RESUMED = RunOptions(resume=True)
@@ -72,7 +73,8 @@ def compile_bundle(
         UsageError: options that are not for compiling, or the device cannot run the bundle, was compiled for before, or
             `per_graph_binaries` does not fit the bundle.
         ServiceError: the scheduler cannot be reached, or vanished.
-        EngineError: the compiler failed, or targeted something else.
+        EngineError: the compiler failed, targeted something else, or would compute a node in float that the export did
+            not allow.
     """
     _check(bundle, device, options, per_graph_binaries)
     target = bundle.path / "compiled" / device.soc
@@ -100,10 +102,14 @@ def compile_bundle(
         inputs = Inputs(store, None, progress)
         inputs.adopt(given, bundle.path)
         run_serial(plan, names, inputs, progress, resume=run.resume)
+    floating = floating_in([read_compiled(store, name) for name in names])
+    ENGINE.check_nodes(bundle, floating)
     with atomic_directory(target, force=force, marker=COMPILED) as folder:
         binaries = take_binaries(names, store, folder, watch)
         with one_step("seal", progress):
-            compiled = write_compiled(folder, device, binaries, compiler, bundle.path / MANIFEST, options)
+            compiled = write_compiled(
+                folder, device, binaries, compiler, bundle.path / MANIFEST, options, floating=floating
+            )
     if run.removes_pieces:
         store.remove([*names, given])
     return compiled
@@ -124,6 +130,8 @@ def _with_found_level(
 
 
 def compile_folder(
+    bundle: Bundle,
+    target: Capabilities,
     sets: Sequence[Mapping[str, Path]],
     device: Device,
     folder: Path,
@@ -135,6 +143,8 @@ def compile_folder(
     """Compile graphs that a target has written; binaries that an interrupted run has finished are taken.
 
     Args:
+        bundle: the source of the graphs.
+        target: of the graphs.
         sets: the ONNX files of each binary by name, in one folder, over the same weights.
         device: the chip, which is read back from every binary.
         folder: receives the binaries and their wrappers.
@@ -146,7 +156,7 @@ def compile_folder(
         The binaries, with the float nodes of each file.
 
     Raises:
-        EngineError: the compiler failed, or targeted something else.
+        EngineError: the compiler failed, targeted something else, or would compute a node in float.
     """
     plan, store = Plan(), open_store(run)
     inputs, names, compiler = Inputs(store, None, progress), list[str](), qnn.compiler()
@@ -160,11 +170,17 @@ def compile_folder(
         inputs.adopt(given, source)
         names += plan_binaries(plan, given, [models], device, compiler, COMPILER_DEFAULTS, prefix)
     run_serial(plan, names, inputs, progress, resume=run.resume)
-    take_binaries(names, store, folder)
     binaries = [read_compiled(store, name) for name in names]
+    target.check_nodes(bundle, floating_in(binaries))
+    take_binaries(names, store, folder)
     if run.removes_pieces:
         store.remove(names)
     return binaries
+
+
+def floating_in(binaries: Sequence[Compiled]) -> list[str]:
+    """The nodes in binaries that compute in float, each once: a graph may be in two."""
+    return [*dict.fromkeys(node for each in binaries for nodes in each.floating.values() for node in nodes)]
 
 
 def _check(bundle: Bundle, device: Device, options: HtpOptions, per_graph_binaries: bool | None) -> None:
@@ -197,8 +213,14 @@ def open_store(run: RunOptions) -> PieceStore:
     """The store of a command.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: it cannot be written, or a cache directory was given that nothing is kept in.
     """
-    store = store_in(run.cache_dir) if run.store is None else PieceStore(run.store)
+    if run.store is None:
+        store = store_in(run.cache_dir)
+    else:
+        store = PieceStore(run.store, None if run.cache_dir is None else run.cache_dir / "pieces")
+        if run.cache_dir is not None and not store.is_remote:
+            wanted = "one of them: pieces of a folder are used in place"
+            raise UsageError("--cache-dir", got="it with a folder as --store", expected=wanted, fix="Leave it out.")
     store.check()
     return store

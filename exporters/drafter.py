@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 
@@ -46,16 +46,18 @@ from exporters.checkpoint.rotate import ResidualRotation
 from exporters.graphs.onnx import write_graphs
 from exporters.htp.check import float_verdict, floating_nodes
 from exporters.inspect.evaluate import open_source
-from exporters.options import ExportOptions
+from exporters.options import DEFAULT_RECIPE, ExportOptions
 from exporters.preconditions import check_compiler
 from exporters.progress import Progress, one_step, silent
 from exporters.quantize.calibrate import calibration_windows, read_calibration
-from exporters.quantize.effort import DEFAULT_EFFORT
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.reference import Floats, NumpyOps, Reference, Tensors, Weights
 from exporters.records import recipe_record, source_name, token_record
 from quant import QuantizedWeight, Range
+
+_READ = ("device", "recipe", "calibration", "calibration_tokens", "allow_float", "check_on_htp")
+_TARGETS_OWN = ("context", "ar", "kv_dtype", "state_bits", "key_layout", "max_attention_window", "sink")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,20 +311,27 @@ def _frame(bundle: Bundle, source: Checkpoint) -> Floats:
     return np.asarray(exact / weights, np.float32)
 
 
+def check_given(names: Iterable[str]) -> None:
+    """Refuse fields of `ExportOptions` that change nothing in a drafter.
+
+    Args:
+        names: of those that were given.
+
+    Raises:
+        UsageError: naming the field.
+    """
+    for name in names:
+        if name not in _READ:
+            wanted = "what the target has" if name in _TARGETS_OWN else "a model of its own"
+            fix = "Leave it out, and run edgekv compile on the bundle." if name == "compile" else "Leave it out."
+            field = "--lora-slots" if name == "lora" else name
+            raise UsageError(field, got="it with --draft-for", expected=wanted, fix=fix)
+
+
 def _check(options: ExportOptions) -> None:
     """Refuse options that a drafter's export does not have."""
-    fix = "Leave it out."
-    for option, given in (
-        ("--lora-slots", options.lora is not None),
-        ("--draft-rows", bool(options.draft_rows)),
-        ("--give-hidden", options.give_hidden),
-        ("--target-mb, --max-kl, --target-tokens-per-s", options.allocates),
-        ("--effort", options.effort != DEFAULT_EFFORT),
-        ("--format tflite", options.graph_format != "onnx"),
-        ("--splits, --embedding, --head", any((options.splits, options.embedding, options.head))),
-    ):
-        if given:
-            raise UsageError(option, got="it with --draft-for", expected="a model of its own", fix=fix)
-    if options.compile:
-        fix = "Leave it out, and run edgekv compile on the bundle."
-        raise UsageError("--compile", got="it with --draft-for", expected="a model of its own", fix=fix)
+    usual = ExportOptions(options.device)
+    check_given(each.name for each in fields(options) if getattr(options, each.name) != getattr(usual, each.name))
+    if options.allocates:
+        fix = f"Use --recipe {DEFAULT_RECIPE}."
+        raise UsageError("recipe", got="bits on average with --draft-for", expected="a type for each matrix", fix=fix)

@@ -313,6 +313,13 @@ class ExportOptions:
                 expected="ONNX graphs, which are checked and compiled at once",
                 fix="Leave it out, and run edgekv compile on the bundle.",
             )
+        if self.allow_float and (self.graph_format == "tflite" or not self.check_on_htp):
+            raise UsageError(
+                "--allow-float",
+                got="--format tflite" if self.graph_format == "tflite" else "--skip-htp-check",
+                expected="the HTP compiler's check, which finds such nodes",
+                fix="Leave it out.",
+            )
         if self.graph_format == "tflite" and (self.splits, self.embedding, self.head) not in _TFLITE_SPLITS:
             raise UsageError(
                 "--splits, --embedding, --head",

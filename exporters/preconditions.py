@@ -62,6 +62,9 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         CheckpointError: an adapter to calibrate on does not fit.
     """
     spec = checkpoint.spec
+    if options.state_bits != 16 and not spec.has_states:
+        found, wanted = f"{options.state_bits} for a checkpoint without states", "one with short convolutions"
+        raise UsageError("--state-bits", got=found, expected=wanted, fix="Leave it out.")
     check_cache(spec, options)
     if spec.delta_rule is not None:
         _check_delta_rule(options)

@@ -136,6 +136,7 @@ def write_folder(path: Path, binary: bytes = BINARY, soc: str = "SM8650") -> Pat
         ],
         shared=["shared_qnn.bin"],
         checked=False,
+        floating_nodes=[],
         files={name: FileRecord(bytes=len(each), sha256=sha256(each).hexdigest()) for name, each in contents.items()},
     )
     (path / GENIE_MANIFEST).write_bytes(msgspec.json.encode(manifest))

@@ -294,9 +294,23 @@ def test_an_export_says_what_a_drafter_reads(
         "--max-ram=4GB",
         "--resume",
         "--keep-stages",
+        "--format=tflite",
+        "--calibration-pictures=pictures",
+        "--no-quality-check",
+        "--compile",
+        "--state-bits=8",
+        "--max-attention-window=8",
+        "--give-hidden",
+        "--splits=2",
+        "--head=own",
+        "--max-kl=0.1",
+        "--lora-slots=4",
+        f"--lora={tmp_path}",
     ):
         assert run([*command, "--force", *option.split("=")]) == 2
         assert f"{option.split('=')[0]}: got it with --draft-for" in capsys.readouterr().err
+    assert run([*command, "--force", "--recipe", "front-5"]) == 2
+    assert "--recipe: got bits on average with --draft-for" in capsys.readouterr().err
     assert run(["export", str(checkpoints[1]), "-o", str(tmp_path / "alone"), "--device", "SM8650"]) == 1
     assert "--draft-for" in capsys.readouterr().err and not (tmp_path / "alone").exists()
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from edgekv.bundle import Bundle, Manifest, SinkRecord, open_bundle
-from edgekv.errors import BundleError
+from devices import find
+from edgekv.bundle import Bundle, CompiledManifest, Manifest, SinkRecord, open_bundle
+from edgekv.errors import BundleError, EngineError
 from edgekv.spec.decoder import Convolution
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.compile import compile_bundle
+from exporters.export import export_bundle
+from exporters.graphs.qdq import QdqOps, Tensor
 from exporters.lora.options import LoraOptions
 from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, Capabilities
+from exporters.targets.genai.options import GenaiOptions
+from exporters.targets.genai.write import write_genai
+from exporters.targets.genie.options import GenieOptions
+from exporters.targets.genie.write import write_genie
+from exporters.targets.geniex.write import write_geniex
+from exporters.targets.record import TargetRecord
 from tests.checkpoints import write_checkpoint
-from tests.exports import export_options, exported
+from tests.exports import export_options, exported, small_options
 from tests.pages import ROOT
 from tests.picture_models import write_smolvlm
 
@@ -97,3 +111,39 @@ def test_the_documentation_says_refused_where_a_target_refuses() -> None:
                 assert (cell == "refused") == (columns[title] in REFUSED[what]), (what, title)
                 compared += 1
     assert compared == 18
+
+
+def bare_sigmoid(self: QdqOps, x: Tensor, name: str) -> Tensor:
+    """SiLU without its inner quantization: the compiler computes it in float."""
+    self._nodes.node("Sigmoid", [x.name], [self._nodes.unique(name)])
+    return Tensor(name, self._encodings[name])
+
+
+@pytest.mark.htp
+def test_every_target_refuses_float_nodes_that_the_export_did_not_allow_and_records_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundle was not checked, or for another chip."""
+    monkeypatch.setattr(QdqOps, "sigmoid", bare_sigmoid)
+    device, checkpoint = find("SM8650"), Checkpoint.open(str(write_checkpoint(tmp_path / "checkpoint")))
+    given = small_options("w8a16", context=64, ar=(1, 16), key_layout="columns")
+    export_bundle(checkpoint, tmp_path / "unchecked", replace(given, check_on_htp=False))
+    export_bundle(checkpoint, tmp_path / "allowed", replace(given, check_on_htp=True, allow_float=True))
+    genie = GenieOptions(check=False, per_graph_binaries=False)
+
+    def written(bundle: Bundle) -> Iterator[Callable[[], CompiledManifest | TargetRecord]]:
+        yield lambda: compile_bundle(bundle, device, per_graph_binaries=False)
+        yield lambda: write_genie(bundle, tmp_path / "genie", genie)
+        yield lambda: write_geniex(bundle, tmp_path / "geniex", genie)
+        yield lambda: write_genai(bundle, tmp_path / "genai", GenaiOptions(device, pad_token=5, check=False))
+
+    for write in written(open_bundle(tmp_path / "unchecked")):
+        with pytest.raises(
+            EngineError, match=r"float check .* nodes that compute in float, the first: .*--allow-float"
+        ):
+            write()
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "unchecked", "allowed"}
+    assert not [*(tmp_path / "unchecked").glob("compiled/*")]
+    for write in written(open_bundle(tmp_path / "allowed")):
+        nodes = write().floating_nodes
+        assert nodes and all("igmoid" in node or "ar1" in node or "ar16" in node for node in nodes)

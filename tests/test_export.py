@@ -250,6 +250,27 @@ def float_model(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--allow-float", "--skip-htp-check"],
+            "--allow-float: got --skip-htp-check; expected the HTP compiler's check",
+        ),
+        (["--allow-float", "--format", "tflite"], "--allow-float: got --format tflite; expected the HTP compiler's"),
+        (["--skip-htp-check", "--cache-dir", "a", "--store", "b"], "--cache-dir: got it with a folder as --store"),
+        (["--skip-htp-check", "--state-bits", "8"], "--state-bits: got 8 for a checkpoint without states"),
+        (["--skip-htp-check", "--calibration-pictures", "."], "--calibration-pictures: got"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(tmp_path, monkeypatch, capsys, words, said):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    monkeypatch.chdir(tmp_path)
+    command = ["export", str(checkpoint), "-o", "bundle", "--device", "SM8650", "--context", "64", "--ar", "1,16"]
+    assert run([*command, *words]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "bundle").exists()
+
+
 @pytest.mark.htp
 def test_the_float_check_names_the_node(tmp_path):
     (found, *_) = [node for node in floating_nodes([float_model(tmp_path / "silu.onnx")], DEVICE) if "gate" in node]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -168,11 +171,28 @@ def test_eval_prints_layers_and_writes_the_recipe(four_bits: Path, tmp_path: Pat
     assert {rule.dtype for rule in rules[-len(promoted) :]} == {"int8"}
 
 
+def test_layers_of_a_bundle_where_nothing_can_be_written(four_bits: Path, tmp_path: Path) -> None:
+    """A file system that is mounted to be read: the temporary directory takes what is beside the bundle else."""
+    place, text = tmp_path / "read-only", tmp_path / "text"
+    place.mkdir()
+    text.write_text(TEXT)
+    words = [sys.executable, "-m", "edgekv", "eval", str(place / four_bits.name), "--text", str(text), "--tokens", "63"]
+    words += ["--layers", "--quiet", "--checkpoint", open_bundle(four_bits).manifest.source.checkpoint]
+    mounted = 'mount --bind "$1" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, "sh", str(four_bits.parent), str(place)]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("this system gives no mounts of one's own")
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in four_bits.parent.iterdir() if path.name.startswith(".edgekv")]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--suggest-recipe", "more.txt"], "more.txt: got a name without .json"),
         (["--suggest-recipe", "nowhere/more.json"], "no such folder"),
+        (["--size-budget", "1.1x"], "--size-budget: got it alone; expected --suggest-recipe"),
         (["--suggest-recipe", "more.json", "--size-budget", "much"], "--size-budget: got 'much'"),
         (["--suggest-recipe", "more.json", "--size-budget", "nanx"], "--size-budget: got 'nanx'"),
         (["--suggest-recipe", "more.json", "--size-budget", "1000"], "which give one matrix 8 bits"),

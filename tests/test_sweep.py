@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from devices import find
+from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from edgekv.errors import BundleError, CheckpointError, ServiceError, UsageError
+from edgekv.errors import BundleError, CheckpointError, EngineError, ServiceError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import RunOptions, export_bundle
 from exporters.options import LOCAL, Cluster, ExportOptions
@@ -26,7 +27,7 @@ from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
 from exporters.pipeline.planning import give_text
 from exporters.pipeline.quality import Text
-from exporters.pipeline.store import PieceStore, store_in
+from exporters.pipeline.store import PieceRecord, PieceStore, store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import find_recipe
 from exporters.sweep.combination import Combination, combinations
@@ -106,6 +107,25 @@ def test_speed_is_an_axis_of_the_page(checkpoint: Path, tmp_path: Path, monkeypa
         assert (span is None) == (each.device == "SM8450")
         if span is not None:
             assert f"{span[0]:,.0f} tokens/s simulated" in page and span[0] == span[1] > 0
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+def test_allowed_float_nodes_are_in_the_bundles(checkpoint, tmp_path, monkeypatch):
+    """A check that found a node: its piece is changed in the store."""
+    monkeypatch.setitem(globals(), "COMMON", replace(COMMON, check_on_htp=True))
+    (given,) = wanted()[:1]
+    swept(tmp_path, checkpoint, [given])
+    for record in (tmp_path / "pieces").glob("*/piece.json"):
+        if (found := msgspec.json.decode(record.read_bytes(), type=PieceRecord)).kind == "check":
+            found = PieceRecord.of(tmp_path / "empty", found.name, "check", 0.0, ["ar1: a node"])
+            record.write_bytes(msgspec.json.encode(found))
+    with pytest.raises(EngineError, match="nodes that compute in float, the first: ar1: a node"):
+        swept(tmp_path, checkpoint, [given])
+    monkeypatch.setitem(globals(), "COMMON", replace(COMMON, check_on_htp=True, allow_float=True))
+    (result,) = swept(tmp_path, checkpoint, [given]).results
+    manifest = open_bundle(Path(result.bundle)).manifest
+    assert manifest.htp_check == "float-allowed" and {*manifest.floating_nodes} == {"ar1: a node"}
 
 
 @pytest.mark.slow

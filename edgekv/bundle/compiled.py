@@ -47,6 +47,7 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         bundle_sha256: hash of the bundle's manifest, so that binaries of another export are not used.
         binaries: those of the first part of all graphs, then of the second, and so on. For each part: one binary per
             graph, if requested, then one in which all graphs share their weights.
+        floating_nodes: QNN nodes that run in float, empty unless they were allowed, and for `.tflite` files.
         files: size and hash of every file.
     """
 
@@ -57,6 +58,7 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     compiler: str
     bundle_sha256: str
     binaries: list[CompiledBinary]
+    floating_nodes: list[str]
     files: dict[str, FileRecord]
 
 

@@ -108,3 +108,5 @@ def show_compiled(folder: Path, compiled: CompiledManifest, peaks: Mapping[str, 
         level = "" if binary.optimization is None else f", optimization level {binary.optimization}"
         peak = f"; compiled in {peaks[binary.file] / 1e9:.2f} GB of RAM" if binary.file in peaks else ""
         click.echo(f"  {binary.file}: {size:.2f} MB, {held}{', '.join(binary.wrappers)}{level}{peak}")
+    if compiled.floating_nodes:
+        click.echo(f"  {len(compiled.floating_nodes)} nodes compute in float")

@@ -18,6 +18,8 @@ from edgekv.text_file import read_text_file
 from exporters.cli.common import CheckpointOption, MovedAdapters, TextOption
 from exporters.progress import progress_bars
 
+_BUDGET = "1.2x"
+
 
 @command
 def eval_(
@@ -41,9 +43,13 @@ def eval_(
         Option("Write a recipe file (.json) that gives int8 to the matrices that gain most.", group="Reports"),
     ] = None,
     size_budget: Annotated[
-        str,
-        Option("Size limit of the weights for --suggest-recipe: a factor such as 1.2x, or bytes.", group="Reports"),
-    ] = "1.2x",
+        str | None,
+        Option(
+            "Size limit of the weights for --suggest-recipe: a factor such as 1.2x, or bytes.",
+            shown=_BUDGET,
+            group="Reports",
+        ),
+    ] = None,
     html: Annotated[
         Path | None,
         Option("Write a page with charts (.html): --layers, ranges, sizes and the cache.", group="Reports"),
@@ -71,7 +77,10 @@ def eval_(
     from exporters.quantize.reference import Reference
 
     content = read_text_file(text, "--text")
-    budget = parse_budget("--size-budget", size_budget)
+    if size_budget is not None and suggest_recipe is None:
+        wanted, fix = "--suggest-recipe, whose recipe it limits", "Leave it out, or add --suggest-recipe FILE.json."
+        raise UsageError("--size-budget", got="it alone", expected=wanted, fix=fix)
+    budget = parse_budget("--size-budget", size_budget or _BUDGET)
     if suggest_recipe is not None:
         check_recipe_path(suggest_recipe)
     if html is not None:

@@ -117,9 +117,6 @@ def export(
     click.echo(next_line(target, manifest, is_compiled=options.compile))
 
 
-_TARGETS_OWN = ("context", "ar", "kv_dtype", "state_bits", "key_layout", "max_attention_window", "sink")
-"""Options that the target has decided."""
-
 _OF_PIECES = {
     "max_ram_bytes": "--max-ram",
     "cache_dir": "--cache-dir",
@@ -144,11 +141,11 @@ def _export_drafter(
 ) -> None:
     from edgekv.bundle import open_bundle
     from exporters.cli.exported import drafter_lines
-    from exporters.drafter import Drafter, export_drafter
+    from exporters.drafter import Drafter, check_given, export_drafter
 
-    if wrong := [name for name in _TARGETS_OWN if name in given] or (["lora"] if lora else []):
-        option = {"kv_dtype": "--kv"}.get(wrong[0], f"--{wrong[0].replace('_', '-')}")
-        raise UsageError(option, got="it with --draft-for", expected="what the target has", fix="Leave it out.")
+    if lora:
+        raise UsageError("lora", got="it with --draft-for", expected="what the target has", fix="Leave it out.")
+    check_given(given)
     usual = RunOptions()
     for name, option in _OF_PIECES.items():
         if getattr(run, name) != getattr(usual, name):

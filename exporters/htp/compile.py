@@ -38,6 +38,8 @@ def write_compiled(
     compiler: str,
     manifest: Path,
     options: HtpOptions = COMPILER_DEFAULTS,
+    *,
+    floating: Sequence[str] = (),
 ) -> CompiledManifest:
     """Write `compiled.json` beside the binaries of the bundle that has this manifest."""
     compiled = CompiledManifest(
@@ -48,6 +50,7 @@ def write_compiled(
         compiler=compiler,
         bundle_sha256=sha256_of(manifest),
         binaries=list(binaries),
+        floating_nodes=list(floating),
         files=record_files(folder),
     )
     (folder / COMPILED).write_bytes(readable_json(compiled))

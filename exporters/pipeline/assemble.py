@@ -78,7 +78,8 @@ def assemble(
             compiled = folder / "compiled" / device.soc
             compiled.mkdir(parents=True)
             take_binaries(exported.binaries, store, compiled, watch)
-            write_compiled(compiled, device, [_plain(each) for each in binaries], qnn.compiler(), folder / MANIFEST)
+            plain = [_plain(each) for each in binaries]
+            write_compiled(compiled, device, plain, qnn.compiler(), folder / MANIFEST, floating=nodes)
     return changed
 
 

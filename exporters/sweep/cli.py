@@ -125,7 +125,10 @@ def sweep(
     axes: Annotated[Axes, OptionGroup("Combinations")],
     output: Output,
     common: Annotated[Given[ExportOptions], OptionGroup("Exports", only=_COMMON)] = NOTHING,
-    compiles: Annotated[bool, Option("Also write context binaries.", "--compile/--no-compile")] = True,
+    compiles: Annotated[
+        bool | None,
+        Option("Also write context binaries.", "--compile/--no-compile", shown="yes, without --skip-htp-check"),
+    ] = None,
     cluster: Annotated[Cluster, OptionGroup("Run")] = _LOCAL,
     tokens: Annotated[int, Option("Maximum number of tokens to evaluate.", least=1)] = 4096,
     options: Annotated[SweepOptions, OptionGroup("Options")] = _DEFAULTS,
@@ -136,10 +139,10 @@ def sweep(
     from exporters.sweep.page import write_page
     from exporters.sweep.sweep import run_sweep
 
-    checked = common.get("check_on_htp", True)
+    compiles = common.get("check_on_htp", True) if compiles is None else compiles
     if (calibration := common.get("calibration")) is not None:
         common["calibration"] = calibration.absolute()
-    template = ExportOptions(**{"device": axes.devices[0], "compile": compiles and checked, **common})
+    template = ExportOptions(**{"device": axes.devices[0], "compile": compiles, **common})
     wanted = combinations(axes.recipes, axes.kv, axes.devices, axes.contexts, axes.splits, axes.rotations)
     content = read_text_file(text, "--text")
     _make_folder(folder)

@@ -168,7 +168,8 @@ def _finished(
     combination, quality = member.combination, member.exported.quality
     assert quality is not None, "a sweep measures layers"
     bundle = folder / "bundles" / combination.name
-    manifest = assemble(member.exported, combination.device, store, bundle, force=True)
+    allow_float = template.allow_float
+    manifest = assemble(member.exported, combination.device, store, bundle, force=True, allow_float=allow_float)
     if combination.rotation is not None:
         recipes = folder / "recipes"
         recipes.mkdir(parents=True, exist_ok=True)

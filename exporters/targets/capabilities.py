@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgekv.bundle import Bundle, Manifest
-from edgekv.errors import BundleError
+from edgekv.errors import BundleError, EngineError
 from edgekv.spec.geometry import KvDtype
 
 
@@ -55,6 +55,24 @@ class Capabilities:
         """
         for field, got, expected, fix in self._obstacles(bundle.manifest):
             raise BundleError(f"bundle {bundle.path}: {field}", got=got, expected=expected, fix=fix)
+
+    def check_nodes(self, bundle: Bundle, floating: Sequence[str]) -> None:
+        """Refuse compiled graphs that compute in float, unless the bundle was exported with `--allow-float`.
+
+        Args:
+            bundle: their source.
+            floating: the nodes of the compiled graphs that compute in float.
+
+        Raises:
+            EngineError: naming the nodes.
+        """
+        if floating and bundle.manifest.htp_check != "float-allowed":
+            raise EngineError(
+                f"float check of the graphs for {self.reader}",
+                got=f"{len(floating)} nodes that compute in float, the first: {', '.join(floating[:3])}",
+                expected="integers only, as in the bundle",
+                fix="Report this model, or export it for this chip with --allow-float to accept the slow nodes.",
+            )
 
     def _obstacles(self, manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
         """Field, what was found, what is wanted, and the fix."""
@@ -130,6 +148,7 @@ ONNX = Capabilities(
     pictures=True,
     hidden=True,
 )
+ENGINE = replace(ONNX, reader="edgekv's engine htp")
 GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True, layer_inputs=True, pictures=True)
 GENIEX = replace(
     GENIE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,6 +28,8 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bundle_sha256: hash of the source bundle's manifest.
         soc: part number of the chip that the binaries target; null for graphs that are not compiled.
         checked: whether the graphs were proven to give what the bundle's give.
+        floating_nodes: QNN nodes of the binaries that run in float, empty unless the bundle's export allowed them; null
+            if nobody looked.
         files: size and hash of every other file.
     """
 
@@ -35,6 +38,7 @@ class TargetRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     bundle_sha256: str
     soc: str | None
     checked: bool
+    floating_nodes: list[str] | None
     files: dict[str, FileRecord]
 
 
@@ -42,7 +46,15 @@ R = TypeVar("R", bound=TargetRecord)
 
 
 def write_record(
-    kind: type[R], folder: Path, name: str, bundle: Bundle, *, soc: str | None, checked: bool, **fields: Any
+    kind: type[R],
+    folder: Path,
+    name: str,
+    bundle: Bundle,
+    *,
+    soc: str | None,
+    checked: bool,
+    floating: Sequence[str] | None = None,
+    **fields: Any,
 ) -> R:
     """Record all files of a folder in a further one.
 
@@ -53,6 +65,7 @@ def write_record(
         bundle: the source.
         soc: see `TargetRecord`.
         checked: see `TargetRecord`.
+        floating: nodes of binaries that run in float; None if nobody looked.
         fields: those of `kind`.
     """
     record = kind(
@@ -60,6 +73,7 @@ def write_record(
         bundle_sha256=sha256_of(bundle.path / MANIFEST),
         soc=soc,
         checked=checked,
+        floating_nodes=None if floating is None else [*floating],
         files=record_files(folder),
         **fields,
     )

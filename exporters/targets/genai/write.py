@@ -9,9 +9,9 @@ from pathlib import Path
 from devices import Device
 from edgekv.bundle import Bundle, GraphRecord, atomic_directory, readable_json
 from edgekv.engine.sink import read_sink
-from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.errors import BundleError, UsageError
 from edgekv.spec.chat import DEFAULT, read_bundle_templates
-from exporters.compile import compile_folder
+from exporters.compile import compile_folder, floating_in
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
@@ -60,8 +60,10 @@ def write_genai(
             progress("compare", 0, 1)
             prove_integers(bundle, stacked, options.device)
             progress("compare", 1, 1)
+        floating = None
         if options.device:
-            _compile(options.device, [graphs / g.file for g in (decode, prefill)], folder, options, progress)
+            compiled = [graphs / graph.file for graph in (decode, prefill)]
+            floating = _compile(bundle, options.device, compiled, folder, options, progress)
             shutil.rmtree(graphs)
         save_model(position_processor(manifest, decode.context), folder / POSITION_PROCESSOR)
         save_model(dequantizer(manifest), folder / DEQUANTIZER)
@@ -76,6 +78,7 @@ def write_genai(
             bundle,
             soc=options.device.soc if options.device else None,
             checked=options.check,
+            floating=floating,
             context=decode.context,
             window=prefill.ar,
             pad_token=pad_token,
@@ -158,19 +161,14 @@ def stacked_graph(bundle: Bundle, record: GraphRecord) -> QdqOps:
     return build_part(bundle.manifest, record, record.part, form, key_layout="columns")
 
 
-def _compile(device: Device, graphs: Sequence[Path], folder: Path, options: GenaiOptions, progress: Progress) -> None:
-    """Compile; the wrappers of the binaries take the names of the graphs.
+def _compile(
+    bundle: Bundle, device: Device, graphs: Sequence[Path], folder: Path, options: GenaiOptions, progress: Progress
+) -> list[str]:
+    """Compile, and return the float nodes; the wrappers of the binaries take the names of the graphs.
 
     Raises:
         EngineError: the compiler failed, or would compute a node in float.
     """
     together = [graphs] if options.share_weights else [[graph] for graph in graphs]
     sets = [{graph.stem: graph for graph in each} for each in together]
-    binaries = compile_folder(sets, device, folder, progress, prefix="")
-    if found := [node for binary in binaries for nodes in binary.floating.values() for node in nodes]:
-        raise EngineError(
-            "float check",
-            got=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
-            expected="integers only",
-            fix="If the bundle was exported without --allow-float, report this model.",
-        )
+    return floating_in(compile_folder(bundle, GENAI, sets, device, folder, progress, prefix=""))

@@ -9,6 +9,7 @@ from devices import Device
 from edgekv.errors import UsageError
 from edgekv.option import Option, OptionGroup, find_device
 from edgekv.text.params import SamplingParams
+from exporters.targets.capabilities import GENIE, GENIEX, Capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +63,8 @@ class GenieOptions:
                 expected="some for the check: Genie on x86 loads no others",
                 fix="Add --skip-check.",
             )
+
+    @property
+    def target(self) -> Capabilities:
+        """What reads the graphs."""
+        return GENIEX if self.stacked else GENIE

@@ -11,7 +11,6 @@ from edgekv.bundle import Bundle, GraphRecord
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Sink
-from exporters.targets.capabilities import GENIE, GENIEX
 from exporters.targets.genie.options import GenieOptions
 from exporters.targets.graph_names import GraphName
 
@@ -44,7 +43,7 @@ class GeniePlan:
             BundleError: Genie cannot express something of the bundle.
             UsageError: an option does not fit the bundle.
         """
-        (GENIEX if options.stacked else GENIE).check(bundle)
+        options.target.check(bundle)
         manifest, sink = bundle.manifest, read_sink(bundle)
         device = find(manifest.device)
         if options.device not in (None, device):

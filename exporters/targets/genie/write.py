@@ -24,11 +24,12 @@ from edgekv.bundle import (
 from edgekv.runtime import HtpEngine
 from edgekv.scratch import scratch_folder
 from edgekv.spec import PIXELS_PORT
-from exporters.compile import compile_folder
+from exporters.compile import compile_folder, floating_in
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm
 from exporters.htp.compile import binary_sets
 from exporters.progress import Progress, silent
+from exporters.targets.capabilities import GENIE
 from exporters.targets.genie.adapters import reads_adapters, write_adapters
 from exporters.targets.genie.config import (
     CONFIG,
@@ -105,9 +106,9 @@ def write_genie(
             for name, graph in plan.named(part)
         }
         adapters = write_adapters(bundle, folder)
-        binaries = compile_folder(
-            binary_sets(parts, per_graph_binaries=options.per_graph_binaries), plan.device, folder, progress
-        )
+        sets = binary_sets(parts, per_graph_binaries=options.per_graph_binaries)
+        binaries = compile_folder(bundle, options.target, sets, plan.device, folder, progress)
+        floating = floating_in(binaries)
         named = {
             name: full
             for binary in binaries
@@ -136,7 +137,8 @@ def write_genie(
         vision = _vision(bundle)
         if vision is not None:
             _write_nodes(folder, config, TEXT_NODE, IMAGE_NODE, GENERATOR_NODE)
-            encoder = _compile_encoder(bundle, plan, folder, scratch, progress)
+            encoder, nodes = _compile_encoder(bundle, plan, folder, scratch, progress)
+            floating += nodes
         if shared:
             with_weights_once = write_config(SHARED_CONFIG, shared)
             if vision is not None:
@@ -172,6 +174,7 @@ def write_genie(
             bundle,
             soc=plan.device.soc,
             checked=options.check,
+            floating=floating,
             arch=plan.device.arch,
             compiler=qnn.compiler(),
             context=plan.context,
@@ -200,14 +203,14 @@ def _write_nodes(folder: Path, config: GenieConfig, *names: str) -> None:
 
 def _compile_encoder(
     bundle: Bundle, plan: GeniePlan, folder: Path, scratch: Path, progress: Progress
-) -> dict[Path, Path]:
-    """Write the binary of the vision encoder; answers its wrapper, by the bundle's graph."""
+) -> tuple[dict[Path, Path], list[str]]:
+    """Write the binary of the vision encoder; answers its wrapper, by the bundle's graph, and its float nodes."""
     assert bundle.manifest.vision is not None, "it has one"
     graph, compiled = bundle.path / bundle.manifest.vision.file, scratch / "encoder"
     compiled.mkdir()
-    (binary,) = compile_folder([{ENCODER: graph}], plan.device, compiled, progress)
+    (binary,) = compile_folder(bundle, GENIE, [{ENCODER: graph}], plan.device, compiled, progress)
     shutil.copyfile(compiled / binary.file, folder / ENCODER_BINARY)
-    return {graph: compiled / binary.wrappers[ENCODER]}
+    return {graph: compiled / binary.wrappers[ENCODER]}, floating_in([binary])
 
 
 def _write_table(table: EmbeddingTable, path: Path) -> None:

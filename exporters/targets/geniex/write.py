@@ -84,6 +84,7 @@ def write_geniex(
             bundle,
             soc=written.soc,
             checked=written.checked,
+            floating=written.floating_nodes,
             arch=written.arch,
             compiler=written.compiler,
             read=loaded,
