@@ -29,6 +29,7 @@ from benchmarks.agreement import Agreement, agreement, agreement_table
 from benchmarks.find_gguf import find_gguf
 from benchmarks.reference_cache import CachedReference
 from devices import find
+from docs.results import read
 from edgekv.bundle import open_bundle
 from edgekv.errors import EdgeKVError, UsageError
 from edgekv.text_file import read_text_file
@@ -60,11 +61,7 @@ class Goal:
 
 
 GOALS = {
-    "w8a16:u8": Goal(1.002, 0.0015, 0.975),
-    "w8a16:s16": Goal(1.001, 0.0005, 0.987),
-    "w4a16-lpbq32-updown8:u8": Goal(1.04, 0.045, 0.87),
-    "w4a16-lpbq64:u8": Goal(1.04, 0.045, 0.87),
-    "w4a16:u8": Goal(1.10, 0.10, 0.82),
+    name: Goal(float(goal.perplexity), float(goal.kl), float(goal.top1) / 100) for name, goal in read().goals.items()
 }
 
 

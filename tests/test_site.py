@@ -11,15 +11,19 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from msgspec import structs
 
+import edgekv
 from docs.drawings.concepts import ALL
 from docs.drawings.svg import Drawing
+from docs.results import MARKED, TABLES, read, rendered
+from docs.results import PAGES as PAGES_OF_RESULTS
 from tests.pages import PAGES, ROOT, name_of
 
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)|src(?:set)?=\"([^\"]+)\"")
 CODE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
-LIMIT, README_LIMIT = 20_000, 900
-"""Words of all pages outside of reference and notebook, and of README."""
+LIMIT, README_LIMIT = 19_520, 900
+"""Words of all pages outside of reference, results and notebook, and of README."""
 
 
 @pytest.mark.slow
@@ -54,8 +58,8 @@ def test_files_that_the_readme_links_to_exist() -> None:
 
 
 def test_guides_are_short() -> None:
-    """Words of tables count, those of code do not; reference and notebook are apart."""
-    pages = [page for page in PAGES if not name_of(page).startswith(("reference/", "notebook/"))]
+    """Words of tables count, those of code do not; reference, results and notebook are apart."""
+    pages = [page for page in PAGES if not name_of(page).startswith(("reference/", "notebook/", "results"))]
     texts = {name_of(page): CODE.sub("", page.read_text("utf-8")) for page in pages}
     words = {name: sum(any(map(str.isalnum, word)) for word in text.split()) for name, text in texts.items()}
     assert sum(words.values()) <= LIMIT, words
@@ -68,3 +72,54 @@ def test_pictures_are_those_that_the_scripts_draw(draw: Callable[[], Drawing]) -
     assert file.read_text("utf-8") == str(draw())
     ElementTree.fromstring(file.read_text("utf-8"))
     assert any(file.name in page.read_text("utf-8") for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES_OF_RESULTS, ids=lambda page: page.stem)
+def test_figures_are_those_of_the_file_of_results(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert rendered(text, read()) == text, "run python -m docs.results"
+
+
+def test_every_figure_of_the_file_of_results_is_stated() -> None:
+    results, named = read(), [{found[1] for found in MARKED.findall(page.read_text())} for page in PAGES_OF_RESULTS]
+    assert named[0] | named[1] == results.facts.keys() | TABLES.keys()
+    assert named[0] & named[1] == results.facts.keys(), "both pages state them"
+    changed = structs.replace(results, facts=dict.fromkeys(results.facts, "another"))
+    assert all(rendered(page.read_text(), changed).count("another<") >= 6 for page in PAGES_OF_RESULTS)
+
+
+def test_missed_goals_are_named() -> None:
+    results = read()
+    for name, goal in results.goals.items():
+        row = results.row(goal.measured)
+        missed = [
+            float(row.perplexity) > float(goal.perplexity),
+            float(row.kl) > float(goal.kl),
+            float(row.top1) < float(goal.top1),
+        ]
+        assert (f"| {name.replace(':', ', ')} |" in (ROOT / "docs" / "results.md").read_text()) == any(missed), name
+
+
+def test_paths_of_this_repository_exist() -> None:
+    """Folders and files that a page names in full."""
+    named = re.compile(r"`((?:docs|edgekv|exporters|tests|models|benchmarks|quant|devices)/[\w/.-]*)`")
+    pages = [*PAGES, *ROOT.glob("*.md")]
+    found = {(page.name, path) for page in pages for path in named.findall(page.read_text("utf-8"))}
+    assert len(found) > 20 and not [each for each in sorted(found) if not (ROOT / each[1]).exists()]
+
+
+def test_all_that_the_package_offers_is_on_the_page_of_python() -> None:
+    listed = re.findall(r"^::: edgekv\.(\w+)$", (ROOT / "docs/reference/python.md").read_text(), re.M)
+    assert {*listed} == {*edgekv.__all__} - {"__version__"}
+
+
+def test_all_files_of_a_bundle_are_on_its_page() -> None:
+    """Names of files that the program has constants for."""
+    page = (ROOT / "docs/reference/bundle.md").read_text()
+    constants = re.compile(r'^_?[A-Z_]+ = "([a-z_]+\.(?:safetensors|json))"$', re.M)
+    folders = ("edgekv/bundle", "edgekv/spec", "exporters/quantize/sink.py", "exporters/lora/base.py")
+    sources = [path for each in folders for path in ((ROOT / each).rglob("*.py") if "." not in each else [ROOT / each])]
+    names = {name for path in sources for name in constants.findall(path.read_text())}
+    assert {"heads.safetensors", "chat_template.json", "lora.safetensors"} <= names
+    kept_elsewhere = {"config.json", "hashes.json", "adapter.json", "adapter.safetensors"}
+    assert not [name for name in sorted(names - kept_elsewhere) if f"`{name}`" not in page]
