@@ -1,13 +1,20 @@
 """Defaults of options from a file."""
 
+import datetime
 import json
+import math
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from edgekv.cli import run
+from edgekv.cli.commands import find_commands
+from edgekv.cli.config_file import _options
+from edgekv.errors import UsageError
 
 
 def config(folder: Path, text: str) -> str:
@@ -108,3 +115,34 @@ def test_lists_stand_for_texts_with_commas(bundle: Path, tmp_path: Path, capsys)
 def test_a_file_that_is_not_there_is_named(bundle: Path, tmp_path: Path, capsys) -> None:
     assert run(["--config", str(tmp_path / "none.toml"), "size", str(bundle)]) == 2
     assert "none.toml: got No such file" in capsys.readouterr().err
+
+
+def _commands(command: click.Command) -> Iterator[click.Command]:
+    if not isinstance(command, click.Group):
+        yield command
+        return
+    for name in command.list_commands(click.Context(command)):
+        within = command.get_command(click.Context(command), name)
+        assert within is not None
+        yield from _commands(within)
+
+
+def test_no_value_of_any_option_is_a_bug() -> None:
+    """A value is refused by the name of its key, or means what a word of the command line means."""
+    values = [True, False, 3, 3.5, -1, "text", "", [], [1], [True], ["a", {}], {}, datetime.date(1979, 5, 27), math.nan]
+    for entry in find_commands().values():
+        for command in _commands(entry.load()):
+            for option in command.params:
+                if not isinstance(option, click.Option):
+                    continue
+                key = max(option.opts, key=len).lstrip("-")
+                for value in values:
+                    try:
+                        found = _options("file", {key: value}, command)
+                    except UsageError as error:
+                        assert error.field.startswith(f"file: {key}")
+                        continue
+                    (taken,) = found.values() if found else [False]
+                    words = taken if isinstance(taken, list) else [taken]
+                    assert all(isinstance(word, str) for word in words) or isinstance(taken, bool)
+                    assert option.is_flag == isinstance(value, bool), (command.name, key, value)

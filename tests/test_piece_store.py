@@ -21,6 +21,7 @@ from exporters.pipeline.pieces import read_compiled, read_manifest
 from exporters.pipeline.store import MissingPieceError, PieceStore
 from tests.folders import contents
 from tests.machines import WAIT_S
+from tests.processes import left_by_a_killed_process
 
 
 def test_a_piece_is_complete_or_not_there(tmp_path):
@@ -86,6 +87,18 @@ def test_a_piece_that_is_damaged_at_its_url_is_made_again(tmp_path):
         there.path("key")
     there.make("key", "test", lambda folder: (folder / "file").write_text("right"))
     assert (PieceStore(url, tmp_path / "third").path("key") / "file").read_text() == "right"
+
+
+def test_half_written_pieces_of_killed_processes_alone_are_removed(tmp_path):
+    store, left = PieceStore(str(tmp_path)), left_by_a_killed_process(tmp_path, ".partial")
+
+    def work(folder: Path) -> None:
+        (folder / "half").touch()
+        PieceStore(str(tmp_path)).check()
+        assert (folder / "half").exists() and not left.exists()
+
+    store.make("key", "test", work)
+    assert {path.name for path in tmp_path.iterdir()} == {"key", ".reached"}
 
 
 @pytest.mark.parametrize("place", ["folder", "url"])
