@@ -302,6 +302,7 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "evaluated text": (text(content="other text " * 90), {"encode swept", "reference swept", "evaluate", "quality"}),
     "evaluated tokens": (text(tokens=40), {"reference swept", "evaluate", "quality"}),
     "title of the text": (text(title="other"), {"reference swept", "evaluate", "quality"}),
+    "float allowed": (options(allow_float=True), set()),
 }
 
 
