@@ -9,8 +9,9 @@
 `load` opens a bundle (made with `edgekv export`) on an engine and returns a `Model`. `Model.generate` continues a
 prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search,
 `Speculation` for drafts, `Tools` for functions that the model may call. `Conversation` keeps the turns of a chat.
-`Model.score` gives the logits of a text. `HtpOptions` tunes the engine `htp`. Every error is an `EdgeKVError` that
-names what was found, what was expected and the fix. `edgekv --help` lists the commands.
+`Model.score` gives the logits of a text. `HtpOptions` tunes the engine `htp`. `estimate` simulates the speed of a
+bundle on a chip. Every error is an `EdgeKVError` that names what was found, what was expected and the fix.
+`edgekv --help` lists the commands.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from edgekv.errors import EdgeKVError
     from edgekv.loading import load, load_drafter
     from edgekv.model import Model
+    from edgekv.plan.estimate import Estimate, estimate
     from edgekv.runtime import HtpOptions
     from edgekv.text.grammar import Grammar
     from edgekv.text.params import BeamParams, SamplingParams
@@ -36,6 +38,7 @@ __all__ = [
     "BeamParams",
     "Conversation",
     "EdgeKVError",
+    "Estimate",
     "Grammar",
     "HtpOptions",
     "Model",
@@ -43,6 +46,7 @@ __all__ = [
     "Speculation",
     "Tools",
     "__version__",
+    "estimate",
     "load",
     "load_drafter",
 ]
@@ -51,12 +55,14 @@ _HOMES = {
     "BeamParams": "edgekv.text.params",
     "Conversation": "edgekv.conversation",
     "EdgeKVError": "edgekv.errors",
+    "Estimate": "edgekv.plan.estimate",
     "Grammar": "edgekv.text.grammar",
     "HtpOptions": "edgekv.runtime",
     "Model": "edgekv.model",
     "SamplingParams": "edgekv.text.params",
     "Speculation": "edgekv.draft",
     "Tools": "edgekv.text.tools",
+    "estimate": "edgekv.plan.estimate",
     "load": "edgekv.loading",
     "load_drafter": "edgekv.loading",
 }

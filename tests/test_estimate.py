@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import edgekv
 from devices import CATALOGUE, NoProxyError, find, proxies_for
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
@@ -187,3 +190,25 @@ def test_a_plan_simulates_from_the_config_alone(bundle: Path, embedded: Path, tm
 def test_a_recipe_that_follows_the_weights_is_refused(embedded: Path, recipe: str) -> None:
     with pytest.raises(UsageError, match="chooses types by the weights"):
         estimate_config(embedded, find("SM8650"), context=128, recipe=recipe, kv="u8", ar=(1,))
+
+
+@pytest.mark.htp
+def test_a_program_estimates_with_one_call(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `edgekv compile --estimate` says the same of what it has compiled."""
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))
+    found = edgekv.estimate(bundle, "Snapdragon 8 Gen 3")
+    assert found.device == "SM8650" and found.span("decode") is not None
+    copy = shutil.copytree(bundle, tmp_path / "bundle")
+    command = ["compile", str(copy), "--device", "SM8650", "--no-per-graph-binaries", "--estimate", "--json"]
+    assert run(command) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [each["us"] for each in printed["estimate"]["graphs"]] == [each.us for each in found.graphs]
+    assert printed["estimate"]["optimization"] == printed["binaries"][0]["optimization"] == 3
+
+
+def test_a_package_that_is_missing_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
+    with pytest.raises(EngineError, match=r"no estimator.*edgekv\[export,htp\]"):
+        edgekv.estimate(bundle, "SM8650")

@@ -1,7 +1,7 @@
 """Speed on the HTP as Qualcomm's compiler simulates it, and how to find what makes such estimates.
 
 Simulating needs the compiler and builders of graphs, which this package does not: an installed package offers it as an
-entry point of the group `edgekv.estimators`.
+entry points of the group `edgekv.estimators`: `bundle` and `config`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from devices import Device
+from devices import Device, find
 from edgekv.errors import EngineError
 from edgekv.spec import Role
+
+if TYPE_CHECKING:
+    from edgekv.bundle import Bundle
 
 GROUP = "edgekv.estimators"
 EQUAL_SHARE = 0.08
@@ -105,7 +108,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         return (min(found), max(found)) if len(found) == len(speeds) else None
 
 
-class Estimator(Protocol):
+class ConfigEstimator(Protocol):
     """Simulates the graphs that a checkpoint would have, from its `config.json` alone."""
 
     def __call__(
@@ -113,21 +116,50 @@ class Estimator(Protocol):
     ) -> Estimate: ...
 
 
-def find_estimator() -> Estimator:
-    """What an installed package offers.
+class BundleEstimator(Protocol):
+    """Simulates the graphs of a bundle."""
+
+    def __call__(self, bundle: Bundle, device: Device) -> Estimate: ...
+
+
+def estimate(bundle: str | Path, device: str) -> Estimate:
+    """How fast a bundle would be on a chip, as Qualcomm's compiler simulates it. Nothing is measured.
+
+    Args:
+        bundle: its folder.
+        device: part number or name of the chip, such as SM8650.
+
+    Raises:
+        UsageError: no chip that the compiler simulates stands for this one, or the graphs are not for the HTP.
+        BundleError: the bundle is damaged.
+        EngineError: the packages that simulate are not installed, or the compiler failed.
+        devices.UnknownDeviceError: an unknown device.
+    """
+    from edgekv.bundle import open_bundle
+
+    estimator: BundleEstimator = _load("bundle", "estimate")
+    return estimator(open_bundle(Path(bundle)), find(device))
+
+
+def find_estimator() -> ConfigEstimator:
+    """What an installed package offers for a `config.json`.
 
     Raises:
         EngineError: none is installed, or it cannot be imported.
     """
-    points = metadata.entry_points(group=GROUP)
-    fix = 'Install it: pip install "edgekv[export,htp]"'
-    if not points:
-        raise EngineError("--estimate", got="no estimator", expected="the compiler's simulation", fix=fix)
-    try:
-        found: Estimator = next(iter(points)).load()
-    except ImportError as error:
-        raise EngineError("--estimate", got=str(error), expected="the compiler's simulation", fix=fix) from None
+    found: ConfigEstimator = _load("config", "--estimate")
     return found
+
+
+def _load(name: str, field: str) -> Any:
+    fix = 'Install it: pip install "edgekv[export,htp]"'
+    points = metadata.entry_points(group=GROUP, name=name)
+    if not points:
+        raise EngineError(field, got="no estimator", expected="the compiler's simulation", fix=fix)
+    try:
+        return next(iter(points)).load()
+    except ImportError as error:
+        raise EngineError(field, got=str(error), expected="the compiler's simulation", fix=fix) from None
 
 
 def compared(estimate: Estimate, against: Estimate | None) -> Iterator[tuple[GraphEstimate, GraphEstimate | None, str]]:
