@@ -36,7 +36,7 @@ def estimate(
     slices: Annotated[
         bool | None,
         Option(
-            "Compile slices of two layers and the head, and add their times.",
+            "Compile slices of layers and the head, and add their times.",
             "--slices/--no-slices",
             shown="slices from 300 M parameters on",
         ),

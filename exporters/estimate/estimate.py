@@ -90,7 +90,7 @@ class _Binary:
 
     Attributes:
         files: their ONNX files, by the name of the graph that each belongs to.
-        times: how often it runs in a run of these graphs.
+        times: how often its time counts in that of these graphs; see `_slices`.
     """
 
     files: Mapping[str, Path]
@@ -342,7 +342,7 @@ def _simulated(
                 for on, binary, name in planned
                 if on is proxy and graph.name in binary.files
             ]
-            _, most = max(costs, key=lambda each: each[0] * each[1].costs.us)
+            _, most = max(costs, key=lambda each: (len(each[1].schedule.layer()), each[1].costs.us))
             found.append((_summed(graph, proxy, costs), most.schedule.layer()))
     return found
 
@@ -410,32 +410,42 @@ def _whole(bundle: Bundle, graphs: Sequence[GraphRecord]) -> Iterator[_Binary]:
 
 
 def _slices(decoder: _Decoder, folder: Path) -> Iterator[_Binary]:
-    """A binary for each kind of pair of layers, and one for the head; equal ones are compiled once."""
+    """A binary for each kind of pair of layers, one for the last pair with the head; equal ones are compiled once.
+
+    A slice begins and ends with what overlaps with its neighbours in the whole. What each joint saves is known from two
+    pairs and the four layers of both, and counts once for each joint: so the times of binaries may be below 0.
+    """
     layers = decoder.layers
     ranges = [range(at, min(at + _SLICE_LAYERS, layers)) for at in range(0, layers, _SLICE_LAYERS)]
-    kinds, counts = dict[tuple[str, ...], range](), Counter[tuple[str, ...]]()
-    for covered in ranges:
-        form = tuple(_form(decoder.build(graph, _part(graph, covered)).finish()) for graph in decoder.graphs)
-        kinds.setdefault(form, covered)
-        counts[form] += 1
+    # What is one form in one graph is in all others.
+    graph = decoder.graphs[0]
+    forms = [_form(decoder.build(graph, _part(graph, each)).finish()) for each in ranges]
+    counts, joints = Counter(forms), len(ranges) - 1
+    kinds = dict(reversed([*zip(forms, ranges, strict=True)]))
+    if joints:
+        for form in forms[:2]:
+            counts[form] -= joints
+        yield _Binary(_write(decoder, range(ranges[0].start, ranges[1].stop), folder), joints)
+    counts[forms[-1]] -= 1
     for form, covered in kinds.items():
-        yield _Binary(_write(decoder, covered, folder), counts[form])
-    yield _Binary(_write(decoder, range(layers, layers), folder))
+        if counts[form]:
+            yield _Binary(_write(decoder, covered, folder), counts[form])
+    yield _Binary(_write(decoder, ranges[-1], folder, head=True))
 
 
-def _part(graph: GraphRecord, layers: range) -> PartRecord:
-    """Some layers of a graph, or its head alone."""
-    name = f"{graph.name}_l{layers.start}" if layers else f"{graph.name}_head"
+def _part(graph: GraphRecord, layers: range, *, head: bool = False) -> PartRecord:
+    """Some layers of a graph, with the head or without."""
+    name = f"{graph.name}_l{layers.start}-{layers.stop}" + ("_head" if head else "")
     first, stop = layers.start, layers.stop
-    return PartRecord(name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=False, head=not layers)
+    return PartRecord(name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=False, head=head)
 
 
-def _write(decoder: _Decoder, layers: range, folder: Path) -> dict[str, Path]:
-    place = folder / str(layers.start)
+def _write(decoder: _Decoder, layers: range, folder: Path, *, head: bool = False) -> dict[str, Path]:
+    place = folder / (f"{layers.start}-{layers.stop}" + ("-head" if head else ""))
     place.mkdir()
     files = {}
     for graph in decoder.graphs:
-        part = _part(graph, layers)
+        part = _part(graph, layers, head=head)
         files[graph.name] = place / part.file
         save_part(decoder.build(graph, part), files[graph.name], decoder.weights)
     return files
@@ -458,7 +468,7 @@ def _summed(graph: GraphRecord, proxy: Proxy, simulated: Sequence[tuple[int, Sim
     def total(figure: Callable[[Simulation], float]) -> float:
         return sum(times * figure(each) for times, each in simulated)
 
-    us, missing = total(lambda each: each.costs.us), int(total(lambda each: each.costs.missing_ops))
+    us, missing = total(lambda each: each.costs.us), sum(each.costs.missing_ops for _, each in simulated)
     moved = int(total(lambda each: each.costs.moved_bytes))
     busy = dict[str, float](dict.fromkeys(UNITS, 0.0))
     for times, each in simulated:
@@ -479,7 +489,7 @@ def _summed(graph: GraphRecord, proxy: Proxy, simulated: Sequence[tuple[int, Sim
         gb_per_s=moved / us / 1e3,
         bound="memory" if largest == "DMA" else largest,
         busy=busy,
-        spilled_bytes=int(total(lambda each: each.costs.spilled_bytes)),
+        spilled_bytes=max(0, int(total(lambda each: each.costs.spilled_bytes))),
         missing_ops=missing,
         parts=_mean_shares(simulated, "part"),
         operations=_mean_shares(simulated, "kind"),
@@ -493,7 +503,7 @@ def _mean_shares(simulated: Sequence[tuple[int, Simulation]], field: Literal["ki
         us += times * each.costs.us
         for name, share in each.schedule.shares(field).items():
             found[name] = found.get(name, 0.0) + times * each.costs.us * share
-    return {name: found[name] / us for name in sorted(found, key=lambda name: -found[name])}
+    return {name: max(0.0, found[name] / us) for name in sorted(found, key=lambda name: -found[name])}
 
 
 def _notes(device: Device, proxies: Sequence[Proxy], in_slices: bool, graphs: Sequence[GraphEstimate]) -> Iterator[str]:
@@ -503,7 +513,7 @@ def _notes(device: Device, proxies: Sequence[Proxy], in_slices: bool, graphs: Se
     yield PUBLISHED
     yield f"Times that differ by less than {EQUAL_SHARE:.0%} are equal"
     if in_slices:
-        yield f"Sums of slices of {_SLICE_LAYERS} layers and of the head"
+        yield f"Sums of slices of {_SLICE_LAYERS} and {2 * _SLICE_LAYERS} layers and of the head"
     for graph in graphs:
         if graph.missing_ops:
             yield f"{graph.graph} on {graph.proxy}: void, {graph.missing_ops} operations have no costs"
