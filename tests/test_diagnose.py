@@ -97,8 +97,8 @@ def damaged(reference: Trace, name: str, values: np.ndarray) -> Trace:
     ("name", "spoil", "cause"),
     [
         ("layers.2.o", lambda x: 1.5 * x, "scale: the values are 1.5 x"),
-        ("layers.1.k.h0.rotated.3", lambda x: turned(x, 0.01), "RoPE: pairs keep their length"),
-        ("layers.1.q.h1.rotated.3", lambda x: np.concatenate((x[:1], x[1:, ::-1])), "RoPE: position 0 agrees"),
+        ("layers.1.k.h0.rotated", lambda x: turned(x, 0.01), "RoPE: pairs keep their length"),
+        ("layers.1.q.h1.rotated", lambda x: np.concatenate((x[:1], x[1:, ::-1])), "RoPE: position 0 agrees"),
         ("layers.3.attention", lambda x: np.cumsum(x, 0) / np.arange(1, len(x) + 1)[:, None], "mask"),
         ("past_value_1_h0_in", lambda x: np.round(x / (x.std() * 2)) * x.std() * 2, "KV bits"),
         (

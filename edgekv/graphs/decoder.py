@@ -110,8 +110,14 @@ class Ops(BlockOps[V], Protocol[V]):
     def slice(self, x: V, first: int, width: int) -> V:
         """A slice of the width, in the encoding of `x`."""
 
-    def rotation(self, layer: int) -> tuple[V, V]:
-        """Cosines and sines of the layer's rotary embedding, `[1, 1, AR, R/2]` each."""
+    def rotation(self, layer: int, heads: int) -> tuple[V, V]:
+        """Cosines and sines of the layer's rotary embedding for both elements of each pair, `[1, 1, heads * AR, R]`.
+
+        The sines of first elements, the first half, are negative ones.
+        """
+
+    def swap_halves(self, x: V, half: int) -> V:
+        """The second half of the width, then the first, in the encoding of `x`."""
 
     def layer_input(self, layer: int) -> V:
         """What the host has gathered for a layer, `[1, 1, AR, P]`."""
@@ -158,10 +164,13 @@ class Ops(BlockOps[V], Protocol[V]):
         """`x * sigmoid(x)`."""
         return self.multiply(x, self.sigmoid(x, at + "sigmoid"), at + "silu")
 
-    def fold_heads(self, heads: list[V]) -> list[V]:
-        """Heads of one group, `[1, 1, AR, width]` each, as they are; or all as rows of one, `[1, 1, G * AR, width]`.
+    def fold_heads(self, heads: list[V], names: Sequence[str] = ()) -> list[V]:
+        """Heads of one group, `[1, 1, AR, width]`, as they are; or all as the rows of one, `[1, 1, G * AR, width]`.
 
-        Their encodings are equal: those of queries are chosen so.
+        Args:
+            heads: with equal encodings.
+            names: beginnings of the names of each head's results from its projection on, whose encodings are chosen
+                equal for all heads; those of rows have the first name. None if they are equal anyway.
         """
         return heads
 
@@ -169,23 +178,23 @@ class Ops(BlockOps[V], Protocol[V]):
         """What `fold_heads` made of so many heads, as parts that are joined along the width."""
         return folded
 
-    def rotate(self, spec: DecoderSpec, layer: int, x: V, name: str) -> V:
-        """The layer's rotary embedding of a head in Llama's half-split form.
+    def rotate(self, spec: DecoderSpec, layer: int, x: V, name: str, heads: int = 1) -> V:
+        """The layer's rotary embedding of a head, or of several as rows, in Llama's half-split form.
 
         Of the R elements that are rotated, pairs are (i, i + R/2).
         """
         rope = spec.rope_of(layer)
         if rope is None:
             return x
-        half = rope.width // 2
-        rest = spec.of_layer(layer).head_dim - 2 * half
+        width = 2 * (rope.width // 2)
+        rest = spec.of_layer(layer).head_dim - width
         rotated = name if rest else name + ".rotated"  # the rest is concatenated in its own encoding
-        cos, sin = self.rotation(layer)
-        first, second, *still = self.split(x, [half, half, rest] if rest else [half, half])
-        x_cos, y_sin = self.multiply(first, cos, name + ".x_cos"), self.multiply(second, sin, name + ".y_sin")
-        turned = self.subtract(x_cos, y_sin, rotated)
-        y_cos, x_sin = self.multiply(second, cos, name + ".y_cos"), self.multiply(first, sin, name + ".x_sin")
-        return self.join([turned, self.add(y_cos, x_sin, rotated), *still], rotated)
+        cos, sin = self.rotation(layer, heads)
+        first, *still = self.split(x, [width, rest]) if rest else [x]
+        swapped = self.swap_halves(first, width // 2)
+        products = self.multiply(first, cos, name + ".cos"), self.multiply(swapped, sin, name + ".sin")
+        turned = self.add(*products, rotated)
+        return self.join([turned, *still], rotated) if still else turned
 
 
 class GraphOps(Ops[V], Protocol[V]):
@@ -292,20 +301,21 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     at, outputs, group = f"layers.{layer}.", [], spec.group(layer)
     gates = _head_gates(ops, spec, x, layer)
     cached = _cached_heads(ops, spec, x, layer)
-    new_queries = _heads(ops, spec, x, layer, "q", spec.heads)
+    new_queries = _projected_heads(ops, spec, x, layer, "q", spec.heads)
     for kv, (keys, values) in enumerate(cached):
         heads = range(kv * group, (kv + 1) * group)
-        queries = [ops.rotate(spec, layer, next(new_queries), f"{at}q.h{head}") for head in heads]
-        folded = []
-        for query in ops.fold_heads(queries):
+        names, outputs_of_group = [f"{at}q.h{head}" for head in heads], []
+        folded = ops.fold_heads([next(new_queries) for _ in heads], names)
+        for name, projected in zip(names, folded, strict=False):
+            query = _rotated_head(ops, spec, layer, "q", projected, name, group // len(folded))
             scores = _scores(ops, spec, layer, query, keys, kv)
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.g{kv}"), "probabilities")
-            folded.append(ops.attend(probabilities, values, at + "attention"))
+            outputs_of_group.append(ops.attend(probabilities, values, at + "attention"))
         if spec.head_gates or spec.output_gates:
             of_group = [gates[head] if gates else _output_gate(ops, spec, x, layer, head) for head in heads]
-            pairs = zip(folded, ops.fold_heads(of_group), strict=True)
-            folded = [ops.multiply(attended, gate, at + "gated") for attended, gate in pairs]
-        outputs += ops.unfold_heads(folded, group)
+            pairs = zip(outputs_of_group, ops.fold_heads(of_group), strict=True)
+            outputs_of_group = [ops.multiply(attended, gate, at + "gated") for attended, gate in pairs]
+        outputs += ops.unfold_heads(outputs_of_group, group)
     return ops.join(outputs, at + ("gated" if spec.head_gates or spec.output_gates else "attention"))
 
 
@@ -316,9 +326,9 @@ def _cached_heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> Iterator[
         for kv in range(kv_heads):
             yield ops.cached(KvTensor(owner, "key", kv)), ops.cached(KvTensor(owner, "value", kv))
         return
-    new_keys = _heads(ops, spec, x, layer, "k", kv_heads)
+    new_keys = _projected_heads(ops, spec, x, layer, "k", kv_heads)
     for kv in range(kv_heads):
-        key = ops.rotate(spec, layer, next(new_keys), f"{at}k.h{kv}")
+        key = _rotated_head(ops, spec, layer, "k", next(new_keys), f"{at}k.h{kv}")
         name = f"{at}v.h{kv}"
         projected = name + ".projected" if spec.value_norm else name
         value = _linear(ops, spec, x, layer, "self_attn.v_proj", projected, head=kv)
@@ -473,25 +483,39 @@ def _residual_norm(ops: Ops[V], spec: DecoderSpec, hidden: V, norm: str, name: s
     return ops.slice(wide, 0, spec.hidden)
 
 
-def _heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", "k"], count: int) -> Iterator[V]:
-    """Query or key heads before their rotation, each computed on demand.
+def _projected_heads(
+    ops: Ops[V], spec: DecoderSpec, x: V, layer: int, kind: Literal["q", "k"], count: int
+) -> Iterator[V]:
+    """Query or key heads before the norm of each and their rotation, each computed on demand.
 
     All factors of the scores are folded into the queries.
     """
     gain = query_gain(spec) if kind == "q" else 1.0
     at, projection = f"layers.{layer}.{kind}", f"self_attn.{kind}_proj"
-    norm = f"model.layers.{layer}.self_attn.{kind}_norm.weight"
     if spec.qk_norm == "all-heads":
         projected = _linear(ops, spec, x, layer, projection, at + ".projected")
-        yield from ops.split(ops.rms_norm(projected, norm, at, gain=gain), [spec.of_layer(layer).head_dim] * count)
+        normed = ops.rms_norm(projected, _head_norm(layer, kind), at, gain=gain)
+        yield from ops.split(normed, [spec.of_layer(layer).head_dim] * count)
         return
     for head in range(count):
-        name = f"{at}.h{head}"
         if spec.qk_norm is None:
-            yield _linear(ops, spec, x, layer, projection, name, head=head, gain=gain)
+            yield _linear(ops, spec, x, layer, projection, f"{at}.h{head}", head=head, gain=gain)
         else:
-            projected = _linear(ops, spec, x, layer, projection, name + ".projected", head=head)
-            yield ops.rms_norm(projected, norm, name, gain=gain)
+            yield _linear(ops, spec, x, layer, projection, f"{at}.h{head}.projected", head=head)
+
+
+def _rotated_head(
+    ops: Ops[V], spec: DecoderSpec, layer: int, kind: Literal["q", "k"], x: V, name: str, heads: int = 1
+) -> V:
+    """A query or key head, or several query heads as rows, as scores read them."""
+    if spec.qk_norm is not None and spec.qk_norm != "all-heads":
+        gain = query_gain(spec) if kind == "q" else 1.0
+        x = ops.rms_norm(x, _head_norm(layer, kind), name, gain=gain)
+    return ops.rotate(spec, layer, x, name, heads)
+
+
+def _head_norm(layer: int, kind: Literal["q", "k"]) -> str:
+    return f"model.layers.{layer}.self_attn.{kind}_norm.weight"
 
 
 def _head_gates(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> list[V]:

@@ -232,7 +232,7 @@ class FloatOps(StackedOps):
     def silu(self, x: View, at: str) -> View:
         return View(self._nodes.add("QuickGelu", [self._tensor(x)], at + "silu", alpha=1.0))
 
-    def rotate(self, spec: DecoderSpec, layer: int, x: View, name: str) -> View:
+    def rotate(self, spec: DecoderSpec, layer: int, x: View, name: str, heads: int = 1) -> View:
         rope = spec.rope_of(layer)
         if rope is None:
             return x

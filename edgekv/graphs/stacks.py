@@ -299,11 +299,25 @@ class StackedOps(DeltaOps[View]):
             return View(self._from_heads(parts[0]), encodings=parts[0].encodings[:1])
         return self._each("Concat", parts, name, axis=-1)
 
-    def rotation(self, layer: int) -> tuple[View, View]:
+    def rotation(self, layer: int, heads: int) -> tuple[View, View]:
         rotary = self._decoder.rotary_of(layer)
         assert rotary is not None, "the decoder rotates only layers that have an embedding"
-        cos, sin = (View(self._input(name)) for name in rotary.names)
-        return cos, sin
+        return self._once(("rotation", rotary.names), lambda: self._for_both_elements(*rotary.names))
+
+    def _for_both_elements(self, cos_name: str, sin_name: str) -> tuple[View, View]:
+        """The tables of pairs for the first and the second element of each."""
+        cos, sin = self._input(cos_name), self._input(sin_name)
+        like = View(sin, encodings=(self._encoding(sin_name),))
+        negative = self._as(self._nodes.add("Neg", [sin], f"{sin}.negative"), like).tensor
+        parts = (cos, cos), (negative, sin)
+        both = [View(self._nodes.add("Concat", pair, f"{pair[1]}.both", axis=-1)) for pair in parts]
+        return both[0], both[1]
+
+    def swap_halves(self, x: View, half: int) -> View:
+        first, last = (part.tensor for part in self.split(x, [half, half]))
+        key = ("Concat", last, first)
+        tensor = self._once(key, lambda: self._nodes.add("Concat", key[1:], f"{x.tensor}.swapped", axis=-1))
+        return replace(x, tensor=tensor)
 
     # ------------------------------------------------------------------ attention
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,7 @@ _BYTES = Encoding("s8", 1.0, 0)
 _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
 # Names of integers of results without a row for each token, or that depend on steps; of parts of others; of signs.
 _NOT_TRACED = re.compile(
-    rf"{BY_STEP}|\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
+    rf"{BY_STEP}|\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|^position_ids_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
 )
 _WHOLE = Encoding.symmetric(1.0, "s8")
 """Of a matrix of 0 and 1: with 1 as the integer 1, the HTP's sums are off by hundreds of steps, with 127 by two."""
@@ -182,7 +182,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         self._pasts: dict[KvTensor, Tensor] = {}
         self._news: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         self._adapted: dict[str, Tensor] = {}
-        self._gathered: dict[str, Tensor] = {}
+        self._made: dict[str, Tensor] = {}
         self._ar = graph.ar
         self._folds = folds_heads(graph) and not form.gives_results
         self._by_row = gives_rows_by_step(graph)
@@ -273,11 +273,31 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         begin, end, axis = (self._nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds)
         return self._nodes.emit("Slice", [x.name, begin, end, axis], x.name + ".part", x.encoding)
 
-    def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
+    def rotation(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
         rotary = self._decoder.rotary_of(layer)
         assert rotary is not None, "the decoder rotates only layers that have an embedding"
-        cos, sin = rotary.names
-        return self._shared[cos], self._shared[sin]
+        cos, sin = (self._shared[name] for name in rotary.names)
+        negative = self._once(sin, "negative", lambda name: self._nodes.emit("Neg", [sin.name], name, sin.encoding))
+        pairs = (cos, cos), (negative, sin)
+        both = [self._table(last, "both", [first.name, last.name], WIDTH) for first, last in pairs]
+        if heads > 1:
+            both = [self._table(table, f"of_{heads}", [table.name] * heads, _ROWS) for table in both]
+        return both[0], both[1]
+
+    def _table(self, x: Tensor, name: str, parts: list[str], axis: int) -> Tensor:
+        """Parts of what all layers read, concatenated once."""
+        return self._once(x, name, lambda name: self._nodes.emit("Concat", parts, name, x.encoding, axis=axis))
+
+    def _once(self, x: Tensor, name: str, make: Callable[[str], Tensor]) -> Tensor:
+        """What is made of a result once, under a name that begins with its name."""
+        name = f"{x.name}.{name}"
+        if name not in self._made:
+            self._made[name] = make(name)
+        return self._made[name]
+
+    def swap_halves(self, x: Tensor, half: int) -> Tensor:
+        first, last = self.split(x, [half, half])
+        return self._nodes.emit("Concat", [last.name, first.name], x.name + ".part", x.encoding, axis=WIDTH)
 
     def append_to_cache(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
@@ -341,12 +361,10 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def _gather(self, rows: Tensor) -> Tensor:
         """The rows that the taps of a convolution read where new tokens do not follow each other, by tap."""
-        if rows.name not in self._gathered:
-            name = rows.name + ".gathered"
-            self._gathered[rows.name] = self._nodes.emit(
-                "Gather", [rows.name, CONV_ROWS], name, rows.encoding, axis=_ROWS
-            )
-        return self._gathered[rows.name]
+        inputs = [rows.name, CONV_ROWS]
+        return self._once(
+            rows, "gathered", lambda name: self._nodes.emit("Gather", inputs, name, rows.encoding, axis=_ROWS)
+        )
 
     def _pass_unread(self, layer: int) -> None:
         """Give a layer's recurrent state as it is. Times 1: the compiler refuses an output that is an input."""
@@ -361,7 +379,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         mask = self._shared[self._decoder.mask(layer)]
         return self._nodes.emit("Add", [scores.name, self._for_folded(mask, self._spec.group(layer)).name], name)
 
-    def fold_heads(self, heads: list[Tensor]) -> list[Tensor]:
+    def fold_heads(self, heads: list[Tensor], names: Sequence[str] = ()) -> list[Tensor]:
         if len(heads) == 1 or not self._folds:
             return heads
         names, (first, *_) = [head.name for head in heads], heads
@@ -380,10 +398,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         """A mask with a row for each row of several heads: the HTP takes twice as long to add one that is repeated."""
         if not self._folds or heads == 1:
             return mask
-        key = f"{mask.name}.folded"
-        if key not in self._gathered:
-            self._gathered[key] = self._nodes.emit("Concat", [mask.name] * heads, key, mask.encoding, axis=_ROWS)
-        return self._gathered[key]
+        return self._table(mask, f"of_{heads}", [mask.name] * heads, _ROWS)
 
     # ------------------------------------------------------------------ a gated delta rule
 

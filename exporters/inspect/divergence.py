@@ -15,7 +15,7 @@ PERFECT_DB = 200.0
 _CLEARER_DB = 12.0  # a hypothesis must explain the difference better by this much
 _LEVELS = 256
 
-_ROTARY_PRODUCTS = (".x_cos", ".y_sin", ".y_cos", ".x_sin")
+_ROTARY_PRODUCTS = (".cos", ".sin")
 _LAYER = re.compile(r"^(?:layers\.|past_(?:key|value)_|[a-z_]+_state_)(\d+)")
 
 

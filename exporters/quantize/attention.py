@@ -146,6 +146,6 @@ class _Meter(NumpyOps):
         if rope is None:
             return columns
         half = rope.width // 2
-        cos, sin = (each[self._positions, :, None] for each in self.rotation(self._layer))
+        cos, sin = (each[self._positions, half:, None] for each in self.rotation(self._layer, 1))
         first, second, rest = np.split(columns, (half, 2 * half), axis=1)
         return np.concatenate([cos * first + sin * second, cos * second - sin * first, rest], axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,8 @@ from edgekv.spec import (
 )
 from quant import Encoding, Range
 
+_HEAD = re.compile(r".*\.h\d+")
+
 
 def decoder_results(spec: DecoderSpec) -> Mapping[str, Result]:
     """Every result of a decoder that has an encoding, by name, in the order in which they are computed."""
@@ -39,6 +42,7 @@ def decoder_results(spec: DecoderSpec) -> Mapping[str, Result]:
     for layer in spec.own_layers:
         hidden = decoder_layer(ops, spec, layer, hidden)
     last = logits(ops, spec, hidden)
+    ops.share_encodings()
     return ops.results | {LOGITS: replace(ops.results[last], sources=(last,))}
 
 
@@ -110,6 +114,15 @@ class ResultRecorder(DeltaOps[str]):
     def __init__(self) -> None:
         self.results: dict[str, Result] = {}
         self.projections: dict[tuple[int, LoraTarget], list[str]] = {}
+        self._folded: list[Sequence[str]] = []
+
+    def share_encodings(self) -> None:
+        """Give results of heads that may be folded the ranges of all of them."""
+        heads = {name: names for names in self._folded for name in names}
+        for name, result in self.results.items():
+            if (match := _HEAD.match(name)) is not None and match[0] in heads:
+                sources = (first + name[match.end() :] for first in heads[match[0]])
+                self.results[name] = replace(result, sources=tuple(sources))
 
     def embed(self, name: str) -> str:
         """The rows of the embedding table."""
@@ -184,8 +197,11 @@ class ResultRecorder(DeltaOps[str]):
         first = self.results[parts[0]]
         return self._record(first.kind, name, first.sources)
 
-    def rotation(self, layer: int) -> tuple[str, str]:
+    def rotation(self, layer: int, heads: int) -> tuple[str, str]:
         return "cos", "sin"
+
+    def swap_halves(self, x: str, half: int) -> str:
+        return x
 
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
         if tensor.kind in DELTA_KINDS:
@@ -269,10 +285,8 @@ class ResultRecorder(DeltaOps[str]):
     def masked(self, scores: str, layer: int, name: str) -> str:
         return self._record("masked", name, (scores,))
 
-    def fold_heads(self, heads: list[str]) -> list[str]:
-        together = tuple(dict.fromkeys(heads))
-        for name in together:
-            self.results[name] = replace(self.results[name], sources=together)
+    def fold_heads(self, heads: list[str], names: Sequence[str] = ()) -> list[str]:
+        self._folded.append(names)
         return heads
 
     def softmax(self, x: str, name: str) -> str:

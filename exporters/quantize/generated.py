@@ -120,8 +120,8 @@ class _DecodeOps(NumpyOps):
         """One product for all sequences; otherwise numpy reads the matrix once for each."""
         return super().product(x[:, 0], weight, rows, gain)[:, None]
 
-    def rotation(self, layer: int) -> tuple[Floats, Floats]:
-        cos, sin = super().rotation(layer)
+    def rotation(self, layer: int, heads: int) -> tuple[Floats, Floats]:
+        cos, sin = super().rotation(layer, heads)
         here = slice(self.position, self.position + 1)
         return cos[here], sin[here]
 

@@ -289,10 +289,13 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def slice(self, x: Floats, first: int, width: int) -> Floats:
         return x[..., first : first + width]
 
-    def rotation(self, layer: int) -> tuple[Floats, Floats]:
+    def rotation(self, layer: int, heads: int) -> tuple[Floats, Floats]:
         rope = self._spec.rope_of(layer)
         assert rope is not None, "the decoder asks for rotated layers only"
         return self._rotations[self._spec.ropes.index(rope)]
+
+    def swap_halves(self, x: Floats, half: int) -> Floats:
+        return np.roll(x, half, axis=-1)
 
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         self._seen(tensor.past, new)
@@ -411,7 +414,8 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
 def _cos_sin(rotation: Rotation, first: int, tokens: int) -> tuple[Floats, Floats]:
     angles = np.arange(first, first + tokens)[:, None] * rotation.inverse_frequencies
     cos, sin = np.cos(angles) * rotation.attention_factor, np.sin(angles) * rotation.attention_factor
-    return cos.astype(np.float32), sin.astype(np.float32)
+    both = np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
+    return both[0].astype(np.float32), both[1].astype(np.float32)
 
 
 def _mask(tokens: int, window: int | None) -> Floats:

@@ -53,6 +53,7 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
         self._ports = decoder.graph(graph)
         self._spec = spec
         self._cached: dict[KvTensor, Tensor] = {}
+        self._tables: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._entry = self._input(self._ports.entry)
         shared = (port for port in self._ports.inputs if port.kind in ("layer_inputs", "mask", "cos", "sin"))
         self._shared = {port.name: self._input(port) for port in shared}
@@ -129,11 +130,30 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
     def slice(self, x: Tensor, first: int, width: int) -> Tensor:
         return self._slice(x, WIDTH, first, width)
 
-    def rotation(self, layer: int) -> tuple[Tensor, Tensor]:
+    def rotation(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
         rotary = self._decoder.rotary_of(layer)
         assert rotary is not None, "the decoder rotates only layers that have an embedding"
-        cos, sin = rotary.names
-        return self._shared[cos], self._shared[sin]
+        if rotary.names not in self._tables:
+            cos, sin = (self._shared[name] for name in rotary.names)
+            zero = self._graph.constant("zero", "s16", [1], lambda: np.zeros(1, np.int16), encoding=sin.encoding)
+            options = {"potScaleInt16": False}
+            # No kernel negates int16; equal scales make the difference exact.
+            name = rotary.names[1] + ".negative"
+            negative = self._emit("SUB", [zero, sin], name, sin.shape, sin.encoding, "SubOptions", **options)
+            pairs = zip(rotary.names, ((cos, cos), (negative, sin)), strict=True)
+            first, second = (self._beside(*pair, name + ".both") for name, pair in pairs)
+            self._tables[rotary.names] = first, second
+        return self._tables[rotary.names]
+
+    def swap_halves(self, x: Tensor, half: int) -> Tensor:
+        first, last = self.split(x, [half, half])
+        return self._beside(last, first, f"{x.index}.swapped")
+
+    def _beside(self, first: Tensor, last: Tensor, name: str) -> Tensor:
+        """Two tensors of one encoding, concatenated along the width."""
+        shape = [*first.shape[:-1], first.shape[-1] + last.shape[-1]]
+        parts = [first, last]
+        return self._emit("CONCATENATION", parts, name, shape, last.encoding, "ConcatenationOptions", axis=WIDTH)
 
     def append_to_cache(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]
