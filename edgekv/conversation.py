@@ -223,7 +223,9 @@ class Conversation:
         opened, templates = self._model.pictures, self._model.chat_templates
         prompt = self._model.engine.texts.fit(
             messages,
-            lambda kept: opened.expanded(render_with_tools(templates, kept, None), self.pictures_of(kept)),
+            lambda kept: opened.rendered(
+                kept, self.pictures_of(kept), lambda told: render_with_tools(templates, told, None)
+            ),
             on_full=self.on_full,
             wanted_tokens=self.params.max_new_tokens,
             tokenize=lambda text: self._known.tokens_of(text, self._model),

@@ -285,7 +285,11 @@ class Model:
             for number, each in enumerate(pictures)
         )
         text = self._texts.text_or_messages(
-            prompt, messages, declared, lambda text: self._pictures.expanded(text, opened, field)
+            prompt,
+            messages,
+            declared,
+            written=lambda text: self._pictures.expanded(text, opened, field),
+            rendered=lambda told, render: self._pictures.rendered(told, opened, render),
         )
         request = Request(
             self._pictures.put(self._texts.read(text), opened, field),

@@ -52,7 +52,9 @@ from edgekv.runtime.htp import HtpEngine
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.tflite import TfliteEngine
 from edgekv.spec import PictureSpec, low_of
+from edgekv.spec.chat import ChatTemplates
 from edgekv.text import SamplingParams
+from edgekv.text.tools import render_with_tools
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import VisionEncoder
@@ -408,6 +410,58 @@ def test_openai_clients_send_pictures(model: Model, bundle: Path):
         pictures=[picture],
     )
     assert "".join(token.text for token in generation) == shown
+
+
+def test_a_text_may_have_the_token_of_pictures_beside_one(model: Model, bundle: Path):
+    """In messages, parts stand for pictures: what people write is text."""
+    picture, text = png(photo(70, 45)), "Is <image> or <image> a token?"
+    vocab = model.bundle.manifest.model.vocab
+
+    def prompt(text: str) -> list[int]:
+        parts = [{"type": "image", "picture": 0}, {"type": "text", "text": text}]
+        messages = [{"role": "user", "content": parts}]
+        return list(model.generate(messages=messages, max_new_tokens=1, pictures=[picture]).prompt)
+
+    found, plain = prompt(text), prompt("")
+    assert [token for token in found if token >= vocab] == [token for token in plain if token >= vocab]
+    assert text in model.tokenizer.decode([token for token in found if token < vocab], skip_special_tokens=False)
+    conversation = Conversation(model)
+    for _ in range(2):
+        "".join(token.text for token in conversation.say(text, [model.open_picture(picture)]))
+    url = f"data:image/png;base64,{b64encode(picture).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    with served(bundle) as server:
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+        status, answer = server.post("/v1/chat/completions", body)
+        assert status == 200 and answer["usage"]["prompt_tokens"] == len(found)
+
+
+@pytest.mark.parametrize("sees", ["all", "user", "user, with text of tools"])
+def test_a_picture_of_a_tool_is_shown(model: Model, sees: str):
+    """By the template, or by the user where it shows none in a tool's result."""
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% for p in m.content if m.content is not string %}"
+        "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+        "{{ m.content if m.content is string }}{% endfor %}{# <tool_call> #}"
+    )
+    if sees != "all":
+        source = source.replace("if p.type == 'image'", "if p.type == 'image' and m.role == 'user'")
+    if sees == "user, with text of tools":
+        source = source.replace("[{{ m.role }}]", "[{{ m.role }}]{{ m.content + '' if m.role == 'tool' }}")
+    templates = ChatTemplates(templates={"default": source})
+    picture = model.open_picture(png(photo(20, 20)))
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages: list[Any] = [
+        {"role": "user", "content": [{"type": "image", "picture": 0}, {"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "image", "picture": 1}]},
+        {"role": "tool", "tool_call_id": "1", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    text = model.pictures.rendered(messages, [picture] * 2, lambda told: render_with_tools(templates, told, None))
+    shown = model.pictures.expanded("<image>", [picture])
+    assert text.count(shown) == 2 and text.startswith(f"[user]{shown}a[assistant][tool]")
+    assert text.endswith("[user]c" if sees == "all" else f"[user]{shown}c")
 
 
 def test_a_bundle_of_text_refuses_pictures():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import msgspec
 
 from edgekv.bundle import Bundle
 from edgekv.engine.request import Request
-from edgekv.errors import UsageError
+from edgekv.errors import UsageError, refuse
 from edgekv.pictures import (
     Picture,
     PictureFile,
@@ -26,6 +27,8 @@ from edgekv.pictures import (
     place,
 )
 from edgekv.spec import PictureSpec
+from edgekv.spec.chat import IMAGE_PART, Message, pictures_in
+from edgekv.spec.text import as_plain
 from edgekv.text.params import BeamParams
 
 PictureSource = Path | str | bytes
@@ -178,6 +181,47 @@ class Pictures:
         """
         return expand(text, pictures, self.spec, field) if pictures else text
 
+    def rendered(
+        self,
+        messages: Sequence[Message],
+        pictures: Sequence[Picture | PictureSize],
+        render: Callable[[Sequence[Message]], str],
+    ) -> str:
+        """The text of messages with pictures, as `expanded` gives it.
+
+        Where parts of messages stand for the pictures, the model's token for one is ordinary text in them. Pictures of
+        tools' results that a template does not show are told by the user behind them.
+
+        Args:
+            messages: the conversation.
+            pictures: those of its parts, in order.
+            render: the text of messages.
+
+        Raises:
+            UsageError: as `render` or `expand`.
+        """
+        if not pictures:
+            return render(messages)
+        if not pictures_in(messages):
+            return self.expanded(render(messages), pictures)
+        token = self.spec.token
+        try:
+            told = as_plain(messages, token)
+        except RecursionError:
+            refuse(
+                "messages", "values nested too deep", "messages that can be searched for pictures", "Nest them less."
+            )
+        moved = _told_by_user(told)
+        try:
+            text = render(told)
+        except UsageError:
+            if moved == told:
+                raise
+            text = render(moved)
+        if moved != told and text.count(token) != len(pictures):
+            text = render(moved)
+        return self.expanded(text, pictures)
+
     def put(self, tokens: Sequence[int], pictures: Sequence[Picture], field: str = "messages") -> tuple[int, ...]:
         """See `place`.
 
@@ -191,6 +235,27 @@ def _key(sent: PictureSent, salt: str | None) -> bytes:
     """What a picture is kept by: a hash of its file, of how it is cut, and of the salt."""
     key = b"" if salt is None else blake2b(salt.encode(), digest_size=32).digest()
     return blake2b(sent.content, digest_size=16, salt=b"split" if sent.is_split else b"", key=key).digest()
+
+
+def _told_by_user(messages: Sequence[Message]) -> list[Message]:
+    """The messages with the pictures of tools' results in a message of the user behind them."""
+    found: list[Message] = []
+    waiting: list[Any] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if waiting and role == "user":
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            message, waiting = {**message, "content": [*waiting, *parts]}, []
+        elif waiting and role != "tool":
+            found.append({"role": "user", "content": waiting})
+            waiting = []
+        if role == "tool" and isinstance(content, list) and pictures_in([message]):
+            parts = [part for part in content if isinstance(part, dict)]
+            shown = [part for part in parts if part.get("type") == IMAGE_PART]
+            text = "".join(str(part.get("text", "")) for part in parts if part not in shown)
+            message, waiting = {**message, "content": text}, [*waiting, *shown]
+        found.append(message)
+    return [*found, {"role": "user", "content": waiting}] if waiting else found
 
 
 def check_pictured(request: Request) -> None:

@@ -44,7 +44,7 @@ from edgekv.text.sampler import check_ids
 from edgekv.text.tools import render_with_tools
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_TAKEN = {"messages", "tools", "add_generation_prompt", "name", "self"}
+_TAKEN = {"messages", "tools", "add_generation_prompt", "name"}
 URL_PART = "image_url"
 MOST_PICTURES = 32
 """Of a request: more than any context has room for."""
@@ -424,8 +424,8 @@ class TurnWork:
 
         def render(kept: Sequence[Message]) -> str:
             job.check()
-            text = turn.rendered(templates, kept)
-            return service.pictures.expanded(text, [sizes[number] for number in pictures_in(kept)])
+            shown = [sizes[number] for number in pictures_in(kept)]
+            return service.pictures.rendered(kept, shown, lambda told: turn.rendered(templates, told))
 
         while True:
             try:

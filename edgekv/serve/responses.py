@@ -258,7 +258,7 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
             turns.call(item.get("call_id"), _text(item, field, "name"), _text(item, field, "arguments"))
         elif kind == "function_call_output":
             given_output = item.get("output")
-            output = text_of(given_output, f"{field}.output") if isinstance(given_output, list) else None
+            output = _content_of(given_output, f"{field}.output") if isinstance(given_output, list) else None
             output = _text(item, field, "output") if output is None else output
             turns.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":

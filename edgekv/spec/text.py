@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgekv.errors import EdgeKVError, UsageError
 from edgekv.spec.growth import MOST_ADDED, MOST_FACTOR, tokenizer_growth
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 TOKENIZER = "tokenizer.json"
+CUT = "\ufdd0\ufdd1"
+"""Noncharacters that stand within a special token's text where it is ordinary text; see `as_plain`."""
 LARGEST_BYTES = 1 << 28
 """Largest `tokenizer.json` that is read; that of Gemma 3, with 262,144 tokens, has 33 MB."""
 _FIX = "Fetch tokenizer.json again; if it still fails, it is broken or needs another version of tokenizers."
@@ -82,6 +84,25 @@ def encode(
             found = f"the token {tokenizer.id_to_token(token)!r} with id {token}"
             raise UsageError(field, got=found, expected=f"ids below {vocab}, the vocabulary", fix="Leave it out.")
     return tokens
+
+
+def as_plain(value: Any, token: str) -> Any:
+    """A value of JSON whose texts have a cut within the text of a token, so that `encode_cut` gives ordinary tokens."""
+    if isinstance(value, str):
+        return value.replace(token, token[:1] + CUT + token[1:])
+    if isinstance(value, Mapping):
+        return {name: as_plain(each, token) for name, each in value.items()}
+    return [as_plain(each, token) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def encode_cut(tokenizer: Tokenizer, text: str, *, vocab: int, field: str) -> list[int]:
+    """The tokens of a text between its cuts, without added special tokens.
+
+    Raises:
+        UsageError: as `encode`.
+    """
+    pieces = (encode(tokenizer, piece, vocab=vocab, field=field, add_special_tokens=False) for piece in text.split(CUT))
+    return [token for piece in pieces for token in piece]
 
 
 def text_offsets(tokenizer: Tokenizer, text: str) -> list[int]:

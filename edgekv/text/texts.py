@@ -16,7 +16,7 @@ from edgekv.errors import ContextFullError, EdgeKVError, UsageError
 from edgekv.kv import PolicyName
 from edgekv.load_options import OnFull
 from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
-from edgekv.spec.text import begins_with, encode
+from edgekv.spec.text import begins_with, encode, encode_cut
 from edgekv.text.constraint import Constraint, GrammarCompiler
 from edgekv.text.grammar import Grammar
 from edgekv.text.output import decode
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+Renderer = Callable[[Sequence[Message]], str]
+"""The text of messages."""
 
 _ALWAYS_READ = 1 << 16
 """Texts of up to this many characters are tokenized without a check against the context."""
@@ -114,7 +116,9 @@ class Texts:
         prompt: Prompt | None,
         messages: Sequence[Message] | None,
         tools: Tools | None = None,
+        *,
         written: Callable[[str], str] = str,
+        rendered: Callable[[Sequence[Message], Renderer], str] = lambda messages, render: render(messages),
     ) -> Prompt:
         """The prompt, or the tokens of messages.
 
@@ -122,7 +126,8 @@ class Texts:
             prompt: text or ids.
             messages: instead.
             tools: that messages may call.
-            written: changes a text before it is tokenized.
+            written: changes a prompt of text before it is tokenized.
+            rendered: the text of messages, by what renders them.
 
         Raises:
             UsageError: both or neither are given, or the chat template refuses the messages.
@@ -132,7 +137,8 @@ class Texts:
             raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
         if messages is not None:
             check_messages(messages)
-            return self.encode_chat(written(render_with_tools(self.chat_templates, messages, tools)))
+            templates = self.chat_templates
+            return self.encode_chat(rendered(messages, lambda told: render_with_tools(templates, told, tools)))
         assert prompt is not None
         return written(prompt) if isinstance(prompt, str) else prompt
 
@@ -145,7 +151,7 @@ class Texts:
         """
         self._check_length(text, "messages")
         vocab = self._bundle.manifest.model.vocab
-        return encode(self.tokenizer, text, vocab=vocab, field="messages", add_special_tokens=False)
+        return encode_cut(self.tokenizer, text, vocab=vocab, field="messages")
 
     def piece(self, token: int) -> str:
         """The text of one token; a special token's name."""
