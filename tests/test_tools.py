@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from edgekv.text.tools import (
 )
 from edgekv.text.tools.declare import declared_messages
 from edgekv.text.tools.format import GENERIC
-from edgekv.text.tools.reader import JsonReply
+from edgekv.text.tools.reader import JsonReply, _OpenObject
 from tests.checkpoints import write_checkpoint
 from tests.exports import export_options, exported
 
@@ -365,6 +365,28 @@ def test_half_a_surrogate_pair_is_a_replacement_character() -> None:
     ):
         reply = JsonReply(GENERIC.reply)
         assert "".join(map(reply.push, f'{GENERIC.reply}"{escaped}"}}')) == text
+
+
+_VALUES = st.recursive(
+    st.text(st.sampled_from('ab"\\\\{}[]\u00e9'), max_size=6) | st.integers() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), _VALUES, max_size=3), st.lists(st.integers(1, 4), min_size=1))
+def test_an_object_is_read_once_it_has_ended(value: dict[str, Any], cuts: list[int]) -> None:
+    text, found = f" {json.dumps(value, ensure_ascii=False)}", _OpenObject("")
+    for end in accumulate(cuts):
+        assert found.has_ended(text[:end]) == (end >= len(text))
+    assert found.has_ended(text) and found.has_ended(text + '}"{')
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5])
+def test_an_object_of_gemma_is_read_once_it_has_ended(cut: int) -> None:
+    text, found = 'f{a:<escape>{ "}<escape>,b:{c:[1]},d:<escape><escape>}', _OpenObject("<escape>")
+    assert [found.has_ended(text[:end]) for end in range(cut, len(text), cut)] == [False] * ((len(text) - 1) // cut)
+    assert found.has_ended(text)
 
 
 PLAIN = ChatTemplates(templates={"default": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"})

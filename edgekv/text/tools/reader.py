@@ -41,6 +41,7 @@ class ToolCallReader:
         self._is_call = False  # between open and close
         self._is_first = True
         self._buffer = ""  # of the current call, or of what follows it
+        self._object = _OpenObject(call.quote)
         self._reply = JsonReply(call.reply) if call.reply else None
 
     def push(self, token: int, text: str) -> str:
@@ -62,8 +63,13 @@ class ToolCallReader:
         if not self._text.found:
             return shown
         _, _, rest = self._buffer.partition(self._marker)
-        self._is_call, self._buffer = True, rest
+        self._is_call = True
+        self._begin(rest)
         return shown + self._read()
+
+    def _begin(self, text: str) -> None:
+        """Go on with the text behind a marker or a call."""
+        self._buffer, self._object = text, _OpenObject(self._format.quote)
 
     def flush(self) -> str:
         """The text that was withheld, at the end; a call that was cut is left out."""
@@ -82,9 +88,10 @@ class ToolCallReader:
             call, rest = found
             close, separator = self._format.close, self._format.separator
             if separator and rest.startswith(separator):
-                self._buffer = rest[len(separator) :]
+                self._begin(rest[len(separator) :])
             elif rest.startswith(close):
-                self._is_call, self._buffer = False, ""
+                self._is_call = False
+                self._begin("")
                 self._text = StopSequences([self._marker])
                 self.calls.append(call)
                 return self.push(-1, rest[len(close) :])
@@ -96,6 +103,8 @@ class ToolCallReader:
     def _call(self) -> tuple[ToolCall, str] | None:
         """The call at the start of the buffer and the text after it; None if it is not complete."""
         form, text = self._format, self._buffer
+        if not self._object.has_ended(text):
+            return None
         try:
             if form.body == "gemma":
                 name, _, _ = text.partition("{")
@@ -113,6 +122,38 @@ class ToolCallReader:
 
 def _written(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
+
+
+class _OpenObject:
+    """Finds where the first object of a growing text ends. Each character is looked at once."""
+
+    def __init__(self, quote: str) -> None:
+        """Begin in front of a text.
+
+        Args:
+            quote: text around strings; empty for JSON's.
+        """
+        self._quote = quote or '"'
+        self._outside = re.compile(rf"[{{}}]|{re.escape(self._quote)}")
+        self._inside = re.compile(r'\\.|"' if not quote else re.escape(quote), re.DOTALL)
+        self._at = self._depth = 0
+        self._in_string = False
+
+    def has_ended(self, text: str) -> bool:
+        """Whether it has ended in a text, which begins with the one before."""
+        while self._depth or not self._at or not text.startswith("}", self._at - 1):
+            found = (self._inside if self._in_string else self._outside).search(text, self._at)
+            if found is None:
+                # What may be the beginning of a marker, or of an escape, is looked at again.
+                rest = len(self._quote) - 1 if len(self._quote) > 1 else text.endswith("\\")
+                self._at = max(self._at, len(text) - rest)
+                return False
+            self._at = found.end()
+            if found[0] == self._quote:
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                self._depth += 1 if found[0] == "{" else -1
+        return True
 
 
 class JsonReply:
