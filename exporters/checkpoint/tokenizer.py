@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +28,12 @@ PROCESSOR_CONFIGS = ("processor_config.json", "preprocessor_config.json")
 FILES = (CONFIG, TOKENS_MAP, ADDED_TOKENS, TEMPLATE, f"{FURTHER_TEMPLATES}/*", PROCESSOR_TEMPLATE, *PROCESSOR_CONFIGS)
 """Files beside `tokenizer.json` that are read, as patterns."""
 
+_STANDARD = dict.fromkeys(
+    ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+).keys()
+"""Names that all tokenizers have, in the order in which transformers adds their tokens."""
+_FURTHER, _ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
+_SPECIFIC = "model_specific_special_tokens"
 _PATCHED_VOCAB = 100_000
 _PATCHED_SPLIT = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*"
 """Of transformers' correction of Mistral's pre-tokenizer, which it applies to larger vocabularies than that."""
@@ -46,10 +52,14 @@ class _Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     special: bool = False
     type_: str = msgspec.field(default="AddedToken", name="__type")
 
-    def added(self, *, special: bool) -> AddedToken:
-        normalized = not special if self.normalized is None else self.normalized
+    def added(self) -> AddedToken:
+        normalized = not self.special if self.normalized is None else self.normalized
         flags = {"lstrip": self.lstrip, "rstrip": self.rstrip, "single_word": self.single_word}
-        return AddedToken(self.content, **flags, normalized=normalized, special=special)
+        return AddedToken(self.content, **flags, normalized=normalized, special=self.special)
+
+
+_Named = str | AddedToken
+"""A token as a file names it: text alone, or with flags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,7 @@ class CheckpointTokenizer:
         special = _SpecialTokens(folder, config)
         special.add_to(tokenizer, before)
         is_changed = repr(tokenizer.get_added_tokens_decoder()) != repr(before)
-        named = {name: token.content for name, token in special.named.items()}
+        named = {name: str(token) for name, token in special.named.items()}
         return cls(tokenizer, named, None if is_changed else path, folder)
 
     def templates(self, *, reads_pictures: bool = False) -> ChatTemplates | None:
@@ -111,32 +121,34 @@ class CheckpointTokenizer:
 
 
 class _SpecialTokens:
-    """The tokens that the files beside `tokenizer.json` name.
+    """The tokens that the files beside `tokenizer.json` name, in the order in which transformers adds them.
 
     `added_tokens_decoder` of tokenizer_config.json replaces special_tokens_map.json and added_tokens.json.
 
     Attributes:
-        named: by the names of their fields.
+        named: tokens by the names of their fields.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.named: dict[str, AddedToken] = {}
-        self._further: list[AddedToken] = []
+        self._where = folder / CONFIG
         self._by_id: dict[int, AddedToken] = {}
         self._is_legacy = config.get("added_tokens_decoder") is None
-        self._where = folder / CONFIG
-        self._name_all(config, folder / CONFIG, special=False)
-        if not self._is_legacy:
+        fields = _read_fields(config, folder / CONFIG)
+        if self._is_legacy:
+            mapped = _read_map(fields, folder / TOKENS_MAP)
+            fields |= mapped
+            # transformers takes tokens with flags of tokenizer_config.json for special ones later
+            special = {str(token) for token in _listed(mapped)}
+            special |= {token for token in _listed(fields) if isinstance(token, str)}
+            self._read_added(special, folder / ADDED_TOKENS)
+        else:
             self._read_decoder(config["added_tokens_decoder"], folder / CONFIG)
-            return
-        self._name_all(_read_object(folder / TOKENS_MAP), folder / TOKENS_MAP, special=True)
-        self._where = folder / ADDED_TOKENS
-        special = {token.content for token in (*self.named.values(), *self._further)}
-        for content, number in _read_object(folder / ADDED_TOKENS).items():
-            if type(number) is not int:
-                _refuse(f"{folder / ADDED_TOKENS}: {content}", repr(number)[:80], "the id of the token")
-            is_special = content in special
-            self._by_id[number] = AddedToken(content, normalized=not is_special, special=is_special)
+        if _FURTHER not in fields:
+            fields[_FURTHER] = fields.get(_ADDITIONAL, [])
+        self._further: list[_Named] = fields[_FURTHER]
+        standard = {name: fields[name] for name in _STANDARD if name in fields}
+        others = {name: value for name, value in fields.items() if name.endswith("_token") and name not in _STANDARD}
+        self.named: dict[str, _Named] = standard | others | fields.get(_SPECIFIC, {})
 
     def add_to(self, tokenizer: Tokenizer, known: Mapping[int, AddedToken]) -> None:
         """Add what the tokenizer does not have; where it has a token with other flags, these flags hold.
@@ -148,37 +160,20 @@ class _SpecialTokens:
         if self._is_legacy:
             self._by_id |= known
         by_content = {token.content: token for token in self._by_id.values()}
-        self.named = {name: by_content.get(token.content, token) for name, token in self.named.items()}
+        for name in _STANDARD & self.named.keys():
+            self.named[name] = by_content.get(str(self.named[name]), self.named[name])
         flags = {repr(token) for token in known.values()}
-        added = [token for _, token in sorted(self._by_id.items()) if repr(token) not in flags]
-        contents = {token.content for token in (*known.values(), *added)}
+        added: list[_Named] = [token for _, token in sorted(self._by_id.items()) if repr(token) not in flags]
+        contents = {str(token) for token in (*known.values(), *added)}
         for token in (*self.named.values(), *self._further):
-            if token.content not in contents:
+            if str(token) not in contents and token not in added:  # of one content, the flags of the last one hold
                 added.append(token)
-                contents.add(token.content)
-        names = {token.content for token in self.named.values()}
-        tokenizer.add_tokens([_as_special(token) if token.content in names else token for token in added])
+        names = {str(token) for token in self.named.values()}
+        tokenizer.add_tokens([_as_added(token, special=str(token) in names) for token in added])
         for number, token in sorted(declared.items()):
             found = tokenizer.token_to_id(token.content)
             if found != number:
                 _refuse(f"{self._where}: {token.content}", f"id {number}", f"{found}, its id in tokenizer.json")
-
-    def _name_all(self, fields: Mapping[str, Any], path: Path, *, special: bool) -> None:
-        """Take the named tokens of a file, and further special tokens; whether all are special, whatever they say."""
-        named = {name: value for name, value in fields.items() if name.endswith("_token")}
-        field = "extra_special_tokens" if fields.get("extra_special_tokens") else "additional_special_tokens"
-        further = fields.get(field) or []
-        if isinstance(further, dict):
-            named |= further
-        elif isinstance(further, list):
-            self._further += [_token(each, f"{path}: {field}", special=special) for each in further]
-        else:
-            _refuse(f"{path}: {field}", type(further).__name__, "a list of tokens, or an object of named ones")
-        if isinstance(specific := fields.get("model_specific_special_tokens"), dict):
-            named |= specific
-        for name, value in named.items():
-            if value is not None and not isinstance(value, bool):  # add_bos_token is a switch
-                self.named[name] = _token(value, f"{path}: {name}", special=special)
 
     def _read_decoder(self, found: object, path: Path) -> None:
         field = f"{path}: added_tokens_decoder"
@@ -187,24 +182,87 @@ class _SpecialTokens:
         for key, value in found.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 9):
                 _refuse(field, repr(key)[:80], "the id of a token")
-            if isinstance(value, str):
+            token = _token(value, f"{field}: {key}")
+            if isinstance(token, str):
                 _refuse(f"{field}: {key}", "text", "an object with content")
-            self._by_id[int(key)] = _token(value, f"{field}: {key}", special=False)
+            self._by_id[int(key)] = token
+
+    def _read_added(self, special: Collection[str], path: Path) -> None:
+        self._where = path
+        for content, number in _read_object(path).items():
+            if type(number) is not int:
+                _refuse(f"{path}: {content}", repr(number)[:80], "the id of the token")
+            self._by_id[number] = AddedToken(content, normalized=content not in special, special=content in special)
 
 
-def _as_special(token: AddedToken) -> AddedToken:
-    return token if token.special else AddedToken(**{**token.__getstate__(), "special": True})
+def _read_fields(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Named tokens of tokenizer_config.json, those that are only of this model under `_SPECIFIC`, and further ones."""
+    fields, specific = dict[str, Any](), dict[str, _Named]()
+    for name, value in config.items():
+        if name.endswith("_token") and (token := _optional(value, f"{path}: {name}")) is not None:
+            (fields if name in _STANDARD or not isinstance(token, str) else specific)[name] = token
+    for name in (_FURTHER, _ADDITIONAL):
+        found = config.get(name)
+        if isinstance(found, dict) and name == _FURTHER:
+            specific |= {key: _token(value, f"{path}: {name}: {key}") for key, value in found.items()}
+        elif isinstance(found, list):
+            fields[name] = [_token(value, f"{path}: {name}") for value in found]
+        elif found is not None:
+            _refuse(f"{path}: {name}", type(found).__name__, "a list of tokens, or an object of named ones")
+    if not config.get(_FURTHER) and _ADDITIONAL in fields:
+        fields[_FURTHER] = fields.pop(_ADDITIONAL)
+    given = config.get(_SPECIFIC)
+    if not specific and isinstance(given, dict):
+        specific = {key: _token(value, f"{path}: {_SPECIFIC}: {key}") for key, value in given.items()}
+    return fields | ({_SPECIFIC: specific} if specific else {})
 
 
-def _token(value: object, field: str, *, special: bool) -> AddedToken:
-    """A token of a file: text, which is special, or an object with its flags."""
+def _read_map(before: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of special_tokens_map.json, which replace those of the same names."""
+    fields: dict[str, Any] = {}
+    for name, value in _read_object(path).items():
+        field = f"{path}: {name}"
+        if name.endswith("_token"):
+            if (token := _optional(value, field)) is not None:
+                fields[name] = token if isinstance(token, str) else _as_added(token, special=True)
+        elif name == _FURTHER and isinstance(value, dict):
+            specific = {key: _token(each, f"{field}: {key}") for key, each in value.items()}
+            fields[_SPECIFIC] = before.get(_SPECIFIC, {}) | specific
+        elif name in (_FURTHER, _ADDITIONAL):
+            if not isinstance(value, list):
+                _refuse(field, type(value).__name__, "a list of tokens")
+            found = [_token(each, field) for each in value]
+            marked = [each if isinstance(each, str) else _as_added(each, special=True) for each in found]
+            earlier = before.get(_FURTHER, []) if name == _FURTHER else []
+            fields[name] = [*earlier, *(each for each in marked if each not in earlier)]
+    return fields
+
+
+def _listed(fields: Mapping[str, Any]) -> list[_Named]:
+    """The tokens with standard names, and further ones."""
+    return [*(fields[name] for name in _STANDARD if name in fields), *fields.get(_FURTHER, [])]
+
+
+def _optional(value: object, field: str) -> _Named | None:
+    """A token; None for a field that is null, or a switch such as add_bos_token."""
+    return None if value is None or isinstance(value, bool) else _token(value, field)
+
+
+def _token(value: object, field: str) -> _Named:
+    """A token of a file: text, or an object with its flags."""
     if isinstance(value, str):
-        return AddedToken(value, special=True)
+        return value
     try:
-        found = msgspec.convert(value, _Token)
+        return msgspec.convert(value, _Token).added()
     except msgspec.ValidationError as error:
         _refuse(field, error, "a token: text, or an object with content, lstrip, rstrip, normalized and single_word")
-    return found.added(special=special or found.special)
+
+
+def _as_added(token: _Named, *, special: bool) -> AddedToken:
+    """A token with its flags; text is special."""
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    return AddedToken(**{**token.__getstate__(), "special": True}) if special and not token.special else token
 
 
 def _check_config(config: Mapping[str, Any], path: Path, tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
@@ -159,6 +160,54 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 """Files of published checkpoints and earlier releases of transformers."""
+
+RANDOM_LAYOUTS = 50
+
+
+def random_layouts() -> dict[str, dict[str, Any]]:
+    """Files whose tokens contradict each other in names, flags and order."""
+    random = Random(1)
+    contents = ["<|0|>", "<|1|>", "<|3|>", "<|9|>", "</s>", "<|img|>", "a", "<|im_start|>"]
+
+    def token(content: str, **further: Any) -> dict[str, Any]:
+        flags = ("lstrip", "rstrip", "normalized", "single_word")
+        return {"content": content, **{flag: random.random() < 0.3 for flag in flags}, **further}
+
+    def some(typed: dict[str, Any]) -> Any:
+        content = random.choice(contents)
+        return random.choice([content, token(content, **typed)])
+
+    def named(typed: dict[str, Any]) -> dict[str, Any]:
+        names = ("pad_token", "image_token", "eos_token", "boi_token", "bos_token", "unk_token")
+        found = {name: some(typed) for name in names if random.random() < 0.35}
+        if random.random() < 0.3:
+            found["additional_special_tokens"] = random.sample(contents, random.randrange(3))
+        return found
+
+    def config() -> dict[str, Any]:
+        typed = {"__type": "AddedToken"}
+        found = named(typed)
+        if random.random() < 0.3:
+            content = random.choice(contents)
+            found["extra_special_tokens"] = random.choice([{"video_token": content}, [some(typed), some(typed)]])
+        if random.random() < 0.2:
+            found["model_specific_special_tokens"] = {"audio_token": random.choice(contents)}
+        if random.random() < 0.5:
+            known = [(number, f"<|{number - 256}|>") for number in range(256, 260) if random.random() < 0.3]
+            added = [*known, *enumerate(random.sample(["<|9|>", "</s>", "<|img|>"], random.randrange(4)), 260)]
+            found["added_tokens_decoder"] = {str(n): token(text, special=random.random() < 0.6) for n, text in added}
+        return found
+
+    layouts = {}
+    for number in range(RANDOM_LAYOUTS):
+        files = {"tokenizer_config.json": config()}
+        if random.random() < 0.4:
+            files["special_tokens_map.json"] = named({})
+        if random.random() < 0.3:
+            files["added_tokens.json"] = {text: at for at, text in enumerate(random.sample(["<|9|>", "</s>"], 2), 260)}
+        layouts[f"random {number}"] = files
+    return layouts
+
 
 TEMPLATES = [
     CHATML,
@@ -323,7 +372,7 @@ def make() -> dict[str, Any]:
     """All cases with what transformers makes of them."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        layouts = LAYOUTS | saved(scratch / "saved")
+        layouts = LAYOUTS | saved(scratch / "saved") | random_layouts()
         fields = {field: {"tokenizer_config.json": {field: value}} for field, value in FIELDS.items()}
         found: dict[str, Any] = {"texts": TEXTS, "messages": MESSAGES, "tools": TOOLS, "generation": GENERATION}
         for kind, cases in (("layouts", layouts), ("fields", fields)):
