@@ -35,6 +35,7 @@ from tests.serving import NAME, Server, served
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = {"model": NAME, "prompt": "Hello", "max_tokens": 2}
+JSON = "content-type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +325,69 @@ def test_a_client_that_takes_nothing_is_cut_off(talking: Path):
         assert server.post(COMPLETIONS, HELLO)[0] == 200
 
 
+def _half_closed(port: int, request: str, body: bytes = b"", version: str = "1.1") -> bytes:
+    """What a client is sent that shuts down its sending side."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        head = f"{request} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := client.recv(1 << 16):
+            answer += part
+        return answer
+
+
+def test_a_client_that_sends_no_more_is_answered(server: Server):
+    """As of scripts with netcat; the connection ends with the answer."""
+    body = msgspec.json.encode({**HELLO, "max_tokens": 30, "ignore_eos": True})
+    stream = msgspec.json.encode({**HELLO, "max_tokens": 30, "ignore_eos": True, "stream": True})
+    for version in ("1.1", "1.0"):
+        assert b'"status":"ok"' in _half_closed(server.port, "GET /health", version=version)
+        whole = _half_closed(server.port, f"POST {COMPLETIONS}", body, version)
+        assert b" 200 " in whole and b'"completion_tokens":30' in whole
+        assert whole.startswith(b"HTTP/1.1 102 ") is (version == "1.1")
+        assert b"[DONE]" in _half_closed(server.port, f"POST {COMPLETIONS}", stream, version)
+    two = "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health"
+    assert _half_closed(server.port, two).count(b'"status":"ok"') == 2
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 9\r\n\r\nhalf".encode()
+        )
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(4096) == b""
+
+
+def test_idle_connections_make_room(talking: Path):
+    """Also for others that are idle then; those that are busy stay, and `/health` is answered beside them."""
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with served(talking, Limits(connections=8, queue=32)) as server, ExitStack() as open_connections:
+
+        def connect() -> socket.socket:
+            return open_connections.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+
+        idle = [connect() for _ in range(20)]
+        assert all(map(_is_closed, idle[:12]))
+        for each in idle[12:]:
+            each.sendall(request)
+            while b'"ok"' not in each.recv(4096):
+                pass
+        assert _is_healthy(server.port) and _is_closed(idle[12])
+        assert server.post(COMPLETIONS, HELLO)[0] == 200 and _is_closed(idle[13])
+        busy = [connect() for _ in range(8)]
+        for each in busy:  # whose bodies never come
+            each.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: 9\r\n\r\n".encode())
+        tasks = server.serving._server.server_state.tasks
+        while len(tasks) < 8:
+            time.sleep(0.001)
+        assert _is_healthy(server.port)
+        status, answer = server.post(COMPLETIONS, HELLO)
+        assert (status, answer["error"]["code"]) == (503, "busy")
+        busy[0].close()
+        while len(tasks) == 8:
+            time.sleep(0.001)
+        assert server.post(COMPLETIONS, HELLO)[0] == 200
+
+
 def test_a_server_out_of_files_says_so_in_a_sentence(talking: Path, tmp_path: Path):
     log = tmp_path / "log"
     with log.open("w") as stderr, ExitStack() as open_connections:
@@ -517,6 +581,7 @@ def test_a_server_for_all_without_keys_warns(
         (["--cache-budget", "lots"], "memory budget: got 'lots'"),
         (["--api-key", "a b"], "API key: got other characters"),
         (["--api-key-file", "nowhere"], "nowhere: got No such file"),
+        (["--kv-growth", "together"], "No such option '--kv-growth'"),  # the budget counts on caches of one size
         (["--host", "no.such.host.invalid"], "--host: got no.such.host.invalid: "),
     ],
 )

@@ -28,6 +28,8 @@ from edgekv.serve.options import KEY_VARIABLE, ServeOptions, accepted_keys
 if TYPE_CHECKING:
     from edgekv.serve import Serving
 
+_CACHE = tuple(name for name in CONVERSATION_CACHE if name != "kv_growth")
+"""The budget of all caches counts on caches that keep their size."""
 _NEEDED = ("starlette", "uvicorn")
 _SWITCH_S = 0.0002
 """How long the engine's thread may keep the interpreter from that of the connections; Python's 5 ms are tokens."""
@@ -37,7 +39,7 @@ _SWITCH_S = 0.0002
 def serve(
     bundle: BundleArgument,
     options: Annotated[ServeOptions, OptionGroup("Server")],
-    cache: Annotated[CacheOptions, OptionGroup("Cache", only=CONVERSATION_CACHE)],
+    cache: Annotated[CacheOptions, OptionGroup("Cache", only=_CACHE)],
     prefixes: Annotated[StoreConfig, OptionGroup("Prefix cache")],
     engine: EngineOptions,
     output: Annotated[Output, OptionGroup("Output", only=("is_quiet",))],

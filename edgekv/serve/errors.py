@@ -147,7 +147,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), code="busy")
     print(f"edgekv serve: {error}", file=sys.stderr)
     if isinstance(error, AdapterError):
-        return ApiError(500, str(error), param="model", code="adapter_damaged")
+        return ApiError(503, str(error), param="model", code="adapter_damaged")
     code = "engine_failed" if isinstance(error, EngineError) else "internal_error"
     return ApiError(500, "The model failed. The server's log says why.", code=code)
 

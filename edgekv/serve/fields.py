@@ -34,7 +34,7 @@ _LENGTH = "Use max_tokens, or max_output_tokens in /v1/responses."
 _CONSTRAINT = "Use response_format, or text.format in /v1/responses."
 _ADAPTER = 'Use "model": "NAME:ADAPTER"; GET /v1/models lists them.'
 
-_NOTHING: tuple[object, ...] = ((), {}, "", False, "none", "auto")
+_NOTHING: tuple[Any, ...] = ((), {}, "", False, "none", "auto")
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     # how tokens are chosen

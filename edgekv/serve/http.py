@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
@@ -51,6 +52,10 @@ OPEN = ("/", "/health")
 """Paths that need no key."""
 POLLED = ("/health", "/metrics")
 """Paths that programs ask for every few seconds: only their failures are logged."""
+_SPARE = 16
+"""Connections above the limit: those that ask for `POLLED` are answered, the others told that there are too many."""
+_FIRST_LOOK_S = 0.01
+_LOOK_S = 1.0
 _OTHER = "other"
 _NAME = "NAME"
 """The end of a path that stands for any name."""
@@ -423,6 +428,10 @@ class Guard:
         exchange = Exchange(scope, receive, send, self._options.limits)
         try:
             self._check(exchange)
+            if scope["path"] not in POLLED and scope["state"]["connection"].is_crowded:
+                most, fix = self._options.limits.connections, "Try again later."
+                message = f"connections: got more than {most} requests at once; expected at most that. {fix}"
+                raise ApiError(503, message, code="busy", retry_after_s=1)
             handler, exchange.name = self._routes.find(scope["method"], scope["path"])
             await handler(exchange)
         except DisconnectedError:
@@ -457,43 +466,101 @@ class Guard:
 
 
 class Connection(H11Protocol):
-    """HTTP/1.1 on a connection, which is closed if headers take too long.
+    """HTTP/1.1 on a connection, which is closed if headers take too long, or if others need its place while it is idle.
+
+    A client that sends no more may have left, or wait for its answer: an interim response tells, as the system of a
+    client that has left refuses it.
 
     Attributes:
-        limits: of headers and times.
+        limits: of headers and times, and of connections.
+        idle: the connections of the server that wait for a request, the longest first.
         is_lost: whether it has ended.
         on_lost: called when it ends; None if nobody has to know.
     """
 
     limits: ClassVar[Limits]
+    idle: ClassVar[dict[Connection, None]]
     is_lost = False
     on_lost: Callable[[], None] | None = None
     _deadline: asyncio.TimerHandle | None = None
+    _look: asyncio.TimerHandle | None = None
+    _sends_no_more = False
 
     @classmethod
     def within(cls, limits: Limits) -> type[Connection]:
-        """The same with limits: uvicorn makes the connections."""
-        return type(cls.__name__, (cls,), {"limits": limits})
+        """The same with limits, for a server: uvicorn makes the connections."""
+        return type(cls.__name__, (cls,), {"limits": limits, "idle": {}})
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether more requests than allowed are being answered, this one included."""
+        return len(self.tasks) > self.limits.connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, "connection": self}
         self._deadline = self.loop.call_later(self.limits.header_s, transport.abort)
+        if len(self.connections) > self.limits.connections and self.idle:
+            longest = next(iter(self.idle))
+            del self.idle[longest]
+            longest.transport.close()
+        elif len(self.connections) > self.limits.connections + _SPARE:
+            transport.abort()
+        self.idle[self] = None
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
             self._disarm()
+            self.idle.pop(self, None)
         elif self._deadline is None and (before is None or before.response_complete):
             self._deadline = self.loop.call_later(self.limits.header_s, self.abort)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        self._sends_no_more = self._is_answering and not self.cycle.more_body
+        if self._sends_no_more:
+            self._probe()
+        return self._sends_no_more
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_answering:  # the next request had come already
+            return
+        if self._sends_no_more:
+            self.transport.close()
+        else:
+            self.idle[self] = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._look is not None:
+            self._look.cancel()
+        self.idle.pop(self, None)
         super().connection_lost(exc)
         self.is_lost = True
         if self.on_lost is not None:
             self.on_lost()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _probe(self) -> None:
+        """Send what a client that has left refuses; clients of HTTP/1.0 do not know it."""
+        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[])))
+        self._look_for_refusal(_FIRST_LOOK_S)
+
+    def _look_for_refusal(self, after_s: float) -> None:
+        """End the connection once the client's system has refused what was sent: asyncio no longer looks."""
+        found = self.transport.get_extra_info("socket")
+        if self.transport.is_closing() or found is None:
+            return
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.abort()
+        else:
+            self._look = self.loop.call_later(after_s, self._look_for_refusal, min(2 * after_s, _LOOK_S))
 
     @property
     def has_room(self) -> bool:

@@ -29,7 +29,7 @@ class Limits:
         header_s: seconds until the headers of a request are complete.
         body_s: seconds until its body is.
         send_s: seconds until a client takes a piece of the answer.
-        connections: open at once; further ones are answered with 503.
+        connections: open at once: idle ones make room for others; requests beyond are answered with 503.
         stored_responses: answers of `/v1/responses` that later requests can continue, of each API key.
 
     Raises:

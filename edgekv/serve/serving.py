@@ -127,7 +127,6 @@ class HttpServer(Server):
             server_header=False,
             date_header=False,
             h11_max_incomplete_event_size=limits.header_bytes,
-            limit_concurrency=limits.connections,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
