@@ -55,10 +55,10 @@ def test_tests_are_calls_of_generate(small_export: Path, monkeypatch: pytest.Mon
     requests: list[tuple[int, int]] = []
     start = Driver.start
 
-    def noted(driver: Driver, request: Request) -> Sequence:
+    def noted(driver: Driver, request: Request, holder: object) -> Sequence:
         assert request.params is not None
         requests.append((len(request.tokens), request.params.max_new_tokens))
-        return start(driver, request)
+        return start(driver, request, holder)
 
     monkeypatch.setattr(Driver, "start", noted)
     with edgekv.load(small_export, threads=1, prefix_cache=StoreConfig()) as model:

@@ -72,6 +72,46 @@ def test_a_text_is_one_of_a_lark_grammar(model: edgekv.Model) -> None:
     assert re.fullmatch(r"f\([a-z()]+,[a-z()]+,[a-z()]+\)", text)
 
 
+def test_a_text_is_one_of_some(model: edgekv.Model) -> None:
+    """Whatever their characters mean in regular expressions."""
+    for texts in (["a|b", "(c"], ['\n\t"\\', "é\U0001f600"]):
+        text, stats = _generate(model, Grammar.choice(texts))
+        assert text in texts and stats.stop_reason == "grammar"
+    for wrong in ([], [""], [1]):
+        with pytest.raises(UsageError, match="expected texts of a character or more"):
+            Grammar.choice(wrong)  # type: ignore[arg-type]
+
+
+LIST = r"""# a list
+root   ::= "[" ws item ("," ws item)* "]" ws
+item   ::= [a-z]{1,2} | "\"" [^"\\]? "\"" # or a character
+ws     ::= | " "
+"""
+
+
+def test_a_text_is_one_of_a_grammar_of_llama_cpp(model: edgekv.Model) -> None:
+    text, stats = _generate(model, Grammar.gbnf(LIST), max_new_tokens=400, logit_bias={model.encode("]")[-1]: 5.0})
+    assert re.fullmatch(r'\[ ?([a-z]{1,2}|"[^"\\]?")(, ?([a-z]{1,2}|"[^"\\]?"))*\] ?', text, re.DOTALL), text
+    assert stats.stop_reason in ("grammar", "eos")
+    assert Grammar.gbnf('start: "x"') == Grammar.lark('start: "x"')
+    for wrong in ("root ::= <think>", "root", "root ::= (" + "(" * 3000, ""):
+        with pytest.raises(UsageError, match="grammar: got"):
+            Grammar.gbnf(wrong)
+
+
+def test_a_grammar_is_compiled_again_for_another_salt(model: edgekv.Model) -> None:
+    """The time would tell what somebody else has asked for."""
+    manifest = model.bundle.manifest
+    compiler = GrammarCompiler(model.tokenizer, manifest.model.vocab, manifest.tokens.eos)
+    grammar, refused = Grammar.regex("x+"), Grammar.regex("(")
+    assert compiler.compile(grammar, "one").allowed().size
+    assert [compiler.has(grammar, salt) for salt in ("one", "two", None)] == [True, False, False]
+    for _ in range(2):
+        with pytest.raises(UsageError, match="unclosed group"):
+            compiler.compile(refused)
+        assert not compiler.has(refused)
+
+
 def test_a_text_may_end_where_the_grammar_allows_an_end(random_model: edgekv.Model) -> None:
     generation = random_model.generate("x", grammar=Grammar.regex("a*"), temperature=1, seed=3, max_new_tokens=400)
     text = "".join(token.text for token in generation)

@@ -245,6 +245,15 @@ def test_what_does_not_go_together_is_named(server: Server, path: str, fields: A
     assert (status, error["param"]) == (400, param) and words in error["message"], error
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_constraint_that_was_refused_before_is_refused_with_its_status(server: Server, path: str):
+    """Also in a stream, whose headers do not wait for the engine."""
+    asked = {CHAT: {"messages": USER}, COMPLETIONS: {"prompt": "x"}}[path]
+    for _ in range(2):
+        status, answer = server.post(path, {**asked, "guided_regex": "(", "stream": True})
+        assert (status, answer["error"]["param"]) == (400, "guided_regex")
+
+
 def test_clients_that_send_neutral_values_are_answered(server: Server):
     """As programs with a slider for everything do."""
     plain = server.post(CHAT, {"messages": USER, "max_tokens": 4})[1]["choices"]

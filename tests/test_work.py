@@ -249,6 +249,12 @@ def test_a_server_stops_without_waiting_for_such_work(seeing: Path, gate: Gate):
     assert not gate.go.is_set() and [_status(each) for each in clients] == [503] * 3
 
 
+def test_such_work_ends_with_the_deadline_of_its_request(seeing: Path, gate: Gate):
+    with served(seeing, Limits(request_s=0.3)) as server:
+        status, answer = server.post(CHAT, _shown(png(photo(9, 9))))
+        assert (status, answer["error"]["code"]) == (504, "timeout") and not gate.go.is_set()
+
+
 def test_pictures_that_do_not_fit_are_refused_undecoded(server: Server, monkeypatch: pytest.MonkeyPatch):
     opened = list[int]()
     monkeypatch.setattr(PictureReader, "open", lambda _, number: opened.append(number))

@@ -218,7 +218,7 @@ class Engine:
             sequence = Sequence(request, self._resources, adapter, prefixes)
             sequence.beams = BeamRun(request, params, self.graphs, manifest)
             return sequence
-        constraint, calls = self.texts.bind(params.grammar, request.tools)
+        constraint, calls = self.texts.bind(params.grammar, request.tools, request.salt)
         thoughts = None
         if request.reads_thoughts:
             thoughts = self.texts.thoughts(request.tokens, params.grammar, request.tools)

@@ -413,7 +413,7 @@ class TurnWork:
 
     def _bind(self, job: Job) -> list[Wanted]:
         form = self._turn.form
-        self._service.texts.bind(form.grammar, form.tools)
+        self._service.texts.bind(form.grammar, form.tools, self._exchange.cache_salt)
         return self._made()
 
     def _fit(self, job: Job, opening: PictureOpening | None) -> None:
@@ -461,7 +461,8 @@ class TurnWork:
     def _finished(self) -> list[Wanted] | None:
         """None if the grammar is still to be compiled."""
         form = self._turn.form
-        return self._made() if self._service.texts.is_bound(form.grammar, form.tools) else None
+        is_bound = self._service.texts.is_bound(form.grammar, form.tools, self._exchange.cache_salt)
+        return self._made() if is_bound else None
 
     def _made(self) -> list[Wanted]:
         turn, params, service = self._turn, self._params, self._service

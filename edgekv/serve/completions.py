@@ -31,7 +31,6 @@ from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.service import Service
 from edgekv.serve.work import Job
 from edgekv.spec.text import text_offsets
-from edgekv.text import SamplingParams
 from edgekv.text.grammar import Grammar
 from edgekv.text.output import Detokenizer, decode
 
@@ -136,7 +135,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     """
     body = await exchange.body()
 
-    def read(job: Job) -> tuple[list[Wanted], _Reply, CompletionRequest]:
+    def read(job: Job) -> tuple[list[Wanted], _Reply, Grammar | None]:
         request, lora = accept(service, exchange, body, CompletionRequest)
         constraint = request.constraint()
         grammar = None if constraint is None else constraint[1]()
@@ -145,16 +144,16 @@ async def completions(service: Service, exchange: Exchange) -> None:
         wanted, answers = list[Wanted](), list[_Answer]()
         for at, prompt in enumerate(prompts):
             job.check()
-            begun = _wanted(service, exchange, request, at, grammar, lora)
-            wanted += for_answers([begun], n)
-            answers += [_answer(service, request, prompt, begun.request.tokens) for _ in range(n)]
-        return wanted, _Reply(service, request, answers, n), request
+            asked = _wanted(service, exchange, request, at, grammar, lora)
+            wanted += for_answers([asked], n)
+            answers += [_answer(service, request, prompt, asked.request.tokens) for _ in range(n)]
+        new = None if service.texts.is_bound(grammar, None, exchange.cache_salt) else grammar
+        return wanted, _Reply(service, request, answers, n), new
 
-    wanted, reply, request = await exchange.work(service.lanes.texts, read)
-    params = wanted[0].request.params
-    if isinstance(params, SamplingParams) and not service.texts.is_bound(params.grammar, None):
-        await exchange.work(service.lanes.grammars, lambda _: service.texts.bind(params.grammar, None))
-    await answer(service, exchange, wanted, reply, n=reply.n, streams=bool(request.stream))
+    wanted, reply, new = await exchange.work(service.lanes.texts, read)
+    if new is not None:
+        await exchange.work(service.lanes.grammars, lambda _: service.texts.bind(new, None, exchange.cache_salt))
+    await answer(service, exchange, wanted, reply, n=reply.n, streams=reply.streams)
 
 
 def _wanted(
@@ -251,12 +250,14 @@ class _Reply:
 
     Attributes:
         n: answers to each prompt.
+        streams: whether it is a stream.
     """
 
     def __init__(self, service: Service, request: CompletionRequest, answers: list[_Answer], n: int) -> None:
         self._names = service.names
         self._model = request.model or service.name
         self._request = request
+        self.streams = bool(request.stream)
         self._answers = answers
         self.n = n
         self._id = f"cmpl-{uuid4().hex}"
@@ -272,7 +273,7 @@ class _Reply:
         else:
             so_far.add(happened, self._names)
         has_news = so_far.text or (so_far.logprobs and so_far.logprobs.tokens) or reason
-        if not (self._request.stream and has_news):
+        if not (self.streams and has_news):
             return b""
         data = self._event([CompletionChoice(index, so_far.text, so_far.logprobs, reason)])
         so_far.text, so_far.logprobs = "", _empty(self._request)

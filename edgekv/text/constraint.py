@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from time import monotonic
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
+_Key = tuple[str | None, Grammar]
+"""A salt and a grammar."""
 COMPILE_LIMIT_S = 5.0
 MOST_COMPILING = 4
 """Threads that compile; one that takes too long cannot be stopped, and counts until it ends."""
@@ -131,7 +134,10 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer. Thread-safe; the last 64 grammars are kept, also as refused."""
+    """Compiles grammars for one tokenizer. Thread-safe; the last 64 grammars are kept, also as refused.
+
+    What was compiled for one salt makes nothing faster for others: the time would tell what others ask for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int, eos: Collection[int]) -> None:
         """Compile nothing yet.
@@ -163,19 +169,19 @@ class GrammarCompiler:
         self._vocab = vocab
         self._lock = threading.Lock()  # taken itself: Ctrl-C may come within the methods of a condition
         self._changed = threading.Condition(self._lock)
-        self._kept: OrderedDict[Grammar, LLMatcher | UsageError] = OrderedDict()
-        self._compiling: dict[Grammar, _Compilation] = {}
+        self._kept: OrderedDict[_Key, LLMatcher | UsageError] = OrderedDict()
+        self._compiling: dict[_Key, _Compilation] = {}
 
     @property
     def compiling(self) -> int:
         """Grammars that are compiled now, with those that take too long."""
         return len(self._compiling)
 
-    def has(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled, so that `compile` takes no time."""
-        return grammar in self._kept
+    def has(self, grammar: Grammar, salt: str | None = None) -> bool:
+        """Whether a grammar is compiled, so that `compile` takes no time and refuses nothing."""
+        return not isinstance(self._kept.get((salt, grammar)), (UsageError, NoneType))
 
-    def compile(self, grammar: Grammar) -> GrammarConstraint:
+    def compile(self, grammar: Grammar, salt: str | None = None) -> GrammarConstraint:
         """A constraint at the start of a text.
 
         Raises:
@@ -183,9 +189,10 @@ class GrammarCompiler:
             BusyError: it takes too long, or too many others are compiled. What is late may be the machine: a later call
                 finds how the compilation ended.
         """
+        key = salt, grammar
         with self._lock:
-            kept = self._kept.get(grammar)
-            running = self._started(grammar) if kept is None else None
+            kept = self._kept.get(key)
+            running = self._started(key) if kept is None else None
         if running is not None:  # without the lock: compiled grammars need not wait for this one
             if not running.has_ended(0 if running.is_late else COMPILE_LIMIT_S):
                 found, wanted = f"one that does not compile within {COMPILE_LIMIT_S:g} s", "one that does"
@@ -193,7 +200,7 @@ class GrammarCompiler:
             kept = _outcome(grammar, running.result)
         assert kept is not None
         with self._lock:
-            self._keep(grammar, kept)
+            self._keep(key, kept)
             if not isinstance(kept, UsageError):
                 return GrammarConstraint(kept.deep_copy(), grammar, self._vocab)
         raise UsageError(kept.field, got=kept.got, expected=kept.expected, fix=kept.fix)
@@ -202,7 +209,7 @@ class GrammarCompiler:
         """Whether a token is written by its id in grammars, not by its text."""
         return bool(self._tokenizer.is_special_token(token))
 
-    def _started(self, grammar: Grammar) -> _Compilation:
+    def _started(self, key: _Key) -> _Compilation:
         """The compilation of a grammar, one for all who ask; the caller has the lock.
 
         Raises:
@@ -210,28 +217,28 @@ class GrammarCompiler:
         """
 
         def is_free() -> bool:
-            return grammar in self._compiling or self.compiling < MOST_COMPILING
+            return key in self._compiling or self.compiling < MOST_COMPILING
 
         if any(not each.is_late for each in self._compiling.values()):
             self._changed.wait_for(is_free, COMPILE_LIMIT_S)
-        if grammar not in self._compiling:
+        if key not in self._compiling:
             if self.compiling >= MOST_COMPILING:
                 found, wanted = f"{self.compiling} others that compile", f"fewer than {MOST_COMPILING}"
-                raise BusyError(grammar.field, got=found, expected=wanted, fix="Try again later.")
-            self._compiling[grammar] = _Compilation(lambda: self._matcher(grammar), lambda: self._end(grammar))
-        return self._compiling[grammar]
+                raise BusyError(key[1].field, got=found, expected=wanted, fix="Try again later.")
+            self._compiling[key] = _Compilation(lambda: self._matcher(key[1]), lambda: self._end(key))
+        return self._compiling[key]
 
-    def _end(self, grammar: Grammar) -> None:
+    def _end(self, key: _Key) -> None:
         with self._lock:
-            compilation = self._compiling.pop(grammar, None)  # none if Ctrl-C came before it was noted
+            compilation = self._compiling.pop(key, None)  # none if Ctrl-C came before it was noted
             if compilation is not None:
-                self._keep(grammar, _outcome(grammar, compilation.result))
+                self._keep(key, _outcome(key[1], compilation.result))
             self._changed.notify_all()
 
-    def _keep(self, grammar: Grammar, outcome: LLMatcher | UsageError) -> None:
+    def _keep(self, key: _Key, outcome: LLMatcher | UsageError) -> None:
         """Keep how a compilation ended; the caller has the lock."""
-        self._kept[grammar] = outcome
-        self._kept.move_to_end(grammar)
+        self._kept[key] = outcome
+        self._kept.move_to_end(key)
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
 

@@ -280,10 +280,12 @@ class Texts:
         except ContextFullError:
             return self._bundle.manifest.context
 
-    def bind(self, grammar: Grammar | None, tools: Tools | None) -> tuple[Constraint | None, ToolCallReader | None]:
+    def bind(
+        self, grammar: Grammar | None, tools: Tools | None, salt: str | None = None
+    ) -> tuple[Constraint | None, ToolCallReader | None]:
         """The constraint of an answer and the reader of its calls, each None if there is none.
 
-        Both are new; what is compiled for them is kept, so that it can be done before a call.
+        Both are new; what is compiled for them is kept for this salt, so that it can be done before a call.
 
         Raises:
             UsageError: a grammar that is wrong or too complex, a grammar together with tools, or tools and no chat
@@ -291,26 +293,26 @@ class Texts:
             EngineError: llguidance is not installed.
         """
         if tools is None or not tools.callable:
-            return self._compiled(grammar), None
+            return self._compiled(grammar, salt), None
         if grammar is not None:
             fix = "Leave one of them out."
             raise UsageError("grammar", got="one together with tools", expected="one of them", fix=fix)
         form, special, reader = self._calls()
         try:
-            return self._compiled(tools_grammar(tools, form, special, self._thought_format)), reader
+            return self._compiled(tools_grammar(tools, form, special, self._thought_format), salt), reader
         except UsageError as error:
             if error.field.startswith("tools["):
                 raise
-            self._check_each(tools)
+            self._check_each(tools, salt)
             raise UsageError("tools", got=error.got, expected=error.expected, fix=error.fix) from None
 
-    def is_bound(self, grammar: Grammar | None, tools: Tools | None) -> bool:
+    def is_bound(self, grammar: Grammar | None, tools: Tools | None, salt: str | None = None) -> bool:
         """Whether `bind` takes no time, as nothing is to be compiled; False also for what it refuses."""
         try:
             if tools is not None and tools.callable:
                 form, special, _ = self._calls()
                 grammar = tools_grammar(tools, form, special, self._thought_format)
-            return grammar is None or self._grammars.has(grammar)
+            return grammar is None or self._grammars.has(grammar, salt)
         except EdgeKVError:
             return False
 
@@ -322,19 +324,19 @@ class Texts:
         reader = ToolCallReader(form, special)
         return form, special | special_tokens(self.tokenizer, marks, is_special), reader
 
-    def _check_each(self, tools: Tools) -> None:
+    def _check_each(self, tools: Tools, salt: str | None) -> None:
         """Raise UsageError naming the tool whose schema is wrong by itself."""
         for number, tool in enumerate(tools.tools):
             if tool not in tools.callable:
                 continue
             try:
-                self._grammars.compile(Grammar.json_schema(tool.parameters))
+                self._grammars.compile(Grammar.json_schema(tool.parameters), salt)
             except UsageError as error:
                 field = f"tools[{number}].function.parameters"
                 raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
 
-    def _compiled(self, grammar: Grammar | None) -> Constraint | None:
-        return None if grammar is None else self._grammars.compile(grammar)
+    def _compiled(self, grammar: Grammar | None, salt: str | None) -> Constraint | None:
+        return None if grammar is None else self._grammars.compile(grammar, salt)
 
     @property
     def compiling_grammars(self) -> int:
