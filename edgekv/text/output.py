@@ -200,8 +200,8 @@ class TextStream:
             UsageError: the tokenizer fails.
         """
         self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._special = SpecialStops(stop, readers.special)
-        self._stops = StopSequences(self._special.sequences) if stop else None
+        self._special = SpecialStops(stop, readers.special) if stop else None
+        self._stops = None if self._special is None else StopSequences(self._special.sequences)
         self._calls = readers.calls
         self._thoughts = readers.thoughts
         self._has_skipped = False
@@ -226,8 +226,10 @@ class TextStream:
     def push(self, token: int, *, is_text: bool) -> tuple[str, str | None]:
         """The text and the thoughts that can be shown after a token; one that ends a text is none itself."""
         self._has_skipped |= not is_text
-        piece = self._detokenizer.push(token) + self._special.text(token) if is_text else ""
-        return self._shown(*self._divided(token, piece))
+        piece = self._detokenizer.push(token) if is_text else ""
+        if self._special is None:
+            return self._divided(token, piece)
+        return self._shown(*self._divided(token, piece + self._special.text(token) if is_text else ""))
 
     def flush(self, *, cut: bool) -> tuple[str, str | None]:
         """What was withheld, at the end; without the last character if it is incomplete because the text is `cut`."""
@@ -242,6 +244,8 @@ class TextStream:
 
     def _shown(self, text: str, thoughts: str | None) -> tuple[str, str | None]:
         """Text and thoughts without what stands for special tokens."""
+        if self._special is None:
+            return text, thoughts
         return self._special.shown(text), None if thoughts is None else self._special.shown(thoughts)
 
     def _divided(self, token: int, piece: str) -> tuple[str, str | None]:
