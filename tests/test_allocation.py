@@ -51,6 +51,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 COSTS = st.lists(st.floats(1e-9, 1), min_size=4, max_size=4)
+TIMES = st.lists(st.integers(-100, 1000).map(lambda tenths: tenths / 10), min_size=4, max_size=4)
 
 
 @given(st.data())
@@ -77,12 +78,13 @@ def test_more_bytes_never_lose_more(checkpoint: Checkpoint, data: st.DataObject)
 def test_a_limit_in_time_is_kept_and_a_looser_one_loses_no_more(checkpoint: Checkpoint, data: st.DataObject) -> None:
     types = possible_types(checkpoint.spec, "cpu")
     costs, times = (
-        {name: dict(zip(each, data.draw(COSTS), strict=False)) for name, each in types.items()} for _ in range(2)
+        {name: dict(zip(each, data.draw(drawn), strict=False)) for name, each in types.items()}
+        for drawn in (COSTS, TIMES)
     )
     fronts = Fronts(checkpoint.spec, costs, times)
     fastest = sum(min(each.values()) for each in times.values())
     slowest = sum(max(each.values()) for each in times.values())
-    limits = sorted(data.draw(st.lists(st.floats(fastest + 1e-6, slowest + 1), min_size=2, max_size=4)))
+    limits = sorted(data.draw(st.lists(st.floats(fastest + 0.01, slowest + 1), min_size=2, max_size=4)))
     found = [fronts.choose(lambda front: front.largest, limit) for limit in limits]
     for limit, each in zip(limits, found, strict=True):
         assert each.us <= limit
@@ -176,7 +178,7 @@ def test_a_divergence_is_kept(checkpoint: Checkpoint, tmp_path: Path, cache: Pat
 
 def test_a_size_and_a_divergence_both_hold_or_are_refused(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
     export(checkpoint, tmp_path / "small", cache, recipe="w4a16")
-    most_mb = 1.05 * folder_bytes(tmp_path / "small") / 1e6
+    most_mb = 1.3 * folder_bytes(tmp_path / "small") / 1e6
     both = {"target_mb": most_mb, "check_quality": True}
     export(checkpoint, tmp_path / "both", cache, max_kl=10.0, **both)
     assert folder_bytes(tmp_path / "both") <= most_mb * 1e6

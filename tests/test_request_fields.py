@@ -319,7 +319,7 @@ def test_an_answer_ends_at_a_stop_token(client: OpenAI, alone: edgekv.Model):
     """Which is not part of it, also where the end-of-sequence tokens are ignored."""
     (token,) = alone.encode("e")[-1:]
     body = {"stop_token_ids": [token], "ignore_eos": True}
-    for bias in ({}, {str(token): 100}):
+    for bias in ({str(token): 3}, {str(token): 100}):
         answer = client.chat.completions.create(
             model=NAME, messages=USER, max_tokens=300, logit_bias=bias, seed=1, temperature=1.0, extra_body=body
         )

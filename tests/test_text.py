@@ -183,9 +183,9 @@ def test_a_long_run_of_invalid_bytes_is_decoded_a_few_tokens_at_a_time(
 ) -> None:
     detokenizer, decoded, plain = Detokenizer(tokenizer), list[int](), output.decode
 
-    def counted(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    def counted(tokenizer: Tokenizer, tokens: list[int], *, skip_special_tokens: bool) -> str:
         decoded.append(len(tokens))
-        return plain(tokenizer, tokens)
+        return plain(tokenizer, tokens, skip_special_tokens=skip_special_tokens)
 
     monkeypatch.setattr(output, "decode", counted)
     for _ in range(300):

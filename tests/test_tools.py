@@ -466,6 +466,12 @@ def test_arguments_of_earlier_calls_are_objects_whatever_the_model_wrote(argumen
     assert text.endswith(f"<tool_call>{json.dumps(told)}7") and text.startswith("Weather?") and "None" not in text
 
 
+@pytest.mark.parametrize("call", [3, {}, {"function": None}, {"id": ["x"], "function": {"name": {}}}])
+def test_odd_calls_of_earlier_turns_are_told_as_they_are(call: object) -> None:
+    told, _ = declared_messages(PLAIN, [*ASK, {"role": "assistant", "tool_calls": [call]}], Tools.read(DECLARED))
+    assert told[1]["content"].startswith('{"tool_call": ')
+
+
 def test_what_gemmas_notation_cannot_bind_is_refused() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
     tools = Tools.read([{"type": "function", "function": {"name": "f", "parameters": schema}}])
