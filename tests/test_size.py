@@ -322,8 +322,8 @@ def test_an_unknown_architecture_has_unknown_weights(tmp_path):
         ({"num_hidden_layers": ...}, "num_hidden_layers: got nothing"),
         ({"num_hidden_layers": 0}, "layers"),
         ({"num_key_value_heads": [8, 4]}, "num_key_value_heads"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank.*latent attention"),
+        ({"layer_types": ["full_attention"] * 15 + ["linear_attention"]}, "linear_attention"),
     ],
 )
 def test_a_config_that_cannot_be_sized_is_refused(tmp_path, changes, field):

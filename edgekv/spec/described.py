@@ -61,6 +61,7 @@ def describe(config: Config) -> DecoderSpec:
             raise config.refusal("model_type", "an architecture without them", fix=fix)
         wanted = ", ".join(sorted(ARCHITECTURES))
         raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
+    _check_attention(config)
     spec = family(config)
     config.check_read(harmless(model_type), OFF)
     more = (_CONVOLUTION, spec.convolution), (_DELTA_RULE, spec.delta_rule)
@@ -128,11 +129,16 @@ def _check_no_drafter(config: Config) -> None:
         raise config.refusal("model_type", "a model that needs no target", fix=fix)
 
 
-def _check_layers(config: Config, *more: str) -> None:
-    """Reject layers that do not keep keys and values of each head, and are none of `more` kinds."""
+def _check_attention(config: Config) -> None:
+    """Reject attention that does not keep keys and values of each head."""
     if "kv_lora_rank" in config:
         wanted = "keys and values for each head"
         raise config.refusal("kv_lora_rank", wanted, fix="Models with latent attention are not supported.")
+
+
+def _check_layers(config: Config, *more: str) -> None:
+    """Reject layers that do not keep keys and values of each head, and are none of `more` kinds."""
+    _check_attention(config)
     if "layer_types" in config and (other := set(config.layer_types()) - {*_LAYER_TYPES, *more}):
         wanted, fix = " or ".join(_LAYER_TYPES), "Models with layers of another kind are not supported."
         raise config.refusal("layer_types", wanted, got=", ".join(sorted(other))[:200], fix=fix)

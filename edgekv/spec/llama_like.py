@@ -86,9 +86,9 @@ def same_window(config: Config, layers: int, window: int | None) -> tuple[int | 
         CheckpointError: `layer_types` contradicts it.
     """
     kind = _FULL if window is None else _SLIDING
-    if "layer_types" in config and set(config.layer_types(layers)) != {kind}:
+    if "layer_types" in config and (others := set(config.layer_types(layers)) - {kind}):
         reason = "there is no sliding_window" if window is None else "sliding_window says"
-        raise config.refusal("layer_types", f"{kind} alone, as {reason}")
+        raise config.refusal("layer_types", f"{kind} alone, as {reason}", got=", ".join(sorted(others))[:200])
     return () if window is None else (window,) * layers
 
 

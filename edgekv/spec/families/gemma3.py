@@ -32,6 +32,7 @@ def describe(config: Config) -> DecoderSpec:
     """Gemma's decoder with two rotary embeddings (arXiv 2503.19786); of a multimodal model the text decoder."""
     if config.text("model_type") == "gemma3":
         text = text_config(config, "gemma3_text")
+        text.expect("final_logit_softcapping", None)  # transformers leaves it out beside a vision model
         return replace(describe(text), multimodal=True)
     config = config.with_defaults(**DEFAULTS)
     config.expect("attn_logit_softcapping", None)
