@@ -297,6 +297,7 @@ def _lfm2(file: GgufFile) -> Fields:
         "model_type": "lfm2",
         "layer_types": [_FULL if each else "conv" for each in key_heads],
         "conv_L_cache": file.size(".shortconv.l_cache"),
+        "norm_eps": file.number(".attention.layer_norm_rms_epsilon"),
         "block_auto_adjust_ff_dim": False,  # the file has the width itself
     }
 
