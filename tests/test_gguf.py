@@ -48,6 +48,7 @@ ALTERED = {  # what a GGUF file says of these, where the test's checkpoint says 
     "phi3": {"sliding_window": None, "max_position_embeddings": 64},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "mistral-0.3": {"model_type": "llama"},
+    "lfm2": {"norm_eps": 3e-5},
 }
 
 

@@ -36,6 +36,7 @@ FLOORS = (
     ("edgekv.sandbox",),
     ("edgekv.spec", "edgekv.htp_options"),
     ("edgekv.kv", "edgekv.bundle"),
+    ("edgekv.program",),
     ("edgekv.graphs", "edgekv.load_options"),
     ("edgekv.runtime", "edgekv.prefix", "edgekv.draft"),
     ("edgekv.text", "edgekv.pictures"),

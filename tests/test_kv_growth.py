@@ -248,7 +248,7 @@ def test_states_do_not_grow_with_the_context(growth: GrowthName) -> None:
     encodings = [Encoding("s16", 1e-4, 0)] * sum(each.tensors for each in geometry.groups())
     cache = KVCache(geometry, ar=(1, 16), strategy="slot", encodings=encodings, growth=Growth((32, 64, 128), growth))
     assert [group.reallocations for group in cache.groups if isinstance(group, RowGroup)] == [0, 0]
-    for count in range(100):
-        cache.window(1, next(context for context in (32, 64, 128) if context > count))
+    for held_tokens in range(100):
+        cache.window(1, next(context for context in (32, 64, 128) if context > held_tokens))
         cache.commit(1)
     assert [group.reallocations for group in cache.groups if isinstance(group, RowGroup)] == [2, 2]

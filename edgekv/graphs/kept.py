@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from edgekv.errors import EngineError
 from edgekv.graphs.cpu_mode import BUILDING_EXTRA, RenderedMode, can_build
 from edgekv.graphs.processor import processor
 from edgekv.graphs.source import PartSource, Source
+from edgekv.program import program_sha256
 from edgekv.scratch import atomic_file, held_folder, scratch_folder
 from edgekv.steps import step
 from edgekv.system import MIB, cache_folder, read_file
@@ -28,7 +28,6 @@ _COUNT_BYTES = 4
 _INVARIANT = ("batch invariant",)
 _LARGEST_BYTES = 256 * MIB
 _DIGEST_BYTES = sha256().digest_size
-_PROGRAM = (Path(__file__).parent, Path(__file__).parent.parent / "spec")
 
 
 def emulated_bytes(source: PartSource, *, batch_invariant: bool = False) -> bytes:
@@ -164,11 +163,5 @@ def _remove_oldest(folder: Path, suffix: str, most: int) -> None:
 
 def _key(source: Source, *parts: str) -> str:
     """The name of what this version of the builder makes of a part."""
-    return sha256(b"\0".join([_program(), *(part.encode() for part in parts), source.content])).hexdigest()
-
-
-@lru_cache(maxsize=1)
-def _program() -> bytes:
-    """A hash of the builder, and of the specifications that it follows."""
-    files = (path for folder in _PROGRAM for path in sorted(folder.glob("*.py")))
-    return sha256(b"".join(path.read_bytes() for path in files)).digest()
+    program = program_sha256(__name__)  # this module imports the builder, and all that it follows
+    return sha256(b"\0".join([*(part.encode() for part in (program, *parts)), source.content])).hexdigest()

@@ -11,14 +11,24 @@ from importlib import metadata
 from distributed import Status, Worker, WorkerPlugin
 
 from edgekv.errors import EdgeKVError
+from edgekv.program import program_sha256
 from edgekv.system import format_bytes
 from exporters.pipeline.place import Identity, Place
-from exporters.pipeline.program import program_sha256
 from exporters.pipeline.store import PieceStore
 
 PACKAGES = ("edgekv", "onnxruntime", "onnxruntime-qnn", "numpy")
 """Packages whose version the bytes of a bundle depend on."""
 
+_MAKERS = (
+    __name__,
+    "exporters.pipeline.planning",
+    "exporters.pipeline.division",
+    "exporters.pipeline.sensitivity",
+    "exporters.sweep.quality",
+    "exporters.targets.aihub.pack",
+    "exporters.targets.aihub.sample",
+)
+"""Modules of this worker, and of pieces: each module of pieces is among what these import."""
 TOPIC = "edgekv-pieces"
 RAM = "RAM"
 _SHARE = 1_000_000  # of the mark of a fit worker; each piece takes one
@@ -27,7 +37,7 @@ _SHARE = 1_000_000  # of the mark of a fit worker; each piece takes one
 def versions() -> dict[str, str]:
     """The versions of `PACKAGES` in this process, and a hash of edgekv's program."""
     found = {package: _version(package) for package in PACKAGES}
-    return found | {"edgekv's program": program_sha256()[:12]}
+    return found | {"edgekv's program": program_sha256(*_MAKERS)[:12]}
 
 
 @dataclass(frozen=True, slots=True)
