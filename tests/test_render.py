@@ -19,16 +19,18 @@ from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.kept import rendered_graph
-from edgekv.graphs.packed_weights import remove_unused_weights
+from edgekv.graphs.packed_weights import SCRATCH, remove_unused_weights
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.products import packed, scales, wide
 from edgekv.graphs.source import PartSource
 from edgekv.load_options import EngineOptions
 from edgekv.runtime import CpuEngine, CpuMode, make_engine
+from edgekv.scratch import held_folder
 from quant import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.cpu_graphs import any_step, outputs, source_of
 from tests.exports import export_options, exported
+from tests.processes import left_by_a_killed_process
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -317,11 +319,11 @@ def test_graphs_share_the_files_of_equal_weights(small: Path, kept: Path, mode: 
 def test_weights_that_no_graph_uses_are_removed(tmp_path: Path) -> None:
     for name in ("used.weights", "unused.weights", "graph.onnx"):
         (tmp_path / name).touch()
-    (tmp_path / "rendering-1").mkdir()
-    (tmp_path / "rendering-1" / "weights").touch()
-    remove_unused_weights(tmp_path, {"used.weights"})
-    assert len([*tmp_path.iterdir()]) == 4
-    remove_unused_weights(tmp_path, {"used.weights"}, age_s=-60)
+    (left_by_a_killed_process(tmp_path, SCRATCH) / "weights").touch()
+    with held_folder(tmp_path, SCRATCH) as another:
+        remove_unused_weights(tmp_path, {"used.weights"})
+        assert {*tmp_path.iterdir()} == {*tmp_path.glob("*used.weights"), tmp_path / "graph.onnx", another}
+        remove_unused_weights(tmp_path, {"used.weights"}, age_s=-60)
     assert {path.name for path in tmp_path.iterdir()} == {"used.weights", "graph.onnx"}
 
 
