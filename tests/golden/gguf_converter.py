@@ -1,0 +1,263 @@
+"""GGUF files of llama.cpp's own converter against the models of transformers that they were made from.
+
+    python tests/golden/gguf_converter.py [FOLDER [MODEL ...]]
+
+The folder has llama.cpp's `convert_hf_to_gguf.py`, `conversion`, `gguf-py` and `models`, and `packages` with
+sentencepiece; `make golden` makes it. The converter knows tokenizers by a hash of what they make of a text, so the name
+of a pre-tokenizer is given to it; all else is its own. Exits with 1 if a file is refused, a logit differs by more than
+1e-4 of the largest, or a text has other tokens than sentencepiece, transformers, or llama.cpp's `models/*.out` have.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import unicodedata
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from exporters.checkpoint.checkpoint import Checkpoint  # noqa: E402
+from exporters.checkpoint.gguf import GgufFile, rebuild_tokenizer  # noqa: E402
+from exporters.quantize.reference import Reference  # noqa: E402
+from tests.checkpoints import write_tokenizer  # noqa: E402
+from tests.gguf_files import sentence_piece  # noqa: E402
+
+TOLERANCE = 1e-4
+LLAMA_CPP = Path(sys.argv[1] if len(sys.argv) > 1 else Path(sys.prefix) / "llama.cpp").resolve()
+CONVERT = """
+import runpy, sys
+from conversion.base import TextModel
+name = sys.argv.pop()
+TextModel.get_vocab_base_pre = lambda self, tokenizer: name
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+THETA = {"rope_type": "default", "rope_theta": 1e4}
+LLAMA3 = {**THETA, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {**THETA, "rope_type": "longrope", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75}
+LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 20.0]}
+FULL, WINDOW = "full_attention", "sliding_attention"
+GEMMA4 = {
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    WINDOW: THETA,
+}
+SCALES = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 5.0}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {**THETA, "partial_rotary_factor": 0.5, "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+    "layer_types": ["linear_attention", "linear_attention", FULL, "linear_attention"] * 3,
+}
+PLAIN, PIECES, MERGES = "bytes", "sentencepiece", "merges"
+MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # class, tokenizer, pre-tokenizer, fields
+    "llama-3": ("Llama", PLAIN, "llama-bpe", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}}),
+    "llama-short": (
+        "Llama",
+        PLAIN,
+        "llama-bpe",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}},
+    ),
+    "llama-2": ("Llama", PIECES, "", {"tie_word_embeddings": False}),
+    "mistral": ("Mistral", PLAIN, "tekken", {"sliding_window": None, "rope_parameters": YARN}),
+    "qwen2": ("Qwen2", PLAIN, "qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("Qwen3", PLAIN, "qwen2", {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16.0}}),
+    "qwen3.5": ("Qwen3_5", PLAIN, "qwen35", LINEAR),
+    "phi3": ("Phi3", PLAIN, "dbrx", {"sliding_window": 24, "rope_parameters": THETA}),
+    "phi4-mini": ("Phi3", PLAIN, "gpt-4o", {"rope_parameters": LONG, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", PIECES, "", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gemma3": ("Gemma3", PIECES, "", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "gemma4": (
+        "Gemma4",
+        MERGES,
+        "",
+        {
+            "sliding_window": 24,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 4,
+            "hidden_size_per_layer_input": 8,
+            "use_double_wide_mlp": True,
+            "layer_types": [WINDOW, WINDOW, FULL] * 4,
+            "rope_parameters": GEMMA4,
+        },
+    ),
+    "smollm3": ("SmolLM3", PLAIN, "smaug-bpe", {"rope_parameters": THETA}),
+    "granite": ("Granite", PLAIN, "refact", SCALES),
+    "granite-4": (
+        "GraniteMoeHybrid",
+        PLAIN,
+        "dbrx",
+        {**SCALES, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
+        | {
+            "layer_types": ["attention"] * 12,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+        },
+    ),
+    "lfm2": ("Lfm2", PLAIN, "lfm2", {"layer_types": ["conv", "conv", FULL] * 4, "block_auto_adjust_ff_dim": False}),
+    "olmo2": ("Olmo2", PLAIN, "dbrx", {"rope_parameters": THETA}),
+    "olmo3": (
+        "Olmo3",
+        PLAIN,
+        "dbrx",
+        {"sliding_window": 24, "rope_parameters": {FULL: YARN | {"attention_factor": 1.2}, WINDOW: THETA}},
+    ),
+}
+SEPARATOR = "\n__ggml_vocab_test__\n"
+TEXTS = ["Hello world", "  two  spaces", "caf\u00e9 \U0001f642", "x = [1234, 5]\n\n\ty", " leading", "a" * 40]
+
+
+def written(name: str, folder: Path) -> tuple[Path, Callable[[str], list[int]]]:
+    """The converter's file of a random model in a new folder, and the tokens that the model's own tokenizer gives."""
+    kind, tokenizer, pre, fields = MODELS[name]
+    folder.mkdir()
+    encode = {PLAIN: plain, PIECES: pieces, MERGES: merges}[tokenizer](folder, kind)
+    text = "TextConfig" if kind in ("Gemma3", "Gemma4", "Qwen3_5") else "Config"
+    config = getattr(transformers, f"{kind}{text}")(**SIZES, vocab_size=encode.size, **fields)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, values in model.named_parameters():
+            values.mul_(8 if values.ndim > 1 else 1).add_(0.1 * torch.randn_like(values) if "norm" in key else 0)
+    model.save_pretrained(folder)
+    file = folder / f"{name}.gguf"
+    program = str(LLAMA_CPP / "convert_hf_to_gguf.py")
+    path = os.pathsep.join(str(LLAMA_CPP / each) for each in (".", "gguf-py", "packages"))
+    options = [
+        str(folder),
+        "--outfile",
+        str(file),
+        "--outtype",
+        "f32",
+        *(["--no-mtp"] if kind == "Qwen3_5" else []),
+        pre,
+    ]
+    code = CONVERT.replace("sys.argv[0]", repr(program))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code, *options], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name}: the converter failed: {done.stderr[-2000:]}")
+    return file, encode
+
+
+class Encoder:
+    """What the model's own tokenizer makes of a text, and its number of tokens."""
+
+    def __init__(self, size: int, encode: Callable[[str], list[int]]) -> None:
+        self.size = size
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+def plain(folder: Path, kind: str) -> Encoder:
+    """The tests' bytes, and room for tokens that a family's class adds; Phi-3's converter asks for the class's name."""
+    write_tokenizer(folder / "tokenizer.json", extra=64)
+    names = {"bos_token": "<|0|>", "eos_token": "<|1|>", "pad_token": "<|2|>"}
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+    saved.save_pretrained(folder)
+    if kind == "Phi3":
+        config = folder / "tokenizer_config.json"
+        config.write_text(config.read_text().replace("TokenizersBackend", "GPT2Tokenizer"))
+    return Encoder(336, lambda text: saved.encode(text, add_special_tokens=False))
+
+
+def pieces(folder: Path, kind: str) -> Encoder:
+    """A `tokenizer.model` that sentencepiece trains on this repository; Gemma's has no space in front of a text."""
+    sys.path.append(str(LLAMA_CPP / "packages"))
+    import sentencepiece
+
+    options = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 600, "normalization_rule_name": "identity"}
+    options |= {"remove_extra_whitespaces": False, "add_dummy_prefix": not kind.startswith("Gemma")}
+    source = ",".join(str(path) for path in sorted((ROOT / "docs/guides").glob("*.md")))
+    sentencepiece.SentencePieceTrainer.train(input=source, model_prefix=str(folder / "tokenizer"), **options)
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return Encoder(model.vocab_size(), model.encode)
+
+
+def merges(folder: Path, kind: str) -> Encoder:
+    """A BPE with byte fallback, as Gemma 4 has it."""
+    del kind
+    tokenizer = sentence_piece("gemma4")
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    return Encoder(tokenizer.get_vocab_size(), lambda text: tokenizer.encode(text).ids)
+
+
+def difference(file: Path, encode: Callable[[str], list[int]]) -> float:
+    """The largest difference of two logits, as a share of the largest logit; exits if tokens differ."""
+    checkpoint = Checkpoint.open(str(file))
+    for text in TEXTS:
+        found, wanted = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids, encode(text)
+        if found != wanted:
+            sys.exit(f"{file.name}: {text!r}: {found}; expected {wanted}")
+    tokens = np.random.default_rng(1).integers(3, checkpoint.spec.vocab - 8, 96)
+    (ours,) = Reference(checkpoint, 128).logits([tokens])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        theirs = model.eval()(torch.tensor(tokens)[None]).logits[0].numpy()
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def vocabularies() -> int:
+    """Texts of `models/*.inp` with other tokens than `*.out` has; of these vocabularies edgekv reads most."""
+    wrong = 0
+    for answers in sorted((LLAMA_CPP / "models").glob("*.gguf.out")):
+        name = answers.name.removesuffix(".gguf.out").removeprefix("ggml-vocab-")
+        if name in ("bert-bge", "deepseek-llm"):
+            continue  # of models that cannot be exported
+        tokenizer = rebuild_tokenizer(GgufFile(answers.with_suffix("")))
+        texts = answers.with_suffix(".inp").read_text("utf-8").removesuffix(SEPARATOR).split(SEPARATOR)
+        expected = [[int(token) for token in line.split()] for line in answers.read_text().splitlines()]
+        for text, ids in zip(texts, expected, strict=True):
+            if name == "qwen35" and not unicodedata.is_normalized("NFC", text):
+                continue  # transformers normalizes, llama.cpp does not
+            if (found := tokenizer.encode(text, add_special_tokens=False).ids) != ids:
+                wrong += 1
+                print(f"{name}: {text!r}: {found}; expected {ids}")
+        print(f"{name}: {len(texts)} texts")
+    return wrong
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    wrong = 0 if sys.argv[2:] else vocabularies()
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in sys.argv[2:] or MODELS:
+            file, encode = written(name, Path(scratch) / name)
+            found = difference(file, encode)
+            wrong += found > TOLERANCE
+            print(f"{name}: {found:.1e} of the largest logit", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
