@@ -13,11 +13,12 @@ import edgekv
 from devices import CATALOGUE, NoProxyError, find, proxies_for
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from edgekv.errors import EngineError, UsageError
+from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.estimate import estimate_bundle, estimate_config, simulate_bundle
 from exporters.htp import estimate as simulation
 from exporters.htp.costs import read_costs
 from exporters.options import RunOptions
+from tests.test_pipeline import files_of_at_most
 
 PROFILE = """Msg Timestamp,Message,Time,Unit of Measurement,Timing Source,Event Level,Event Identifier
 0,FINALIZE,446822,US,BACKEND,ROOT,QNN (finalize) time
@@ -212,3 +213,27 @@ def test_a_package_that_is_missing_is_named(bundle: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(metadata, "entry_points", lambda **_: ())
     with pytest.raises(EngineError, match=r"no estimator.*edgekv\[export,htp\]"):
         edgekv.estimate(bundle, "SM8650")
+
+
+def test_a_disk_that_is_full_is_named(embedded: Path, tmp_path: Path) -> None:
+    """Of temporary files; and nothing is left."""
+    with files_of_at_most(1 << 20), pytest.raises(BundleError, match="while writing slices of graphs"):
+        estimate_config(
+            embedded,
+            find("SM8650"),
+            context=128,
+            recipe="w8a16",
+            kv="u8",
+            ar=(1,),
+            run=RunOptions(cache_dir=tmp_path),
+        )
+    assert not [*tmp_path.glob("pieces/*")]
+
+
+@pytest.mark.htp
+def test_a_bundle_that_cannot_be_written_is_estimated(bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "bundle")
+    for path in (copy, *copy.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    found = estimate_bundle(open_bundle(copy), find("SM8650"), RunOptions(cache_dir=tmp_path / "cache"))
+    assert found.span("decode") is not None

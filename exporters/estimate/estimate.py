@@ -50,6 +50,7 @@ from exporters.pipeline.store import store_in
 from exporters.progress import Progress, silent
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.recipe import Recipe, find_recipe
+from exporters.resources import full_disk_named
 from quant import Encoding, Range
 
 _PLAIN = RunOptions()
@@ -154,7 +155,7 @@ def simulate_bundle(
     if in_slices is None:
         in_slices = manifest.model.sizes.all_layer_parameters > _WHOLE_PARAMETERS
     decoder = _Decoder(str(bundle.path), manifest.model.layers, graphs, partial(build_part, manifest), bundle.path)
-    with scratch_folder("slices") as scratch:
+    with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
         binaries = [*(_slices(decoder, scratch) if in_slices else _whole(bundle, graphs))]
         found = _simulated(graphs, binaries, proxies, device, run, progress, options)
     return _made(str(bundle.path), device, proxies, found, options, in_slices=in_slices)
@@ -191,6 +192,7 @@ def estimate_config(
         UsageError: no chip stands for this one, or the recipe chooses types by the weights.
         CheckpointError: the `config.json` cannot be read, or is of no known architecture.
         EngineError: the compiler is missing, crashed, or writes something else.
+        BundleError: the disk of temporary files is full.
     """
     types = find_recipe(recipe)
     if types.mean_bits is not None or types.keep_stored:
@@ -246,7 +248,7 @@ def estimate_spec(
     def build(graph: GraphRecord, part: PartRecord) -> QdqOps:
         return build_layers(QdqOps(graph, part, interface, spec, encodings, weights), graph, part)
 
-    with scratch_folder("slices") as scratch:
+    with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
         weights.write(scratch)
         binaries = [*_slices(_Decoder(recipe.name, spec.layers, graphs, build, scratch), scratch)]
         found = _simulated(graphs, binaries, proxies, device, run, progress, options)
@@ -283,7 +285,7 @@ def fastest_level(
     records = [graph for graph in manifest.graphs if graph.name in graphs]
     decoder = _Decoder(str(bundle.path), manifest.model.layers, records, partial(build_part, manifest), bundle.path)
     times = dict[int, float]()
-    with scratch_folder("slices") as scratch:
+    with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
         binaries = [*_slices(decoder, scratch)]
         for level in _LEVELS:
             chosen = replace(options, optimization=level)
