@@ -72,7 +72,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated speed of a decoder on a chip. Nothing was measured.
 
     Attributes:
-        source: the bundle, or the `config.json`.
+        source: name of the bundle, or path of the `config.json`.
         device: part number of the chip.
         proxies: part numbers of the chips that stand for it.
         compiler: the package that simulates, with its version.

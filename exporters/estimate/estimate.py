@@ -158,7 +158,7 @@ def simulate_bundle(
     with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
         binaries = [*(_slices(decoder, scratch) if in_slices else _whole(bundle, graphs))]
         found = _simulated(graphs, binaries, proxies, device, run, progress, options)
-    return _made(str(bundle.path), device, proxies, found, options, in_slices=in_slices)
+    return _made(bundle.path.name, device, proxies, found, options, in_slices=in_slices)
 
 
 def estimate_config(
