@@ -183,7 +183,7 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
         options=options,
         recipe=recipe_record(checkpoint.spec, options.recipe),
         split=split,
-        graphs=plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.draft_rows),
+        graphs=plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.verify_rows),
         calibration=calibration,
         first=first,
         survey_tokens=beginning(first),
@@ -275,5 +275,5 @@ def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
         head=options.head,
         geometry=export_geometry(checkpoint, options),
         ar=options.ar,
-        graphs=(len(set(options.ar)) + len(set(options.draft_rows))) * len(options.contexts),
+        graphs=(len(set(options.ar)) + len(set(options.verify_rows))) * len(options.contexts),
     )

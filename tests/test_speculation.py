@@ -59,6 +59,21 @@ def test_more_rows_than_prefill_has_are_refused(rows: int) -> None:
         export_options(ar=(1, 8), context=CONTEXT, draft_rows=(rows,))
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, ()),
+        ({"give_hidden": True}, (8, 16)),
+        ({"give_hidden": True, "ar": (1, 8)}, (8,)),
+        ({"give_hidden": True, "ar": (1, 4)}, (4,)),
+        ({"give_hidden": True, "draft_rows": ()}, ()),
+        ({"give_hidden": True, "draft_rows": (4,)}, (4,)),
+    ],
+)
+def test_targets_of_drafters_verify_8_and_16_rows(changes: dict[str, Any], rows: tuple[int, ...]) -> None:
+    assert export_options(**{"context": 64, "ar": (1, 32), **changes}).verify_rows == rows
+
+
 class Fixed:
     """Proposes the same, whatever the text is."""
 
