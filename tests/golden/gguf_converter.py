@@ -138,6 +138,8 @@ def written(name: str, folder: Path) -> tuple[Path, Callable[[str], list[int]]]:
     folder.mkdir()
     encode = {PLAIN: plain, PIECES: pieces, MERGES: merges}[tokenizer](folder, kind)
     text = "TextConfig" if kind in ("Gemma3", "Gemma4", "Qwen3_5") else "Config"
+    if kind == "Gemma4":
+        fields = fields | {"vocab_size_per_layer_input": encode.size}
     config = getattr(transformers, f"{kind}{text}")(**SIZES, vocab_size=encode.size, **fields)
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -145,6 +147,9 @@ def written(name: str, folder: Path) -> tuple[Path, Callable[[str], list[int]]]:
         for key, values in model.named_parameters():
             values.mul_(8 if values.ndim > 1 else 1).add_(0.1 * torch.randn_like(values) if "norm" in key else 0)
     model.save_pretrained(folder)
+    if kind == "GraniteMoeHybrid":  # the converter knows the older name of its layers
+        saved = folder / "config.json"
+        saved.write_text(saved.read_text().replace(f'"{FULL}"', '"attention"'))
     file = folder / f"{name}.gguf"
     program = str(LLAMA_CPP / "convert_hf_to_gguf.py")
     path = os.pathsep.join(str(LLAMA_CPP / each) for each in (".", "gguf-py", "packages"))
