@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from devices import Device
 from edgekv.errors import UsageError
 from edgekv.option import Option, OptionGroup, find_device
 from edgekv.text.params import SamplingParams
-from exporters.targets.capabilities import GENIE, GENIEX, Capabilities
+
+if TYPE_CHECKING:
+    from exporters.targets.capabilities import Capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +69,6 @@ class GenieOptions:
     @property
     def target(self) -> Capabilities:
         """What reads the graphs."""
+        from exporters.targets.capabilities import GENIE, GENIEX  # slow to import
+
         return GENIEX if self.stacked else GENIE
