@@ -17,7 +17,10 @@ from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.estimate import estimate_bundle, estimate_config, simulate_bundle
 from exporters.htp import estimate as simulation
 from exporters.htp.costs import read_costs
+from exporters.htp.estimate import Simulation
+from exporters.htp.schedule import Schedule
 from exporters.options import RunOptions
+from exporters.pipeline import pieces
 from tests.test_pipeline import files_of_at_most
 
 PROFILE = """Msg Timestamp,Message,Time,Unit of Measurement,Timing Source,Event Level,Event Identifier
@@ -237,3 +240,18 @@ def test_a_bundle_that_cannot_be_written_is_estimated(bundle: Path, tmp_path: Pa
         path.chmod(0o555 if path.is_dir() else 0o444)
     found = estimate_bundle(open_bundle(copy), find("SM8650"), RunOptions(cache_dir=tmp_path / "cache"))
     assert found.span("decode") is not None
+
+
+def test_a_graph_with_operations_without_costs_is_void(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No figure of it is shown, whatever the profile says."""
+    (tmp_path / "costs.csv").write_text(PROFILE)
+    (costs,) = read_costs(tmp_path / "costs.csv", 1)
+    monkeypatch.setattr(pieces, "simulate", lambda models, *_: [Simulation(costs, Schedule((), 4))] * len(models))
+    command = ["estimate", str(bundle), "--device", "SM8650", "--cache-dir", str(tmp_path / "cache")]
+    assert run(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("void") == 4 and "30 operations have no costs" in printed and "186" not in printed
+    assert run([*command, "--json"]) == 0
+    assert {each["tokens_per_s"] for each in json.loads(capsys.readouterr().out)["graphs"]} == {None}
