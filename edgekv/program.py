@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgekv.bundle import atomic_file
+from edgekv.scratch import atomic_file
 from edgekv.system import cache_folder, read_file
 
 _PACKAGES = ("quant", "devices", "edgekv", "exporters")
