@@ -56,7 +56,7 @@ from exporters.quantize.reference import Floats, NumpyOps, Reference, Tensors, W
 from exporters.records import recipe_record, source_name, token_record
 from quant import QuantizedWeight, Range
 
-_READ = ("device", "recipe", "calibration", "calibration_tokens", "allow_float", "check_on_htp")
+_READ = ("device", "recipe", "calibration", "calibration_tokens", "allow_float", "check_on_htp", "check_quality")
 _TARGETS_OWN = ("context", "ar", "kv_dtype", "state_bits", "key_layout", "max_attention_window", "sink")
 
 

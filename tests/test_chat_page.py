@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser
 
+from edgekv.engine.engine import Engine, Event
+from edgekv.engine.sequence import Sequence
 from edgekv.serve.page import page
 from tests.browser import Tab, new_tab
 from tests.chat_page import (
@@ -37,6 +40,18 @@ def server(talking: Path) -> Iterator[Server]:
 def chat(chromium: Browser, server: Server) -> Iterator[Tab]:
     with new_chat(chromium, server) as chat:
         yield chat
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer takes longer than a browser needs to be told to stop it."""
+    step = Engine.step
+
+    def waited(engine: Engine) -> list[tuple[Sequence, Event]]:
+        time.sleep(0.01)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", waited)
 
 
 def test_a_conversation_continues_from_the_cache(chat: Tab, server: Server) -> None:
@@ -69,6 +84,7 @@ def test_a_full_context_is_shown_as_full(chat: Tab) -> None:
     assert chat.run("document.getElementById('used').textContent") == "512 of 512"
 
 
+@pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("way", ["escape", "button"])
 def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Tab, server: Server, way: str) -> None:
     say(chat, "Hello")
@@ -95,6 +111,7 @@ def test_an_answer_stops_in_the_middle_and_stays_after_a_reload(chat: Tab, serve
     assert chat.run(f"{KEPT}.messages") == []
 
 
+@pytest.mark.usefixtures("slow")
 def test_a_reload_in_the_middle_of_an_answer_keeps_what_was_written(chat: Tab, server: Server) -> None:
     say(chat, "Hello")
     chat.wait(f"{TURNS}[1]?.[1].length > 3")

@@ -145,7 +145,7 @@ def test_a_forged_answer_is_refused_in_words(tmp_path):
     store.make("check", "check", lambda folder: {"not": "a list"})
     with pytest.raises(UsageError, match=r"piece check: got Expected `array`.*what a check piece finds. Remove"):
         store.answer("check", list[str])
-    answer = {"file": "../x.bin", "wrappers": {}, "graphs": 1, "floating": {}, "peak_bytes": 0}
+    answer = {"file": "../x.bin", "wrappers": {}, "graphs": 1, "optimization": 3, "floating": {}, "peak_bytes": 0}
     store.make("compile", "compile", lambda folder: answer)
     with pytest.raises(UsageError, match=r"piece compile: got a binary of \.\./x\.bin; expected its files"):
         read_compiled(store, "compile")
