@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -136,16 +137,17 @@ class Driver:
             ValueError: a later call has its cache.
             EdgeKVError: see `Sequence.advance`.
         """
-        return self.locked(self._advance, sequence)
-
-    def _advance(self, sequence: Sequence) -> Event | None:
-        if not self._claims(sequence):
-            return None
         try:
-            return sequence.advance()
+            with self.lock:
+                return sequence.advance() if self.claims(sequence) else None
         finally:
-            if sequence.has_ended:
-                self._forget(sequence)
+            self.settle(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """After a step, without the lock: forget a call that has ended, and do what was deferred."""
+        if sequence.has_ended:
+            self._deferred.append(partial(self._forget, sequence))
+        self._do_deferred()
 
     def prefill(self, sequence: Sequence, most: int) -> bool:
         """See `Sequence.prefill`; False also for a call that has ended, or has a token.
@@ -157,7 +159,7 @@ class Driver:
         return self.locked(self._prefill, sequence, most)
 
     def _prefill(self, sequence: Sequence, most: int) -> bool:
-        if not self._claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:
+        if not self.claims(sequence) or sequence.tokens[sequence.prompt_tokens :]:
             return False
         try:
             return sequence.prefill(most)
@@ -175,7 +177,7 @@ class Driver:
         def run() -> None:
             self.check_open()
             for each in sequences:
-                self._claims(each)
+                self.claims(each)
             self.engine.run_together(sequences)
 
         self.locked(run)
@@ -215,7 +217,7 @@ class Driver:
         if self.is_closed:
             raise UsageError("model", got="a closed model", expected="an open one", fix="Load the bundle again.")
 
-    def _claims(self, sequence: Sequence) -> bool:
+    def claims(self, sequence: Sequence) -> bool:
         """Continue a call in this thread; False if it has ended. The caller has the lock.
 
         Raises:
@@ -300,7 +302,12 @@ class Generation(Call, Iterator[Token]):
             UsageError: the model was closed, or a logits processor left nothing to choose from.
             EngineError: the runtime failed.
         """
-        token = self.advance()
+        driver, sequence = self._driver, self.sequence
+        try:
+            with driver.lock:  # as `Driver.advance`: a reader follows a token through few frames
+                token = sequence.advance() if driver.claims(sequence) else None
+        finally:
+            driver.settle(sequence)
         if token is None:
             raise StopIteration
         assert isinstance(token, Token), "it samples"

@@ -176,8 +176,12 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
         OSError: it cannot be read, is not a regular file, or is larger than `limit_bytes`.
     """
     with open_regular(path) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        raw = file.read(size_bytes + 1) if size_bytes <= limit_bytes else b""
+        size_bytes, raw = os.fstat(file.fileno()).st_size, b""
+        if size_bytes <= limit_bytes:
+            # A read takes memory for what it may return, and a limit may be a claim; files of /proc say they are empty.
+            raw = file.read(size_bytes + 1)
+            while raw and len(raw) <= limit_bytes and (more := file.read(min(MIB, limit_bytes + 1 - len(raw)))):
+                raw += more
     if size_bytes > limit_bytes or len(raw) > limit_bytes:
         found, limit = format_bytes(max(size_bytes, len(raw))), format_bytes(limit_bytes)
         raise OSError(errno.EFBIG, f"file of {found}, more than the limit of {limit}", str(path))

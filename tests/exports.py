@@ -110,7 +110,8 @@ def exported_architecture(name: str) -> Path:
     at = sorted(ARCHITECTURES).index(name)
     with TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder), ARCHITECTURES[name])
-        has_blocks = json.loads((checkpoint / "config.json").read_bytes())["hidden_size"] % 32 == 0
+        config = json.loads((checkpoint / "config.json").read_bytes())
+        has_blocks = config.get("text_config", config)["hidden_size"] % 32 == 0
         options = export_options(
             ("w8a16", "w4a16", "w4a16-lpbq32" if has_blocks else "w4a16")[at % 3],
             context=64,

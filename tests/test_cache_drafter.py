@@ -296,7 +296,6 @@ def test_an_export_says_what_a_drafter_reads(
         "--keep-stages",
         "--format=tflite",
         "--calibration-pictures=pictures",
-        "--no-quality-check",
         "--compile",
         "--state-bits=8",
         "--max-attention-window=8",

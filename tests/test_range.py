@@ -14,7 +14,10 @@ from quant.ranges import Range
 
 def test_no_encoding_follows_from_a_range_without_a_value() -> None:
     """It would be 1e-38: every value of every text would be clipped to zero."""
-    types, results = EncodingTypes("u16", "u8"), {"states": Result("tail", "states"), "shares": Result("softmax", "x")}
+    types, results = (
+        EncodingTypes("u16", "u8"),
+        {"states": Result("tail", ("states",)), "shares": Result("softmax", ("x",))},
+    )
     seen = Range()
     seen.observe(np.zeros((0, 4), np.float32))
     for ranges in ({}, {"states": Range()}, {"states": seen}):

@@ -92,7 +92,7 @@ def test_renaming_a_result_changes_no_encoding(checkpoint: Checkpoint, types: En
 
     plain, renamed = encodings(unchanged), encodings(other)
     kept = [name for name in plain if name.startswith(("past_", "attention_mask", "position_ids"))]
-    assert len(renamed) == len(plain) > 100
+    assert len(renamed) == len(plain) > 80
     for name, encoding in plain.items():
         new = name if name in kept else other(name.removesuffix(".unbiased"))
         assert renamed[new + ".unbiased" * name.endswith(".unbiased")] == encoding
@@ -103,6 +103,7 @@ def test_every_result_that_calibration_sees_is_recorded(tmp_path: Path, name: st
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES[name])))
     results = decoder_results(checkpoint.spec)
     unseen = {name for name, result in results.items() if result.kind in ("softmax", "masked")}
+    unseen |= {name for name in results if name.startswith("recurrent_state_")}  # 64 tokens read none yet
     assert observed(checkpoint, unchanged).keys() == results.keys() - unseen - {"logits"}
 
 

@@ -363,13 +363,6 @@ class _Place:
     addresses: Sequence[int]
     offset_bytes: int
 
-    def is_at(self, other: _Place | None) -> bool:
-        if other is self:
-            return True
-        if other is None or other.offset_bytes != self.offset_bytes:
-            return False
-        return other.shape == self.shape and other.addresses == self.addresses
-
     def next(self, earlier: _Place | None) -> _Place:
         """The expected place if the tensors move and grow again by as much as since `earlier`."""
         if earlier is None or earlier is self or earlier.addresses != self.addresses:
@@ -398,7 +391,8 @@ class _Bound:
         """Bind the tensors whose addresses have changed."""
         for place in places:
             first = place.names[0]
-            if place.is_at(self._places.get(first)):
+            held = self._places.get(first)
+            if held is place or held == place:
                 continue
             self._places.pop(first, None)
             is_shared = self._shared is not None and self._shared.holds(place.addresses[0])

@@ -455,7 +455,9 @@ class AttentionMask:
             tokens: 1 to AR.
             window: of the layers.
         """
-        rows = self._of(window)
+        if (window.columns, window.ar) != (self._past, self._ar):
+            self._reshape(window)
+        rows = self._rows
         rows[:tokens, : self._past] = self._closed
         rows[:tokens, window.first : window.stop] = self._open
         for row in range(self._ar - len(window.leaving), tokens):
@@ -467,7 +469,9 @@ class AttentionMask:
 
     def write_views(self, views: Sequence[RowView], window: Window) -> None:
         """Write the mask of a step whose rows see what `views` say."""
-        rows = self._of(window)
+        if (window.columns, window.ar) != (self._past, self._ar):
+            self._reshape(window)
+        rows = self._rows
         before, self._filled = self._filled, 0  # the next step writes all rows
         rows[: len(views)] = self._closed
         for row, view in enumerate(views):
@@ -481,15 +485,13 @@ class AttentionMask:
             rows[len(views) :, : self._past] = self._closed
             rows[len(views) :, self._past :] = self._causal[len(views) : self._ar, : self._ar]
 
-    def _of(self, window: Window) -> NDArray[Any]:
-        """The rows of a window, and its width."""
-        if (window.columns, window.ar) != (self._past, self._ar):
-            assert window.ar <= self._most, "a window of this graph"
-            width = window.columns + window.ar
-            self._filled = 0
-            self._rows = self._memory[: window.ar * width].reshape(window.ar, width)
-            self._past, self._ar = window.columns, window.ar
-        return self._rows
+    def _reshape(self, window: Window) -> None:
+        """Take the rows of a window, and its width."""
+        assert window.ar <= self._most, "a window of this graph"
+        width = window.columns + window.ar
+        self._filled = 0
+        self._rows = self._memory[: window.ar * width].reshape(window.ar, width)
+        self._past, self._ar = window.columns, window.ar
 
 
 Table = NDArray[Any]
