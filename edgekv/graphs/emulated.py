@@ -79,7 +79,7 @@ class EmulatedOps(StackedOps):
 
     def _by_group(self, x: View, shared: View) -> tuple[str, int]:
         each = x.heads // shared.heads
-        if each > 1 and folds_heads(self._source.graph):
+        if each > 1 and folds_heads(self._source.graph, self.spec):
             rows = each * self._ar
             return self._nodes.reshape(x.tensor, [shared.heads, 1, rows, -1]), rows
         if each == 1 or shared.heads == 1:

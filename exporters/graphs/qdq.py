@@ -184,7 +184,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         self._adapted: dict[str, Tensor] = {}
         self._made: dict[str, Tensor] = {}
         self._ar = graph.ar
-        self._folds = folds_heads(graph) and not form.gives_results
+        self._folds = folds_heads(graph, spec) and not form.gives_results
         self._by_row = gives_rows_by_step(graph)
         self._entry = self._embed() if part.embeds else self._read(self._ports.entry)
         kinds = ("layer_inputs", "mask", "cos", "sin", "target_hidden")
