@@ -211,9 +211,9 @@ FOLDED_AR = 4
 def folds_heads(graph: GraphRecord, spec: DecoderSpec) -> bool:
     """Whether a graph multiplies all query heads of a group at once, as the rows of one operand; see `fold_heads`.
 
-    Not beside delta rules: with drafts, Qwen3.5 then had other bits on the HTP than without, some 30 tokens on.
+    Not in models with states: with drafts, LFM3 and Qwen3.5 then had other bits on the HTP than without.
     """
-    return graph.ar <= FOLDED_AR and spec.delta_rule is None
+    return graph.ar <= FOLDED_AR and not spec.has_states
 
 
 def drafter_input(ops: Ops[V], spec: DecoderSpec, embedding: V) -> V:
