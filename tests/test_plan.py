@@ -248,7 +248,7 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
     assert made.export.graphs == len(manifest.graphs)
     for graph in manifest.graphs:
         share = manifest.files[graph.file].bytes / made.export.graph_bytes
-        # An upper estimate: rotary embeddings take fewer nodes than it counts, heads as rows of one product fewer still.
+        # An upper estimate: rotary embeddings have fewer nodes than it counts, heads as rows of one product fewer still
         least, most = {"score": (0.1, 0.2), "decode": (0.7, 1.1)}.get(graph.role, (0.85, 1.1))
         assert least < share < most, graph.name
 
