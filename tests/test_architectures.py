@@ -252,7 +252,7 @@ def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     (decode,) = [g for g in open_bundle(bundle).manifest.graphs if g.role == "decode"]
     assert floating_nodes([bundle / part.file for part in decode.parts], DEVICE) == []
     on_htp, on_cpu = (edgekv.load(bundle, engine).score(tokens) for engine in ("htp", "cpu"))
-    assert sqnr_db(on_cpu, on_htp) > 40
+    assert sqnr_db(on_cpu, on_htp) > 38  # queries that share keys share an encoding
 
 
 def test_gemma_3_without_windows_has_one_rotary_embedding(tmp_path):
