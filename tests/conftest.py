@@ -261,6 +261,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiHub]:
 
     from tests.aihub_server import AiHub, configure
 
+    monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))  # pieces of other tests are not counted
     hub = AiHub()
     for name, value in configure(tmp_path / "client.ini", hub.url).items():
         monkeypatch.setenv(name, value)
