@@ -114,7 +114,7 @@ Choose = Callable[[Callable[[Front], Allocation]], Allocation]
 
 
 class _FastEnough:
-    """What decodes at least so many tokens a second.
+    """Chooses types that decode at least a given number of tokens per second.
 
     Args:
         speed: simulates types.

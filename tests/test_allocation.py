@@ -191,7 +191,7 @@ def test_a_size_and_a_divergence_both_hold_or_are_refused(checkpoint: Checkpoint
 @pytest.mark.slow
 @pytest.mark.htp
 def test_types_are_chosen_for_a_simulated_speed(embedded: Path, tmp_path: Path, cache: Path) -> None:
-    """In the bytes of blocks with scales, others are taken until the compiler simulates so many tokens a second."""
+    """Within the size of an LPBQ bundle, faster types are chosen until the simulated speed is reached."""
     checkpoint = Checkpoint.open(str(embedded))
     blocks = export(checkpoint, tmp_path / "blocks", cache, recipe="w4a16-lpbq64")
     slow, fast = (decoded_per_s(manifest_with(blocks, dtype), cache) for dtype in ("lpbq64", "int4"))

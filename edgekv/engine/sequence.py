@@ -457,7 +457,7 @@ class Sequence:
         return self._has_run(session, self.known_tokens)
 
     def _has_run(self, session: Session, tokens: int) -> bool:
-        """Whether the session holds exactly so many tokens, as this sequence left them."""
+        """Whether the session holds exactly this number of tokens, as this sequence left them."""
         return session.writer is self and not session.cache.dirty and session.cache.tokens_seen == tokens
 
     def _recall(self, session: Session, tokens: list[int]) -> tuple[int, int]:

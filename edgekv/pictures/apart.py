@@ -131,7 +131,7 @@ class PictureReader:
         return TiledPicture(tuple(tiles), grid)
 
     def stop(self) -> None:
-        """Let nothing more be read, from any thread: who reads is told at once."""
+        """Stop reading, from any thread; a read in progress fails at once."""
         with self._lock:
             self._is_stopped = True
             if self._child is not None:
