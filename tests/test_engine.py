@@ -222,6 +222,6 @@ def test_a_number_of_threads_is_one_that_a_machine_can_have(small: Path, threads
 
 def test_a_window_that_grows_by_a_row_in_each_step_is_foreseen() -> None:
     before, now, later = (_Place(False, ["past"], 2, [1, 1, rows, 8], [64], 16) for rows in (5, 6, 7))
-    assert now.next(before).is_at(later) and now.next(now) is now and now.next(None) is now
+    assert now.next(before) == later and now.next(now) is now and now.next(None) is now
     moved = _Place(False, ["past"], 2, [1, 1, 6, 8], [128], 16)
     assert moved.next(before) is moved, "other memory says nothing about the next step"
