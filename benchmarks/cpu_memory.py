@@ -22,7 +22,7 @@ from rich.table import Table
 
 import edgekv
 from edgekv.bundle import open_bundle
-from edgekv.runtime import CPU_MODES
+from edgekv.graphs.cpu_mode import CPU_MODES
 
 _KIB, _MIB = 1 << 10, 1 << 20
 

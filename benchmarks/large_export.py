@@ -26,9 +26,9 @@ from rich.table import Table
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
 from devices import find
 from edgekv.bundle import open_bundle
+from edgekv.machine.system import peak_bytes
 from edgekv.plan import make_plan
 from edgekv.spec.tensors import matrices
-from edgekv.system import peak_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.recipe import find_recipe
 from quant import WEIGHT_TYPES

@@ -32,7 +32,7 @@ from devices import find
 from docs.results import read
 from edgekv.bundle import open_bundle
 from edgekv.errors import EdgeKVError, UsageError
-from edgekv.text_file import read_text_file
+from edgekv.machine.text_file import read_text_file
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.inspect.evaluate import Evaluation, evaluate, evaluation_windows, open_source

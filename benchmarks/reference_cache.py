@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import edgekv.graphs.decoder
 import exporters.quantize.reference
-from edgekv.scratch import atomic_file
+from edgekv.machine.scratch import atomic_file
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Floats, Reference
 

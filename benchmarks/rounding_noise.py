@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 import edgekv
 from edgekv.bundle import Bundle
 from edgekv.kv import KvTensor
-from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
+from edgekv.runtime.load_options import EngineOptions
 from exporters.inspect.probe import Integers, Probe, _Piece
 from exporters.inspect.trace import Trace
 

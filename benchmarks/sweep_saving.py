@@ -24,7 +24,7 @@ from statistics import fmean
 
 import msgspec
 
-from edgekv.scratch import atomic_file
+from edgekv.machine.scratch import atomic_file
 from exporters.sweep.result import Result, SweepReport
 
 

@@ -20,65 +20,38 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from edgekv.machine.lazy import lazy
+
 if TYPE_CHECKING:
-    from edgekv.conversation import Conversation
-    from edgekv.draft import Speculation
-    from edgekv.errors import EdgeKVError
-    from edgekv.loading import load, load_drafter
-    from edgekv.model import Model
-    from edgekv.plan.estimate import Estimate, estimate
-    from edgekv.runtime import HtpOptions
-    from edgekv.text.grammar import Grammar
-    from edgekv.text.params import BeamParams, SamplingParams
-    from edgekv.text.tools import Tools
+    from edgekv.conversation import Conversation as Conversation
+    from edgekv.draft import Speculation as Speculation
+    from edgekv.errors import EdgeKVError as EdgeKVError
+    from edgekv.loading import load as load
+    from edgekv.loading import load_drafter as load_drafter
+    from edgekv.model import Model as Model
+    from edgekv.plan.estimate import Estimate as Estimate
+    from edgekv.plan.estimate import estimate as estimate
+    from edgekv.qnn.options import HtpOptions as HtpOptions
+    from edgekv.text.grammar import Grammar as Grammar
+    from edgekv.text.params import BeamParams as BeamParams
+    from edgekv.text.params import SamplingParams as SamplingParams
+    from edgekv.text.tools import Tools as Tools
 
     __version__: str
-
-__all__ = [
-    "BeamParams",
-    "Conversation",
-    "EdgeKVError",
-    "Estimate",
-    "Grammar",
-    "HtpOptions",
-    "Model",
-    "SamplingParams",
-    "Speculation",
-    "Tools",
-    "__version__",
-    "estimate",
-    "load",
-    "load_drafter",
-]
-
-_HOMES = {
-    "BeamParams": "edgekv.text.params",
-    "Conversation": "edgekv.conversation",
-    "EdgeKVError": "edgekv.errors",
-    "Estimate": "edgekv.plan.estimate",
-    "Grammar": "edgekv.text.grammar",
-    "HtpOptions": "edgekv.runtime",
-    "Model": "edgekv.model",
-    "SamplingParams": "edgekv.text.params",
-    "Speculation": "edgekv.draft",
-    "Tools": "edgekv.text.tools",
-    "estimate": "edgekv.plan.estimate",
-    "load": "edgekv.loading",
-    "load_drafter": "edgekv.loading",
-}
 
 # ONNX Runtime and onnxruntime-genai write files and upload events unless this is set before they are loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("ORT_GENAI_TELEMETRY_DISABLED", "1")
 
 
+_find, __all__ = lazy(__name__, __file__)
+__all__ += ["__version__"]
+
+
 def __getattr__(name: str) -> Any:
-    # The runtime takes a while to import; commands that need none should not wait for it.
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
     if name == "__version__":
         return import_module("importlib.metadata").version("edgekv")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _find(name)
 
 
 def __dir__() -> list[str]:

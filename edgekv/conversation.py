@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from edgekv.draft import Speculation
-from edgekv.driver import Generation
 from edgekv.engine import GenerationStats
+from edgekv.engine.driver import Generation
 from edgekv.errors import UsageError
-from edgekv.json_file import read_json, readable_json
-from edgekv.load_options import OnFull, check_on_full
+from edgekv.machine.json_file import read_json, readable_json
+from edgekv.machine.scratch import atomic_file
 from edgekv.model import Model
 from edgekv.pictures import Picture
-from edgekv.scratch import atomic_file
+from edgekv.runtime.load_options import OnFull, check_on_full
 from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
 from edgekv.text import FittedPrompt, SamplingParams, Token, split_turns
 from edgekv.text.tools import render_with_tools

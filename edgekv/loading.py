@@ -11,14 +11,16 @@ from edgekv.engine import CacheSetup
 from edgekv.engine.cache_drafter import CacheDraftModel
 from edgekv.engine.head_drafter import HeadDraftModel
 from edgekv.errors import UsageError
-from edgekv.htp_options import HtpOptions
-from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.model import Model
-from edgekv.prefix import PrefixCache
+from edgekv.prefix import PrefixCache, StoreConfig
+from edgekv.prefix.baked import BAKED_TOKENS_PER_BLOCK, BakedPrefix, add_baked, check_name
+from edgekv.qnn.options import HtpOptions
 from edgekv.runtime import make_engine
+from edgekv.runtime.load_options import CacheOptions, EngineOptions
 
 TargetDraftModel = CacheDraftModel | HeadDraftModel
 _PLAIN = CacheOptions()
+_CPU = EngineOptions()
 
 
 def load(
@@ -111,3 +113,27 @@ def open_model(
         raise UsageError(str(opened.path), got="a drafter", expected="a model that needs no target", fix=fix)
     made = make_engine(opened, engine)
     return Model(opened, made, CacheSetup.read(opened, made, cache), prefix_cache)
+
+
+def bake_prefix(bundle: str | Path, text: str, name: str, engine: EngineOptions = _CPU) -> BakedPrefix:
+    """Run a text and store its keys and values in the bundle, for all later runs on the same engine.
+
+    Args:
+        bundle: its folder.
+        text: the start of prompts; last tokens that may merge with the following text are computed again.
+        name: name of the prefix; an existing one of the same name and engine is replaced.
+        engine: `cpu` or `htp`; each, and each mode of the CPU, has its own prefixes.
+
+    Raises:
+        BundleError: the bundle is broken, or its folder cannot be written.
+        ContextFullError: the text is longer than the context.
+        UsageError: an empty text, a name that is not a plain file name, or an unknown engine.
+        EngineError: the engine is missing or refused a graph.
+    """
+    store = StoreConfig(tokens_per_block=BAKED_TOKENS_PER_BLOCK)
+    model = open_model(bundle, engine, prefix_cache=store)
+    check_name(name)
+    generation = model.generate(text, 1)
+    list(generation)
+    assert model.prefix_store is not None
+    return add_baked(model.bundle.path, name, model.engine.name, generation.prompt, model.prefix_store)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
-from edgekv.driver import Call, Driver, Generation, Scoring
 from edgekv.engine import Batch, BeamResult, BoundAdapter, CacheSetup, DraftModel, Engine, Request, Session, SessionPool
+from edgekv.engine.driver import Call, Driver, Generation, Scoring
 from edgekv.engine.pictures import Pictures, PictureSource
 from edgekv.kv import KVCache
 from edgekv.pictures import Picture

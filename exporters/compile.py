@@ -9,7 +9,6 @@ from pathlib import Path
 import onnx
 
 from devices import Device
-from edgekv import qnn
 from edgekv.bundle import (
     COMPILED,
     ENCODER,
@@ -21,8 +20,8 @@ from edgekv.bundle import (
     file_hashes,
 )
 from edgekv.errors import UsageError
-from edgekv.htp_options import FASTEST
-from edgekv.runtime import HtpOptions
+from edgekv.qnn import provider as qnn
+from edgekv.qnn.options import FASTEST, HtpOptions
 from exporters.graphs.parts import weight_files
 from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
 from exporters.htp.compile_tflite import compiler as tflite_compiler

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 from devices import Device
 from edgekv.bundle.formats import GraphFormat
 from edgekv.errors import UsageError
+from edgekv.machine.system import parse_bytes
 from edgekv.option import Option, OptionGroup, check_place, find_device, parse_numbers
 from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
 from edgekv.spec.geometry import KeyLayout, KvDtype
-from edgekv.system import parse_bytes
 from exporters.graphs.places import EmbeddingPlace, HeadPlace
 from exporters.lora.options import LoraOptions
 from exporters.quantize.effort import DEFAULT_EFFORT, Effort

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgekv import qnn
 from edgekv.errors import EngineError, UsageError
 from edgekv.plan import check_kernel, checked_ar
+from edgekv.qnn import provider as qnn
 from edgekv.spec import CHECKPOINT_TOKENS, DecoderSpec
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import Adapter

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
-from edgekv.steps import LOG
+from edgekv.machine.steps import LOG
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

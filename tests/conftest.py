@@ -17,8 +17,8 @@ import onnxruntime as ort
 import pytest
 from hypothesis import settings
 
-from edgekv.child import TIMEOUT_VARIABLE
-from edgekv.graph_file import WEIGHTS_FOLDER
+from edgekv.machine.child import TIMEOUT_VARIABLE
+from edgekv.machine.graph_file import WEIGHTS_FOLDER
 from tests import exports
 from tests.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, write_tokenizer
 from tests.exports import export_options, exported

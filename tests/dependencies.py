@@ -115,7 +115,7 @@ class Source:
                     if (alias.asname or alias.name) == name:
                         found = True
                         yield from self._homes(node.module, alias.name)
-            elif isinstance(node, ast.Dict):  # the names of `edgekv.lazy`
+            elif isinstance(node, ast.Dict):  # the names of `edgekv.machine.lazy`
                 for key, value in zip(node.keys, node.values, strict=True):
                     if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and _lists(value, name):
                         found = True

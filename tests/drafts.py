@@ -9,7 +9,7 @@ from typing import Any
 import edgekv
 from edgekv import SamplingParams
 from edgekv.draft import Speculation
-from edgekv.driver import Generation
+from edgekv.engine.driver import Generation
 
 
 class Oracle:

@@ -16,7 +16,7 @@ def interruptible() -> None:
 
 def left_by_a_killed_process(parent: Path, prefix: str) -> Path:
     """A folder of `held_folder` whose process was killed."""
-    held = "import sys, time; from pathlib import Path; from edgekv.scratch import held_folder\n"
+    held = "import sys, time; from pathlib import Path; from edgekv.machine.scratch import held_folder\n"
     held += "with held_folder(Path(sys.argv[1]), sys.argv[2]) as folder: print(folder, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", held, str(parent), prefix], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

@@ -14,7 +14,7 @@ import pytest
 
 from edgekv.bundle import FileRecord
 from edgekv.cli import run
-from edgekv.vendor_libraries import stated_version
+from edgekv.qnn.vendor_libraries import stated_version
 from exporters.inspect.trace import read_trace
 from exporters.targets.android import adb
 from exporters.targets.android.answer import AnswerReader

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from edgekv import scratch
 from edgekv.bundle import MANIFEST, atomic_directory, open_bundle
 from edgekv.errors import BundleError, UsageError
-from edgekv.scratch import atomic_file
+from edgekv.machine import scratch
+from edgekv.machine.scratch import atomic_file
 
 BUILD_FOREVER = """
 import sys, time
@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 def test_the_rest_of_a_killed_process_is_removed_with_the_next_file(tmp_path: Path) -> None:
-    write = "import sys, time; from edgekv.scratch import atomic_file\nfrom pathlib import Path\n"
+    write = "import sys, time; from edgekv.machine.scratch import atomic_file\nfrom pathlib import Path\n"
     write += "with atomic_file(Path(sys.argv[1])) as file: file.write_text('half'); print(flush=True); time.sleep(600)"
     target = tmp_path / "file.bin"
     with subprocess.Popen([sys.executable, "-c", write, str(target)], stdout=subprocess.PIPE) as child:

@@ -12,7 +12,7 @@ import pytest
 import edgekv
 from edgekv import SamplingParams
 from edgekv.draft import Speculation
-from edgekv.driver import Generation
+from edgekv.engine.driver import Generation
 from edgekv.errors import UsageError
 from edgekv.kv import BatchColumns, CacheState
 from edgekv.serve import ServeOptions

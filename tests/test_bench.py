@@ -12,8 +12,8 @@ import pytest
 import edgekv
 from edgekv.bench import BenchPlan, FirstToken, Speed, default_plan, run_bench
 from edgekv.cli import run
-from edgekv.driver import Driver
 from edgekv.engine import Request, Sequence
+from edgekv.engine.driver import Driver
 from edgekv.prefix import StoreConfig
 
 

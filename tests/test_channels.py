@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 import edgekv
 from devices import find
 from edgekv.bundle import open_bundle
-from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
+from edgekv.runtime.load_options import EngineOptions
 from edgekv.spec import SplitChannel
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint

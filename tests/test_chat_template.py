@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from edgekv import sandbox
-from edgekv.child import kill_children
 from edgekv.errors import UsageError
+from edgekv.machine.child import kill_children
 from edgekv.spec.chat import ChatTemplates
+from edgekv.text import sandbox
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from edgekv import child_start
-from edgekv.child import describe_exit, run_in_child, run_program, vendor_timeout_s
-from edgekv.child_dialog import ChildDialog
 from edgekv.errors import UsageError
+from edgekv.machine import child_start
+from edgekv.machine.child import describe_exit, run_in_child, run_program, vendor_timeout_s
+from edgekv.machine.child_dialog import ChildDialog
 from tests.processes import interruptible
 
 PATIENCE_S = 60
@@ -97,14 +97,14 @@ def test_a_time_limit_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, text
 def test_a_child_dies_with_its_parent_and_the_next_process_cleans_up(tmp_path: Path, run: str) -> None:
     file = tmp_path / "pid"
     call = run.format(job=str(file).encode(), shell=f"echo $$ > {file}; exec sleep 600")
-    code = f"from edgekv.child import describe_exit, run_in_child, run_program; {call}"
+    code = f"from edgekv.machine.child import describe_exit, run_in_child, run_program; {call}"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         pid = pid_in(file)
         parent.kill()
     wait_for(lambda: has_ended(pid))
     (leftover,) = (tmp_path / "tmp").iterdir()
     assert leftover.name.startswith("edgekv-")
-    code = "from edgekv.scratch import scratch_folder\nwith scratch_folder('other'): pass"
+    code = "from edgekv.machine.scratch import scratch_folder\nwith scratch_folder('other'): pass"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert not list((tmp_path / "tmp").iterdir())
 

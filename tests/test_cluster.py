@@ -127,7 +127,7 @@ def test_the_next_start_removes_what_a_killed_command_left(tmp_path):
         assert held.stdout is not None and held.stdout.readline() == b"started\n"
         os.killpg(held.pid, signal.SIGKILL)
     (left,) = temporary.glob("edgekv-cluster-*")
-    program = "from edgekv.scratch import scratch_folder\nwith scratch_folder('test'): pass"
+    program = "from edgekv.machine.scratch import scratch_folder\nwith scratch_folder('test'): pass"
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=WAIT_S)
     assert not left.exists()
 

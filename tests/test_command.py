@@ -16,8 +16,8 @@ from edgekv.cli import run
 from edgekv.cli.command import Given, command, option_words
 from edgekv.cli.commands import find_commands
 from edgekv.errors import UsageError
-from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import Argument, Option, OptionGroup, parse_numbers
+from edgekv.runtime.load_options import CacheOptions, EngineOptions
 
 
 @dataclass(frozen=True)

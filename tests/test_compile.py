@@ -7,11 +7,11 @@ import pytest
 
 import edgekv
 from devices import find
-from edgekv import qnn
 from edgekv.bundle import open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.load_options import EngineOptions
+from edgekv.qnn import provider as qnn
 from edgekv.runtime import HtpEngine, make_engine
+from edgekv.runtime.load_options import EngineOptions
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, export_bundle
@@ -113,7 +113,7 @@ def test_a_compiled_graph_runs_like_the_one_it_was_made_from(small_compiled):
 import sys, numpy as np
 from pathlib import Path
 from devices import find
-from edgekv import qnn
+from edgekv.qnn import provider as qnn
 outputs = []
 for path in sys.argv[1:]:
     session = qnn.create_session(Path(path), find("SM8650"))

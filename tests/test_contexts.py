@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 import edgekv
 from devices import find
-from edgekv import qnn
 from edgekv.bundle import open_bundle, open_compiled
 from edgekv.cli import run
 from edgekv.engine.session import choose_context
 from edgekv.errors import UsageError
+from edgekv.qnn import provider as qnn
 from exporters.export import ExportOptions
 from exporters.quantize.recipe import find_recipe
 from tests.checkpoints import write_checkpoint

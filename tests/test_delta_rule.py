@@ -23,10 +23,10 @@ from edgekv.draft import Speculation
 from edgekv.errors import UsageError
 from edgekv.graphs.delta_rule import DeltaInputs
 from edgekv.kv import CacheState, KVCache, LayeredGeometry, Rows, StateError
-from edgekv.load_options import EngineOptions
 from edgekv.plan.cache import CHOICES, Choice, count_traffic
 from edgekv.prefix import PrefixStore, StoreConfig
 from edgekv.runtime import make_engine
+from edgekv.runtime.load_options import EngineOptions
 from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed_as

@@ -16,8 +16,8 @@ import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor
-from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
+from edgekv.runtime.load_options import EngineOptions
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed_as
 from exporters.inspect import Probe, Trace, find_divergence, read_trace, sqnr_db, trace_reference, write_trace

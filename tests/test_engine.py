@@ -17,10 +17,10 @@ from edgekv.engine import Graphs, Session
 from edgekv.engine.session import choose_ar
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.kv import KVCache
-from edgekv.load_options import EngineOptions
 from edgekv.runtime import CpuEngine, binding, make_engine
 from edgekv.runtime.binding import MemoryBinding, _Place, _public
 from edgekv.runtime.graph import RopeTable
+from edgekv.runtime.load_options import EngineOptions
 from quant import Encoding
 
 UNIT = Encoding("u16", 2 / 65535, 32768)

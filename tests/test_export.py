@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 
 import edgekv
 from devices import find
-from edgekv import qnn
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
-from edgekv.graph_file import graph_content
+from edgekv.machine.graph_file import graph_content
+from edgekv.qnn import provider as qnn
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.exported import export_warnings
 from exporters.export import ExportOptions, export_bundle

@@ -14,7 +14,7 @@ import pytest
 import edgekv
 from edgekv.bundle import FileRecord, open_bundle, write_manifest
 from edgekv.errors import BundleError
-from edgekv.graph_file import graph_content, write_graph
+from edgekv.machine.graph_file import graph_content, write_graph
 
 
 @pytest.mark.parametrize("size", [-1, "batch", "rows_", "rows_x", "", 10**12], ids=repr)

@@ -11,7 +11,7 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle, read_manifest
 from edgekv.errors import BundleError
-from edgekv.graph_file import graph_content
+from edgekv.machine.graph_file import graph_content
 from edgekv.spec import DecoderInterface, Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle

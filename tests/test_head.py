@@ -10,8 +10,8 @@ import pytest
 
 from edgekv.bundle import open_bundle
 from edgekv.graphs.decoder import layer_result
-from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
+from edgekv.runtime.load_options import EngineOptions
 from edgekv.spec import EMBEDDING, HEAD, LOGITS
 from exporters.checkpoint import columns
 from exporters.checkpoint.checkpoint import Checkpoint

@@ -13,8 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import edgekv
 from devices import find
-from edgekv import native_output, qnn
 from edgekv.errors import EngineError
+from edgekv.machine import native_output
+from edgekv.qnn import provider as qnn
 
 pytestmark = pytest.mark.htp
 

@@ -20,9 +20,10 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.doctor.samples import onnx_norm_case, write_onnx_norm
 from edgekv.errors import UsageError
-from edgekv.qnn import EP_NAME, best_device, create_session
-from edgekv.runtime import HtpEngine, HtpOptions
-from edgekv.vendor_libraries import Platform
+from edgekv.qnn.options import HtpOptions
+from edgekv.qnn.provider import EP_NAME, best_device, create_session
+from edgekv.qnn.vendor_libraries import Platform
+from edgekv.runtime import HtpEngine
 
 CHIP = find("SM8650")
 EACH = (

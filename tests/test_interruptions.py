@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import edgekv
-from edgekv.driver import Driver
+from edgekv.engine.driver import Driver
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KeyDiff, KVCache
 from edgekv.kv.columns import ColumnArena

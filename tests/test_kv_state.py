@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, LayeredGeometry, StateError, read_state, state, write_state
-from edgekv.tensor_file import decode_tensors, encode_tensors
+from edgekv.machine.tensor_file import decode_tensors, encode_tensors
 from quant import Encoding
 from tests.kv_graph import feed, geometry_of, held, image
 from tests.thorough import at_most

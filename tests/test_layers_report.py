@@ -15,8 +15,8 @@ import pytest
 import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from edgekv.load_options import EngineOptions
 from edgekv.runtime import make_engine
+from edgekv.runtime.load_options import EngineOptions
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed_as
 from exporters.inspect import LayersReport, Proposal, Trace, find_divergence, measure_layers, propose, trace_reference

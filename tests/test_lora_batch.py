@@ -7,7 +7,7 @@ import pytest
 
 import edgekv
 from edgekv.bundle import open_bundle
-from edgekv.driver import Generation
+from edgekv.engine.driver import Generation
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions

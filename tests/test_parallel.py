@@ -11,8 +11,8 @@ import onnx
 import pytest
 
 from edgekv.bundle import open_bundle
+from edgekv.machine.system import free_memory_bytes
 from edgekv.plan import compile_bytes
-from edgekv.system import free_memory_bytes
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.htp.compile import device_parts
 from exporters.pipeline.parallel import Job, compiler_bytes, side_by_side

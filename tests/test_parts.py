@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.graph_file import graph_content
+from edgekv.machine.graph_file import graph_content
 from exporters.graphs.parts import build_part, save_part, weight_files
 from exporters.lora.options import LoraOptions
 from tests.checkpoints import ARCHITECTURES, write_checkpoint

@@ -97,7 +97,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def export(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Export:
-    monkeypatch.setattr("edgekv.qnn.compiler", lambda: COMPILER)
+    monkeypatch.setattr("edgekv.qnn.provider.compiler", lambda: COMPILER)
     folder = shutil.copytree(made, tmp_path / "made")
     options = ExportOptions(
         device=find("SM8650"),
@@ -236,9 +236,9 @@ def merged_adapter(export: Export) -> None:
 
 
 def compiler(export: Export) -> None:
-    import edgekv.qnn
+    import edgekv.qnn.provider
 
-    edgekv.qnn.compiler = lambda: "another"  # type: ignore[assignment]  # undone with the fixture's patch
+    edgekv.qnn.provider.compiler = lambda: "another"  # type: ignore[assignment]  # undone with the fixture's patch
 
 
 def options(**changes: Any) -> Callable[[Export], None]:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from devices import find
-from edgekv import qnn
 from edgekv.bundle import COMPILED, Manifest, open_bundle, open_compiled
 from edgekv.cli import run
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.system import parse_bytes
+from edgekv.machine.system import parse_bytes
+from edgekv.qnn import provider as qnn
 from exporters import export, resources
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
@@ -457,7 +457,7 @@ def test_a_cap_that_the_float_model_exceeds_is_refused(tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
-from edgekv.system import peak_bytes
+from edgekv.machine.system import peak_bytes
 from tests.test_pipeline import *
 checkpoint, target = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
 most = int(sys.argv[3])

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv.errors import EngineError, UsageError
+from edgekv.errors import EngineError, PrefixError, UsageError
 from edgekv.kv import Geometry, LayeredGeometry
 from edgekv.prefix import (
     GroupRows,
-    PrefixError,
     PrefixStore,
     RetentionPolicy,
     Snapshot,

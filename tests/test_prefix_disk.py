@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgekv.cli import run
-from edgekv.errors import EdgeKVWarning, UsageError
+from edgekv.errors import EdgeKVWarning, PrefixError, UsageError
+from edgekv.machine.private_file import read_private
 from edgekv.prefix import (
-    PrefixError,
     PrefixStore,
     RetentionPolicy,
     Snapshot,
@@ -35,7 +35,6 @@ from edgekv.prefix import (
 from edgekv.prefix.block import encode_block
 from edgekv.prefix.keys import TOKEN_BYTES
 from edgekv.prefix.table import INDEX, Row, Table, file_name
-from edgekv.private_file import read_private
 from tests.prefix_cases import (
     BLOCK_BYTES,
     GEOMETRY,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edgekv.program import program_sources
+from edgekv.machine.program import program_sources
 from exporters.pipeline.dask.fitness import _MAKERS
 from tests.test_imports import PACKAGES, ROOT, _imports
 
@@ -57,7 +57,7 @@ def hash_of(tmp_path: Path) -> Callable[[], list[str]]:
     """The hashes of graphs and of pieces, of a copy of the program in `program`."""
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / "program" / package, ignore=shutil.ignore_patterns("__pycache__"))
-    call = f"from edgekv.program import program_sha256 as f; print(f({GRAPHS!r}), f({PIECES!r}))"
+    call = f"from edgekv.machine.program import program_sha256 as f; print(f({GRAPHS!r}), f({PIECES!r}))"
 
     def found() -> list[str]:
         environment = {**os.environ, "PYTHONPATH": "program", "EDGEKV_CACHE_DIR": str(tmp_path / "cache")}

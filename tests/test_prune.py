@@ -7,7 +7,7 @@ import os
 import pytest
 
 from edgekv.errors import UsageError
-from edgekv.scratch import held_folder
+from edgekv.machine.scratch import held_folder
 from exporters.pipeline.prune import Pruned, check_prunable, mark_used, prune
 from exporters.pipeline.store import PieceStore
 from tests.processes import left_by_a_killed_process

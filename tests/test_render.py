@@ -18,14 +18,15 @@ import edgekv
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
+from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.kept import rendered_graph
 from edgekv.graphs.packed_weights import SCRATCH, remove_unused_weights
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.products import packed, scales, wide
 from edgekv.graphs.source import PartSource
-from edgekv.load_options import EngineOptions
-from edgekv.runtime import CpuEngine, CpuMode, make_engine
-from edgekv.scratch import held_folder
+from edgekv.machine.scratch import held_folder
+from edgekv.runtime import CpuEngine, make_engine
+from edgekv.runtime.load_options import EngineOptions
 from quant import WEIGHT_TYPES, Grid, QuantizedWeight, WeightDtype
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.cpu_graphs import any_step, outputs, source_of

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 import edgekv
-from edgekv import qnn
 from edgekv.cli import commands, refused_interpreter, run
 from edgekv.cli.model import interactive
 from edgekv.errors import EngineError
-from edgekv.load_options import EngineOptions
-from edgekv.vendor_libraries import Platform
+from edgekv.qnn import provider as qnn
+from edgekv.qnn.vendor_libraries import Platform
+from edgekv.runtime.load_options import EngineOptions
 from tests.thorough import variants
 
 ROOT = Path(__file__).parent.parent

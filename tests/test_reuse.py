@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import edgekv
-from edgekv.bake import bake_prefix
 from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.kv import Geometry, KVCache, LayeredGeometry
+from edgekv.loading import bake_prefix
 from edgekv.paged import paged_attention
 from edgekv.prefix import GroupRows, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
 from edgekv.prefix.rows import CacheRows

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from edgekv import scratch
-from edgekv.scratch import atomic_file, held_folder, is_held, remove_abandoned, scratch_folder
+from edgekv.machine import scratch
+from edgekv.machine.scratch import atomic_file, held_folder, is_held, remove_abandoned, scratch_folder
 from tests.processes import left_by_a_killed_process
 
-CLEAN = "import sys; from pathlib import Path; from edgekv.scratch import remove_abandoned\n"
+CLEAN = "import sys; from pathlib import Path; from edgekv.machine.scratch import remove_abandoned\n"
 CLEAN += "remove_abandoned(Path(sys.argv[1])); print(len([*Path(sys.argv[1]).iterdir()]))"
 CONTAINER = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
 

@@ -18,11 +18,12 @@ from edgekv.engine import CacheSetup
 from edgekv.errors import UsageError
 from edgekv.kv import Growth, KVCache
 from edgekv.kv.memory import HeapMemory
-from edgekv.load_options import CacheOptions
-from edgekv.runtime import HtpEngine, HtpOptions
+from edgekv.qnn.options import HtpOptions
+from edgekv.qnn.vendor_libraries import Platform, rpc_memory
+from edgekv.runtime import HtpEngine
 from edgekv.runtime.htp import takes_shared_memory
+from edgekv.runtime.load_options import CacheOptions
 from edgekv.spec.geometry import Geometry
-from edgekv.vendor_libraries import Platform, rpc_memory
 
 CHIP = find("SM8650")
 BOARD = Platform("linux", "arm64")
@@ -35,7 +36,7 @@ from edgekv.bundle import open_bundle
 from edgekv.runtime import HtpEngine
 from edgekv.kv.memory import aligned_zeros
 from edgekv.engine import CacheSetup
-from edgekv.load_options import CacheOptions
+from edgekv.runtime.load_options import CacheOptions
 
 rpc = ctypes.CDLL("libcdsprpc.so")
 count = lambda name: ctypes.c_int.in_dll(rpc, name).value

@@ -15,9 +15,9 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
-from edgekv.load_options import EngineOptions
 from edgekv.plan import divide
 from edgekv.runtime import CpuEngine, make_engine
+from edgekv.runtime.load_options import EngineOptions
 from exporters.compile import compile_bundle
 from exporters.htp.check import floating_nodes
 from exporters.inspect.probe import Probe

@@ -17,19 +17,19 @@ from safetensors.numpy import load_file, save_file
 import edgekv
 from devices import find
 from edgekv import SamplingParams
-from edgekv.bake import bake_prefix
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree, Speculation
 from edgekv.engine.saved import load_sequence, save_sequence
 from edgekv.engine.session import Session
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.kv import STRATEGIES, CacheState, KVCache
+from edgekv.loading import bake_prefix
+from edgekv.machine.tensor_file import decode_tensors, encode_tensors
 from edgekv.plan import make_plan
 from edgekv.prefix import PrefixStore, StoreConfig, baked_prefixes
 from edgekv.prefix.block import SNAPSHOT
 from edgekv.prefix.prefixes import prefix_fingerprint
 from edgekv.spec import CHECKPOINT_TOKENS
-from edgekv.tensor_file import decode_tensors, encode_tensors
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes

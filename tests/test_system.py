@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgekv import system
 from edgekv.errors import EngineError, UsageError
-from edgekv.runtime.mapped import MappedWeights
-from edgekv.system import (
+from edgekv.machine import system
+from edgekv.machine.system import (
     MIB,
     format_bytes,
     free_memory_bytes,
@@ -30,6 +29,7 @@ from edgekv.system import (
     read_file,
     sha256_of,
 )
+from edgekv.runtime.mapped import MappedWeights
 
 
 def test_free_memory_is_what_the_system_reports() -> None:
@@ -73,7 +73,7 @@ def _unknown(name: str) -> int:
 
 
 def test_the_peak_of_a_process_counts_what_it_held_and_gave_back() -> None:
-    code = "from edgekv.system import peak_bytes; b = b'x' * (64 << 20); del b; print(peak_bytes())"
+    code = "from edgekv.machine.system import peak_bytes; b = b'x' * (64 << 20); del b; print(peak_bytes())"
     held = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(held.stdout) > 64 * MIB
     assert peak_bytes(os.getppid()) > 0
@@ -184,7 +184,7 @@ def test_only_pages_that_nobody_wrote_to_are_given_back(tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory as they like")
 def test_freed_memory_is_returned_to_the_system() -> None:
     program = """
-from edgekv.system import return_freed_memory
+from edgekv.machine.system import return_freed_memory
 def resident():
     return int(open("/proc/self/statm").read().split()[1])
 texts = [bytes(1000) for _ in range(40000)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors.numpy import load, save
 
-from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
+from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"]
 shapes = arrays.array_shapes(min_dims=0, min_side=0, max_side=3)

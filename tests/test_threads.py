@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import edgekv
-from edgekv.driver import Driver
+from edgekv.engine.driver import Driver
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixStore, StoreConfig
 from tests.endless import endless

@@ -16,9 +16,9 @@ import edgekv
 from devices import find
 from edgekv.doctor.libraries import find_libraries, libraries
 from edgekv.errors import EngineError
-from edgekv.library_fault import FOR_GRAPHS, check_libraries
-from edgekv.this_chip import find_chip
-from edgekv.vendor_libraries import (
+from edgekv.qnn.library_fault import FOR_GRAPHS, check_libraries
+from edgekv.qnn.this_chip import find_chip
+from edgekv.qnn.vendor_libraries import (
     LIBRARIES,
     PACKAGE,
     Platform,

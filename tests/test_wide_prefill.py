@@ -11,8 +11,9 @@ from msgspec import structs
 
 import edgekv
 from edgekv.bundle import Bundle, open_bundle
+from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.source import wide_prefill
-from edgekv.runtime import CpuEngine, CpuMode
+from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import Binding
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.cpu_graphs import Arrays, any_step

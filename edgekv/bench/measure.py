@@ -21,7 +21,7 @@ import numpy as np
 from edgekv.bench.plan import DEFAULT_NEW_TOKENS, DEFAULT_PROMPT_TOKENS, BenchPlan
 from edgekv.bench.report import BenchReport, FirstToken, Speed, VerifyPass
 from edgekv.draft import Speculation
-from edgekv.driver import Generation
+from edgekv.engine.driver import Generation
 from edgekv.errors import UsageError
 from edgekv.model import Model
 from edgekv.text.params import SamplingParams

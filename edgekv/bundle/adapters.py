@@ -22,10 +22,10 @@ from edgekv.bundle.formats import SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.bundle.records import Count, FileRecord, Layer, Record
 from edgekv.errors import BundleError, UsageError
-from edgekv.json_file import decode_json, readable_json
+from edgekv.machine.json_file import decode_json, readable_json
+from edgekv.machine.system import MIB, read_file, sha256_of
+from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from edgekv.spec import LoraTarget
-from edgekv.system import MIB, read_file, sha256_of
-from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 ADAPTERS = "adapters"
 ADAPTER_RECORD = "adapter.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.errors import BundleError, UsageError
-from edgekv.scratch import NEW, OLD, flush_to_disk, held_folder, held_folders, is_held, remove_abandoned
+from edgekv.machine.scratch import NEW, OLD, flush_to_disk, held_folder, held_folders, is_held, remove_abandoned
 
 _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST)
 _in_use: set[Path] = set()

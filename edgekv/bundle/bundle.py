@@ -12,9 +12,9 @@ from edgekv.bundle.manifest_file import export_again, read_manifest
 from edgekv.bundle.verified import file_hashes
 from edgekv.bundle.weights import BundleWeights, EmbeddingTable
 from edgekv.errors import BundleError
+from edgekv.machine.steps import step
 from edgekv.spec import EMBEDDING_COLUMNS, LAYER_INPUTS, LAYER_INPUTS_PORT, GraphRecord, PartRecord, table_key
 from edgekv.spec.text import TOKENIZER, open_tokenizer
-from edgekv.steps import step
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,8 +12,8 @@ from edgekv.bundle.manifest import MANIFEST
 from edgekv.bundle.records import FileRecord
 from edgekv.bundle.verified import FileHashes, file_hashes
 from edgekv.errors import BundleError
-from edgekv.json_file import read_json
-from edgekv.system import sha256_of
+from edgekv.machine.json_file import read_json
+from edgekv.machine.system import sha256_of
 
 FOLDER, COMPILED = "compiled", "compiled.json"
 

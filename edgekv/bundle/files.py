@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.bundle.records import FileRecord
-from edgekv.system import sha256_of
+from edgekv.machine.system import sha256_of
 
 
 def record_files(folder: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> dict[str, FileRecord]:

@@ -13,7 +13,7 @@ from edgekv.bundle.consistency import check_consistency
 from edgekv.bundle.formats import FORMAT, SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST, Manifest
 from edgekv.errors import BundleError
-from edgekv.json_file import read_json, readable_json
+from edgekv.machine.json_file import read_json, readable_json
 from edgekv.spec import identify
 
 _UPGRADE = "Install a newer edgekv: pip install -U edgekv"

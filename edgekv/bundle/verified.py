@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from edgekv.errors import EdgeKVError
-from edgekv.json_file import read_json
-from edgekv.scratch import atomic_file
-from edgekv.system import cache_folder, sha256_of
+from edgekv.machine.json_file import read_json
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import cache_folder, sha256_of
 
 _FILE = "hashes.json"
 _MOST = 20_000

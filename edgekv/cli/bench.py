@@ -11,9 +11,9 @@ from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument, interactive
 from edgekv.cli.output import Output, print_json
 from edgekv.cli.summary import engine_and_mode
-from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import OptionGroup
 from edgekv.prefix.config import StoreConfig
+from edgekv.runtime.load_options import CacheOptions, EngineOptions
 
 
 @command

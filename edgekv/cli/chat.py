@@ -15,8 +15,8 @@ from edgekv.cli.output import Output, print_json
 from edgekv.cli.pictures import ImageOption, opened_pictures
 from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
-from edgekv.load_options import CacheOptions, EngineOptions, OnFullOption
 from edgekv.option import Option, OptionGroup
+from edgekv.runtime.load_options import CacheOptions, EngineOptions, OnFullOption
 from edgekv.text.params import SamplingParams, choose_params
 
 if TYPE_CHECKING:

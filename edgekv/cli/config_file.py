@@ -12,7 +12,7 @@ import click
 
 from edgekv.cli.command import takes_lists
 from edgekv.errors import UsageError
-from edgekv.system import MIB, read_file
+from edgekv.machine.system import MIB, read_file
 
 _MOST_BYTES = MIB
 _FIX = "Correct the file, or leave --config out."

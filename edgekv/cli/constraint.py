@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from edgekv.errors import UsageError
+from edgekv.machine.system import read_file
 from edgekv.option import Option
-from edgekv.system import read_file
 
 if TYPE_CHECKING:
     from edgekv.text import Grammar

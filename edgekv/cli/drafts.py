@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgekv.draft.speculation import Speculation
-from edgekv.load_options import EngineOptions
+from edgekv.runtime.load_options import EngineOptions
 
 if TYPE_CHECKING:
     from edgekv.model import Model

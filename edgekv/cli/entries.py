@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from edgekv.cli.exit_codes import held_signals
 from edgekv.errors import UsageError
-from edgekv.system import MIB, cache_folder
+from edgekv.machine.system import MIB, cache_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

@@ -15,8 +15,8 @@ from time import monotonic
 from types import FrameType
 
 from devices import UnknownDeviceError
-from edgekv.child import kill_children
 from edgekv.errors import EdgeKVError
+from edgekv.machine.child import kill_children
 
 DEBUG_VARIABLE = "EDGEKV_DEBUG"
 

@@ -16,9 +16,9 @@ from edgekv.cli.prefix_cache import SaltOption, salt_of, store_config
 from edgekv.cli.prompt import PromptOptions
 from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
-from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import Option, OptionGroup
 from edgekv.prefix import RetentionPolicy, StoreConfig
+from edgekv.runtime.load_options import CacheOptions, EngineOptions
 from edgekv.text.params import BeamParams, SamplingParams, choose_params
 
 SEQUENCE = 0  # the id under which `--session` runs

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import click
 
-from edgekv.load_options import EngineOptions
 from edgekv.option import Argument, Option
+from edgekv.runtime.load_options import EngineOptions
 
 BundleArgument = Annotated[Path, Argument("A bundle's folder.")]
 LoraOption = Annotated[

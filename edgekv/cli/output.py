@@ -13,8 +13,8 @@ import click
 import msgspec
 
 from edgekv.errors import UsageError
+from edgekv.machine.steps import LOG
 from edgekv.option import Option
-from edgekv.steps import LOG
 
 SCHEMA = 1
 """Of `--json`. Incremented when a field is changed or removed, not when one is added."""

@@ -11,9 +11,9 @@ from edgekv.cli.command import Group
 from edgekv.cli.model import BundleArgument, interactive
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
-from edgekv.load_options import EngineOptions
+from edgekv.machine.text_file import read_text_file
 from edgekv.option import Argument, Option
-from edgekv.text_file import read_text_file
+from edgekv.runtime.load_options import EngineOptions
 
 prefix = Group("prefix")
 
@@ -34,7 +34,7 @@ def bake(
     so each has its own prefixes.
     """
     content = read_text_file(text, "TEXT")
-    from edgekv.bake import bake_prefix
+    from edgekv.loading import bake_prefix
 
     baked = bake_prefix(bundle, content, text.stem if name is None else name, interactive(engine))
     if output.as_json:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from edgekv.errors import UsageError
+from edgekv.machine.system import MIB, read_file
 from edgekv.option import Option
-from edgekv.system import MIB, read_file
 
 MAX_PROMPT_BYTES = 64 * MIB
 _STDIN = "-"

@@ -8,9 +8,9 @@ from importlib import metadata
 
 import msgspec
 
-from edgekv.child import run_in_child
 from edgekv.doctor.finding import Finding
 from edgekv.doctor.packages import Package, list_packages
+from edgekv.machine.child import run_in_child
 
 GROUP = "edgekv.probes"
 

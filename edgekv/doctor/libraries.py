@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from edgekv.doctor.finding import Finding, require
-from edgekv.library_fault import Fault, driver_fault, find_fault
-from edgekv.vendor_libraries import PACKAGE, Place, Platform, find_places
+from edgekv.qnn.library_fault import Fault, driver_fault, find_fault
+from edgekv.qnn.vendor_libraries import PACKAGE, Place, Platform, find_places
 
 _INSTALL = 'Install it: pip install "edgekv[htp]"'
 _RPC = "cdsprpc"  # FastRPC: how a process on Linux reaches the HTP

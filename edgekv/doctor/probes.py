@@ -10,10 +10,10 @@ from devices import find
 from edgekv.doctor.finding import Finding, require
 from edgekv.doctor.samples import onnx_norm_case, tflite_model, write_onnx_norm
 from edgekv.errors import EngineError
+from edgekv.machine.scratch import scratch_folder
+from edgekv.qnn.this_chip import find_chip
+from edgekv.qnn.vendor_libraries import Platform
 from edgekv.runtime import CpuEngine, HtpEngine
-from edgekv.scratch import scratch_folder
-from edgekv.this_chip import find_chip
-from edgekv.vendor_libraries import Platform
 
 _EMULATED_SOC = "SM8650"
 _TOLERANCE = 8  # steps of 65536: the HTP computes the root in fixed point

@@ -4,56 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgekv.lazy import lazy
+from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.draft.acceptance import Acceptance
-    from edgekv.draft.adaptive import AdaptiveDrafter, FixedLimit, Source
-    from edgekv.draft.automaton import Match, SuffixAutomaton
-    from edgekv.draft.corpus import CorpusDrafter, open_corpus
-    from edgekv.draft.corpus_index import CorpusIndex, build_index
-    from edgekv.draft.drafter import Drafter, Pacer
-    from edgekv.draft.lookup import PromptLookup
-    from edgekv.draft.pass_costs import PassCosts
-    from edgekv.draft.record import DraftRecord
-    from edgekv.draft.speculation import Speculation, SpeculationMode
-    from edgekv.draft.tree import DraftTree, as_tree
+    from edgekv.draft.acceptance import Acceptance as Acceptance
+    from edgekv.draft.adaptive import AdaptiveDrafter as AdaptiveDrafter
+    from edgekv.draft.adaptive import FixedLimit as FixedLimit
+    from edgekv.draft.adaptive import Source as Source
+    from edgekv.draft.automaton import Match as Match
+    from edgekv.draft.automaton import SuffixAutomaton as SuffixAutomaton
+    from edgekv.draft.corpus import CorpusDrafter as CorpusDrafter
+    from edgekv.draft.corpus import open_corpus as open_corpus
+    from edgekv.draft.corpus_index import CorpusIndex as CorpusIndex
+    from edgekv.draft.corpus_index import build_index as build_index
+    from edgekv.draft.drafter import Drafter as Drafter
+    from edgekv.draft.drafter import Pacer as Pacer
+    from edgekv.draft.lookup import PromptLookup as PromptLookup
+    from edgekv.draft.pass_costs import PassCosts as PassCosts
+    from edgekv.draft.record import DraftRecord as DraftRecord
+    from edgekv.draft.speculation import Speculation as Speculation
+    from edgekv.draft.speculation import SpeculationMode as SpeculationMode
+    from edgekv.draft.tree import DraftTree as DraftTree
+    from edgekv.draft.tree import as_tree as as_tree
 
-__all__ = [
-    "Acceptance",
-    "AdaptiveDrafter",
-    "FixedLimit",
-    "CorpusDrafter",
-    "CorpusIndex",
-    "DraftRecord",
-    "DraftTree",
-    "Drafter",
-    "Match",
-    "Pacer",
-    "PassCosts",
-    "PromptLookup",
-    "Source",
-    "Speculation",
-    "SpeculationMode",
-    "SuffixAutomaton",
-    "as_tree",
-    "build_index",
-    "open_corpus",
-]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "acceptance": "Acceptance",
-        "adaptive": "AdaptiveDrafter FixedLimit Source",
-        "automaton": "Match SuffixAutomaton",
-        "corpus": "CorpusDrafter open_corpus",
-        "corpus_index": "CorpusIndex build_index",
-        "drafter": "Drafter Pacer",
-        "lookup": "PromptLookup",
-        "pass_costs": "PassCosts",
-        "record": "DraftRecord",
-        "speculation": "Speculation SpeculationMode",
-        "tree": "DraftTree as_tree",
-    },
-)
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -13,8 +13,8 @@ from edgekv.draft.corpus_index import MOST_MATCHED, CorpusIndex, build_index
 from edgekv.draft.index_files import kept_index
 from edgekv.draft.tree import DraftTree
 from edgekv.errors import UsageError
+from edgekv.machine.system import MIB, read_file
 from edgekv.spec.text import encode
-from edgekv.system import MIB, read_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,8 +10,8 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from edgekv.draft.corpus_index import BYTES_PER_TOKEN, CorpusIndex
-from edgekv.scratch import atomic_file
-from edgekv.system import cache_folder, open_regular
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import cache_folder, open_regular
 
 CORPORA = "corpora"
 _SUFFIX = ".corpus"

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
-from edgekv.system import free_memory_bytes, parse_bytes
+from edgekv.machine.system import free_memory_bytes, parse_bytes
 
 _PERCENTAGE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) ?%")
 

@@ -22,9 +22,9 @@ from edgekv.kv import (
 )
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.text import parse_policy
-from edgekv.load_options import CacheOptions
 from edgekv.runtime import Engine, HtpEngine
 from edgekv.runtime.engine import wide_prefill_of
+from edgekv.runtime.load_options import CacheOptions
 
 _FIXED = ("slot", "shift-concat")
 """Strategies that bind the same addresses in every step."""

@@ -7,9 +7,9 @@ import numpy as np
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
 from edgekv.kv import Sink
+from edgekv.machine.system import read_file
+from edgekv.machine.tensor_file import decode_tensors
 from edgekv.spec import LOGITS
-from edgekv.system import read_file
-from edgekv.tensor_file import decode_tensors
 from quant import DTYPES
 
 

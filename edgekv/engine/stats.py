@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from edgekv.engine.session import CacheUse
 from edgekv.engine.speculation import SpeculationStats
 from edgekv.prefix import StoreStats
-from edgekv.runtime import HtpOptions
+from edgekv.qnn.options import HtpOptions
 from edgekv.text.output import StopReason
 from edgekv.text.params import SamplingParams
 

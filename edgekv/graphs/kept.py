@@ -15,10 +15,10 @@ from edgekv.errors import EngineError
 from edgekv.graphs.cpu_mode import BUILDING_EXTRA, RenderedMode, can_build
 from edgekv.graphs.processor import processor
 from edgekv.graphs.source import PartSource, Source
-from edgekv.program import program_sha256
-from edgekv.scratch import atomic_file, held_folder, scratch_folder
-from edgekv.steps import step
-from edgekv.system import MIB, cache_folder, read_file
+from edgekv.machine.program import program_sha256
+from edgekv.machine.scratch import atomic_file, held_folder, scratch_folder
+from edgekv.machine.steps import step
+from edgekv.machine.system import MIB, cache_folder, read_file
 
 EMULATED = "emulated"
 RENDERED = "rendered"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from edgekv.graph_file import WEIGHTS_FOLDER
+from edgekv.machine.graph_file import WEIGHTS_FOLDER
 
 PROVIDERS = ["CPUExecutionProvider"]
 _ERROR = 3

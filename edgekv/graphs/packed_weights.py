@@ -13,8 +13,8 @@ import onnx
 import onnxruntime as ort
 
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
-from edgekv.scratch import atomic_file, held_folder, remove_abandoned
-from edgekv.system import sha256_of
+from edgekv.machine.scratch import atomic_file, held_folder, remove_abandoned
+from edgekv.machine.system import sha256_of
 
 WEIGHTS = ".weights"
 SCRATCH = "rendering"

@@ -14,10 +14,10 @@ import numpy as np
 
 from edgekv.errors import EdgeKVError
 from edgekv.kv.arena import Rows
-from edgekv.private_file import write_private
-from edgekv.scratch import atomic_file
-from edgekv.system import read_file
-from edgekv.tensor_file import MAX_HEADER_BYTES, TensorFileError, decode_tensors, encode_tensors
+from edgekv.machine.private_file import write_private
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import read_file
+from edgekv.machine.tensor_file import MAX_HEADER_BYTES, TensorFileError, decode_tensors, encode_tensors
 
 FORMAT = "edgekv.kv-state.1"
 _LARGEST_ROWS_BYTES = 1 << 32

@@ -2,49 +2,26 @@
 
 from typing import TYPE_CHECKING
 
-from edgekv.lazy import lazy
+from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.pictures.apart import PictureFile, PictureReader, open_tiles, picture_content
-    from edgekv.pictures.decode import read_picture
-    from edgekv.pictures.encoder import PictureEncoder
-    from edgekv.pictures.patches import block_order, normalized, patches_of
-    from edgekv.pictures.prompt import expand, place
-    from edgekv.pictures.rows import Picture, PictureRows, PictureSize, Tile
-    from edgekv.pictures.tiled import TiledPicture, TileGrid
-    from edgekv.pictures.tiles import cut_tiles
+    from edgekv.pictures.apart import PictureFile as PictureFile
+    from edgekv.pictures.apart import PictureReader as PictureReader
+    from edgekv.pictures.apart import open_tiles as open_tiles
+    from edgekv.pictures.apart import picture_content as picture_content
+    from edgekv.pictures.decode import read_picture as read_picture
+    from edgekv.pictures.encoder import PictureEncoder as PictureEncoder
+    from edgekv.pictures.patches import block_order as block_order
+    from edgekv.pictures.patches import normalized as normalized
+    from edgekv.pictures.patches import patches_of as patches_of
+    from edgekv.pictures.prompt import expand as expand
+    from edgekv.pictures.prompt import place as place
+    from edgekv.pictures.rows import Picture as Picture
+    from edgekv.pictures.rows import PictureRows as PictureRows
+    from edgekv.pictures.rows import PictureSize as PictureSize
+    from edgekv.pictures.rows import Tile as Tile
+    from edgekv.pictures.tiled import TiledPicture as TiledPicture
+    from edgekv.pictures.tiled import TileGrid as TileGrid
+    from edgekv.pictures.tiles import cut_tiles as cut_tiles
 
-__all__ = [
-    "Picture",
-    "PictureEncoder",
-    "PictureFile",
-    "PictureReader",
-    "PictureRows",
-    "PictureSize",
-    "Tile",
-    "TileGrid",
-    "TiledPicture",
-    "block_order",
-    "cut_tiles",
-    "expand",
-    "normalized",
-    "open_tiles",
-    "patches_of",
-    "picture_content",
-    "place",
-    "read_picture",
-]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "apart": "PictureFile PictureReader open_tiles picture_content",
-        "decode": "read_picture",
-        "encoder": "PictureEncoder",
-        "patches": "block_order normalized patches_of",
-        "prompt": "expand place",
-        "rows": "Picture PictureRows PictureSize Tile",
-        "tiled": "TiledPicture TileGrid",
-        "tiles": "cut_tiles",
-    },
-)
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -20,12 +20,12 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from edgekv.child_dialog import ChildDialog
 from edgekv.errors import EngineError, UsageError
+from edgekv.machine.child_dialog import ChildDialog
+from edgekv.machine.scratch import scratch_folder
+from edgekv.machine.system import MIB, read_file
 from edgekv.pictures.tiled import WANTED, TiledPicture, TileGrid
-from edgekv.scratch import scratch_folder
 from edgekv.spec import PictureSpec
-from edgekv.system import MIB, read_file
 
 MAX_FILE_BYTES = 32 * MIB
 LIMIT_S = 30.0

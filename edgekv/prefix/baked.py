@@ -14,17 +14,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from edgekv.bundle import Bundle, readable_json
+from edgekv.bundle import Bundle
 from edgekv.bundle.files import is_plain_path
 from edgekv.errors import BundleError, UsageError
-from edgekv.json_file import read_json
 from edgekv.kv.arena import DTYPES
+from edgekv.machine.json_file import read_json, readable_json
+from edgekv.machine.scratch import atomic_file, remove_abandoned
+from edgekv.machine.system import read_file
+from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from edgekv.prefix.retention import MAX_PRIORITY, RetentionPolicy, TokenRangeRetentionConfig
 from edgekv.prefix.rows import GroupRows, Rows
 from edgekv.prefix.store import PrefixStore, Snapshot
-from edgekv.scratch import atomic_file, remove_abandoned
-from edgekv.system import read_file
-from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 FOLDER = "prefixes"
 RECORD = "prefixes.json"

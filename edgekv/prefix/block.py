@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from edgekv.prefix.keys import Keys, Link
 from edgekv.prefix.retention import DEFAULT_PRIORITY, Retention
-from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 FORMAT = 3  # of the files, and of the table that names them
 _FORMAT_NAME = f"edgekv-prefix-{FORMAT}"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from edgekv.errors import EngineError, PrefixError
+from edgekv.machine.system import free_memory_bytes
 from edgekv.option import Option
 from edgekv.prefix.retention import DEFAULT_PRIORITY, check_priority
-from edgekv.system import free_memory_bytes
 
 if TYPE_CHECKING:
     from edgekv.prefix.rows import BlockGroup

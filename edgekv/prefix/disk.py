@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from edgekv.errors import EdgeKVWarning, PrefixError
+from edgekv.machine.private_file import NotPrivateError, check_folder, make_folder, read_private, write_private
 from edgekv.prefix.block import SNAPSHOT, Arrays, Block, BlockId, decode_block, encode_block
 from edgekv.prefix.keys import Keys
 from edgekv.prefix.stats import StoreStats
 from edgekv.prefix.table import INDEX, LOCKED, Row, Table, file_name
-from edgekv.private_file import NotPrivateError, check_folder, make_folder, read_private, write_private
 
 _OWN = re.compile(r"\.?[0-9a-f]{32}-(?:g\d+|s)\.safetensors(?:\.partial-\d+)?")
 _OLD_INDEX = "index.sqlite"  # of the format before this one

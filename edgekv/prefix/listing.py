@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from edgekv.errors import UsageError
+from edgekv.machine.private_file import check_folder
 from edgekv.prefix.keys import TOKEN_BYTES
 from edgekv.prefix.table import INDEX, Row, Table
-from edgekv.private_file import check_folder
 
 _ID_CHARACTERS = 12
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgekv.errors import EdgeKVWarning, PrefixError
+from edgekv.machine.private_file import read_private, write_private
 from edgekv.prefix.block import FORMAT, SNAPSHOT, BlockId
 from edgekv.prefix.keys import SECRET_BYTES
-from edgekv.private_file import read_private, write_private
 
 INDEX = "blocks.sqlite"
 LOCKED = "database is locked"  # SQLite's words

@@ -1,30 +1,24 @@
 """Running the static graphs of a bundle on memory that the KV cache owns."""
 
-from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
-from edgekv.htp_options import HtpOptions
-from edgekv.runtime.binding import BatchInvariance
-from edgekv.runtime.cpu import CpuEngine
-from edgekv.runtime.engine import Engine, EngineType, find_engines, make_engine
-from edgekv.runtime.graph import RowView, StaticGraph, StepTimes, tree_views
-from edgekv.runtime.htp import HtpEngine
-from edgekv.runtime.litert import LitertEngine
-from edgekv.runtime.tflite import TfliteEngine
+from __future__ import annotations
 
-__all__ = [
-    "CPU_MODES",
-    "CpuEngine",
-    "CpuMode",
-    "Engine",
-    "EngineType",
-    "HtpEngine",
-    "HtpOptions",
-    "LitertEngine",
-    "BatchInvariance",
-    "RowView",
-    "StaticGraph",
-    "StepTimes",
-    "TfliteEngine",
-    "find_engines",
-    "make_engine",
-    "tree_views",
-]
+from typing import TYPE_CHECKING
+
+from edgekv.machine.lazy import lazy
+
+if TYPE_CHECKING:
+    from edgekv.runtime.binding import BatchInvariance as BatchInvariance
+    from edgekv.runtime.cpu import CpuEngine as CpuEngine
+    from edgekv.runtime.engine import Engine as Engine
+    from edgekv.runtime.engine import EngineType as EngineType
+    from edgekv.runtime.engine import find_engines as find_engines
+    from edgekv.runtime.engine import make_engine as make_engine
+    from edgekv.runtime.graph import RowView as RowView
+    from edgekv.runtime.graph import StaticGraph as StaticGraph
+    from edgekv.runtime.graph import StepTimes as StepTimes
+    from edgekv.runtime.graph import tree_views as tree_views
+    from edgekv.runtime.htp import HtpEngine as HtpEngine
+    from edgekv.runtime.litert import LitertEngine as LitertEngine
+    from edgekv.runtime.tflite import TfliteEngine as TfliteEngine
+
+__getattr__, __all__ = lazy(__name__, __file__)

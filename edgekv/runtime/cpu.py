@@ -10,16 +10,16 @@ import onnxruntime as ort
 
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest, read_manifest
 from edgekv.errors import EdgeKVError, EngineError, UsageError
-from edgekv.graph_file import loadable
 from edgekv.graphs.cpu_mode import CpuMode, RenderedMode, can_build
 from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
 from edgekv.graphs.source import EncoderSource, PartSource, Source, wide_prefill
+from edgekv.machine.graph_file import loadable
+from edgekv.machine.steps import step
+from edgekv.machine.system import format_bytes, free_memory_bytes, return_freed_memory
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.mapped import MappedWeights
-from edgekv.steps import step
-from edgekv.system import format_bytes, free_memory_bytes, return_freed_memory
 
 _Loaded = tuple[ort.InferenceSession, MappedWeights | None]
 

@@ -9,8 +9,8 @@ from typing import Protocol
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
-from edgekv.load_options import EngineOptions
 from edgekv.runtime.binding import BatchInvariance, Binding
+from edgekv.runtime.load_options import EngineOptions
 
 GROUP = "edgekv.engines"
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from edgekv.bundle import file_hashes
-from edgekv.child import run_in_child, vendor_timeout_s
 from edgekv.errors import EngineError
-from edgekv.system import cache_folder
+from edgekv.machine.child import run_in_child, vendor_timeout_s
+from edgekv.machine.system import cache_folder
 
 _TRIAL_S = 300.0
 """To load a file and to run each graph once: a hundred times what a large model takes."""

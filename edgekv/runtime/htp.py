@@ -12,14 +12,14 @@ import onnxruntime as ort
 from devices import Device, find
 from edgekv.bundle import ENCODER, Bundle, GraphFormat, open_compiled
 from edgekv.errors import UsageError
-from edgekv.htp_options import HtpOptions
-from edgekv.library_fault import FOR_GRAPHS, check_libraries
-from edgekv.qnn import compiler, create_session
+from edgekv.machine.steps import step
+from edgekv.qnn.library_fault import FOR_GRAPHS, check_libraries
+from edgekv.qnn.options import HtpOptions
+from edgekv.qnn.provider import compiler, create_session
+from edgekv.qnn.this_chip import find_chip
+from edgekv.qnn.vendor_libraries import Platform, has_rpc_memory
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.shared_memory import SharedAllocator
-from edgekv.steps import step
-from edgekv.this_chip import find_chip
-from edgekv.vendor_libraries import Platform, has_rpc_memory
 
 _SHARE = "ep.share_ep_contexts"
 _SHARES_FROM = 73

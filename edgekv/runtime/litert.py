@@ -19,11 +19,11 @@ import numpy as np
 from edgekv.bundle import ENCODER, Bundle, GraphFormat
 from edgekv.errors import EngineError
 from edgekv.kv.memory import ALIGNMENT_BYTES
-from edgekv.native_output import captured_output
+from edgekv.machine.native_output import captured_output
+from edgekv.qnn.vendor_libraries import Platform
 from edgekv.runtime.binding import BatchInvariance
 from edgekv.runtime.foreign_graph import TriedFiles
 from edgekv.spec import GraphInterface, Port
-from edgekv.vendor_libraries import Platform
 
 TESTED = "2.3.0"
 

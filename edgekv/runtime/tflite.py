@@ -21,7 +21,7 @@ import numpy as np
 from edgekv.bundle import ENCODER, Bundle, GraphFormat
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
-from edgekv.native_output import captured_output
+from edgekv.machine.native_output import captured_output
 from edgekv.runtime.binding import BatchInvariance
 from edgekv.runtime.foreign_graph import TriedFiles
 from edgekv.spec import GraphInterface, Port

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgekv.lazy import lazy
+from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.serve.options import Limits, ServeOptions
-    from edgekv.serve.serving import Serving
+    from edgekv.serve.options import Limits as Limits
+    from edgekv.serve.options import ServeOptions as ServeOptions
+    from edgekv.serve.serving import Serving as Serving
 
-__all__ = ["Limits", "ServeOptions", "Serving"]
-
-__getattr__ = lazy(__name__, {"options": "Limits ServeOptions", "serving": "Serving"})
+__getattr__, __all__ = lazy(__name__, __file__)

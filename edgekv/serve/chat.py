@@ -17,8 +17,8 @@ from msgspec import UNSET, UnsetType
 
 from edgekv.engine.pictures import PictureOpening, Pictures, PictureSent
 from edgekv.errors import UsageError
-from edgekv.load_options import OnFull
 from edgekv.pictures import Picture, TileGrid, picture_content
+from edgekv.runtime.load_options import OnFull
 from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.fields import Unsupported

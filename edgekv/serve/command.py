@@ -20,9 +20,9 @@ from edgekv.cli.output import Output
 from edgekv.cli.summary import engine_and_mode
 from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
-from edgekv.load_options import CacheOptions, EngineOptions
 from edgekv.option import Option, OptionGroup
 from edgekv.prefix import StoreConfig
+from edgekv.runtime.load_options import CacheOptions, EngineOptions
 from edgekv.serve.options import KEY_VARIABLE, ServeOptions, accepted_keys
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError, refuse
-from edgekv.load_options import OnFullOption, check_on_full
+from edgekv.machine.system import read_file
 from edgekv.option import Option, OptionGroup
-from edgekv.system import read_file
+from edgekv.runtime.load_options import OnFullOption, check_on_full
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEY_VARIABLE = "EDGEKV_API_KEY"

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import msgspec
 
-from edgekv.load_options import OnFull
+from edgekv.runtime.load_options import OnFull
 from edgekv.serve.chat import (
     URL_PART,
     AnswerForm,

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from edgekv.errors import CheckpointError, EdgeKVError, UsageError
-from edgekv.json_file import read_json
-from edgekv.sandbox import (
+from edgekv.machine.json_file import read_json
+from edgekv.spec.template_sandbox import (
     LARGEST_PROMPT_CHARACTERS,
     LIMIT_BYTES,
     LIMIT_S,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgekv.errors import CheckpointError
-from edgekv.system import read_file
+from edgekv.machine.system import read_file
 
 CONFIG = "config.json"
 JSON_BYTES = 1 << 24

@@ -4,51 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgekv.lazy import lazy
+from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.text.constraint import Constraint, GrammarCompiler
-    from edgekv.text.grammar import Grammar
-    from edgekv.text.output import Detokenizer, Output, StopReason, Token
-    from edgekv.text.params import BeamParams, EarlyStopping, SamplingParams
-    from edgekv.text.sampler import LogitsProcessor, Sampler
-    from edgekv.text.stops import StopSequences
-    from edgekv.text.texts import FittedPrompt, Prompt, Texts, split_turns
-    from edgekv.text.tools import Tool, ToolCall, Tools
+    from edgekv.text.constraint import Constraint as Constraint
+    from edgekv.text.constraint import GrammarCompiler as GrammarCompiler
+    from edgekv.text.grammar import Grammar as Grammar
+    from edgekv.text.output import Detokenizer as Detokenizer
+    from edgekv.text.output import Output as Output
+    from edgekv.text.output import StopReason as StopReason
+    from edgekv.text.output import Token as Token
+    from edgekv.text.params import BeamParams as BeamParams
+    from edgekv.text.params import EarlyStopping as EarlyStopping
+    from edgekv.text.params import SamplingParams as SamplingParams
+    from edgekv.text.sampler import LogitsProcessor as LogitsProcessor
+    from edgekv.text.sampler import Sampler as Sampler
+    from edgekv.text.stops import StopSequences as StopSequences
+    from edgekv.text.texts import FittedPrompt as FittedPrompt
+    from edgekv.text.texts import Prompt as Prompt
+    from edgekv.text.texts import Texts as Texts
+    from edgekv.text.texts import split_turns as split_turns
+    from edgekv.text.tools import Tool as Tool
+    from edgekv.text.tools import ToolCall as ToolCall
+    from edgekv.text.tools import Tools as Tools
 
-__all__ = [
-    "BeamParams",
-    "Constraint",
-    "Detokenizer",
-    "EarlyStopping",
-    "FittedPrompt",
-    "Grammar",
-    "GrammarCompiler",
-    "LogitsProcessor",
-    "Output",
-    "Prompt",
-    "Sampler",
-    "SamplingParams",
-    "StopReason",
-    "StopSequences",
-    "Texts",
-    "Token",
-    "Tool",
-    "ToolCall",
-    "Tools",
-    "split_turns",
-]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "constraint": "Constraint GrammarCompiler",
-        "grammar": "Grammar",
-        "output": "Detokenizer Output StopReason Token",
-        "params": "BeamParams EarlyStopping SamplingParams",
-        "sampler": "LogitsProcessor Sampler",
-        "stops": "StopSequences",
-        "texts": "FittedPrompt Prompt Texts split_turns",
-        "tools": "Tool ToolCall Tools",
-    },
-)
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from edgekv.bundle import Bundle
 from edgekv.errors import ContextFullError, EdgeKVError, UsageError
 from edgekv.kv import PolicyName
-from edgekv.load_options import OnFull
+from edgekv.runtime.load_options import OnFull
 from edgekv.spec.chat import ChatTemplates, Message, check_messages, read_bundle_templates
 from edgekv.spec.text import begins_with, encode, encode_cut
 from edgekv.text.constraint import Constraint, GrammarCompiler

@@ -26,10 +26,10 @@ from safetensors.numpy import load
 
 from edgekv.bundle import HEADS_FILE
 from edgekv.errors import BundleError
+from edgekv.machine.system import read_file
+from edgekv.machine.tensor_file import encode_tensors
 from edgekv.spec import KINDS, DecoderSpec, KvTensor, View
 from edgekv.spec.geometry import Kind, KvDtype
-from edgekv.system import read_file
-from edgekv.tensor_file import encode_tensors
 from exporters.checkpoint.fold import Floats, Fold
 from exporters.checkpoint.head_range import ANGLES, HeadNumber, HeadRange
 from exporters.checkpoint.rotate import hadamard

@@ -12,8 +12,8 @@ import click
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
-from edgekv.htp_options import HtpOptions
 from edgekv.option import Option, OptionGroup
+from edgekv.qnn.options import HtpOptions
 from exporters.cli.common import DeviceOption, EstimateOption, ForceOption, ready_to_run
 from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line

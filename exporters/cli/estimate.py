@@ -11,8 +11,8 @@ import click
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
-from edgekv.htp_options import HtpOptions
 from edgekv.option import Option, OptionGroup
+from edgekv.qnn.options import HtpOptions
 from exporters.cli.common import DeviceOption
 from exporters.options import RunOptions
 from exporters.progress import one_step, progress_bars
@@ -136,7 +136,7 @@ def _table(*headings: str) -> Table:
 
 
 def _cells(graph: GraphEstimate) -> list[str]:
-    from edgekv.system import format_bytes
+    from edgekv.machine.system import format_bytes
 
     if graph.tokens_per_s is None:
         return ["void"]

@@ -62,9 +62,9 @@ def export(
     """Every graph is compiled with the HTP compiler; the export is refused if any node would compute in float."""
     import msgspec
 
-    from edgekv import qnn
     from edgekv.bundle import open_bundle, open_compiled
     from edgekv.plan import mask_warnings
+    from edgekv.qnn import provider as qnn
     from exporters.cli.exported import export_lines, export_warnings
     from exporters.estimate import check_estimate, estimate_bundle
     from exporters.export import export_bundle

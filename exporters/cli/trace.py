@@ -12,9 +12,9 @@ from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.cli.summary import engine_and_mode
 from edgekv.errors import UsageError
-from edgekv.load_options import EngineOptions
+from edgekv.machine.text_file import read_text_file
 from edgekv.option import Argument, Option
-from edgekv.text_file import read_text_file
+from edgekv.runtime.load_options import EngineOptions
 from exporters.cli.common import CheckpointOption, MovedAdapters, TextOption
 
 

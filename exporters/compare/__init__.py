@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgekv.lazy import lazy
+from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.compare.comparison import Comparison, Side, compare
-    from exporters.compare.contender import Contender, Described
-    from exporters.compare.opened import ContenderOptions, open_contender
-    from exporters.compare.plan import ComparePlan
-    from exporters.compare.show import comparison_lines
+    from exporters.compare.comparison import Comparison as Comparison
+    from exporters.compare.comparison import Side as Side
+    from exporters.compare.comparison import compare as compare
+    from exporters.compare.contender import Contender as Contender
+    from exporters.compare.contender import Described as Described
+    from exporters.compare.opened import ContenderOptions as ContenderOptions
+    from exporters.compare.opened import open_contender as open_contender
+    from exporters.compare.plan import ComparePlan as ComparePlan
+    from exporters.compare.show import comparison_lines as comparison_lines
 
-__all__ = [
-    "Comparison",
-    "ComparePlan",
-    "Contender",
-    "ContenderOptions",
-    "Described",
-    "Side",
-    "compare",
-    "comparison_lines",
-    "open_contender",
-]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "comparison": "Comparison Side compare",
-        "contender": "Contender Described",
-        "opened": "ContenderOptions open_contender",
-        "plan": "ComparePlan",
-        "show": "comparison_lines",
-    },
-)
+__getattr__, __all__ = lazy(__name__, __file__)

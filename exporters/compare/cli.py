@@ -10,9 +10,9 @@ import click
 
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
-from edgekv.load_options import EngineOptions
+from edgekv.machine.text_file import read_text_file
 from edgekv.option import Argument, OptionGroup
-from edgekv.text_file import read_text_file
+from edgekv.runtime.load_options import EngineOptions
 from exporters.cli.common import TextOption
 from exporters.compare.plan import ComparePlan
 from exporters.progress import progress_bars

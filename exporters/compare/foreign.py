@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.child import TIMEOUT_VARIABLE
-from edgekv.child_dialog import ChildDialog
 from edgekv.errors import EngineError
-from edgekv.scratch import scratch_folder
+from edgekv.machine.child import TIMEOUT_VARIABLE
+from edgekv.machine.child_dialog import ChildDialog
+from edgekv.machine.scratch import scratch_folder
 from edgekv.spec.chat import ChatTemplates
 from exporters.compare.contender import Described, Timing
 from exporters.compare.messages import Answer, Measure, Open, Request, RuntimeName, Score

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from edgekv.errors import BundleError, EngineError, UsageError
-from edgekv.json_file import read_json
+from edgekv.machine.json_file import read_json
 from edgekv.spec import identify
 from edgekv.spec.text import TOKENIZER, open_tokenizer
 from exporters.checkpoint.checkpoint import Checkpoint

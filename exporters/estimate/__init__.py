@@ -4,41 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgekv.lazy import lazy
+from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.estimate.decode_speed import DecodeSpeed
-    from exporters.estimate.estimate import (
-        Simulated,
-        check_estimate,
-        estimate_bundle,
-        estimate_config,
-        estimate_spec,
-        fastest_level,
-        simulate_bundle,
-    )
-    from exporters.estimate.page import GENERATOR, render_page, write_page
+    from exporters.estimate.decode_speed import DecodeSpeed as DecodeSpeed
+    from exporters.estimate.estimate import Simulated as Simulated
+    from exporters.estimate.estimate import check_estimate as check_estimate
+    from exporters.estimate.estimate import estimate_bundle as estimate_bundle
+    from exporters.estimate.estimate import estimate_config as estimate_config
+    from exporters.estimate.estimate import estimate_spec as estimate_spec
+    from exporters.estimate.estimate import fastest_level as fastest_level
+    from exporters.estimate.estimate import simulate_bundle as simulate_bundle
+    from exporters.estimate.page import GENERATOR as GENERATOR
+    from exporters.estimate.page import render_page as render_page
+    from exporters.estimate.page import write_page as write_page
 
-__all__ = [
-    "GENERATOR",
-    "DecodeSpeed",
-    "Simulated",
-    "check_estimate",
-    "estimate_bundle",
-    "estimate_config",
-    "estimate_spec",
-    "fastest_level",
-    "render_page",
-    "simulate_bundle",
-    "write_page",
-]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "decode_speed": "DecodeSpeed",
-        "estimate": "Simulated check_estimate estimate_bundle estimate_config estimate_spec fastest_level "
-        "simulate_bundle",
-        "page": "GENERATOR render_page write_page",
-    },
-)
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -15,12 +15,12 @@ import onnx
 from msgspec import structs
 
 from devices import Device, NoProxyError, Proxy, proxies_for
-from edgekv import qnn
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, PartRecord
 from edgekv.errors import UsageError
-from edgekv.htp_options import FASTEST, HtpOptions
+from edgekv.machine.scratch import scratch_folder
 from edgekv.plan.estimate import EQUAL_SHARE, Estimate, GraphEstimate
-from edgekv.scratch import scratch_folder
+from edgekv.qnn import provider as qnn
+from edgekv.qnn.options import FASTEST, HtpOptions
 from edgekv.spec import (
     CONFIG,
     DecoderInterface,

@@ -9,8 +9,8 @@ from pathlib import Path
 from msgspec import structs
 
 from edgekv.bundle import GraphFormat, WeightPlaces
-from edgekv.graph_file import write_graph
 from edgekv.graphs.decoder import decoder_layer, drafter_input
+from edgekv.machine.graph_file import write_graph
 from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role, head_width
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps

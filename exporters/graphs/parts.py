@@ -11,8 +11,8 @@ from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.graphs.decoder import decoder_layer, drafter_input, layer_result, part_end
+from edgekv.machine.system import link_or_copy
 from edgekv.spec import EMBEDDINGS, DecoderSpec, KeyLayout, hidden_name
-from edgekv.system import link_or_copy
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import AS_EXPORTED, GraphForm, QdqOps
 from exporters.quantize.weights import PlacedWeights

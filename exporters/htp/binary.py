@@ -12,7 +12,7 @@ from pathlib import Path
 
 from devices import Device
 from edgekv.errors import EngineError
-from edgekv.system import MIB
+from edgekv.machine.system import MIB
 
 _TARGET = re.compile(rb"soc_type=(\w+);arch=(\d+);[\x20-\x7e]*?vtcm_size=(\d+)")
 _GRAPH = re.compile(rb"PICKLE/")

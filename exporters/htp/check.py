@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from devices import Device, Proxy
-from edgekv.child import run_in_child
 from edgekv.errors import EngineError
-from edgekv.scratch import scratch_folder
+from edgekv.machine.child import run_in_child
+from edgekv.machine.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from edgekv.bundle import HtpCheck  # each child process would import it

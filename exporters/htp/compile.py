@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from devices import Device
-from edgekv.bundle import COMPILED, CompiledBinary, CompiledManifest, GraphRecord, readable_json, record_files
+from edgekv.bundle import COMPILED, CompiledBinary, CompiledManifest, GraphRecord, record_files
 from edgekv.errors import EngineError
-from edgekv.htp_options import FASTEST
-from edgekv.runtime import HtpOptions
-from edgekv.system import MIB, sha256_of
+from edgekv.machine.json_file import readable_json
+from edgekv.machine.system import MIB, sha256_of
+from edgekv.qnn.options import FASTEST, HtpOptions
 from exporters.htp.binary import check_chip, count_graphs
 from exporters.htp.check import HtpStep, run_and_lint, run_steps
 

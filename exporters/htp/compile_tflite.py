@@ -16,10 +16,10 @@ from typing import Any
 import flatbuffers
 
 from devices import Device
-from edgekv.child import run_program
 from edgekv.errors import EngineError, UsageError
-from edgekv.scratch import scratch_folder
-from edgekv.vendor_libraries import Platform
+from edgekv.machine.child import run_program
+from edgekv.machine.scratch import scratch_folder
+from edgekv.qnn.vendor_libraries import Platform
 
 SOCS = frozenset(["SA8255", "SA8295", "SM8350", "SM8450", "SM8475", "SM8550", "SM8650", "SM8750", "SM8845", "SM8850"])
 """What the plugin of ai-edge-litert 2.3 compiles for."""

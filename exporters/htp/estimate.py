@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from devices import Device, Proxy
-from edgekv.htp_options import HtpOptions
-from edgekv.scratch import scratch_folder
+from edgekv.machine.scratch import scratch_folder
+from edgekv.qnn.options import HtpOptions
 from exporters.htp.check import HtpStep, run_steps
 from exporters.htp.compile import COMPILER_DEFAULTS, context_steps, with_level
 from exporters.htp.costs import Costs, read_costs

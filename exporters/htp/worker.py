@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from devices import find, find_proxy
-from edgekv import qnn
 from edgekv.errors import EdgeKVError
-from edgekv.system import peak_bytes
+from edgekv.machine.system import peak_bytes
+from edgekv.qnn import provider as qnn
 from exporters.htp.check import HtpJob, HtpReply
 
 

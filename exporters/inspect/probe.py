@@ -16,9 +16,9 @@ from edgekv.bundle import Bundle
 from edgekv.engine.sink import read_sink
 from edgekv.errors import UsageError
 from edgekv.kv import KvTensor, fold
+from edgekv.machine.scratch import held_folder, remove_abandoned, scratch_folder
 from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.graph import rope_tables
-from edgekv.scratch import held_folder, remove_abandoned, scratch_folder
 from edgekv.spec import (
     CHECKPOINT_TOKENS,
     DELTA_KINDS,

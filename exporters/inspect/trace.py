@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgekv.errors import UsageError
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.graphs.delta_rule import BY_STEP
-from edgekv.scratch import atomic_file
+from edgekv.machine.scratch import atomic_file
 from edgekv.spec.decoder import DecoderSpec
 from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from edgekv.bundle import HEADS_FILE, Bundle
 from edgekv.errors import BundleError
+from edgekv.machine.system import read_file
+from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from edgekv.spec import EMBEDDING, Config, DecoderSpec, describe, views
-from edgekv.system import read_file
-from edgekv.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from exporters.checkpoint.aligned import read_heads
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.checkpoint import Checkpoint

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 
 from devices import Device
-from edgekv import qnn
 from edgekv.bundle import MANIFEST, CompiledBinary, Manifest, atomic_directory, write_manifest
 from edgekv.errors import UsageError
-from edgekv.system import link_or_copy
+from edgekv.machine.system import link_or_copy
+from edgekv.qnn import provider as qnn
 from exporters.htp.check import float_verdict
 from exporters.htp.compile import Watch, unwatched, write_compiled
 from exporters.pipeline.inputs import BUNDLE

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
-from edgekv.json_file import read_json
+from edgekv.machine.json_file import read_json
 from exporters.quantize.reference import Floats
 from exporters.quantize.shards import Streamed, write_shard
 from exporters.quantize.windows import Windows

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 import onnx
 
 from edgekv.errors import EngineError
+from edgekv.machine.system import free_memory_bytes
 from edgekv.plan import compile_bytes
-from edgekv.system import free_memory_bytes
 from exporters.progress import Progress
 
 T = TypeVar("T")

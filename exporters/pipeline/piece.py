@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from edgekv.program import program_sha256
+from edgekv.machine.program import program_sha256
 from exporters.pipeline.hashed import hashed
 
 if TYPE_CHECKING:

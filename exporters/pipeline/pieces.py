@@ -23,10 +23,10 @@ from edgekv.bundle import (
     write_manifest,
 )
 from edgekv.errors import UsageError
-from edgekv.runtime import HtpOptions
+from edgekv.machine.system import link_or_copy
+from edgekv.qnn.options import HtpOptions
 from edgekv.spec import EMBEDDING, DecoderSpec, views
 from edgekv.spec.text import begins_with
-from edgekv.system import link_or_copy
 from exporters.contents import BundleForm, make_manifest, write_contents
 from exporters.htp.binary import check_chip
 from exporters.htp.check import floating_nodes

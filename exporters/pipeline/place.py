@@ -11,7 +11,7 @@ from typing import Any
 
 from edgekv.bundle import atomic_directory, is_plain_path
 from edgekv.errors import CheckpointError, UsageError
-from edgekv.system import cache_folder, sha256_of
+from edgekv.machine.system import cache_folder, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.locate import locate
 from exporters.checkpoint.lora import AdapterChoice

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devices import Device
-from edgekv import qnn
 from edgekv.bundle import ENCODER, ENCODER_FILES, MANIFEST, Bundle
+from edgekv.machine.system import link_or_copy, sha256_of
 from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
-from edgekv.runtime import HtpOptions
+from edgekv.qnn import provider as qnn
+from edgekv.qnn.options import HtpOptions
 from edgekv.spec import DecoderSpec
 from edgekv.spec.tensors import HEAD, HEAD_TURN
-from edgekv.system import link_or_copy, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.errors import UsageError
-from edgekv.scratch import is_held, is_temporary
+from edgekv.machine.scratch import is_held, is_temporary
 from exporters.pipeline.store import RECORD, PieceStore
 
 _DAY_S = 86400.0

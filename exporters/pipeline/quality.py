@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 import edgekv
 from edgekv.bundle import Bundle, QualityRecord, open_bundle
 from edgekv.graphs.decoder import layer_result
-from edgekv.load_options import EngineOptions
+from edgekv.machine.scratch import scratch_folder
 from edgekv.runtime import make_engine
-from edgekv.scratch import scratch_folder
+from edgekv.runtime.load_options import EngineOptions
 from edgekv.spec import DecoderSpec
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.folded import heads_of, transformed

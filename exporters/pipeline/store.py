@@ -15,9 +15,9 @@ import msgspec
 
 from edgekv.bundle import FileRecord, file_hashes, is_plain_path, record_files, remove_directory
 from edgekv.errors import EdgeKVError, ServiceError, UsageError
-from edgekv.json_file import decode_json, read_json
-from edgekv.scratch import NEW, atomic_file, held_folder, remove_abandoned
-from edgekv.system import CACHE_VARIABLE, cache_folder
+from edgekv.machine.json_file import decode_json, read_json
+from edgekv.machine.scratch import NEW, atomic_file, held_folder, remove_abandoned
+from edgekv.machine.system import CACHE_VARIABLE, cache_folder
 from exporters.resources import full_disk_named
 
 RECORD = "piece.json"

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
+from edgekv.machine.text_file import read_text_file
 from edgekv.spec import CHECKPOINT_TOKENS, DecoderSpec
 from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.text import begins_with
-from edgekv.text_file import read_text_file
 from exporters.checkpoint.checkpoint import Checkpoint
 
 CALIBRATION = "calibration.txt"

@@ -21,15 +21,15 @@ from edgekv.bundle import (
     RecipeRecord,
     RotationName,
     ValueRotationName,
-    readable_json,
 )
 from edgekv.errors import UsageError
-from edgekv.scratch import atomic_file
+from edgekv.machine.json_file import readable_json
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import MIB, read_file
 from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
 from edgekv.spec.sizes import FRONT, LEAST_BITS, MOST_BITS, front_bits
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.spec.vision import EncoderSpec
-from edgekv.system import MIB, read_file
 from exporters.quantize.attention import weighed_projections
 from exporters.quantize.effort import Effort
 from quant import FITTED, WEIGHT_TYPES, WeightDtype

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgekv.errors import UsageError
+from edgekv.machine.tensor_file import encode_tensors
 from edgekv.spec import LOGITS
-from edgekv.tensor_file import encode_tensors
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Floats
 from exporters.quantize.sink_wanted import SinkWanted

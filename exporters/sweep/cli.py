@@ -14,10 +14,10 @@ from devices import Device
 from edgekv.cli.command import NOTHING, Given, command
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
+from edgekv.machine.text_file import read_text_file
 from edgekv.option import Argument, Option, OptionGroup, check_place, find_device, parse_numbers
 from edgekv.plan.options import DEFAULT_CONTEXT
 from edgekv.spec.geometry import KvDtype
-from edgekv.text_file import read_text_file
 from exporters.cli.common import ready_cluster
 from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe
 from exporters.progress import progress_bars

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from edgekv.machine.system import parse_bytes
 from edgekv.option import Option, check_place
-from edgekv.system import parse_bytes
 
 
 @dataclass(frozen=True, slots=True)

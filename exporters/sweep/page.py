@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import format_bytes
 from edgekv.plan.estimate import EQUAL_SHARE
-from edgekv.scratch import atomic_file
-from edgekv.system import format_bytes
 from exporters.inspect.page.charts import LineChart, Point, Series, Tick, round_step
 from exporters.inspect.page.template import find_template
 from exporters.sweep.result import Result, SweepReport

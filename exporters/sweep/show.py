@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgekv.system import format_bytes
+from edgekv.machine.system import format_bytes
 from exporters.sweep.result import SweepReport
 
 _HEADS = (

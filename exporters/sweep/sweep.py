@@ -11,14 +11,15 @@ from pathlib import Path
 import msgspec
 
 from devices import NoProxyError, proxies_for
-from edgekv.bundle import open_bundle, readable_json
+from edgekv.bundle import open_bundle
 from edgekv.cli.command import option_words
 from edgekv.errors import EdgeKVError, UsageError
+from edgekv.machine.json_file import readable_json
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import format_bytes
 from edgekv.plan import Estimate, MemoryLimit, Overrides, estimate_speed, find_subject
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
-from edgekv.scratch import atomic_file
-from edgekv.system import format_bytes
 from exporters.inspect.tally import Evaluation
 from exporters.options import Cluster, ExportOptions
 from exporters.pipeline.assemble import assemble

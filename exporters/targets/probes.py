@@ -8,7 +8,7 @@ import json
 from edgekv.doctor import Finding, require
 from edgekv.doctor.samples import write_onnx_norm
 from edgekv.errors import UsageError
-from edgekv.scratch import scratch_folder
+from edgekv.machine.scratch import scratch_folder
 from exporters.targets.aihub.account import connect
 from exporters.targets.genai.run import PACKAGE, check_version
 from exporters.targets.genie.vendor import find_library

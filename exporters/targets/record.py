@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from edgekv.bundle import MANIFEST, Bundle, FileRecord, readable_json, record_files
+from edgekv.bundle import MANIFEST, Bundle, FileRecord, record_files
 from edgekv.errors import BundleError
-from edgekv.json_file import read_json
+from edgekv.machine.json_file import read_json, readable_json
+from edgekv.machine.system import sha256_of
 from edgekv.spec import identify
-from edgekv.system import sha256_of
 
 FORMAT = 3
 Runtime = Literal["genie", "genai"]

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgekv.lazy import lazy
+from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.checkpoint.lora.adapter import Adapter, merge
-    from exporters.checkpoint.lora.choice import AdapterChoice
-    from exporters.checkpoint.lora.merged import MergedTensor
+    from exporters.checkpoint.lora.adapter import Adapter as Adapter
+    from exporters.checkpoint.lora.adapter import merge as merge
+    from exporters.checkpoint.lora.choice import AdapterChoice as AdapterChoice
+    from exporters.checkpoint.lora.merged import MergedTensor as MergedTensor
 
-__all__ = ["Adapter", "AdapterChoice", "MergedTensor", "merge"]
-
-__getattr__ = lazy(
-    __name__,
-    {
-        "adapter": "Adapter merge",
-        "choice": "AdapterChoice",
-        "merged": "MergedTensor",
-    },
-)
+__getattr__, __all__ = lazy(__name__, __file__)

@@ -12,8 +12,8 @@ from typing import Protocol
 import msgspec
 
 from edgekv.errors import CheckpointError
+from edgekv.machine.system import sha256_of
 from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, text_tensor
-from edgekv.system import sha256_of
 from exporters.checkpoint.lora.choice import AdapterChoice
 from exporters.checkpoint.lora.config import ADAPTER_CONFIG, LoraConfig, refuse
 from exporters.checkpoint.lora.merged import LowRank, MergedTensor

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from edgekv.bundle import Bundle
 from edgekv.errors import UsageError
+from edgekv.machine.scratch import atomic_file
 from edgekv.plan import Overrides, find_subject, make_size_report
-from edgekv.scratch import atomic_file
 from exporters.inspect.page.charts import Bar, LineChart, Point, Series, treemap
 from exporters.inspect.page.sizes import byte_shares, matrix_types
 from exporters.inspect.page.template import find_template

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, Template
 
-from edgekv.system import format_bytes
+from edgekv.machine.system import format_bytes
 from exporters.inspect.show import number
 
 _SHARED = "exporters.inspect.page"

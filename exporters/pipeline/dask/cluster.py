@@ -11,8 +11,8 @@ from distributed import Client, LocalCluster
 
 import dask
 from edgekv.errors import EngineError, ServiceError, UsageError
-from edgekv.scratch import scratch_folder
-from edgekv.system import free_memory_bytes
+from edgekv.machine.scratch import scratch_folder
+from edgekv.machine.system import free_memory_bytes
 from exporters.options import LOCAL
 from exporters.pipeline.dask.fitness import RAM
 from exporters.pipeline.dask.limit import within

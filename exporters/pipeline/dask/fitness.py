@@ -11,8 +11,8 @@ from importlib import metadata
 from distributed import Status, Worker, WorkerPlugin
 
 from edgekv.errors import EdgeKVError
-from edgekv.program import program_sha256
-from edgekv.system import format_bytes
+from edgekv.machine.program import program_sha256
+from edgekv.machine.system import format_bytes
 from exporters.pipeline.place import Identity, Place
 from exporters.pipeline.store import PieceStore
 

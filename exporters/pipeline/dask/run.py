@@ -15,8 +15,8 @@ from uuid import uuid4
 
 from distributed import Client, Future, KilledWorker, get_worker
 
-from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
+from edgekv.machine.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from exporters.options import Cluster
 from exporters.pipeline.chains import find_chains
 from exporters.pipeline.dask.cluster import connected

@@ -12,8 +12,8 @@ from edgekv.cli.command import Group
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
+from edgekv.machine.text_file import read_text_file
 from edgekv.option import Option
-from edgekv.text_file import read_text_file
 from exporters.progress import progress_bars
 from exporters.targets.aihub.options import Runtime
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from edgekv.bundle import Bundle, atomic_directory, readable_json
+from edgekv.bundle import Bundle, atomic_directory
 from edgekv.errors import ServiceError
+from edgekv.machine.json_file import readable_json
 from exporters.htp.binary import read_target
 from exporters.targets.aihub.account import Account
 from exporters.targets.aihub.compare import Comparison, compare

@@ -9,11 +9,11 @@ from typing import Literal
 
 import msgspec
 
-from edgekv.bundle import MANIFEST, Bundle, readable_json
+from edgekv.bundle import MANIFEST, Bundle
 from edgekv.errors import BundleError
-from edgekv.json_file import read_json
-from edgekv.scratch import atomic_file
-from edgekv.system import sha256_of
+from edgekv.machine.json_file import read_json, readable_json
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import sha256_of
 
 FORMAT = 1
 FOLDER = "hub"

@@ -11,7 +11,7 @@ import onnx
 
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.errors import BundleError
-from edgekv.scratch import atomic_file
+from edgekv.machine.scratch import atomic_file
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Piece
 from exporters.targets.aihub.options import graph_name

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from edgekv.bundle import Bundle, GraphRecord
-from edgekv.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.errors import ServiceError, UsageError
-from edgekv.scratch import atomic_file
+from edgekv.machine.child import TIMEOUT_VARIABLE, vendor_timeout_s
+from edgekv.machine.scratch import atomic_file
 from exporters.compile import open_store
 from exporters.options import RunOptions
 from exporters.pipeline.inputs import Inputs

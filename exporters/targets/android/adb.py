@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgekv.child import TIMEOUT_VARIABLE, started, vendor_timeout_s
 from edgekv.errors import EngineError, UsageError
+from edgekv.machine.child import TIMEOUT_VARIABLE, started, vendor_timeout_s
 
 _SDK_VARIABLES = ("ANDROID_HOME", "ANDROID_SDK_ROOT")
 _INSTALL = "Install Android's platform tools, and add them to PATH or set ANDROID_HOME."

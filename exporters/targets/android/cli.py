@@ -12,8 +12,8 @@ import click
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import BundleError
+from edgekv.machine.system import format_bytes
 from edgekv.option import Argument, Option
-from edgekv.system import format_bytes
 from exporters.cli.next_step import next_command
 from exporters.progress import progress_bars
 from exporters.targets.genie.cli import check_new_tokens

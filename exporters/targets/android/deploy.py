@@ -9,7 +9,7 @@ from posixpath import dirname
 from shlex import quote
 
 from edgekv.errors import EngineError
-from edgekv.scratch import scratch_folder
+from edgekv.machine.scratch import scratch_folder
 from exporters.progress import Progress
 from exporters.targets.android.adb import Adb
 from exporters.targets.android.payload import Payload

@@ -10,7 +10,7 @@ from shlex import quote
 
 from edgekv.bundle.files import is_plain_path
 from edgekv.errors import EngineError
-from edgekv.system import format_bytes, sha256_of
+from edgekv.machine.system import format_bytes, sha256_of
 from exporters.progress import Progress, silent
 from exporters.targets.android.adb import Adb
 from exporters.targets.android.phone import free_bytes

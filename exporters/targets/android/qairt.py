@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.errors import EngineError, UsageError
-from edgekv.vendor_libraries import LIBRARIES, SDK_VARIABLES, Platform, skel, stated_version
+from edgekv.qnn.vendor_libraries import LIBRARIES, SDK_VARIABLES, Platform, skel, stated_version
 
 RUNNER, APP = "genie-t2t-run", "genie-app"
 

@@ -13,7 +13,7 @@ from shlex import quote
 import msgspec
 
 from edgekv.errors import EdgeKVError, EngineError
-from edgekv.scratch import scratch_folder
+from edgekv.machine.scratch import scratch_folder
 from exporters.inspect.trace import write_trace
 from exporters.targets.android.adb import Adb
 from exporters.targets.android.answer import AnswerReader

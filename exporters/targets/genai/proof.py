@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from devices import Device, find
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
-from edgekv.child import run_in_child
 from edgekv.engine.sink import read_sink
 from edgekv.errors import EdgeKVError, EngineError
+from edgekv.machine.child import run_in_child
 from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.spec import IDS, LOGITS_INDEX
 from exporters.graphs.qdq import stacked_new, stacked_past

@@ -7,8 +7,8 @@ from importlib import metadata
 
 import msgspec
 
-from edgekv.child import run_in_child
 from edgekv.errors import EngineError, UsageError
+from edgekv.machine.child import run_in_child
 from exporters.targets.genai.folder import GenaiFolder, GenaiManifest
 from exporters.targets.genai.worker import GenaiJob, GenaiReply
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from devices import Device
-from edgekv.bundle import Bundle, GraphRecord, atomic_directory, readable_json
+from edgekv.bundle import Bundle, GraphRecord, atomic_directory
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
+from edgekv.machine.json_file import readable_json
 from edgekv.spec.chat import DEFAULT, read_bundle_templates
 from exporters.compile import compile_folder, floating_in
 from exporters.graphs.models import save_model

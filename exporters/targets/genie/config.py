@@ -10,7 +10,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from devices import Device
-from edgekv.bundle import Manifest, readable_json
+from edgekv.bundle import Manifest
+from edgekv.machine.json_file import readable_json
 from edgekv.spec import LAYER_INPUTS_PORT, Rope
 from edgekv.text import SamplingParams
 from quant import Encoding

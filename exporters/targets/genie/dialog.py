@@ -9,12 +9,12 @@ from typing import Self
 
 import msgspec
 
-from edgekv.child import TIMEOUT_VARIABLE
-from edgekv.child_dialog import ChildDialog
 from edgekv.errors import EngineError, UsageError
-from edgekv.library_fault import check_libraries
-from edgekv.this_chip import find_chip
-from edgekv.vendor_libraries import LIBRARIES, Platform, search_paths
+from edgekv.machine.child import TIMEOUT_VARIABLE
+from edgekv.machine.child_dialog import ChildDialog
+from edgekv.qnn.library_fault import check_libraries
+from edgekv.qnn.this_chip import find_chip
+from edgekv.qnn.vendor_libraries import LIBRARIES, Platform, search_paths
 from exporters.targets.genie.config import GenieConfig
 from exporters.targets.genie.vendor import find_library
 from exporters.targets.genie.worker import Piece, Reply, Request

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.errors import BundleError
+from edgekv.machine.scratch import scratch_folder
 from edgekv.pictures import Picture, Tile, TiledPicture, TileGrid, expand, open_tiles
 from edgekv.runtime import HtpEngine
-from edgekv.scratch import scratch_folder
 from edgekv.spec import PictureSpec
 from exporters.quantize.pictures import drawn_picture
 from exporters.targets.genie.config import Dialog, Nodes

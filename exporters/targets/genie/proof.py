@@ -11,8 +11,8 @@ import msgspec
 
 from edgekv.bundle import Bundle
 from edgekv.errors import EngineError
+from edgekv.machine.scratch import scratch_folder
 from edgekv.runtime import HtpEngine
-from edgekv.scratch import scratch_folder
 from exporters.targets.genie.config import Debug, Dialog, GenieConfig, Sampler
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.ports import GeniePort, GeniePorts

@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from edgekv.errors import EngineError
-from edgekv.vendor_libraries import Platform, package_place
+from edgekv.qnn.vendor_libraries import Platform, package_place
 
 PACKAGE = "onnxruntime-qnn"
 TESTED = "2.7.0"

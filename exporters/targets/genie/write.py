@@ -10,19 +10,11 @@ from pathlib import Path
 
 from msgspec import UNSET, structs
 
-from edgekv import qnn
-from edgekv.bundle import (
-    ENCODER,
-    Bundle,
-    CompiledBinary,
-    EmbeddingTable,
-    GraphRecord,
-    PartRecord,
-    atomic_directory,
-    readable_json,
-)
+from edgekv.bundle import ENCODER, Bundle, CompiledBinary, EmbeddingTable, GraphRecord, PartRecord, atomic_directory
+from edgekv.machine.json_file import readable_json
+from edgekv.machine.scratch import scratch_folder
+from edgekv.qnn import provider as qnn
 from edgekv.runtime import HtpEngine
-from edgekv.scratch import scratch_folder
 from edgekv.spec import PIXELS_PORT
 from exporters.compile import compile_folder, floating_in
 from exporters.graphs.parts import all_rows, build_part, save_part

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from msgspec import structs
 
-from edgekv.bundle import Bundle, atomic_directory, readable_json
+from edgekv.bundle import Bundle, atomic_directory
 from edgekv.errors import BundleError
-from edgekv.scratch import scratch_folder
+from edgekv.machine.json_file import readable_json
+from edgekv.machine.scratch import scratch_folder
 from edgekv.spec.chat import read_bundle_templates
 from exporters.progress import Progress, silent
 from exporters.targets.capabilities import GENIEX

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from devices import Device, UnknownDeviceError, find
-from edgekv.vendor_libraries import Platform
+from edgekv.qnn.vendor_libraries import Platform
 
 # Linux: the attribute `machine` of Documentation/ABI/testing/sysfs-devices-soc, which drivers/soc/qcom/socinfo.c fills
 # with the part number, and the root node's `compatible`, such as `qcom,qcs6490-rb3gen2`, `qcom,qcm6490`.

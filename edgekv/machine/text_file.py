@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgekv.errors import UsageError
-from edgekv.system import MIB, read_file
+from edgekv.machine.system import MIB, read_file
 
 _LIMIT_BYTES = 256 * MIB
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from devices import Device
 from edgekv.errors import EngineError
-from edgekv.vendor_libraries import (
+from edgekv.qnn.vendor_libraries import (
     BACKEND,
     LIBRARIES,
     SKEL_VARIABLE,

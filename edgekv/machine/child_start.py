@@ -1,4 +1,4 @@
-"""The first code of a child process: `python -m edgekv.child_start PARENT KIND TARGET ARGUMENTS`.
+"""The first code of a child process: `python -m edgekv.machine.child_start PARENT KIND TARGET ARGUMENTS`.
 
 Linux kills the child when the parent dies, even by SIGKILL. Elsewhere an orphaned child ends when its work is done.
 PARENT is the parent's process id, or 0 to survive it. KIND is `module` or `program`.

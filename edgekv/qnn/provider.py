@@ -14,9 +14,9 @@ import onnxruntime as ort
 
 from devices import Device, Proxy
 from edgekv.errors import EngineError
-from edgekv.graph_file import WEIGHTS_FOLDER, loadable
-from edgekv.native_output import NativeOutput, captured_output
-from edgekv.vendor_libraries import SKEL_VARIABLE, Platform, search_paths
+from edgekv.machine.graph_file import WEIGHTS_FOLDER, loadable
+from edgekv.machine.native_output import NativeOutput, captured_output
+from edgekv.qnn.vendor_libraries import SKEL_VARIABLE, Platform, search_paths
 
 EP_NAME = "QNNExecutionProvider"
 

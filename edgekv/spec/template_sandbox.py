@@ -4,8 +4,8 @@ The environment is that of transformers, with limits on loops and products, so t
 on all machines. Everything else is bounded by the process: Jinja computes constants while it compiles,
 and filters, `%` and `~` make texts of any length. Only Linux limits the memory of the process.
 
-`python -m edgekv.sandbox` answers each line of JSON, `[SOURCE, VARIABLES]`, with a line `[KIND, TEXT]`. The kind is
-text, failure or limit. Without variables it only compiles.
+`python -m edgekv.spec.template_sandbox` answers each line of JSON, `[SOURCE, VARIABLES]`, with a line `[KIND, TEXT]`.
+The kind is text, failure or limit. Without variables it only compiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from edgekv.child_dialog import ChildDialog
+from edgekv.machine.child_dialog import ChildDialog
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -95,7 +95,7 @@ class _Sandbox:
 
     def _ask(self, line: bytes) -> bytes:
         is_new = self._child is None
-        child = self._child = self._child or ChildDialog("edgekv.sandbox", timeout_s=LIMIT_S)
+        child = self._child = self._child or ChildDialog("edgekv.spec.template_sandbox", timeout_s=LIMIT_S)
         if child.send(line) and (raw := child.read()):
             return raw
         ending = f"no answer within {LIMIT_S:g} s" if child.timed_out else f"an end by {child.exit_text()}"

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import IO, Literal
 
 from edgekv.errors import UsageError
-from edgekv.scratch import scratch_folder
+from edgekv.machine.scratch import scratch_folder
 
 TIMEOUT_VARIABLE = "EDGEKV_TIMEOUT_S"
 
@@ -136,7 +136,7 @@ def started(
     parent = os.getpid() if dies_with_thread else 0
     # Alone, in front of a program: reading site-packages would take longer than all else.
     alone = ["-IS", str(Path(__file__).with_name("child_start.py"))]
-    start = ["-m", "edgekv.child_start"] if kind == "module" else alone
+    start = ["-m", "edgekv.machine.child_start"] if kind == "module" else alone
     child = subprocess.Popen(
         [sys.executable, *start, str(parent), kind, *command],
         stdin=stdin,

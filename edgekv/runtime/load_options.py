@@ -7,8 +7,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from edgekv.errors import UsageError
-from edgekv.htp_options import HtpOptions
 from edgekv.option import Option
+from edgekv.qnn.options import HtpOptions
 
 if TYPE_CHECKING:
     from edgekv.kv import Policy

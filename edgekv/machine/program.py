@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from edgekv.scratch import atomic_file
-from edgekv.system import cache_folder, read_file
+from edgekv.machine.scratch import atomic_file
+from edgekv.machine.system import cache_folder, read_file
 
 _PACKAGES = ("quant", "devices", "edgekv", "exporters")
 _NAMES = tuple(package.encode() for package in _PACKAGES)

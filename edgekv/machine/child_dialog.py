@@ -12,7 +12,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from edgekv.child import describe_exit, started, vendor_timeout_s
+from edgekv.machine.child import describe_exit, started, vendor_timeout_s
 
 _CLOSING_S = 10
 

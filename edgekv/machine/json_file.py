@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from edgekv.errors import BundleError, EdgeKVError
-from edgekv.system import MIB, read_file
+from edgekv.machine.system import MIB, read_file
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Self, get_args
 
 from devices import Device
 from edgekv.errors import UsageError
-from edgekv.vendor_libraries import Platform
+from edgekv.qnn.vendor_libraries import Platform
 
 Performance = Literal[
     "burst",

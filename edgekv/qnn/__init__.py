@@ -1,0 +1,1 @@
+"""Qualcomm's libraries on this machine: where they are, what keeps them from working, sessions on them."""
