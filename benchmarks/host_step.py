@@ -36,8 +36,7 @@ from benchmarks.large_checkpoint import write_large_checkpoint
 from benchmarks.turns import by_turns, turns_table
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.kv import STRATEGIES as UPDATES
-from edgekv.kv import KVCache, StrategyName
+from edgekv.kv import STRATEGIES as UPDATES, KVCache, StrategyName
 from edgekv.runtime import CpuEngine, StaticGraph
 from edgekv.runtime.binding import MemoryBinding
 from edgekv.runtime.graph import rope_tables

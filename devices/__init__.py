@@ -5,8 +5,7 @@ from devices.device import Device
 from devices.lookup import Found, UnknownDeviceError, find, search
 from devices.memory import Memory
 from devices.other_names import OtherName
-from devices.published import SOURCE as PUBLISHED_SOURCE
-from devices.published import PublishedSpeed, nearest_published, published_speeds
+from devices.published import SOURCE as PUBLISHED_SOURCE, PublishedSpeed, nearest_published, published_speeds
 from devices.simulated import NoProxyError, Proxy, find_proxy, proxies_for
 from devices.speed import FASTEST_PASS_S, DecoderSpeed, Span
 

@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from edgekv.conversation import Conversation as Conversation
     from edgekv.draft import Speculation as Speculation
     from edgekv.errors import EdgeKVError as EdgeKVError
-    from edgekv.loading import load as load
-    from edgekv.loading import load_drafter as load_drafter
+    from edgekv.loading import load as load, load_drafter as load_drafter
     from edgekv.model import Model as Model
-    from edgekv.plan.estimate import Estimate as Estimate
-    from edgekv.plan.estimate import estimate as estimate
+    from edgekv.plan.estimate import Estimate as Estimate, estimate as estimate
     from edgekv.qnn.options import HtpOptions as HtpOptions
     from edgekv.text.grammar import Grammar as Grammar
-    from edgekv.text.params import BeamParams as BeamParams
-    from edgekv.text.params import SamplingParams as SamplingParams
+    from edgekv.text.params import BeamParams as BeamParams, SamplingParams as SamplingParams
     from edgekv.text.tools import Tools as Tools
 
     __version__: str

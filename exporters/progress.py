@@ -37,8 +37,7 @@ def one_step(stage: str, progress: Progress) -> Iterator[None]:
 def progress_bars(is_quiet: bool = False) -> Iterator[Progress]:
     """Progress bars on standard error, one per stage; none if it is no terminal, or with `--quiet`."""
     from rich.console import Console  # slow to import; --help shows no bars
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bars, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=Console(file=sys.stderr), disable=is_quiet) as bars:

@@ -7,8 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from exporters.pipeline.chains import find_chains
 from exporters.pipeline.inputs import Inputs

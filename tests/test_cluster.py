@@ -18,8 +18,7 @@ import pytest
 
 from edgekv.errors import ServiceError
 from exporters.options import LOCAL, Cluster
-from exporters.pipeline.dask import cluster as local_cluster
-from exporters.pipeline.dask import run as distribute
+from exporters.pipeline.dask import cluster as local_cluster, run as distribute
 from exporters.pipeline.dask.cluster import connected
 from exporters.pipeline.dask.fitness import versions
 from exporters.pipeline.dask.limit import within

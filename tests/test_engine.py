@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.bundle import GraphRecord, Manifest, open_bundle
 from edgekv.engine import Graphs, Session

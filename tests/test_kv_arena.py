@@ -6,8 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.kv import Geometry, Layout, Move, PointerShift, RowArena, Slot
 from edgekv.kv.memory import aligned_zeros

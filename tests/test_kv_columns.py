@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.kv import ColumnArena, ColumnLayout, Geometry, KVCache, Move, PointerShift, ShiftConcat, Slot
 from tests.kv_graph import feed, geometry_of, held

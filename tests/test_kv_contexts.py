@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.kv import STRATEGIES, KVCache
 from tests.kv_graph import ROW_BYTES, feed, geometry_of, held

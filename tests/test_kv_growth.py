@@ -6,8 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KVCache, LayeredGeometry, parse_growth

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv import Geometry, KVCache, Layout, Mirror, Move, RowArena

@@ -6,8 +6,7 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.kv import Geometry, KVCache, PointerShift, Window, parse_reserve

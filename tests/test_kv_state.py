@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, LayeredGeometry, StateError, read_state, state, write_state

@@ -8,8 +8,7 @@ from fractions import Fraction
 from functools import partial
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.kv import (
     POLICIES,

@@ -17,8 +17,7 @@ import pytest
 
 from edgekv.errors import BundleError, UsageError
 from edgekv.machine.tensor_file import decode_tensors, encode_tensors
-from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked_prefixes, remove_baked
-from edgekv.prefix import baked as baked_module
+from edgekv.prefix import PrefixStore, StoreConfig, add_baked, baked as baked_module, baked_prefixes, remove_baked
 from edgekv.prefix.baked import load_baked, locked
 from tests.prefix_cases import GEOMETRY, Tokens, fetch, rows_of, source
 from tests.thorough import variants

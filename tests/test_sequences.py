@@ -4,8 +4,7 @@ import weakref
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.engine import (
     Adaptive,

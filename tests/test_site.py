@@ -16,8 +16,7 @@ from msgspec import structs
 import edgekv
 from docs.drawings.concepts import ALL
 from docs.drawings.svg import Drawing
-from docs.results import MARKED, TABLES, read, rendered
-from docs.results import PAGES as PAGES_OF_RESULTS
+from docs.results import MARKED, PAGES as PAGES_OF_RESULTS, TABLES, read, rendered
 from tests.pages import PAGES, ROOT, name_of
 
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)|src(?:set)?=\"([^\"]+)\"")

@@ -6,8 +6,7 @@ from fractions import Fraction
 import msgspec
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from devices import find
 from edgekv.bundle import (

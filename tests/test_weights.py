@@ -5,8 +5,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from edgekv.runtime import find_engines
 from exporters.quantize.recipe import find_recipe

@@ -22,8 +22,7 @@ from edgekv.engine.session import Graphs, Session
 from edgekv.engine.speculation import DraftTarget
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
-from edgekv.runtime import Engine as Backend
-from edgekv.runtime import StepTimes
+from edgekv.runtime import Engine as Backend, StepTimes
 from edgekv.spec import CHECKPOINT_TOKENS
 from edgekv.text.output import AnswerReaders, Output
 from edgekv.text.params import BeamParams

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable, Sequence as Tokens
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 from typing import Any

@@ -5,23 +5,23 @@ from typing import TYPE_CHECKING
 from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.pictures.apart import PictureFile as PictureFile
-    from edgekv.pictures.apart import PictureReader as PictureReader
-    from edgekv.pictures.apart import open_tiles as open_tiles
-    from edgekv.pictures.apart import picture_content as picture_content
+    from edgekv.pictures.apart import (
+        PictureFile as PictureFile,
+        PictureReader as PictureReader,
+        open_tiles as open_tiles,
+        picture_content as picture_content,
+    )
     from edgekv.pictures.decode import read_picture as read_picture
     from edgekv.pictures.encoder import PictureEncoder as PictureEncoder
-    from edgekv.pictures.patches import block_order as block_order
-    from edgekv.pictures.patches import normalized as normalized
-    from edgekv.pictures.patches import patches_of as patches_of
-    from edgekv.pictures.prompt import expand as expand
-    from edgekv.pictures.prompt import place as place
-    from edgekv.pictures.rows import Picture as Picture
-    from edgekv.pictures.rows import PictureRows as PictureRows
-    from edgekv.pictures.rows import PictureSize as PictureSize
-    from edgekv.pictures.rows import Tile as Tile
-    from edgekv.pictures.tiled import TiledPicture as TiledPicture
-    from edgekv.pictures.tiled import TileGrid as TileGrid
+    from edgekv.pictures.patches import block_order as block_order, normalized as normalized, patches_of as patches_of
+    from edgekv.pictures.prompt import expand as expand, place as place
+    from edgekv.pictures.rows import (
+        Picture as Picture,
+        PictureRows as PictureRows,
+        PictureSize as PictureSize,
+        Tile as Tile,
+    )
+    from edgekv.pictures.tiled import TiledPicture as TiledPicture, TileGrid as TileGrid
     from edgekv.pictures.tiles import cut_tiles as cut_tiles
 
 __getattr__, __all__ = lazy(__name__, __file__)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgekv.plan.encoder import EncoderPlan
+from edgekv.plan.parts import EncoderPlan
 from edgekv.spec import CHECKPOINT_TOKENS, Decoder, Geometry, LayeredGeometry, Weights
 
 _WINDOW = 512  # of calibration text, in tokens

@@ -1,8 +1,8 @@
-"""Whether a model with its cache fits, for `edgekv plan` and `edgekv size`."""
+"""Whether a model fits in a chip's memory, and what to do if not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,13 +10,84 @@ import msgspec
 
 from devices import Device
 from edgekv.errors import UsageError
-from edgekv.plan.activations import activation_bytes
 from edgekv.plan.cache import Choice
 from edgekv.plan.export_cost import layer_graph_bytes
-from edgekv.plan.limits import HTP_CONTEXT_BYTES, MOST_CONTEXT
+from edgekv.plan.options import HTP_CONTEXT_BYTES, MOST_CONTEXT
 from edgekv.plan.parts import Load, Part, are_runnable, lay_out, least_splits, smallest_parts
 from edgekv.plan.subject import Subject
-from edgekv.spec import Geometry, LayeredGeometry
+from edgekv.spec.geometry import Geometry
+from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.sizes import Decoder
+
+MASK_BYTES = 1 << 20
+"""The largest mask operand that is reported to be right."""
+
+_ELEMENT_BYTES = 2  # every activation is uint16
+_REPORTED_ARCH = 81
+
+
+def mask_bytes(geometry: Geometry | LayeredGeometry, ar: int) -> int:
+    """Bytes of the largest mask operand of the AR-`ar` graph; each attention window has its own mask."""
+    columns = max(group.past_rows(ar, geometry.context) for group in geometry.groups()) + ar
+    return _ELEMENT_BYTES * ar * columns
+
+
+def mask_warnings(geometry: Geometry | LayeredGeometry, ar: Sequence[int], device: Device) -> list[str]:
+    """A sentence for each graph whose mask is above `MASK_BYTES`, with the AR to use instead.
+
+    Args:
+        geometry: of the cache for the longest context.
+        ar: tokens per inference of each graph.
+        device: the target.
+    """
+    context = geometry.context
+    where = (
+        f"HTP V{device.arch}" if device.arch == _REPORTED_ARCH else f"HTP V{_REPORTED_ARCH} (other versions: unknown)"
+    )
+    sentences = []
+    for tokens in ar:
+        safe = _safe_ar(geometry, tokens)
+        fix = f"Use --ar with {safe} instead of {tokens}" if safe else "No AR is small enough: use a smaller --context"
+        if (found_bytes := mask_bytes(geometry, tokens)) > MASK_BYTES:
+            sentences.append(
+                f"AR-{tokens} with a context of {context:,} has an attention mask of {found_bytes:,} bytes; above "
+                f"{MASK_BYTES:,} the Add of {where} is reported to use wrong rows, which the emulator does not show. "
+                f"{fix}."
+            )
+    return sentences
+
+
+def _safe_ar(geometry: Geometry | LayeredGeometry, ar: int) -> int | None:
+    """The largest smaller AR that divides the context and has a mask within the limit, if there is one."""
+    context = geometry.context
+    smaller = (tokens for tokens in range(ar - 1, 0, -1) if context % tokens == 0)
+    return next((tokens for tokens in smaller if mask_bytes(geometry, tokens) <= MASK_BYTES), None)
+
+
+def activation_bytes(decoder: Decoder, geometry: Geometry | LayeredGeometry, ar: int) -> int:
+    """Bytes that the largest layer of the AR-`ar` graph needs at once: an upper estimate.
+
+    It assumes that nothing is freed within either half of a layer, and that all heads run at once:
+
+    * in both: residual and normalized residual `2 [AR, hidden]`, masks `[AR, P+AR]`, logits of one row `[vocab]`;
+    * attention: scores and probabilities of every query head `2 heads [AR, P+AR]`, and concatenated past and new rows
+    for each kv head: keys, transposed keys, values `3 kv_heads [P+AR, D]`, in the cache's own type; * feed-forward, if
+    it needs more: gate, up and their product `3 [AR, intermediate]`.
+
+    P is S-AR past rows, or fewer in layers with an attention window. The HTP compiler works in tiles in its own memory
+    and spills the rest; its schedule is not modelled.
+    """
+    context = geometry.context
+    attending = [group for group in geometry.groups() if not group.is_state]
+    columns = [group.past_rows(ar, context) + ar for group in attending]
+    both_halves = 2 * ar * decoder.hidden + ar * sum(columns) + decoder.vocab
+    joined_bytes = max(
+        3 * group.kv_heads * most * group.row_bytes for group, most in zip(attending, columns, strict=True)
+    )
+    attention_bytes = _ELEMENT_BYTES * 2 * decoder.heads * ar * max(columns) + joined_bytes
+    feed_forward_bytes = _ELEMENT_BYTES * 3 * ar * decoder.intermediate
+    return _ELEMENT_BYTES * both_halves + max(attention_bytes, feed_forward_bytes)
+
 
 _MOST_GIGABYTES = 1e6
 

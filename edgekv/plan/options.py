@@ -1,4 +1,4 @@
-"""Options of plans."""
+"""Options of plans, and what limits them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import Annotated
 
 from edgekv.errors import UsageError
 from edgekv.option import Option, parse_numbers
-from edgekv.plan.limits import MOST_CONTEXT, MOST_GRAPHS
+
+HTP_CONTEXT_BYTES = 3_750_000_000
+"""Capacity of one HTP context, observed, not documented: it addresses 4 GB, part of which the runtime needs."""
+
+PROTOBUF_BYTES = (1 << 31) - 1
+"""The largest protobuf, and so the largest file of one graph."""
+
+MOST_CONTEXT = 1 << 20
+"""The longest context that is planned: 1,048,576 tokens."""
+
+MOST_GRAPHS = 16
+"""Maximum number of ARs of one plan."""
+
 
 DEFAULT_AR = (1, 32)
 DEFAULT_CONTEXT = 512

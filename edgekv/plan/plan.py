@@ -11,18 +11,13 @@ import msgspec
 from devices import FASTEST_PASS_S, Device
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.cache import CHOICES, Recommendation, recommend, strategy_cost
-from edgekv.plan.encoder import EncoderPlan
 from edgekv.plan.estimate import Estimate, find_estimator
 from edgekv.plan.export_cost import ExportCost, export_cost
-from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, divide_model, fit
-from edgekv.plan.limits import PROTOBUF_BYTES
-from edgekv.plan.masks import mask_warnings
-from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, Overrides, shortened
-from edgekv.plan.parts import Part
-from edgekv.plan.source import find_subject, is_bundle
-from edgekv.plan.speculation import SpeculativeSpeed, check_acceptance, speculative_speed
-from edgekv.plan.speed import Speed, estimate_speed
-from edgekv.plan.subject import Subject
+from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, divide_model, fit, mask_warnings
+from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, PROTOBUF_BYTES, Overrides, shortened
+from edgekv.plan.parts import EncoderPlan, Part
+from edgekv.plan.speed import SpeculativeSpeed, Speed, check_acceptance, estimate_speed, speculative_speed
+from edgekv.plan.subject import Subject, find_subject, is_bundle
 from edgekv.plan.wording import duration, duration_span, encoder_sentence, fit_sentences, gb, span
 from edgekv.spec import FRONT, LEAST_BITS, MOST_BITS, RECIPE_TYPES, KvDtype, front_bits
 

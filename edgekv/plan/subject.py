@@ -1,15 +1,22 @@
-"""The subject of a plan: a cache, the graphs that share it, and the known sizes of the model."""
+"""What a plan is made for: a checkpoint, a configuration or a bundle."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgekv.errors import UsageError
-from edgekv.plan.options import Overrides, option, shortened
+from edgekv.bundle import MANIFEST, Manifest, read_manifest
+from edgekv.errors import BundleError, CheckpointError, UsageError
+from edgekv.plan.options import DEFAULT_AR, MOST_CONTEXT, Overrides, option, shortened
 from edgekv.spec import (
+    CONFIG,
+    ENCODERS,
+    LAYER_INPUTS,
+    CacheSpec,
+    Config,
     Decoder,
+    DecoderInterface,
     DecoderSpec,
     EncoderSpec,
     Geometry,
@@ -18,7 +25,12 @@ from edgekv.spec import (
     Role,
     RotaryInputs,
     Weights,
+    describe_cache,
+    identify,
+    read_config,
+    recipe_weights,
 )
+from quant import WEIGHT_TYPES
 
 _KV_DTYPES: dict[int, KvDtype] = {8: "u8", 16: "s16"}
 
@@ -170,3 +182,237 @@ def host_sentence(size_bytes: int) -> str:
 def weights_sentence(size_bytes: int | None, basis: str) -> str:
     """The assumption about the weights, in words."""
     return "weights unknown, counted as 0 bytes" if size_bytes is None else f"weights of {size_bytes:,} bytes: {basis}"
+
+
+_COLUMNS = "keys as columns: rewriting them when another AR takes over is not counted"
+
+
+def bundle_subject(folder: Path, given: Overrides) -> Subject:
+    """The cache, the graphs and the weights of a bundle.
+
+    Raises:
+        UsageError: an option contradicts the bundle.
+        BundleError: the bundle cannot be read, or its sizes are out of range.
+    """
+    manifest = read_manifest(folder)
+    if manifest.target is not None:
+        fix = "Give its target."
+        raise UsageError(str(folder), got="a drafter", expected="a model of its own", fix=fix)
+    plain, model = manifest.geometry, manifest.model
+    found = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
+    _check_sizes(Overrides(**found), folder)
+    check_agreement(given, {**found, "kv_bits": 8 * plain.element_bytes}, folder)
+    ar = tuple(sorted({graph.ar for graph in manifest.graphs if graph.role in ("decode", "prefill")}))
+    if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
+        raise contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
+    shards = [manifest.files[name].bytes for name in manifest.weights.files]
+    host_bytes = manifest.weights.bytes(LAYER_INPUTS) if model.layer_inputs and shards else 0
+    size_bytes = sum(shards) - host_bytes if shards else None
+    assumptions = [weights_sentence(size_bytes, "the bundle's safetensors")]
+    if host_bytes:
+        assumptions.append(host_sentence(host_bytes))
+    if len(contexts := manifest.contexts) > 1:
+        listed = ", ".join(map(str, contexts))
+        assumptions.append(f"graphs for contexts of {listed} share one cache; costs are those of the largest context")
+    if not manifest.is_whole:
+        assumptions.append("inputs and outputs of graphs that are divided into parts are counted as if they were whole")
+    if manifest.key_layout == "columns":
+        assumptions.append(_COLUMNS)
+    decoder = replace(model.sizes, tied_head=False)
+    return Subject(
+        str(folder),
+        manifest.cache_geometry,
+        ar,
+        size_bytes,
+        model.max_positions,
+        tuple(assumptions),
+        decoder,
+        None if size_bytes is None else _bundle_weights(decoder, size_bytes),
+        _splits(manifest),
+        manifest.interface.rotary,
+        host_bytes,
+        None if manifest.vision is None else manifest.vision.encoder,
+        tuple(sorted({graph.ar for graph in manifest.graphs if graph.role == "verify"})),
+    )
+
+
+def _check_sizes(sizes: Overrides, folder: Path) -> None:
+    try:
+        sizes.check()
+    except UsageError as error:
+        field, fix = f"{folder / MANIFEST}: {error.field.removeprefix('--')}", "Export the bundle again."
+        raise BundleError(field, got=error.got, expected=error.expected, fix=fix) from None
+
+
+def _bundle_weights(decoder: Decoder, size_bytes: int) -> Weights:
+    """The total in pieces: the embedding table and the head as export writes them, the rest in equal layers."""
+    table_bytes = WEIGHT_TYPES["int8"].matrix_bytes(decoder.hidden, decoder.vocab)
+    embedding_bytes = min(table_bytes, size_bytes)
+    stored_bytes = size_bytes - (0 if decoder.tied_head else embedding_bytes)
+    layer_bytes = -(-(stored_bytes - min(table_bytes, stored_bytes)) // decoder.layers)
+    return Weights(
+        embedding_bytes=embedding_bytes,
+        layer_bytes=(layer_bytes,) * decoder.layers,
+        packed_bytes=(0,) * decoder.layers,
+        head_bytes=stored_bytes - decoder.layers * layer_bytes,
+        shares_table=decoder.tied_head,
+    )
+
+
+def _splits(manifest: Manifest) -> int:
+    """Parts with layers of one graph; 1 for two that end where layers own no cache, the least, without a head apart."""
+    found = max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
+    has_head_apart = any(not part.layers for graph in manifest.graphs for part in graph.parts)
+    is_least = found == 2 and manifest.model.first_without_cache is not None and not has_head_apart
+    return 1 if is_least else found
+
+
+_NEEDED = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
+_WINDOWS_UNKNOWN = (
+    "the attention windows of this architecture are unknown: every layer is counted with the whole context"
+)
+_DEFAULT_AR = ",".join(map(str, DEFAULT_AR))
+
+
+def find_subject(path: Path | None, overrides: Overrides) -> Subject:
+    """What to size or plan.
+
+    Args:
+        path: a `config.json`, a folder that has one, a bundle's folder, or None to size from options alone.
+        overrides: the options. With a `config.json` the context and the bits of the cache may be chosen; other options
+            must not contradict the file; no option may contradict a bundle.
+
+    Raises:
+        UsageError: options are missing, out of range, or contradict the file, or the context is above 2^20 tokens.
+        CheckpointError: the path or its `config.json` cannot be read.
+        BundleError: the bundle cannot be read.
+    """
+    overrides.check()
+    if path is None:
+        return _from_options(overrides)
+    if is_bundle(path):
+        return bundle_subject(path.parent if path.is_file() else path, overrides)
+    kind = identify(path)
+    if kind is not None and kind.kind != "checkpoint":
+        wanted = f"a {CONFIG}, a folder that has one, or a bundle"
+        fix = kind.as_checkpoint
+        if kind.kind == "gguf":
+            fix = f"Give the {CONFIG} of the model that it was made from, or export it and give the bundle."
+        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=fix)
+    file = path / CONFIG if path.is_dir() else path
+    if not file.exists():
+        found = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
+        wanted = f"a {CONFIG}, a folder that has one, or a bundle"
+        raise CheckpointError(str(path), got=found, expected=wanted, fix="Check the path.")
+    return _from_config(file, overrides)
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether this is a bundle's folder, or the manifest in it."""
+    return (path.name == MANIFEST and path.is_file()) or (path / MANIFEST).is_file()
+
+
+def _from_options(given: Overrides) -> Subject:
+    layers, kv_heads, head_dim = given.layers, given.kv_heads, given.head_dim
+    context, kv_bits = given.context, given.kv_bits
+    if layers is None or kv_heads is None or head_dim is None or context is None or kv_bits is None:
+        raise _missing([option(name) for name in _NEEDED if getattr(given, name) is None])
+    assumptions: list[str] = []
+    geometry = cache_geometry(layers, kv_heads, head_dim, context, kv_dtype_of(kv_bits))
+    ar = _ar(given, context, (), assumptions)
+    assumptions.append(weights_sentence(None, "no model is named"))
+    return Subject("options", geometry, ar, None, None, tuple(assumptions))
+
+
+def _from_config(file: Path, given: Overrides) -> Subject:
+    config = read_config(file)
+    found = describe_cache(config)
+    assumptions = _defaults(config, found)
+    sizes = {"layers": found.layers, "kv_heads": found.kv_heads, "head_dim": found.head_dim}
+    check_agreement(given, sizes, file)
+    context = _context(given, found.max_positions, assumptions)
+    bits = given.kv_bits
+    if bits is None:
+        bits = 8
+        assumptions.append("a cache of 8 bits, the default of export")
+    spec = found.decoder
+    if spec is None and found.sliding_window is not None and found.sliding_window < context:
+        assumptions.append(_WINDOWS_UNKNOWN)
+    if spec is not None:
+        check_kernel(spec, context)
+    windows = () if spec is None else spec.windows_in(context)
+    kv_dtype = kv_dtype_of(bits)
+    geometry = (
+        cache_geometry(found.layers, found.kv_heads, found.head_dim, context, kv_dtype)
+        if spec is None
+        else spec.cache(context, kv_dtype, "rows")
+    )
+    ar = _ar(given, context, windows, assumptions)
+    decoder = None if spec is None else spec.sizes
+    weights = None if decoder is None else recipe_weights(decoder, given.recipe)
+    size_bytes = None if weights is None else weights.total_bytes
+    basis = f"the recipe {given.recipe}, with an 8-bit embedding table and head"
+    assumptions.append(weights_sentence(size_bytes, basis))
+    host_bytes = 0 if weights is None else weights.host_bytes
+    if host_bytes:
+        assumptions.append(host_sentence(host_bytes))
+    subject = Subject(str(file), geometry, ar, size_bytes, found.max_positions, tuple(assumptions), decoder, weights)
+    if spec is None:
+        return subject
+    interface = DecoderInterface.of(spec, context, geometry.kv_dtype, geometry.key_layout, "u16")
+    family = ENCODERS.get(config.text("model_type"))
+    encoder = None if family is None else family.describe(config)
+    return replace(subject, rotary=interface.rotary, host_bytes=host_bytes, encoder=encoder)
+
+
+def _context(given: Overrides, longest: int | None, assumptions: list[str]) -> int:
+    context = given.context
+    if context is None:
+        if longest is None:
+            raise _missing([option("context")])
+        if longest > MOST_CONTEXT:
+            wanted = f"at most {MOST_CONTEXT}"
+            raise UsageError(
+                "--context",
+                got=f"none, and max_position_embeddings = {longest}",
+                expected=wanted,
+                fix="Give --context.",
+            )
+        assumptions.append(f"context {longest}, its max_position_embeddings")
+        return longest
+    if longest is not None and context > longest:
+        assumptions.append(f"context {context} is above its max_position_embeddings {longest}")
+    return context
+
+
+def _defaults(config: Config, found: CacheSpec) -> list[str]:
+    """Assumptions about missing fields of the configuration, one sentence each."""
+    config = config.text_decoder()
+    sentences = []
+    if "num_key_value_heads" not in config:
+        as_many = found.kv_heads == found.heads
+        reason = "as many as num_attention_heads" if as_many else "the default of its architecture"
+        sentences.append(f"kv heads {found.kv_heads}, {reason}")
+    if "head_dim" not in config:
+        by_width = "hidden_size" in config and found.head_dim * found.heads == config.size("hidden_size")
+        reason = "hidden_size / num_attention_heads" if by_width else "the default of its architecture"
+        sentences.append(f"head_dim {found.head_dim}, {reason}")
+    return sentences
+
+
+def _ar(given: Overrides, context: int, windows: tuple[int | None, ...], assumptions: list[str]) -> tuple[int, ...]:
+    if given.ar is None:
+        assumptions.append(f"graphs of AR {_DEFAULT_AR}, the default")
+    ar = checked_ar(given.ar or DEFAULT_AR, context, windows)
+    if context % ar[-1]:
+        assumptions.append(f"context {context} is no multiple of the largest AR, {ar[-1]}: export would refuse it")
+    return ar
+
+
+def _missing(options: list[str]) -> UsageError:
+    return UsageError(
+        "size",
+        got=f"no {', '.join(options)}",
+        expected="all sizes of the cache",
+        fix=f"Add {' '.join(f'{name} N' for name in options)}, or name a config.json or a bundle.",
+    )

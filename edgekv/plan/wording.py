@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from devices import Device
     from edgekv.plan.cache import Choice
-    from edgekv.plan.encoder import EncoderPlan
     from edgekv.plan.fit import Demand, Fit
+    from edgekv.plan.parts import EncoderPlan
     from edgekv.plan.subject import Subject
 
 

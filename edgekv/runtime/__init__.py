@@ -9,14 +9,18 @@ from edgekv.machine.lazy import lazy
 if TYPE_CHECKING:
     from edgekv.runtime.binding import BatchInvariance as BatchInvariance
     from edgekv.runtime.cpu import CpuEngine as CpuEngine
-    from edgekv.runtime.engine import Engine as Engine
-    from edgekv.runtime.engine import EngineType as EngineType
-    from edgekv.runtime.engine import find_engines as find_engines
-    from edgekv.runtime.engine import make_engine as make_engine
-    from edgekv.runtime.graph import RowView as RowView
-    from edgekv.runtime.graph import StaticGraph as StaticGraph
-    from edgekv.runtime.graph import StepTimes as StepTimes
-    from edgekv.runtime.graph import tree_views as tree_views
+    from edgekv.runtime.engine import (
+        Engine as Engine,
+        EngineType as EngineType,
+        find_engines as find_engines,
+        make_engine as make_engine,
+    )
+    from edgekv.runtime.graph import (
+        RowView as RowView,
+        StaticGraph as StaticGraph,
+        StepTimes as StepTimes,
+        tree_views as tree_views,
+    )
     from edgekv.runtime.htp import HtpEngine as HtpEngine
     from edgekv.runtime.litert import LitertEngine as LitertEngine
     from edgekv.runtime.tflite import TfliteEngine as TfliteEngine

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.serve.options import Limits as Limits
-    from edgekv.serve.options import ServeOptions as ServeOptions
+    from edgekv.serve.options import Limits as Limits, ServeOptions as ServeOptions
     from edgekv.serve.serving import Serving as Serving
 
 __getattr__, __all__ = lazy(__name__, __file__)

@@ -7,143 +7,164 @@ from typing import TYPE_CHECKING
 from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.spec.config import CONFIG as CONFIG
-    from edgekv.spec.config import Config as Config
-    from edgekv.spec.config import read_config as read_config
-    from edgekv.spec.config import read_json as read_json
-    from edgekv.spec.decoder import Convolution as Convolution
-    from edgekv.spec.decoder import DecoderSpec as DecoderSpec
-    from edgekv.spec.decoder import LayerSizes as LayerSizes
-    from edgekv.spec.decoder import SplitChannel as SplitChannel
-    from edgekv.spec.decoder import TargetState as TargetState
-    from edgekv.spec.decoder import Vocabulary as Vocabulary
-    from edgekv.spec.described import CacheSpec as CacheSpec
-    from edgekv.spec.described import describe as describe
-    from edgekv.spec.described import describe_cache as describe_cache
-    from edgekv.spec.described import describe_drafter as describe_drafter
+    from edgekv.spec.config import (
+        CONFIG as CONFIG,
+        Config as Config,
+        read_config as read_config,
+        read_json as read_json,
+    )
+    from edgekv.spec.decoder import (
+        Convolution as Convolution,
+        DecoderSpec as DecoderSpec,
+        LayerSizes as LayerSizes,
+        SplitChannel as SplitChannel,
+        TargetState as TargetState,
+        Vocabulary as Vocabulary,
+    )
+    from edgekv.spec.described import (
+        CacheSpec as CacheSpec,
+        describe as describe,
+        describe_cache as describe_cache,
+        describe_drafter as describe_drafter,
+    )
     from edgekv.spec.encoders import ENCODERS as ENCODERS
     from edgekv.spec.families import ARCHITECTURES as ARCHITECTURES
-    from edgekv.spec.folders import FolderKind as FolderKind
-    from edgekv.spec.folders import identify as identify
-    from edgekv.spec.geometry import CHECKPOINT_TOKENS as CHECKPOINT_TOKENS
-    from edgekv.spec.geometry import DELTA_KINDS as DELTA_KINDS
-    from edgekv.spec.geometry import KINDS as KINDS
-    from edgekv.spec.geometry import STATE_KINDS as STATE_KINDS
-    from edgekv.spec.geometry import Geometry as Geometry
-    from edgekv.spec.geometry import KeyLayout as KeyLayout
-    from edgekv.spec.geometry import Kind as Kind
-    from edgekv.spec.geometry import KvDtype as KvDtype
-    from edgekv.spec.geometry import KvTensor as KvTensor
-    from edgekv.spec.graph import CONV_ROWS as CONV_ROWS
-    from edgekv.spec.graph import FINAL_NORM_RESULT as FINAL_NORM_RESULT
-    from edgekv.spec.graph import LAST_HIDDEN as LAST_HIDDEN
-    from edgekv.spec.graph import LAYER_INPUTS_PORT as LAYER_INPUTS_PORT
-    from edgekv.spec.graph import LOGITS_INDEX as LOGITS_INDEX
-    from edgekv.spec.graph import MASK as MASK
-    from edgekv.spec.graph import ROPE_SUFFIXES as ROPE_SUFFIXES
-    from edgekv.spec.graph import STEP_KINDS as STEP_KINDS
-    from edgekv.spec.graph import TARGET_HIDDEN as TARGET_HIDDEN
-    from edgekv.spec.graph import TARGET_OUT_RESULT as TARGET_OUT_RESULT
-    from edgekv.spec.graph import DecoderInterface as DecoderInterface
-    from edgekv.spec.graph import RotaryInputs as RotaryInputs
-    from edgekv.spec.graph import mask_name as mask_name
-    from edgekv.spec.graph import rope_inputs as rope_inputs
-    from edgekv.spec.layers import ConvolutionStates as ConvolutionStates
-    from edgekv.spec.layers import LayeredGeometry as LayeredGeometry
+    from edgekv.spec.folders import FolderKind as FolderKind, identify as identify
+    from edgekv.spec.geometry import (
+        CHECKPOINT_TOKENS as CHECKPOINT_TOKENS,
+        DELTA_KINDS as DELTA_KINDS,
+        KINDS as KINDS,
+        STATE_KINDS as STATE_KINDS,
+        Geometry as Geometry,
+        KeyLayout as KeyLayout,
+        Kind as Kind,
+        KvDtype as KvDtype,
+        KvTensor as KvTensor,
+    )
+    from edgekv.spec.graph import (
+        CONV_ROWS as CONV_ROWS,
+        FINAL_NORM_RESULT as FINAL_NORM_RESULT,
+        LAST_HIDDEN as LAST_HIDDEN,
+        LAYER_INPUTS_PORT as LAYER_INPUTS_PORT,
+        LOGITS_INDEX as LOGITS_INDEX,
+        MASK as MASK,
+        ROPE_SUFFIXES as ROPE_SUFFIXES,
+        STEP_KINDS as STEP_KINDS,
+        TARGET_HIDDEN as TARGET_HIDDEN,
+        TARGET_OUT_RESULT as TARGET_OUT_RESULT,
+        DecoderInterface as DecoderInterface,
+        RotaryInputs as RotaryInputs,
+        mask_name as mask_name,
+        rope_inputs as rope_inputs,
+    )
+    from edgekv.spec.layers import ConvolutionStates as ConvolutionStates, LayeredGeometry as LayeredGeometry
     from edgekv.spec.linear import DeltaRule as DeltaRule
-    from edgekv.spec.lora import LORA_A as LORA_A
-    from edgekv.spec.lora import LORA_GROUPS as LORA_GROUPS
-    from edgekv.spec.lora import LORA_PREFIX as LORA_PREFIX
-    from edgekv.spec.lora import LORA_TARGETS as LORA_TARGETS
-    from edgekv.spec.lora import STACK as STACK
-    from edgekv.spec.lora import LoraGroup as LoraGroup
-    from edgekv.spec.lora import LoraSlot as LoraSlot
-    from edgekv.spec.lora import LoraSlots as LoraSlots
-    from edgekv.spec.lora import LoraTarget as LoraTarget
-    from edgekv.spec.lora import lora_a as lora_a
-    from edgekv.spec.lora import lora_added as lora_added
-    from edgekv.spec.lora import lora_b as lora_b
-    from edgekv.spec.lora import lora_group as lora_group
-    from edgekv.spec.lora import lora_reach as lora_reach
-    from edgekv.spec.parts import EMBEDDINGS as EMBEDDINGS
-    from edgekv.spec.parts import IDS as IDS
-    from edgekv.spec.parts import LOGITS as LOGITS
-    from edgekv.spec.parts import GraphRecord as GraphRecord
-    from edgekv.spec.parts import PartRecord as PartRecord
-    from edgekv.spec.parts import Role as Role
-    from edgekv.spec.parts import hidden_name as hidden_name
-    from edgekv.spec.ports import FLOAT as FLOAT
-    from edgekv.spec.ports import OPEN_ROWS as OPEN_ROWS
-    from edgekv.spec.ports import OPEN_TOKENS as OPEN_TOKENS
-    from edgekv.spec.ports import GraphInterface as GraphInterface
-    from edgekv.spec.ports import Port as Port
-    from edgekv.spec.ports import PortKind as PortKind
-    from edgekv.spec.results import HEADROOM as HEADROOM
-    from edgekv.spec.results import PRODUCT_HEADROOM as PRODUCT_HEADROOM
-    from edgekv.spec.results import RULES as RULES
-    from edgekv.spec.results import UNOBSERVED as UNOBSERVED
-    from edgekv.spec.results import EncodingTypes as EncodingTypes
-    from edgekv.spec.results import Result as Result
-    from edgekv.spec.results import ResultKind as ResultKind
-    from edgekv.spec.results import mask_depth as mask_depth
-    from edgekv.spec.results import mask_encoding as mask_encoding
-    from edgekv.spec.results import rotary_encoding as rotary_encoding
-    from edgekv.spec.rope import Rope as Rope
-    from edgekv.spec.rope import Rotation as Rotation
-    from edgekv.spec.sizes import FRONT as FRONT
-    from edgekv.spec.sizes import LEAST_BITS as LEAST_BITS
-    from edgekv.spec.sizes import MOST_BITS as MOST_BITS
-    from edgekv.spec.sizes import RECIPE_TYPES as RECIPE_TYPES
-    from edgekv.spec.sizes import Decoder as Decoder
-    from edgekv.spec.sizes import Weights as Weights
-    from edgekv.spec.sizes import front_bits as front_bits
-    from edgekv.spec.sizes import recipe_weights as recipe_weights
-    from edgekv.spec.tensors import CONVOLUTION_INPUTS as CONVOLUTION_INPUTS
-    from edgekv.spec.tensors import DELTA_INPUTS as DELTA_INPUTS
-    from edgekv.spec.tensors import EMBEDDING as EMBEDDING
-    from edgekv.spec.tensors import EMBEDDING_COLUMNS as EMBEDDING_COLUMNS
-    from edgekv.spec.tensors import EMBEDDING_IN as EMBEDDING_IN
-    from edgekv.spec.tensors import EMBEDDING_STEPS as EMBEDDING_STEPS
-    from edgekv.spec.tensors import FINAL_NORM as FINAL_NORM
-    from edgekv.spec.tensors import HEAD as HEAD
-    from edgekv.spec.tensors import HEAD_TURN as HEAD_TURN
-    from edgekv.spec.tensors import LAYER_INPUTS as LAYER_INPUTS
-    from edgekv.spec.tensors import LAYER_TABLE as LAYER_TABLE
-    from edgekv.spec.tensors import LAYER_TABLE_NORM as LAYER_TABLE_NORM
-    from edgekv.spec.tensors import LAYER_TABLE_PROJECTION as LAYER_TABLE_PROJECTION
-    from edgekv.spec.tensors import TARGET_FRAME as TARGET_FRAME
-    from edgekv.spec.tensors import TARGET_IN as TARGET_IN
-    from edgekv.spec.tensors import TARGET_OUT as TARGET_OUT
-    from edgekv.spec.tensors import View as View
-    from edgekv.spec.tensors import attention_norm as attention_norm
-    from edgekv.spec.tensors import by_inputs as by_inputs
-    from edgekv.spec.tensors import by_outputs as by_outputs
-    from edgekv.spec.tensors import convolution_kernel as convolution_kernel
-    from edgekv.spec.tensors import decoder_tensor as decoder_tensor
-    from edgekv.spec.tensors import delta_kernel as delta_kernel
-    from edgekv.spec.tensors import delta_rates as delta_rates
-    from edgekv.spec.tensors import encoder_tensor as encoder_tensor
-    from edgekv.spec.tensors import feed_forward_norm as feed_forward_norm
-    from edgekv.spec.tensors import head_width as head_width
-    from edgekv.spec.tensors import layer_of as layer_of
-    from edgekv.spec.tensors import layer_scalar as layer_scalar
-    from edgekv.spec.tensors import matrices as matrices
-    from edgekv.spec.tensors import part_name as part_name
-    from edgekv.spec.tensors import table_key as table_key
-    from edgekv.spec.tensors import text_tensor as text_tensor
-    from edgekv.spec.tensors import views as views
-    from edgekv.spec.vision import MERGED_MEANS as MERGED_MEANS
-    from edgekv.spec.vision import PATCHES as PATCHES
-    from edgekv.spec.vision import PIXELS_PORT as PIXELS_PORT
-    from edgekv.spec.vision import POSITIONS as POSITIONS
-    from edgekv.spec.vision import PROJECTOR as PROJECTOR
-    from edgekv.spec.vision import PROJECTOR_BIAS as PROJECTOR_BIAS
-    from edgekv.spec.vision import PROJECTOR_OUT as PROJECTOR_OUT
-    from edgekv.spec.vision import PROJECTOR_OUT_BIAS as PROJECTOR_OUT_BIAS
-    from edgekv.spec.vision import ROWS_PORT as ROWS_PORT
-    from edgekv.spec.vision import EncoderSpec as EncoderSpec
-    from edgekv.spec.vision import PictureSpec as PictureSpec
-    from edgekv.spec.vision import low_of as low_of
-    from edgekv.spec.vision import mean_of as mean_of
+    from edgekv.spec.lora import (
+        LORA_A as LORA_A,
+        LORA_GROUPS as LORA_GROUPS,
+        LORA_PREFIX as LORA_PREFIX,
+        LORA_TARGETS as LORA_TARGETS,
+        STACK as STACK,
+        LoraGroup as LoraGroup,
+        LoraSlot as LoraSlot,
+        LoraSlots as LoraSlots,
+        LoraTarget as LoraTarget,
+        lora_a as lora_a,
+        lora_added as lora_added,
+        lora_b as lora_b,
+        lora_group as lora_group,
+        lora_reach as lora_reach,
+    )
+    from edgekv.spec.parts import (
+        EMBEDDINGS as EMBEDDINGS,
+        IDS as IDS,
+        LOGITS as LOGITS,
+        GraphRecord as GraphRecord,
+        PartRecord as PartRecord,
+        Role as Role,
+        hidden_name as hidden_name,
+    )
+    from edgekv.spec.ports import (
+        FLOAT as FLOAT,
+        OPEN_ROWS as OPEN_ROWS,
+        OPEN_TOKENS as OPEN_TOKENS,
+        GraphInterface as GraphInterface,
+        Port as Port,
+        PortKind as PortKind,
+    )
+    from edgekv.spec.results import (
+        HEADROOM as HEADROOM,
+        PRODUCT_HEADROOM as PRODUCT_HEADROOM,
+        RULES as RULES,
+        UNOBSERVED as UNOBSERVED,
+        EncodingTypes as EncodingTypes,
+        Result as Result,
+        ResultKind as ResultKind,
+        mask_depth as mask_depth,
+        mask_encoding as mask_encoding,
+        rotary_encoding as rotary_encoding,
+    )
+    from edgekv.spec.rope import Rope as Rope, Rotation as Rotation
+    from edgekv.spec.sizes import (
+        FRONT as FRONT,
+        LEAST_BITS as LEAST_BITS,
+        MOST_BITS as MOST_BITS,
+        RECIPE_TYPES as RECIPE_TYPES,
+        Decoder as Decoder,
+        Weights as Weights,
+        front_bits as front_bits,
+        recipe_weights as recipe_weights,
+    )
+    from edgekv.spec.tensors import (
+        CONVOLUTION_INPUTS as CONVOLUTION_INPUTS,
+        DELTA_INPUTS as DELTA_INPUTS,
+        EMBEDDING as EMBEDDING,
+        EMBEDDING_COLUMNS as EMBEDDING_COLUMNS,
+        EMBEDDING_IN as EMBEDDING_IN,
+        EMBEDDING_STEPS as EMBEDDING_STEPS,
+        FINAL_NORM as FINAL_NORM,
+        HEAD as HEAD,
+        HEAD_TURN as HEAD_TURN,
+        LAYER_INPUTS as LAYER_INPUTS,
+        LAYER_TABLE as LAYER_TABLE,
+        LAYER_TABLE_NORM as LAYER_TABLE_NORM,
+        LAYER_TABLE_PROJECTION as LAYER_TABLE_PROJECTION,
+        TARGET_FRAME as TARGET_FRAME,
+        TARGET_IN as TARGET_IN,
+        TARGET_OUT as TARGET_OUT,
+        View as View,
+        attention_norm as attention_norm,
+        by_inputs as by_inputs,
+        by_outputs as by_outputs,
+        convolution_kernel as convolution_kernel,
+        decoder_tensor as decoder_tensor,
+        delta_kernel as delta_kernel,
+        delta_rates as delta_rates,
+        encoder_tensor as encoder_tensor,
+        feed_forward_norm as feed_forward_norm,
+        head_width as head_width,
+        layer_of as layer_of,
+        layer_scalar as layer_scalar,
+        matrices as matrices,
+        part_name as part_name,
+        table_key as table_key,
+        text_tensor as text_tensor,
+        views as views,
+    )
+    from edgekv.spec.vision import (
+        MERGED_MEANS as MERGED_MEANS,
+        PATCHES as PATCHES,
+        PIXELS_PORT as PIXELS_PORT,
+        POSITIONS as POSITIONS,
+        PROJECTOR as PROJECTOR,
+        PROJECTOR_BIAS as PROJECTOR_BIAS,
+        PROJECTOR_OUT as PROJECTOR_OUT,
+        PROJECTOR_OUT_BIAS as PROJECTOR_OUT_BIAS,
+        ROWS_PORT as ROWS_PORT,
+        EncoderSpec as EncoderSpec,
+        PictureSpec as PictureSpec,
+        low_of as low_of,
+        mean_of as mean_of,
+    )
 
 __getattr__, __all__ = lazy(__name__, __file__)

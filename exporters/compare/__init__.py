@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING
 from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.compare.comparison import Comparison as Comparison
-    from exporters.compare.comparison import Side as Side
-    from exporters.compare.comparison import compare as compare
-    from exporters.compare.contender import Contender as Contender
-    from exporters.compare.contender import Described as Described
-    from exporters.compare.opened import ContenderOptions as ContenderOptions
-    from exporters.compare.opened import open_contender as open_contender
+    from exporters.compare.comparison import Comparison as Comparison, Side as Side, compare as compare
+    from exporters.compare.contender import Contender as Contender, Described as Described
+    from exporters.compare.opened import ContenderOptions as ContenderOptions, open_contender as open_contender
     from exporters.compare.plan import ComparePlan as ComparePlan
     from exporters.compare.show import comparison_lines as comparison_lines
 

@@ -8,15 +8,15 @@ from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
     from exporters.estimate.decode_speed import DecodeSpeed as DecodeSpeed
-    from exporters.estimate.estimate import Simulated as Simulated
-    from exporters.estimate.estimate import check_estimate as check_estimate
-    from exporters.estimate.estimate import estimate_bundle as estimate_bundle
-    from exporters.estimate.estimate import estimate_config as estimate_config
-    from exporters.estimate.estimate import estimate_spec as estimate_spec
-    from exporters.estimate.estimate import fastest_level as fastest_level
-    from exporters.estimate.estimate import simulate_bundle as simulate_bundle
-    from exporters.estimate.page import GENERATOR as GENERATOR
-    from exporters.estimate.page import render_page as render_page
-    from exporters.estimate.page import write_page as write_page
+    from exporters.estimate.estimate import (
+        Simulated as Simulated,
+        check_estimate as check_estimate,
+        estimate_bundle as estimate_bundle,
+        estimate_config as estimate_config,
+        estimate_spec as estimate_spec,
+        fastest_level as fastest_level,
+        simulate_bundle as simulate_bundle,
+    )
+    from exporters.estimate.page import GENERATOR as GENERATOR, render_page as render_page, write_page as write_page
 
 __getattr__, __all__ = lazy(__name__, __file__)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from exporters.checkpoint.lora.adapter import Adapter as Adapter
-    from exporters.checkpoint.lora.adapter import merge as merge
+    from exporters.checkpoint.lora.adapter import Adapter as Adapter, merge as merge
     from exporters.checkpoint.lora.choice import AdapterChoice as AdapterChoice
     from exporters.checkpoint.lora.merged import MergedTensor as MergedTensor
 
