@@ -31,7 +31,8 @@ from qai_hub.util.dataset_entries_converters import dataset_entries_to_h5, h5_to
 
 from devices import CATALOGUE
 from exporters.htp.binary import read_target
-from exporters.htp.check import HtpStep, run_steps
+from exporters.htp.check import run_steps
+from exporters.htp.worker import HtpStep
 
 TOKEN = "s3cret-t0ken-of-nobody"
 PART_BYTES = 100_000

@@ -201,7 +201,7 @@ def test_the_command_prints_sequences_and_scores(bundle: Path, capsys: pytest.Ca
             ["--num-beams", "2", "--early-stopping", "soon"],
             "--early-stopping: got 'soon'; expected true, false or never",
         ),
-        (["--num-beams", "2", "--on-full", "sliding-window"], "context policy: got sliding-window"),
+        (["--num-beams", "2", "--context-policy", "sliding-window"], "context policy: got sliding-window"),
     ],
 )
 def test_the_command_refuses_them_by_name(

@@ -228,7 +228,7 @@ def test_the_command_line_has_the_mode(bundle: Path, wanted: list[int], capsys: 
     assert "KV slot, long-sequence-only(99), " in capsys.readouterr().err
     assert run([*command, "often"]) == 2
     assert "cache mode: got 'often'; expected always" in capsys.readouterr().err
-    assert run([*command, "disabled", "--on-full", "sliding-window"]) == 2
+    assert run([*command, "disabled", "--context-policy", "sliding-window"]) == 2
 
 
 def test_modes_that_cannot_be_are_refused(bundle: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from edgekv.errors import UsageError
 from edgekv.machine.child import kill_children
+from edgekv.spec import template_sandbox as sandbox
 from edgekv.spec.chat import ChatTemplates
-from edgekv.text import sandbox
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -97,7 +98,7 @@ def test_a_template_that_fails_or_never_ends_is_refused(source: str, refusal: st
 
 
 def test_a_template_that_takes_long_is_ended(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox, "LIMIT_S", 1.0)
+    monkeypatch.setattr(sandbox, "_LIMITS", replace(sandbox._LIMITS, timeout_s=1.0))
     kill_children()  # one that runs keeps its limit
     with pytest.raises(UsageError, match=r"no answer within 1 s|MemoryError"):
         templates("{{ lipsum(n=10**7) }}").render([USER])

@@ -8,31 +8,80 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edgekv.errors import UsageError
 from edgekv.machine import child_start
-from edgekv.machine.child import describe_exit, run_in_child, run_program, vendor_timeout_s
-from edgekv.machine.child_dialog import ChildDialog
+from edgekv.machine.child import (
+    CallFailedError,
+    Child,
+    ChildEndedError,
+    Limits,
+    call,
+    describe_exit,
+    run_program,
+    vendor_timeout_s,
+)
 from tests.processes import interruptible
 
 PATIENCE_S = 60
-SLEEPER = (
-    "import os, pathlib, sys, time\npathlib.Path(sys.stdin.read()).write_text(str(os.getpid()))\ntime.sleep(600)\n"
-)
-REPLIER = "import pathlib, sys\nprint('noise')\npathlib.Path(sys.argv[1]).write_text(sys.stdin.read()[::-1])\n"
+FUNCTIONS = """
+import os, pathlib, time
+from collections.abc import Callable
+import msgspec
+from edgekv.errors import UsageError
+
+class Pair(msgspec.Struct):
+    text: str
+    count: int = 1
+
+class OwnError(Exception):
+    pass
+
+def repeated(pair: Pair) -> Pair:
+    os.system("echo noise")
+    print("more noise")
+    return Pair(pair.text * pair.count, len(pair.text))
+
+def sleep(file: str) -> None:
+    pathlib.Path(file).write_text(str(os.getpid()))
+    time.sleep(600)
+
+def sleep_for(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+def count_to(last: int, give: Callable[[Pair], None]) -> None:
+    for number in range(last):
+        give(Pair(str(number)))
+
+def fail(kind: str) -> int:
+    print("the last line", flush=True)
+    if kind == "ours":
+        raise UsageError("a field", got=1, expected="another", fix="Mend it.")
+    if kind == "its own":
+        raise OwnError("text", 7)
+    if kind == "foreign":
+        raise RuntimeError(f"two{chr(10)}lines")
+    if kind == "memory":
+        bytearray(1 << 40)
+    os.abort()
+"""
 
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on the path of child processes, and a temporary directory for this test alone."""
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "a_sleeper.py").write_text(SLEEPER)
-    (tmp_path / "code" / "a_replier.py").write_text(REPLIER)
+    (tmp_path / "code" / "functions.py").write_text(FUNCTIONS)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "code"), *sys.path]))
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    monkeypatch.delitem(sys.modules, "functions", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     return tmp_path / "code"
@@ -58,19 +107,53 @@ def pid_in(file: Path) -> int:
     return int(file.read_text())
 
 
+def function(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(import_module("functions"), name)
+    return found
+
+
 def test_a_reply_comes_back_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    end = run_in_child("a_replier", b"abc", timeout_s=PATIENCE_S)
-    assert (end.reply, end.ending) == (b"cba", "exit code 0: no output")
+    pair = import_module("functions").Pair
+    assert call(function("repeated"), pair("ab", 3), Limits(timeout_s=PATIENCE_S)) == pair("ababab", 2)
     assert capfd.readouterr() == ("", "")
     assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_a_child_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEKV_TIMEOUT_S", "3")
-    end = run_in_child("a_sleeper", str(tmp_path / "pid").encode())
-    assert (end.reply, end.ending) == (None, "no answer within 3 s (set EDGEKV_TIMEOUT_S to allow more)")
-    assert has_ended(pid_in(tmp_path / "pid"))
+    with pytest.raises(
+        ChildEndedError, match=r"^no answer within 3 s \(set EDGEKV_TIMEOUT_S to allow more\)$"
+    ) as ended:
+        call(function("sleep"), str(tmp_path / "pid"))
+    assert ended.value.timed_out and has_ended(pid_in(tmp_path / "pid"))
     assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_errors_come_back_as_what_they_are() -> None:
+    with Child(Limits(memory_bytes=1 << 30)) as child:
+        with pytest.raises(UsageError, match=r"a field: got 1; expected another. Mend it.") as raised:
+            child.call(function("fail"), "ours")
+        assert raised.value.field == "a field"
+        with pytest.raises(import_module("functions").OwnError) as own:
+            child.call(function("fail"), "its own")
+        assert own.value.args == ("text", 7)
+        with pytest.raises(CallFailedError, match=r"^RuntimeError: two lines$"):
+            child.call(function("fail"), "foreign")
+        with pytest.raises(CallFailedError, match=r"^MemoryError$"):
+            child.call(function("fail"), "memory")
+        with pytest.raises(ChildEndedError, match=r"^SIGABRT: the last line$") as ended:
+            child.call(function("fail"), "abort")
+        assert not ended.value.timed_out
+        with pytest.raises(ChildEndedError, match=r"^SIGABRT"):
+            child.call(function("sleep_for"), 0.0)
+
+
+def test_a_stream_may_be_given_up() -> None:
+    with Child(Limits(timeout_s=PATIENCE_S)) as child:
+        assert [pair.text for pair in child.stream(function("count_to"), 3)] == ["0", "1", "2"]
+        assert next(child.stream(function("count_to"), 100)).text == "0"
+        assert child.call(function("sleep_for"), 0.0) == 0
+        assert list(child.stream(function("count_to"), 0)) == []
 
 
 def test_a_program_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,11 +176,13 @@ def test_a_time_limit_is_a_positive_number(monkeypatch: pytest.MonkeyPatch, text
         vendor_timeout_s()
 
 
-@pytest.mark.parametrize("run", ["run_in_child('a_sleeper', {job!r})", "run_program(['/bin/sh', '-c', {shell!r}])"])
+@pytest.mark.parametrize(
+    "run", ["from functions import sleep; call(sleep, {job!r})", "run_program(['/bin/sh', '-c', {shell!r}])"]
+)
 def test_a_child_dies_with_its_parent_and_the_next_process_cleans_up(tmp_path: Path, run: str) -> None:
     file = tmp_path / "pid"
-    call = run.format(job=str(file).encode(), shell=f"echo $$ > {file}; exec sleep 600")
-    code = f"from edgekv.machine.child import describe_exit, run_in_child, run_program; {call}"
+    started = run.format(job=str(file), shell=f"echo $$ > {file}; exec sleep 600")
+    code = f"from edgekv.machine.child import call, run_program; {started}"
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         pid = pid_in(file)
         parent.kill()
@@ -115,7 +200,7 @@ def test_a_signal_ends_a_command_its_children_and_its_files(small: Path, tmp_pat
     command = [sys.executable, "-m", "edgekv", "compile", str(small), "--device", "SM8650"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, preexec_fn=interruptible) as process:
-        wait_for(lambda: any((tmp_path / "tmp").glob("edgekv-child-*/job")))
+        wait_for(lambda: any((tmp_path / "tmp").glob("edgekv-child-*/log")))
         wait_for(lambda: bool(children_of(process.pid)))
         children = children_of(process.pid)
         process.send_signal(number)
@@ -182,7 +267,7 @@ def test_where_linux_does_not_help_a_child_starts_all_the_same(monkeypatch: pyte
 def test_a_program_on_windows_keeps_its_exit_code() -> None:
     """There `execv` starts another process and ends this one with 0."""
     program = (
-        "import os, sys; from edgekv import child_start; os.name = 'nt'; os.execv = None; "
+        "import os, sys; from edgekv.machine import child_start; os.name = 'nt'; os.execv = None; "
         f"sys.argv = ['child_start', '0', 'program', {sys.executable!r}, '-c', 'exit(3)']; child_start.main()"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 3
@@ -195,15 +280,12 @@ def test_ends_are_named(code: int, text: str) -> None:
     assert describe_exit(code) == text
 
 
-def test_a_dialog_that_hangs_in_a_later_line_ends(modules: Path) -> None:
-    """One timer watches all lines: the time of each counts from its own beginning."""
-    (modules / "answers_once.py").write_text(
-        "import sys, time\nprint(sys.stdin.readline(), end='', flush=True)\ntime.sleep(600)\n"
-    )
-    with ChildDialog("answers_once", timeout_s=2) as child:
-        assert child.send(b"one") and child.read() == b"one\n"
+def test_a_child_that_hangs_in_a_later_call_ends() -> None:
+    """One timer watches all calls: the time of each counts from its own beginning."""
+    with Child(Limits(timeout_s=2)) as child:
+        assert child.call(function("sleep_for"), 0.0) == 0
         time.sleep(0.5)
-        assert child.send(b"two")
         began = time.monotonic()
-        assert child.read() == b"" and child.timed_out
+        with pytest.raises(ChildEndedError, match=r"^no answer within 2 s$"):
+            child.call(function("sleep_for"), 600.0)
         assert time.monotonic() - began > 1.9

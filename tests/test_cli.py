@@ -146,7 +146,7 @@ def test_bad_arguments_are_named(
         ("--engine", "gpu", 2, "--engine: got 'gpu'; expected cpu or htp"),
         ("--kv-update", "copy", 2, "update strategy: got 'copy'; expected "),
         ("--reserve", "3", 2, "--reserve: got 3; expected a number above 1"),
-        ("--on-full", "forget", 2, "context policy: got 'forget'"),
+        ("--context-policy", "forget", 2, "context policy: got 'forget'"),
         ("--max-new-tokens", "0", 2, "--max-new-tokens: got 0"),
         ("--temperature", "-1", 2, "--temperature: got -1.0"),
         ("--seed", "1", 2, "--seed: got 1 at temperature 0"),

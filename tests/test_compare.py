@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +167,7 @@ def test_a_runtime_that_dies_is_an_error(bundle: Path, tmp_path: Path):
     window = np.arange(10)
     logits = contender.logits([window, window])
     next(logits)
-    os.kill(contender._child._child.pid, 9)
+    contender._child.kill()
     with pytest.raises(EngineError, match="SIGKILL"):
         next(logits)
     contender.close()

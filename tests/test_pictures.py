@@ -296,7 +296,7 @@ def test_pictures_are_decoded_in_a_child_process(tmp_path: Path, monkeypatch: py
         open_tiles(png(pixels)[:100], "picture", PICTURES, 512)
     with pytest.raises(UsageError, match="at most 32 MiB"):
         open_tiles(bytes(33 << 20), "picture", PICTURES, 512)
-    monkeypatch.setattr(apart, "LIMIT_S", 0.001)
+    monkeypatch.setattr(apart, "_LIMITS", replace(apart._LIMITS, timeout_s=0.001))
     with pytest.raises(UsageError, match=r"a picture whose decoding ended with no answer within 0\.001 s"):
         open_tiles(file, "picture", PICTURES, 512)
 

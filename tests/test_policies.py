@@ -194,7 +194,7 @@ def test_the_emulator_of_the_htp_goes_on_too(wide_on_htp: Path) -> None:
 
 
 def _command(bundle: Path, policy: str, *options: str) -> list[str]:
-    return ["generate", str(bundle), "--prompt", PROMPT, "--on-full", policy, *options]
+    return ["generate", str(bundle), "--prompt", PROMPT, "--context-policy", policy, *options]
 
 
 @pytest.mark.slow

@@ -222,7 +222,7 @@ def test_a_model_is_not_loaded_with_them(mixed: Path, bundle: Path) -> None:
 
 def test_genie_is_not_loaded_with_them(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda package: TESTED)
-    monkeypatch.setattr("exporters.targets.genie.dialog.ChildDialog", None)
+    monkeypatch.setattr("exporters.targets.genie.dialog.Child", None)
     with pytest.raises(EngineError, match=MIXED):
         GenieDialog(tmp_path, None, arch=75)
 

@@ -8,9 +8,10 @@ from importlib import metadata
 
 import msgspec
 
-from edgekv.doctor.finding import Finding
+from edgekv.doctor.finding import Finding, NotInstalledError
 from edgekv.doctor.packages import Package, list_packages
-from edgekv.machine.child import run_in_child
+from edgekv.errors import EdgeKVError
+from edgekv.machine.child import ChildEndedError, Limits, call
 
 GROUP = "edgekv.probes"
 
@@ -24,6 +25,7 @@ _OWN = {
 }
 _AT_ONCE = 2
 _TIMEOUT_S = 60.0
+_ASK_FOR_VERSIONS = "Install the versions that edgekv asks for."
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,13 +79,23 @@ def run_probe(name: str, function: str, timeout_s: float = _TIMEOUT_S) -> Findin
         function: as `module:name`.
         timeout_s: time limit.
     """
-    end = run_in_child("edgekv.doctor.worker", function.encode(), timeout_s=timeout_s)
-    if end.reply is None:
-        finding = Finding(
-            status="broken",
-            detail=f"the process that tried it ended with {end.ending}",
-            fix="Install the versions that edgekv asks for.",
-        )
-    else:
-        finding = msgspec.json.decode(end.reply, type=Finding)
+    try:
+        finding = call(probe, function, Limits(timeout_s=timeout_s))
+    except ChildEndedError as error:
+        detail = f"the process that tried it ended with {error.ending}"
+        finding = Finding(status="broken", detail=detail, fix=_ASK_FOR_VERSIONS)
     return msgspec.structs.replace(finding, name=name)
+
+
+def probe(function: str) -> Finding:
+    """What a probe finds in this process; it is a function, as `module:name`."""
+    try:
+        found: Finding = metadata.EntryPoint(name="probe", value=function, group="").load()()
+    except NotInstalledError as error:
+        return Finding(status="missing", detail="not installed", fix=error.fix)
+    except EdgeKVError as error:
+        return Finding.of(error)
+    except Exception as error:  # a foreign package may raise anything
+        detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Finding(status="broken", detail=detail, fix=_ASK_FOR_VERSIONS)
+    return found

@@ -1,42 +1,89 @@
-"""Work in a child process, so that a crash or hang of a vendor library does not take the caller down."""
+"""Work in a child process, so that a crash or hang of a vendor library or a foreign file does not take the caller down.
+
+`call` runs one function in a process of its own; a `Child` runs several, one after another. What a function takes and
+returns are JSON of the types of its annotations, not pickles: a child that reads a hostile file may be hostile too.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import IO, Literal
+from time import monotonic
+from types import MappingProxyType, TracebackType
+from typing import IO, Any, Literal, Self, TypeVar
 
-from edgekv.errors import UsageError
+import msgspec
+
+from edgekv.errors import EdgeKVError, UsageError
+from edgekv.machine.child_calls import Message, codecs, error_types, name_of
 from edgekv.machine.scratch import scratch_folder
 
 TIMEOUT_VARIABLE = "EDGEKV_TIMEOUT_S"
 
 _TIMEOUT_S = 4 * 3600.0  # compiling all graphs of a large part takes tens of minutes on a laptop
 _LOG_BYTES = 1 << 16
+_CLOSING_S = 10
 _FIRST_NT_ERROR = 0x8000_0000
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _running: set[subprocess.Popen[bytes]] = set()
 
+Job = TypeVar("Job")
+Reply = TypeVar("Reply")
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True, slots=True)
-class ChildEnd:
-    """How a child process ended.
+class Limits:
+    """What a child process may take.
 
     Attributes:
-        reply: what it replied; None if it crashed, hung, or replied nothing.
-        ending: for messages: its exit code or signal, and the last line of its standard error.
+        timeout_s: it is killed when a call takes longer; None for `vendor_timeout_s`.
+        memory_bytes: its address space, on Linux; None for no limit. With one it leaves no core dump.
+        environment: variables to set in addition to those of this process.
     """
 
-    reply: bytes | None
-    ending: str
+    timeout_s: float | None = None
+    memory_bytes: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class ChildEndedError(Exception):
+    """The child process crashed, or was killed because it did not answer in time.
+
+    Attributes:
+        ending: for messages: its exit code or signal and the last line of its log, or the time limit.
+        timed_out: whether it was killed after the time limit.
+        log: the lines of its standard output and standard error.
+    """
+
+    def __init__(self, ending: str, *, timed_out: bool, log: Sequence[str]) -> None:
+        super().__init__(ending)
+        self.ending = ending
+        self.timed_out = timed_out
+        self.log = log
+
+
+class CallFailedError(Exception):
+    """The function raised an error that is none of edgekv's and none of its own module's.
+
+    Attributes:
+        kind: the name of its type.
+        text: its message, in one line.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}" if text else kind)
+        self.kind = kind
+        self.text = text
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +119,190 @@ def vendor_timeout_s() -> float:
     return limit_s
 
 
-def run_in_child(
-    module: str, job: bytes, *, timeout_s: float | None = None, environment: Mapping[str, str] = _NOTHING
-) -> ChildEnd:
-    """Run `python -m MODULE REPLY`, which reads the job from standard input and writes its reply to the file REPLY.
+_NO_LIMITS = Limits()
 
-    Nothing that it prints reaches the terminal: vendor libraries print to standard output too.
+
+def call(function: Callable[[Job], Reply], job: Job, limits: Limits = _NO_LIMITS) -> Reply:
+    """Run a function in a process of its own.
 
     Args:
-        module: the module to run.
-        job: its standard input.
-        timeout_s: it is killed after this time; None for `vendor_timeout_s`.
-        environment: variables to set in addition to those of this process.
+        function: of a module; its annotations say what JSON has of the job and of what it returns.
+        job: its argument.
+        limits: of the process.
+
+    Raises:
+        EdgeKVError: as the function raised it; errors of its own module likewise.
+        CallFailedError: it raised another error.
+        ChildEndedError: the process crashed, or did not answer in time.
     """
-    limit_s = vendor_timeout_s() if timeout_s is None else timeout_s
-    with scratch_folder("child") as folder:
-        reply, given = folder / "reply", folder / "job"
-        given.write_bytes(job)
-        with given.open("rb") as stdin:
-            code, output = _run("module", [module, str(reply)], folder, limit_s, environment, stdin, subprocess.DEVNULL)
-        ending = _ending(code, limit_s, is_vendor_limit=timeout_s is None)
-        if code is not None:
-            ending += f": {_last_line(output)}"
-        return ChildEnd(reply.read_bytes() if code is not None and reply.exists() else None, ending)
+    with Child(limits, is_waited_for=True) as child:
+        return child.call(function, job)
+
+
+class Child:
+    """A child process that runs functions, one at a time; a context manager.
+
+    It keeps what modules hold between calls. All that libraries print goes to its log. It ends with this process.
+    """
+
+    def __init__(self, limits: Limits = _NO_LIMITS, *, is_waited_for: bool = False) -> None:
+        """Start it.
+
+        Args:
+            limits: of the process.
+            is_waited_for: whether the calling thread outlives it. On Linux it then ends with that thread, otherwise
+                only with the main thread.
+
+        Raises:
+            UsageError: the time limit in the environment is not a positive number.
+        """
+        self._limits = limits
+        self._timeout_s = vendor_timeout_s() if limits.timeout_s is None else limits.timeout_s
+        self._timed_out = False
+        self._is_answering = False
+        self._lock = threading.Lock()
+        self._read_began: float | None = None
+        self._watch: threading.Timer | None = None
+        self._open = ExitStack()
+        folder = self._open.enter_context(scratch_folder("child"))
+        self._log = self._open.enter_context((folder / "log").open("w+b"))
+        self._process = self._open.enter_context(
+            started(
+                "calls",
+                [str(limits.memory_bytes or 0), str(self._timeout_s)],
+                limits.environment,
+                dies_with_thread=is_waited_for or threading.current_thread() is threading.main_thread(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(self, function: Callable[[Job], Reply], job: Job) -> Reply:
+        """Run a function; see `call`."""
+        self._send(function, job)
+        message = self._next(function)
+        result: Reply = msgspec.json.decode(message.value, type=codecs(function).reply)
+        return result
+
+    def stream(self, function: Callable[[Job, Callable[[Item], None]], None], job: Job) -> Iterator[Item]:
+        """Run a function, and yield each item when it gives it to its second argument. Errors are those of `call`."""
+        self._send(function, job)
+        item_type = codecs(function).item
+        while not (message := self._next(function)).is_last:
+            yield msgspec.json.decode(message.value, type=item_type)
+
+    def kill(self) -> None:
+        """End the child at once, from any thread; a call in progress raises ChildEndedError."""
+        self._process.kill()
+
+    def log(self) -> list[str]:
+        """The last lines of what was printed so far; none once it was closed."""
+        if self._log.closed:
+            return []
+        file = self._log.fileno()
+        size = os.fstat(file).st_size
+        start = max(0, size - _LOG_BYTES)
+        with open(self._log.name, "rb") as log:  # noqa: PTH123 - the position of the open file is the child's
+            log.seek(start)
+            text = log.read().decode("utf-8", "replace")
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def close(self) -> None:
+        """End the child. A second call does nothing."""
+        assert self._process.stdin is not None and self._process.stdout is not None, "opened with pipes"
+        if self._watch is not None:
+            self._watch.cancel()
+        with self._open:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):  # killed then
+                self._process.wait(_CLOSING_S)
+            self._process.stdout.close()
+
+    def _send(self, function: Callable[..., Any], job: object) -> None:
+        assert self._process.stdin is not None, "opened with a pipe"
+        while self._is_answering:  # a stream that was given up
+            self._next_message()
+        line = msgspec.json.encode([name_of(function), job])
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            raise self._ended() from None
+        self._is_answering = True
+
+    def _next(self, function: Callable[..., Any]) -> Message:
+        """The next message that is no error."""
+        message = self._next_message()
+        if message.error is None:
+            return message
+        kind = error_types(function).get(message.error)
+        if kind is None:
+            raise CallFailedError(message.error, *json.loads(bytes(message.value)))
+        if issubclass(kind, EdgeKVError):
+            field, got, expected, fix = json.loads(bytes(message.value))
+            raise kind(field, got=got, expected=expected, fix=fix)
+        raise kind(*json.loads(bytes(message.value)))
+
+    def _next_message(self) -> Message:
+        line = self._read()
+        if not line:
+            raise self._ended()
+        message = msgspec.json.decode(line, type=Message)
+        self._is_answering = not message.is_last
+        return message
+
+    def _read(self) -> bytes:
+        """The next line; none if the child ended, or did not answer in time, which ends it."""
+        assert self._process.stdout is not None, "opened with a pipe"
+        with self._lock:
+            self._read_began = monotonic()
+            if self._watch is None:  # one thread serves many lines: starting it takes longer than most answers
+                self._start_watch(self._timeout_s)
+        try:
+            return self._process.stdout.readline()
+        finally:
+            self._read_began = None
+
+    def _ended(self) -> ChildEndedError:
+        try:
+            code = self._process.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:  # it closed its output and goes on
+            self._process.kill()
+            code = self._process.wait()
+        log = self.log()
+        if self._timed_out:
+            ending = _late(self._timeout_s, is_vendor_limit=self._limits.timeout_s is None)
+        else:
+            ending = f"{describe_exit(code)}: {log[-1] if log else 'no output'}"
+        return ChildEndedError(ending, timed_out=self._timed_out, log=log)
+
+    def _start_watch(self, seconds: float) -> None:
+        self._watch = threading.Timer(seconds, self._check_time)
+        self._watch.daemon = True
+        self._watch.start()
+
+    def _check_time(self) -> None:
+        """Kill the child if its line is late; watch on if that was for an earlier line."""
+        with self._lock:
+            self._watch, began = None, self._read_began
+            if began is None:
+                return
+            left_s = began + self._timeout_s - monotonic()
+            if left_s > 0:
+                self._start_watch(left_s)
+            else:
+                self._timed_out = True
+                self._process.kill()
 
 
 def run_program(command: Sequence[str], *, environment: Mapping[str, str] = _NOTHING) -> ProgramEnd:
@@ -105,14 +313,30 @@ def run_program(command: Sequence[str], *, environment: Mapping[str, str] = _NOT
         environment: variables to set in addition to those of this process.
     """
     limit_s = vendor_timeout_s()
-    with scratch_folder("program") as folder:
-        code, output = _run("program", command, folder, limit_s, environment, subprocess.DEVNULL, None)
-    return ProgramEnd(code == 0, _ending(code, limit_s, is_vendor_limit=True), output)
+    # Its output goes to a file: a pipe would stay open as long as any process that it started.
+    with scratch_folder("program") as folder, (folder / "log").open("w+b") as log:
+        with started(
+            "program",
+            command,
+            environment,
+            dies_with_thread=True,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        ) as process:
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
+        output = log.read().decode("utf-8", "replace")
+    ending = _late(limit_s, is_vendor_limit=True) if code is None else describe_exit(code)
+    return ProgramEnd(code == 0, ending, output)
 
 
 @contextmanager
 def started(
-    kind: Literal["module", "program"],
+    kind: Literal["calls", "program"],
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
@@ -124,8 +348,8 @@ def started(
     """A child process, killed if it is still running when the block ends, or when this process dies (on Linux).
 
     Args:
-        kind: whether the command starts with a Python module or a program.
-        command: the module or program, and its arguments.
+        kind: whether it runs functions, or a program.
+        command: limits of memory and time in which functions run; or the program and its arguments.
         environment: variables to set in addition to those of this process.
         dies_with_thread: whether Linux may kill the child when the calling thread ends; that thread must outlive the
             child.
@@ -136,7 +360,7 @@ def started(
     parent = os.getpid() if dies_with_thread else 0
     # Alone, in front of a program: reading site-packages would take longer than all else.
     alone = ["-IS", str(Path(__file__).with_name("child_start.py"))]
-    start = ["-m", "edgekv.machine.child_start"] if kind == "module" else alone
+    start = ["-m", "edgekv.machine.child_start"] if kind == "calls" else alone
     child = subprocess.Popen(
         [sys.executable, *start, str(parent), kind, *command],
         stdin=stdin,
@@ -172,38 +396,6 @@ def describe_exit(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
-def _run(
-    kind: Literal["module", "program"],
-    command: Sequence[str],
-    folder: Path,
-    limit_s: float,
-    environment: Mapping[str, str],
-    stdin: int | IO[bytes],
-    stdout: int | None,
-) -> tuple[int | None, str]:
-    """Run to the end, and return the exit code and the end of the output; no exit code after the time limit.
-
-    Standard error, and standard output if `stdout` is None, go to a file: a pipe would stay open as long as any process
-    that the child started.
-    """
-    with (folder / "log").open("w+b") as log:
-        out = log if stdout is None else stdout
-        with started(kind, command, environment, dies_with_thread=True, stdin=stdin, stdout=out, stderr=log) as child:
-            try:
-                code = child.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
-        return code, log.read().decode("utf-8", "replace")
-
-
-def _ending(code: int | None, limit_s: float, *, is_vendor_limit: bool) -> str:
-    if code is not None:
-        return describe_exit(code)
+def _late(limit_s: float, *, is_vendor_limit: bool) -> str:
     more = f" (set {TIMEOUT_VARIABLE} to allow more)" if is_vendor_limit else ""
     return f"no answer within {limit_s:g} s{more}"
-
-
-def _last_line(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"

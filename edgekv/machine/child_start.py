@@ -1,7 +1,8 @@
-"""The first code of a child process: `python -m edgekv.machine.child_start PARENT KIND TARGET ARGUMENTS`.
+"""The first code of a child process: `python -m edgekv.machine.child_start PARENT KIND ARGUMENTS`.
 
 Linux kills the child when the parent dies, even by SIGKILL. Elsewhere an orphaned child ends when its work is done.
-PARENT is the parent's process id, or 0 to survive it. KIND is `module` or `program`.
+PARENT is the parent's process id, or 0 to survive it. KIND is `calls`, with limits of memory and time; or `program`,
+with the program and its arguments.
 """
 
 from __future__ import annotations
@@ -16,19 +17,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent, kind, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    parent, kind, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     if parent:
         die_with(parent)
     if kind == "program":
         if os.name == "nt":  # `execv` would end this process at once, with the exit code 0
             import subprocess
 
-            sys.exit(subprocess.call(sys.argv[3:]))
-        os.execv(target, sys.argv[3:])  # the death signal stays set
-    import runpy
+            sys.exit(subprocess.call(arguments))
+        os.execv(arguments[0], arguments)  # the death signal stays set
+    from edgekv.machine.child_calls import serve
 
-    sys.argv = sys.argv[3:]
-    runpy.run_module(target, run_name="__main__", alter_sys=True)
+    serve(int(arguments[0]), float(arguments[1]))
 
 
 def die_with(parent: int) -> None:

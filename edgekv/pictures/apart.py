@@ -1,27 +1,21 @@
-"""Pictures decoded and cut in a child process: what Pillow's decoders do with foreign files ends that process alone.
-
-`python -m edgekv.pictures.apart FOLDER` answers each line of JSON, `Job`, with a line `Answer` or `Refusal`. The files
-are in FOLDER under their numbers, and there it writes the pixels of the tiles.
-"""
+"""Pictures decoded and cut in a child process: what Pillow's decoders do with foreign files ends that process alone."""
 
 from __future__ import annotations
 
-import signal
-import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Self
 
 import msgspec
 import numpy as np
 
 from edgekv.errors import EngineError, UsageError
-from edgekv.machine.child_dialog import ChildDialog
+from edgekv.machine.child import Child, ChildEndedError, Limits
 from edgekv.machine.scratch import scratch_folder
 from edgekv.machine.system import MIB, read_file
 from edgekv.pictures.tiled import WANTED, TiledPicture, TileGrid
@@ -33,37 +27,23 @@ LIMIT_S = 30.0
 LIMIT_BYTES = 1024 * MIB
 """Address space of the child; see `MAX_PIXELS` for what the largest pictures need. Only Linux limits it."""
 
-_ENVIRONMENT: Mapping[str, str] = MappingProxyType({"OPENBLAS_NUM_THREADS": "1"})  # threads take address space
+_LIMITS = Limits(LIMIT_S, LIMIT_BYTES, {"OPENBLAS_NUM_THREADS": "1"})  # threads take address space
 
 
 class Job(msgspec.Struct, frozen=True):
     """What to do with a picture.
 
     Attributes:
-        number: of its file.
+        file: with it. The pixels of its tiles are written beside it, as `FILE.tiles`.
         pictures: how it is cut.
         edge: of a tile, in pixels.
         is_decoded: whether tiles are wanted; otherwise only its headers are read.
     """
 
-    number: int
+    file: str
     pictures: PictureSpec
     edge: int
     is_decoded: bool
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """How the picture is cut."""
-
-    grid: TileGrid
-
-
-class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The parts of a `UsageError`."""
-
-    got: str
-    expected: str
-    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +76,7 @@ class PictureReader:
         self._lock = threading.Lock()
         self._open = ExitStack()
         self._folder: Path | None = None
-        self._child: ChildDialog | None = None
+        self._child: Child | None = None
         self._is_stopped = False
 
     def __enter__(self) -> Self:
@@ -142,18 +122,14 @@ class PictureReader:
         child, folder = self._started(file.field)
         if not (path := folder / str(number)).exists():
             path.write_bytes(file.content)
-        line = (
-            child.read() if child.send(msgspec.json.encode(Job(number, file.pictures, self._edge, is_decoded))) else b""
-        )
-        if not line:
-            ending = f"no answer within {child.timeout_s:g} s" if child.timed_out else child.exit_text()
-            raise _undecoded(file.field, ending)
-        answer = msgspec.json.decode(line, type=Answer | Refusal)
-        if isinstance(answer, Refusal):
-            raise UsageError(file.field, got=answer.got, expected=answer.expected, fix=answer.fix)
-        return answer.grid
+        try:
+            return child.call(read_apart, Job(str(path), file.pictures, self._edge, is_decoded))
+        except ChildEndedError as error:
+            raise _undecoded(file.field, error.ending if error.timed_out else error.ending.partition(":")[0]) from None
+        except UsageError as error:
+            raise UsageError(file.field, got=error.got, expected=error.expected, fix=error.fix) from None
 
-    def _started(self, field: str) -> tuple[ChildDialog, Path]:
+    def _started(self, field: str) -> tuple[Child, Path]:
         if find_spec("PIL") is None:
             fix = 'pip install "edgekv[pictures]"'
             raise EngineError(field, got="no Pillow", expected="the package that reads pictures", fix=fix)
@@ -162,10 +138,7 @@ class PictureReader:
                 raise _undecoded(field, "a stop")
             if self._child is None or self._folder is None:
                 self._folder = self._open.enter_context(scratch_folder("pictures"))
-                child = ChildDialog(
-                    "edgekv.pictures.apart", str(self._folder), environment=_ENVIRONMENT, timeout_s=LIMIT_S
-                )
-                self._child = self._open.enter_context(child)
+                self._child = self._open.enter_context(Child(_LIMITS))
             return self._child, self._folder
 
 
@@ -209,47 +182,22 @@ def picture_content(source: Path | bytes, field: str) -> bytes:
     return source
 
 
-def _main() -> None:
-    """The child process: answer until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
-    with suppress(ImportError):
-        _limit_memory()
-    folder = Path(sys.argv[1])
-    while line := sys.stdin.buffer.readline():
-        job = msgspec.json.decode(line, type=Job)
-        if sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_REAL, LIMIT_S + 1)  # the parent may be gone
-        sys.stdout.buffer.write(msgspec.json.encode(_done(job, folder)) + b"\n")
-        sys.stdout.buffer.flush()
-        if sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_REAL, 0)
+def read_apart(job: Job) -> TileGrid:
+    """Read a picture in this process.
 
-
-def _done(job: Job, folder: Path) -> Answer | Refusal:
+    Raises:
+        UsageError: it is refused.
+    """
     from edgekv.pictures.decode import picture_size, read_picture
     from edgekv.pictures.tiles import cut_tiles, tile_grid
 
-    content = (folder / str(job.number)).read_bytes()
+    content = Path(job.file).read_bytes()
     try:
         if not job.is_decoded:
-            return Answer(tile_grid(picture_size(content, ""), job.pictures, job.edge))
+            return tile_grid(picture_size(content, ""), job.pictures, job.edge)
         picture = cut_tiles(read_picture(content, ""), job.pictures, job.edge)
-        (folder / f"{job.number}.tiles").write_bytes(np.stack(picture.tiles).tobytes())
-    except UsageError as error:
-        return Refusal(str(error.got), str(error.expected), error.fix)
+        Path(f"{job.file}.tiles").write_bytes(np.stack(picture.tiles).tobytes())
     except MemoryError:
         wanted, fix = f"one that is decoded in {LIMIT_BYTES // MIB:,} MiB", "Resize it, or save it in 8 bits."
-        return Refusal("a picture that takes more memory", wanted, fix)
-    return Answer(picture.grid)
-
-
-def _limit_memory() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError, OSError):  # macOS, or a lower limit is set
-        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-
-
-if __name__ == "__main__":
-    _main()
+        raise UsageError("", got="a picture that takes more memory", expected=wanted, fix=fix) from None
+    return picture.grid

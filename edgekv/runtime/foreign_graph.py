@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from edgekv.bundle import file_hashes
 from edgekv.errors import EngineError
-from edgekv.machine.child import run_in_child, vendor_timeout_s
+from edgekv.kv.memory import aligned_zeros
+from edgekv.machine.child import CallFailedError, ChildEndedError, Limits, call, vendor_timeout_s
 from edgekv.machine.system import cache_folder
 
 _TRIAL_S = 300.0
@@ -28,15 +30,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     file: str
-
-
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of an `EngineError`."""
-
-    field: str
-    got: str
-    expected: str
-    fix: str
 
 
 class TriedFiles:
@@ -86,18 +79,43 @@ def try_file(file: Path, engine: str, runtime: str) -> None:
     passed = cache_folder() / "tried" / hashlib.sha256(content.encode()).hexdigest()
     if passed.exists():
         return
-    job = msgspec.json.encode(Trial(engine=engine, file=str(file)))
-    end = run_in_child("edgekv.runtime.foreign_graph_worker", job, timeout_s=min(_TRIAL_S, vendor_timeout_s()))
-    if end.reply is None:
+    try:
+        call(run_all, Trial(engine=engine, file=str(file)), Limits(timeout_s=min(_TRIAL_S, vendor_timeout_s())))
+    except ChildEndedError as error:
         raise EngineError(
             f"{file.name} on {runtime}",
-            got=f"a crash or hang of the process that tried it: {end.ending}",
+            got=f"a crash or hang of the process that tried it: {error.ending}",
             expected="graphs that load and run",
             fix="The file is damaged or forged: export the bundle again.",
-        )
-    refusal = msgspec.json.decode(end.reply, type=Refusal | None)
-    if refusal is not None:
-        raise EngineError(refusal.field, got=refusal.got, expected=refusal.expected, fix=refusal.fix)
+        ) from None
+    except CallFailedError as error:  # the runtimes' exceptions have no common base
+        raise EngineError(
+            f"{file.name} on {engine}",
+            got=error.text or error.kind,
+            expected="graphs that load and run",
+            fix="Export the bundle again with this edgekv.",
+        ) from None
     with suppress(OSError):  # a cache that cannot be written only costs time
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
+
+
+def run_all(trial: Trial) -> None:
+    """Run each graph of a file for one step on zeros, in this process.
+
+    Raises:
+        EngineError: the runtime refused the file.
+    """
+    from edgekv.runtime.litert import LitertEngine  # they import this module
+    from edgekv.runtime.tflite import TfliteEngine
+
+    kind = LitertEngine if trial.engine == "litert" else TfliteEngine
+    engine, file = kind(tried=True), Path(trial.file)
+    for name in engine.graph_names(file):
+        graph = engine.load(file, name)
+        interface, alive = graph.interface, []
+        for ports, bind in ((interface.inputs, graph.inputs), (interface.outputs, graph.outputs)):
+            for port in ports:
+                alive.append(array := aligned_zeros(port.shape, port.dtype))
+                bind([port.name], np.dtype(port.dtype), port.shape, [array.ctypes.data])
+        graph.run()

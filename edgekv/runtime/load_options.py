@@ -83,7 +83,7 @@ class CacheOptions:
             "keeps the first N and the newest WINDOW, at positions within the context; keydiff(BUDGET) or "
             "keydiff(BUDGET, RECENT) keeps the BUDGET tokens whose keys are least similar to the mean key, the RECENT "
             "newest (an eighth) among them.",
-            "--on-full",
+            "--context-policy",
         ),
     ] = "fail"
     cache_mode: Annotated[

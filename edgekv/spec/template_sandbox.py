@@ -3,9 +3,6 @@
 The environment is that of transformers, with limits on loops and products, so that most bad templates are refused alike
 on all machines. Everything else is bounded by the process: Jinja computes constants while it compiles,
 and filters, `%` and `~` make texts of any length. Only Linux limits the memory of the process.
-
-`python -m edgekv.spec.template_sandbox` answers each line of JSON, `[SOURCE, VARIABLES]`, with a line `[KIND, TEXT]`.
-The kind is text, failure or limit. Without variables it only compiles.
 """
 
 from __future__ import annotations
@@ -13,19 +10,18 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from edgekv.machine.child_dialog import ChildDialog
+import msgspec
+
+from edgekv.machine.child import CallFailedError, Child, ChildEndedError, Limits
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Environment, Template as JinjaTemplate
 
 MOST_ITERATIONS = 1_000_000
 LARGEST_PROMPT_CHARACTERS = 1 << 24
@@ -33,6 +29,7 @@ LIMIT_S = 10.0
 LIMIT_BYTES = 1 << 30
 """Address space of the child: the interpreter with Jinja takes a tenth of it."""
 _KEPT = 16
+_LIMITS = Limits(timeout_s=LIMIT_S, memory_bytes=LIMIT_BYTES)
 
 _iterations_left = 0
 
@@ -71,38 +68,45 @@ def render_apart(source: str, variables: Mapping[str, Any]) -> str:
     return _sandbox(os.getpid()).answer(source, variables)
 
 
+class Template(msgspec.Struct, frozen=True):
+    """A template, and the JSON of its variables; without them it is only compiled."""
+
+    source: str
+    variables: str | None = None
+
+
 class _Sandbox:
     """The child process. It is started for the first template, and again after one that ended it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: ChildDialog | None = None
+        self._child: Child | None = None
         atexit.register(self._close)
 
     def answer(self, source: str, variables: Mapping[str, Any] | None) -> str:
-        line = json.dumps([source, variables], default=_plain).encode()
+        plain = None if variables is None else json.dumps(variables, default=_plain)
         with self._lock:
             try:
-                kind, text = json.loads(self._ask(line))
-            except BaseException:  # such as Ctrl-C: the answer that is still to come belongs to no later question
+                return self._ask(Template(source, plain))
+            except TemplateFailedError:
+                raise
+            except BaseException:  # its memory may be used up; or Ctrl-C, and the answer is still to come
                 self._close()
                 raise
-            if kind == "limit":  # the child's memory may be used up
-                self._close()
-        if kind == "text":
-            return str(text)
-        raise (TemplateLimitError if kind == "limit" else TemplateFailedError)(text)
 
-    def _ask(self, line: bytes) -> bytes:
+    def _ask(self, template: Template) -> str:
         is_new = self._child is None
-        child = self._child = self._child or ChildDialog("edgekv.spec.template_sandbox", timeout_s=LIMIT_S)
-        if child.send(line) and (raw := child.read()):
-            return raw
-        ending = f"no answer within {LIMIT_S:g} s" if child.timed_out else f"an end by {child.exit_text()}"
-        self._close()
-        if not is_new and not child.timed_out:  # it may have ended while it had nothing to do
-            return self._ask(line)
-        raise TemplateLimitError(ending)
+        child = self._child = self._child or Child(_LIMITS)
+        try:
+            return child.call(answer, template)
+        except ChildEndedError as error:
+            self._close()
+            if not is_new and not error.timed_out:  # it may have ended while it had nothing to do
+                return self._ask(template)
+            ending = error.ending if error.timed_out else f"an end by {error.ending.partition(':')[0]}"
+            raise TemplateLimitError(ending) from None
+        except CallFailedError as error:
+            raise TemplateLimitError(error.kind) from None
 
     def _close(self) -> None:
         child, self._child = self._child, None
@@ -122,58 +126,36 @@ def _plain(value: object) -> object:
     raise TypeError(f"a {type(value).__name__}, which JSON does not have")
 
 
-def _main() -> None:
-    """The child process: answer until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
-    with suppress(ImportError):
-        _limit_memory()
-    while line := sys.stdin.buffer.readline():
-        kind, text = _timed(*json.loads(line))
-        sys.stdout.buffer.write(json.dumps([kind, text]).encode() + b"\n")
-        sys.stdout.buffer.flush()
+def answer(template: Template) -> str:
+    """Compile a template and render it, in this process.
 
-
-def _limit_memory() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError, OSError):  # macOS, or a lower limit is set
-        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-
-
-def _timed(source: str, variables: dict[str, Any] | None) -> tuple[str, str]:
-    """The answer to a job; ends the process after the time limit, even if the parent is gone."""
-    if sys.platform == "win32":
-        return _answer(source, variables)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S + 1)
-    try:
-        return _answer(source, variables)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _answer(source: str, variables: dict[str, Any] | None) -> tuple[str, str]:
+    Raises:
+        TemplateFailedError: it cannot be compiled or rendered.
+        TemplateLimitError: it exceeds a limit.
+    """
     global _iterations_left
     try:
-        template = _compiled(source)
-        if variables is None:
-            return "text", ""
+        compiled = _compiled(template.source)
+        if template.variables is None:
+            return ""
         _iterations_left = MOST_ITERATIONS
         kept, length = [], 0
-        for piece in template.generate(variables):
+        for piece in compiled.generate(json.loads(template.variables)):
             kept.append(piece)
             length += len(piece)
             if length > LARGEST_PROMPT_CHARACTERS:
-                return "limit", f"more than {LARGEST_PROMPT_CHARACTERS:,} characters"
-        return "text", "".join(kept)
-    except (RecursionError, MemoryError) as reason:
-        return "limit", type(reason).__name__
-    except Exception as reason:  # TemplateError, and whatever Python raises for the program that Jinja makes
-        return "failure", f"{type(reason).__name__}: {reason}"[:1000]
+                break
+    except (RecursionError, MemoryError) as error:
+        raise TemplateLimitError(type(error).__name__) from None
+    except Exception as error:  # TemplateError, and whatever Python raises for the program that Jinja makes
+        raise TemplateFailedError(f"{type(error).__name__}: {error}"[:1000]) from None
+    if length > LARGEST_PROMPT_CHARACTERS:
+        raise TemplateLimitError(f"more than {LARGEST_PROMPT_CHARACTERS:,} characters")
+    return "".join(kept)
 
 
 @lru_cache(maxsize=_KEPT)
-def _compiled(source: str) -> Template:
+def _compiled(source: str) -> JinjaTemplate:
     """A template. Compiling takes longer than most renderings."""
     return _environment().from_string(source)
 
@@ -281,7 +263,3 @@ def _environment() -> Environment:
         "strftime_now": strftime_now,
     }
     return environment
-
-
-if __name__ == "__main__":
-    _main()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import EngineError
-from edgekv.machine.child import TIMEOUT_VARIABLE
-from edgekv.machine.child_dialog import ChildDialog
+from edgekv.machine.child import CallFailedError, Child, ChildEndedError, Job, Reply
 from edgekv.machine.scratch import scratch_folder
 from edgekv.spec.chat import ChatTemplates
+from exporters.compare import worker
 from exporters.compare.contender import Described, Timing
-from exporters.compare.messages import Answer, Measure, Open, Request, RuntimeName, Score
+from exporters.compare.messages import Measure, Open, RuntimeName, Score
 from exporters.quantize.reference import Floats
 
 if TYPE_CHECKING:
@@ -44,46 +43,37 @@ class ForeignContender:
         self.first = first
         self._open = Open(runtime=runtime, path=described.path, context=described.context, threads=threads)
         self._resources = ExitStack()
-        self._child: ChildDialog | None = None
+        self._child: Child | None = None
         self._folder = Path()
 
     def logits(self, windows: Sequence[NDArray[np.int64]], /) -> Iterator[Floats]:
         for window in windows:
-            self._ask(Score(tokens=window.tolist(), file=str(self._file())))
-            yield np.load(self._file(), allow_pickle=False)
+            child = self._opened()
+            file = self._folder / "logits.npy"
+            self._ask(child, worker.score, Score(tokens=window.tolist(), file=str(file)), "logits")
+            yield np.load(file, allow_pickle=False)
 
     def time(self, tokens: Sequence[int], new: int, /) -> Timing:
-        timing = self._ask(Measure(tokens=list(tokens), new=new)).timing
-        assert timing is not None, "the answer to Measure"
-        return timing
+        return self._ask(self._opened(), worker.measure, Measure(tokens=list(tokens), new=new), "generated tokens")
 
     def close(self) -> None:
         self._resources.close()
         self._child = None
 
-    def _file(self) -> Path:
+    def _opened(self) -> Child:
         if self._child is None:
-            self._start()
-        return self._folder / "logits.npy"
-
-    def _start(self) -> ChildDialog:
-        self._folder = self._resources.enter_context(scratch_folder("compare"))
-        self._child = self._resources.enter_context(ChildDialog("exporters.compare.worker"))
-        self._ask(self._open)
+            self._folder = self._resources.enter_context(scratch_folder("compare"))
+            child = self._resources.enter_context(Child())
+            self._ask(child, worker.open_model, self._open, "a model that it loads")
+            self._child = child
         return self._child
 
-    def _ask(self, request: Request) -> Answer:
-        child = self._child or self._start()
-        line = child.read() if child.send(msgspec.json.encode(request)) else b""
-        answer = msgspec.json.decode(line, type=Answer) if line else None
-        if answer is not None and answer.error is None:
-            return answer
+    def _ask(self, child: Child, function: Callable[[Job], Reply], job: Job, wanted: str) -> Reply:
+        try:
+            return child.call(function, job)
+        except ChildEndedError as error:
+            found = error.ending
+        except CallFailedError as error:  # each runtime raises its own
+            found = str(error)
         fix = "Check that the runtime itself runs the model."
-        if answer is not None:
-            found = answer.error
-        elif child.timed_out:
-            found, fix = f"no answer within {child.timeout_s:g} s", f"Set {TIMEOUT_VARIABLE} to allow more time."
-        else:
-            found = ": ".join([child.exit_text(), *child.log()[-1:]])
-        what = {Open: "a model that it loads", Score: "logits", Measure: "generated tokens"}[type(request)]
-        raise EngineError(f"{self._open.runtime} on {self._open.path}", got=found, expected=what, fix=fix)
+        raise EngineError(f"{self._open.runtime} on {self._open.path}", got=found, expected=wanted, fix=fix)

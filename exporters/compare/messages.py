@@ -1,4 +1,4 @@
-"""What is asked of the child process that runs another runtime, and what it answers."""
+"""What is asked of the child process that runs another runtime."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from exporters.compare.contender import Timing
-
 RuntimeName = Literal["llama-cpp-python", "onnxruntime-genai", "openvino"]
 
 
-class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
+class Open(msgspec.Struct, frozen=True, kw_only=True):
     """Load a model.
 
     Attributes:
@@ -27,30 +25,15 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     threads: int | None
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+class Score(msgspec.Struct, frozen=True, kw_only=True):
     """Write the logits after each of these tokens, float32 `[T, V]`, to a file of numpy's format."""
 
     tokens: list[int]
     file: str
 
 
-class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
     """Compute these tokens and generate `new` others, timed."""
 
     tokens: list[int]
     new: int
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What any request is answered with.
-
-    Attributes:
-        timing: of `Measure`.
-        error: what the runtime said if it failed.
-    """
-
-    timing: Timing | None = None
-    error: str | None = None
-
-
-Request = Open | Score | Measure

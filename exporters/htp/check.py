@@ -11,52 +11,14 @@ import msgspec
 
 from devices import Device, Proxy
 from edgekv.errors import EngineError
-from edgekv.machine.child import run_in_child
+from edgekv.machine.child import ChildEndedError, call
 from edgekv.machine.scratch import scratch_folder
+from exporters.htp.worker import HtpJob, HtpStep, create_sessions
 
 if TYPE_CHECKING:
     from edgekv.bundle import HtpCheck  # each child process would import it
 
 _FLOAT_TYPES = {0x0232: "float32", 0x0216: "float16"}  # Qnn_DataType_t
-
-
-class HtpStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One session to create: an ONNX file, and options of ONNX Runtime and of its QNN provider.
-
-    Attributes:
-        folder: the current folder, where the provider leaves files of some options; None for that of the model.
-    """
-
-    model: str
-    folder: str | None = None
-    session_config: dict[str, str] = {}
-    provider_options: dict[str, str] = {}
-
-
-class HtpJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions to create in order. All stay open until the last is created, which shared weights require.
-
-    Attributes:
-        soc: part number of the target.
-        is_proxy: whether that is a `Proxy`.
-        steps: the sessions.
-    """
-
-    soc: str
-    is_proxy: bool = False
-    steps: list[HtpStep]
-
-
-class HtpReply(msgspec.Struct, frozen=True, kw_only=True):
-    """How a job ended.
-
-    Attributes:
-        error: the text of the error that stopped it, if any.
-        peak_bytes: peak RAM of the process.
-    """
-
-    error: str | None = None
-    peak_bytes: int = 0
 
 
 def run_steps(device: Device | Proxy, steps: Sequence[HtpStep]) -> int:
@@ -69,20 +31,19 @@ def run_steps(device: Device | Proxy, steps: Sequence[HtpStep]) -> int:
         EngineError: the compiler is missing, refused a graph, or crashed.
     """
     job = HtpJob(soc=device.soc, is_proxy=isinstance(device, Proxy), steps=list(steps))
-    end = run_in_child("exporters.htp.worker", msgspec.json.encode(job))
-    if end.reply is not None:
-        reply = msgspec.json.decode(end.reply, type=HtpReply)
-    else:
-        reply = HtpReply(error=f"the HTP compiler ended with {end.ending}")
-    if reply.error is not None:
-        names = ", ".join(Path(step.model).name for step in steps)
-        raise EngineError(
-            f"compiling {names} for {device.soc}",
-            got=reply.error,
-            expected="graphs that the HTP compiler accepts whole",
-            fix="Install the tested compiler with `pip install edgekv[htp]`; if it is, please report this graph.",
-        )
-    return reply.peak_bytes
+    try:
+        return call(create_sessions, job)
+    except ChildEndedError as error:
+        found = f"the HTP compiler ended with {error.ending}"
+    except EngineError as error:
+        found = str(error)
+    names = ", ".join(Path(step.model).name for step in steps)
+    raise EngineError(
+        f"compiling {names} for {device.soc}",
+        got=found,
+        expected="graphs that the HTP compiler accepts whole",
+        fix="Install the tested compiler with `pip install edgekv[htp]`; if it is, please report this graph.",
+    )
 
 
 def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:

@@ -13,7 +13,8 @@ from edgekv.machine.json_file import readable_json
 from edgekv.machine.system import MIB, sha256_of
 from edgekv.qnn.options import FASTEST, HtpOptions
 from exporters.htp.binary import check_chip, count_graphs
-from exporters.htp.check import HtpStep, run_and_lint, run_steps
+from exporters.htp.check import run_and_lint, run_steps
+from exporters.htp.worker import HtpStep
 
 COMPILER_DEFAULTS = HtpOptions()
 DEFAULT_LEVEL = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from devices import Device, find
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.engine.sink import read_sink
 from edgekv.errors import EdgeKVError, EngineError
-from edgekv.machine.child import run_in_child
+from edgekv.machine.child import ChildEndedError, call
 from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.spec import IDS, LOGITS_INDEX
 from exporters.graphs.qdq import stacked_new, stacked_past
@@ -35,12 +34,6 @@ class ProofJob(msgspec.Struct, frozen=True, kw_only=True):
     soc: str | None
 
 
-class ProofReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of the error that ended the proof; null if all integers are equal."""
-
-    error: str | None = None
-
-
 def prove_integers(bundle: Bundle, graphs: Mapping[str, Path], device: Device | None) -> None:
     """Run every graph for one step on random integers, as it is in the bundle and with stacked heads.
 
@@ -56,28 +49,27 @@ def prove_integers(bundle: Bundle, graphs: Mapping[str, Path], device: Device | 
     """
     files = {name: str(path) for name, path in graphs.items()}
     job = ProofJob(bundle=str(bundle.path), graphs=files, soc=device.soc if device else None)
-    end = run_in_child("exporters.targets.genai.proof", msgspec.json.encode(job))
-    reply = ProofReply() if end.reply is None else msgspec.json.decode(end.reply, type=ProofReply)
-    if end.reply is None or reply.error is not None:
-        raise EngineError(
-            "graphs with stacked heads",
-            got=reply.error or end.ending,
-            expected="the bundle's integers in one step",
-            fix="Try another --ar, and please report this model; --skip-check leaves this check out.",
-        )
-
-
-def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=ProofJob)
-    reply = ProofReply()
     try:
-        _compare(job)
+        call(compare_integers, job)
+        return
+    except ChildEndedError as error:
+        found = error.ending
     except EdgeKVError as error:
-        reply = ProofReply(error=f"{error.field}: {error.got}")
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode(reply))
+        found = f"{error.field}: {error.got}"
+    raise EngineError(
+        "graphs with stacked heads",
+        got=found,
+        expected="the bundle's integers in one step",
+        fix="Try another --ar, and please report this model; --skip-check leaves this check out.",
+    )
 
 
-def _compare(job: ProofJob) -> None:
+def compare_integers(job: ProofJob) -> None:
+    """Run both graphs of each pair in this process.
+
+    Raises:
+        EngineError: an output differs, or a graph did not run.
+    """
     bundle = open_bundle(job.bundle, verify=False)
     engine = CpuEngine() if job.soc is None else HtpEngine.on(find(job.soc), bundle)
     records = {record.name: record for record in bundle.manifest.graphs}
@@ -139,7 +131,3 @@ def _stack(manifest: Manifest, arrays: Arrays, end: str) -> Arrays:
 def _run(session: ort.InferenceSession, feeds: Arrays) -> Arrays:
     names = [port.name for port in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
-
-
-if __name__ == "__main__":
-    main()

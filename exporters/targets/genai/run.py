@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import metadata
 
-import msgspec
-
 from edgekv.errors import EngineError, UsageError
-from edgekv.machine.child import run_in_child
+from edgekv.machine.child import CallFailedError, ChildEndedError, call
 from exporters.targets.genai.folder import GenaiFolder, GenaiManifest
-from exporters.targets.genai.worker import GenaiJob, GenaiReply
+from exporters.targets.genai.worker import GenaiJob, generate
 
 PACKAGE = "onnxruntime-genai"
 TESTED = ("0.15.2", "0.16.0")
@@ -55,16 +53,18 @@ def run_folder(folder: GenaiFolder, tokens: Sequence[int], max_new_tokens: int) 
         tokens = tokens[len(sink) :]
     _check_prompt(folder.manifest, tokens)
     job = GenaiJob(folder=str(folder.path), tokens=list(tokens), max_new_tokens=max_new_tokens)
-    end = run_in_child("exporters.targets.genai.worker", msgspec.json.encode(job))
-    reply = GenaiReply() if end.reply is None else msgspec.json.decode(end.reply, type=GenaiReply)
-    if end.reply is None or reply.error is not None:
-        raise EngineError(
-            f"{PACKAGE} on {folder.path}",
-            got=reply.error or end.ending,
-            expected="generated tokens",
-            fix="A binary that shares weights runs only on a Snapdragon; otherwise, please report this.",
-        )
-    return reply.tokens
+    try:
+        return call(generate, job)
+    except ChildEndedError as error:
+        found = error.ending
+    except CallFailedError as error:  # the package raises RuntimeError and more
+        found = error.text or error.kind
+    raise EngineError(
+        f"{PACKAGE} on {folder.path}",
+        got=found,
+        expected="generated tokens",
+        fix="A binary that shares weights runs only on a Snapdragon; otherwise, please report this.",
+    )
 
 
 def _check_prompt(manifest: GenaiManifest, tokens: Sequence[int]) -> None:

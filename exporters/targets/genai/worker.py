@@ -1,9 +1,6 @@
-"""The child process behind `exporters.targets.genai.run`: generates as a job says and replies into a file."""
+"""Generation by onnxruntime-genai in a child process, which has no other ONNX Runtime; see `run`."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import msgspec
 
@@ -22,23 +19,8 @@ class GenaiJob(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
 
 
-class GenaiReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens generated, or the text of the error that stopped it."""
-
-    tokens: list[int] = []
-    error: str | None = None
-
-
-def main() -> None:
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=GenaiJob)
-    try:
-        reply = GenaiReply(tokens=_generate(job))
-    except Exception as error:  # the package raises RuntimeError and more
-        reply = GenaiReply(error=" ".join(str(error).split()))
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode(reply))
-
-
-def _generate(job: GenaiJob) -> list[int]:
+def generate(job: GenaiJob) -> list[int]:
+    """Generate in this process."""
     import onnxruntime_genai as genai  # only in the child process
 
     from exporters.targets.genai.providers import register_providers
@@ -52,7 +34,3 @@ def _generate(job: GenaiJob) -> list[int]:
         generator.generate_next_token()
         tokens.append(int(generator.get_next_tokens()[0]))
     return tokens
-
-
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,13 @@ from typing import Self
 import msgspec
 
 from edgekv.errors import EngineError, UsageError
-from edgekv.machine.child import TIMEOUT_VARIABLE
-from edgekv.machine.child_dialog import ChildDialog
+from edgekv.machine.child import TIMEOUT_VARIABLE, Child, ChildEndedError, Limits
 from edgekv.qnn.library_fault import check_libraries
 from edgekv.qnn.this_chip import find_chip
 from edgekv.qnn.vendor_libraries import LIBRARIES, Platform, search_paths
 from exporters.targets.genie.config import GenieConfig
 from exporters.targets.genie.vendor import find_library
-from exporters.targets.genie.worker import Piece, Reply, Request
+from exporters.targets.genie.worker import GenieStatusError, Piece, Request, run
 
 _CONTEXT_FULL = 4
 _MEANINGS = {_CONTEXT_FULL: "the context is full"}
@@ -40,7 +39,7 @@ class GenieChild:
         self._library, on = find_library(), Platform.here()
         if arch is not None:
             check_libraries(LIBRARIES, arch, on, find_chip(on))
-        self._child = ChildDialog("exporters.targets.genie.worker", environment=search_paths(self._library.parent, on))
+        self._child = Child(Limits(environment=search_paths(self._library.parent, on)))
 
     def __enter__(self) -> Self:
         return self
@@ -59,21 +58,15 @@ class GenieChild:
             pass
 
     def _request(self, method: str, *arguments: str | int | list[int]) -> Iterator[Piece]:
-        if not self._child.send(msgspec.json.encode(Request(method, [*arguments]))):
-            raise self._failure(method, "a dialog that has ended")
-        while line := self._child.read():
-            reply = msgspec.json.decode(line, type=Reply)
-            if reply.piece is not None:
-                yield reply.piece
-            elif reply.status:
-                raise self._failure(reply.function, _MEANINGS.get(reply.status, f"status {reply.status}"))
-            else:
-                return
-        if self._child.timed_out:
-            fix = f"Set {TIMEOUT_VARIABLE} to allow more time."
-            raise self._failure(method, f"no answer within {self._child.timeout_s:g} s", fix)
-        crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
-        raise self._failure(method, self._child.exit_text(), crashed)
+        try:
+            yield from self._child.stream(run, Request(method, [*arguments]))
+        except GenieStatusError as error:
+            raise self._failure(error.function, _MEANINGS.get(error.status, f"status {error.status}")) from None
+        except ChildEndedError as error:
+            if error.timed_out:
+                raise self._failure(method, error.ending, f"Set {TIMEOUT_VARIABLE} to allow more time.") from None
+            crashed = "The emulator on x86 crashes on a binary of several graphs: use genie_config.json there."
+            raise self._failure(method, error.ending.partition(":")[0], crashed) from None
 
     def _failure(self, function: str, what: str, fix: str = _WAY_OUT) -> EngineError:
         said = "; ".join(line for line in self._child.log() if not any(noise in line for noise in _NOISE))

@@ -1,14 +1,12 @@
 """The child process behind `GenieDialog` and `GeniePipeline`: libGenie.so through ctypes. It may crash, so nothing else
 loads it.
-
-Requests are lines on standard input, replies are lines on standard output.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_void_p
 from pathlib import Path
@@ -62,19 +60,11 @@ class Request(msgspec.Struct, frozen=True):
     arguments: list[str | int | list[int]] = []
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """A piece of an answer, or the end of a request: Genie's status, and the function that returned it."""
-
-    piece: Piece | None = None
-    function: str = ""
-    status: int = 0
-
-
 class GenieStatusError(Exception):
     """A function of Genie returned a status that is not 0."""
 
     def __init__(self, function: str, status: int) -> None:
-        super().__init__(f"{function}: status {status}")
+        super().__init__(function, status)
         self.function = function
         self.status = status
 
@@ -82,21 +72,19 @@ class GenieStatusError(Exception):
 class _Loaded:
     """libGenie.so. `take` gets the pieces of answers. Every method raises `GenieStatusError`."""
 
-    def __init__(self, library: str, take: Callable[[Piece], None]) -> None:
-        self._library, self._take = ctypes.CDLL(library), take
+    def __init__(self, library: str) -> None:
+        self._library = ctypes.CDLL(library)
+        self.take: Callable[[Piece], None] = lambda piece: None
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
 
-    def free(self) -> None:
-        """Free what the library does not free by itself when the process ends."""
-
     def _on_text(self, piece: bytes | None, code: int, user_data: object) -> None:
         if piece:
-            self._take(piece.decode("utf-8", "replace"))
+            self.take(piece.decode("utf-8", "replace"))
 
     def _on_tokens(self, found: Sequence[int], count: int, code: int, user_data: object) -> None:
         if count:
-            self._take([int(found[i]) for i in range(count)])
+            self.take([int(found[i]) for i in range(count)])
 
     def _checked(self, name: str, *arguments: object) -> None:
         if status := getattr(self._library, name)(*arguments):
@@ -106,10 +94,8 @@ class _Loaded:
 class LoadedPipeline(_Loaded):
     """An image encoder and a text encoder that give embeddings to a text generator, in the order of what is set."""
 
-    def __init__(
-        self, library: str, text: str, image: str, generator: str, *, as_tokens: bool, take: Callable[[Piece], None]
-    ) -> None:
-        super().__init__(library, take)
+    def __init__(self, library: str, text: str, image: str, generator: str, *, as_tokens: bool) -> None:
+        super().__init__(library)
         config, self._pipeline = c_void_p(), c_void_p()
         self._checked("GeniePipelineConfig_createFromJson", b'{"pipeline": {"version": 1}}', byref(config))
         self._checked("GeniePipeline_create", config, byref(self._pipeline))
@@ -148,8 +134,8 @@ class LoadedPipeline(_Loaded):
 class LoadedDialog(_Loaded):
     """One dialog."""
 
-    def __init__(self, library: str, config: str, take: Callable[[Piece], None]) -> None:
-        super().__init__(library, take)
+    def __init__(self, library: str, config: str) -> None:
+        super().__init__(library)
         self._config, self._dialog = c_void_p(), c_void_p()
         self._checked("GenieDialogConfig_createFromJson", config.encode(), byref(self._config))
         self._checked("GenieDialog_create", self._config, byref(self._dialog))
@@ -186,41 +172,35 @@ class LoadedDialog(_Loaded):
         self._checked(f"GenieDialog_{name}", self._dialog, *arguments)
 
 
-def main() -> None:
-    """Serve until standard input ends. What the library prints goes to standard error."""
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
+_loaded: list[_Loaded] = []
+
+
+def run(request: Request, take: Callable[[Piece], None]) -> None:
+    """Do what a request says; `take` gets the pieces of an answer.
+
+    Raises:
+        GenieStatusError: Genie refused it.
+    """
+    if request.method in ("create", "create_pipeline"):
+        _loaded[:] = [_load(request)]
+        return
+    _loaded[0].take = take
+    getattr(_loaded[0], request.method)(*request.arguments)
+
+
+def _load(request: Request) -> _Loaded:
     _unbuffer_stdout()
-
-    def send(reply: Reply) -> None:
-        replies.write(msgspec.json.encode(reply) + b"\n")
-
-    loaded: _Loaded | None = None
-
-    def take(piece: Piece) -> None:
-        send(Reply(piece))
-
-    for line in sys.stdin.buffer:
-        request, end = msgspec.json.decode(line, type=Request), Reply()
-        try:
-            if request.method == "create":
-                library, folder, config = map(str, request.arguments)
-                os.chdir(folder)
-                loaded = LoadedDialog(library, config, take)
-            elif request.method == "create_pipeline":
-                as_tokens = request.arguments[0] == 1
-                library, folder, *nodes = map(str, request.arguments[1:])
-                os.chdir(folder)
-                loaded = LoadedPipeline(library, *nodes, as_tokens=as_tokens, take=take)
-            else:
-                getattr(loaded, request.method)(*request.arguments)
-        except GenieStatusError as failure:
-            end = Reply(function=failure.function, status=failure.status)
-        send(end)
-    if isinstance(loaded, LoadedPipeline):
-        os._exit(0)  # libGenie 1.21 aborts in the destructors of a pipeline
-    if loaded is not None:
-        loaded.free()
+    if request.method == "create":
+        library, folder, config = map(str, request.arguments)
+        os.chdir(folder)
+        dialog = LoadedDialog(library, config)
+        atexit.register(dialog.free)
+        return dialog
+    library, folder, *nodes = map(str, request.arguments[1:])
+    os.chdir(folder)
+    pipeline = LoadedPipeline(library, *nodes, as_tokens=request.arguments[0] == 1)
+    atexit.register(os._exit, 0)  # libGenie 1.21 aborts in the destructors of a pipeline
+    return pipeline
 
 
 def _unbuffer_stdout() -> None:
@@ -229,7 +209,3 @@ def _unbuffer_stdout() -> None:
         return  # the library's own C runtime cannot be reached
     libc = ctypes.CDLL(None)
     libc.setvbuf(c_void_p.in_dll(libc, "stdout"), None, _UNBUFFERED, 0)
-
-
-if __name__ == "__main__":
-    main()
