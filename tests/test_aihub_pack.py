@@ -16,7 +16,7 @@ from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.runtime import CpuEngine
 from exporters.quantize.recipe import find_recipe
-from exporters.targets.aihub.pack import pack_graph
+from exporters.targets.aihub.run import pack_graph
 from exporters.targets.aihub.sample import Sample, read_sample, take_sample
 from tests.checkpoints import NEWER, write_sinking
 from tests.exports import export_options, exported

@@ -16,7 +16,7 @@ import pytest
 from edgekv.bundle import Bundle, GraphRecord
 from edgekv.cli import run
 from exporters.pipeline.store import store_in
-from exporters.targets.aihub import pack, sample
+from exporters.targets.aihub import run as runs, sample
 from tests.aihub_server import AiHub, Fault
 from tests.manifests import replace_in_manifest
 from tests.test_aihub import DECODE, POLL, answer
@@ -103,8 +103,8 @@ def test_an_upload_that_failed_is_neither_packed_nor_run_again(
         made.append(f"run {graph.name}")
         return take(bundle, graph, text)
 
-    pack_graph = pack.pack_graph
-    monkeypatch.setattr(pack, "pack_graph", packing)
+    pack_graph = runs.pack_graph
+    monkeypatch.setattr(runs, "pack_graph", packing)
     monkeypatch.setattr(sample, "take_sample", taking)
     infer = ("infer", str(small), "--devices", "SM8650", *POLL)
     for path in ("/api/v1/datasets/", "/api/v1/models/"):

@@ -17,7 +17,7 @@ from edgekv.cli import run
 from edgekv.qnn.vendor_libraries import stated_version
 from exporters.inspect.trace import read_trace
 from exporters.targets.android import adb
-from exporters.targets.android.answer import AnswerReader
+from exporters.targets.android.run import AnswerReader
 from exporters.targets.genie.config import (
     CONFIG,
     SHARED_CONFIG,
@@ -33,9 +33,8 @@ from exporters.targets.genie.config import (
     Sampler,
     TokenizerFile,
 )
-from exporters.targets.genie.dialog import GenieDialog
+from exporters.targets.genie.dialog import GenieDialog, find_library
 from exporters.targets.genie.folder import GENIE_MANIFEST, GenieFolder, GenieGraph, GenieManifest
-from exporters.targets.genie.vendor import find_library
 from tests.exports import ROOT
 from tests.phones import PROPERTIES, VERSION, Phone, write_sdk
 

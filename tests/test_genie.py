@@ -24,14 +24,13 @@ from edgekv.runtime.graph import RopeTable
 from edgekv.spec import Rope
 from edgekv.text import SamplingParams, Token
 from exporters.quantize.sink_wanted import SinkWanted
-from exporters.targets.genie import vendor, write
+from exporters.targets.genie import dialog, write
 from exporters.targets.genie.config import Debug, GenieConfig
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import GenieFolder, open_genie_folder
-from exporters.targets.genie.graph_file import read_ports
 from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.plan import GeniePlan
-from exporters.targets.genie.ports import GeniePorts
+from exporters.targets.genie.ports import GeniePorts, read_ports
 from exporters.targets.genie.proof import read_specs
 from exporters.targets.genie.write import write_genie
 from tests.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, write_sinking
@@ -511,7 +510,7 @@ def test_the_sink_takes_the_place_of_bos(sinking: Path, tmp_path: Path) -> None:
 def test_another_version_of_genie_is_refused(
     columns: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
-    monkeypatch.setattr(vendor, name, value)
+    monkeypatch.setattr(dialog, name, value)
     with pytest.raises(EngineError, match=message):
         write_genie(columns, tmp_path / "genie", GenieOptions())
 

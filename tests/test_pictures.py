@@ -65,7 +65,7 @@ from exporters.prepared import prepare
 from exporters.quantize.encoder import encode
 from exporters.quantize.pictures import drawn_picture
 from exporters.quantize.recipe import find_recipe
-from exporters.targets.android.payload import open_payload
+from exporters.targets.android.push import open_payload
 from exporters.targets.genie.folder import GenieVision, open_genie_folder
 from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.pictures import GeniePipeline, pieces_of

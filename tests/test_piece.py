@@ -33,7 +33,7 @@ from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.sweep.combination import Combination
 from exporters.sweep.sweep import _add
-from exporters.targets.aihub.pack import PackPiece
+from exporters.targets.aihub.run import PackPiece
 from exporters.targets.aihub.sample import SamplePiece
 from tests.adapters import write_adapter
 from tests.checkpoints import NEWER, write_checkpoint

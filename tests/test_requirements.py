@@ -47,7 +47,7 @@ EXTRAS_OF = {
     "exporters.compare.runtimes.openvino": ("openvino",),
     "exporters.graphs.tflite": ("litert",),
     "exporters.htp.compile_tflite": (),
-    "exporters.targets.genai.providers": ("genai",),
+    "exporters.targets.genai.worker": ("genai",),
     "exporters.pipeline.dask": ("cpu", "export", "sweep"),
     "exporters.sweep": ("cpu", "export", "sweep"),
     "exporters": ("cpu", "export"),

@@ -26,8 +26,7 @@ from edgekv.qnn.vendor_libraries import (
     library_version,
     search_paths,
 )
-from exporters.targets.genie.dialog import GenieDialog
-from exporters.targets.genie.vendor import TESTED
+from exporters.targets.genie.dialog import TESTED, GenieDialog
 
 LINUX, BOARD, LAPTOP = Platform("linux", "x86_64"), Platform("linux", "arm64"), Platform("windows", "arm64")
 WHEELS = {

@@ -11,7 +11,7 @@ from edgekv.errors import UsageError
 from edgekv.machine.scratch import scratch_folder
 from exporters.targets.aihub.account import connect
 from exporters.targets.genai.run import PACKAGE, check_version
-from exporters.targets.genie.vendor import find_library
+from exporters.targets.genie.dialog import find_library
 
 
 def genai() -> Finding:

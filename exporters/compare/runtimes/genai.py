@@ -9,7 +9,7 @@ import onnxruntime_genai as genai
 from numpy.typing import NDArray
 
 from exporters.compare.messages import Open
-from exporters.targets.genai.providers import register_providers
+from exporters.targets.genai.worker import register_providers
 
 
 class GenaiModel:

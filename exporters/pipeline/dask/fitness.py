@@ -25,7 +25,7 @@ _MAKERS = (
     "exporters.pipeline.division",
     "exporters.pipeline.sensitivity",
     "exporters.sweep.quality",
-    "exporters.targets.aihub.pack",
+    "exporters.targets.aihub.run",
     "exporters.targets.aihub.sample",
 )
 """Modules of this worker, and of pieces: each module of pieces is among what these import."""

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from edgekv.bundle import Bundle
     from exporters.targets.aihub.account import Account
     from exporters.targets.aihub.fetch import Fetched
-    from exporters.targets.aihub.hosted import Target
     from exporters.targets.aihub.ledger import JobRecord, Ledger
-    from exporters.targets.aihub.run import HubRun
+    from exporters.targets.aihub.run import HubRun, Target
 
 ProfileOption = Annotated[str | None, Option("Client profile, ~/.qai_hub/PROFILE.ini.")]
 
@@ -48,8 +47,8 @@ class JobOptions:
 def devices(output: Output, profile: ProfileOption = None) -> None:
     """List the hosted devices, and the chips that edgekv knows of them."""
     from exporters.targets.aihub.account import connect  # slow to import, as in other commands
-    from exporters.targets.aihub.hosted import list_hosted
-    from exporters.targets.aihub.show import HostedRow, show_devices
+    from exporters.targets.aihub.fetch import HostedRow, show_devices
+    from exporters.targets.aihub.run import list_hosted
 
     rows = [HostedRow.of(each) for each in list_hosted(connect(profile))]
     if output.as_json:
@@ -114,8 +113,7 @@ def fetch(bundle: BundleArgument, output: Output, profile: ProfileOption = None)
 
 
 def _run(bundle: Path, submit: Callable[[HubRun, Sequence[Target]], None], options: JobOptions, output: Output) -> None:
-    from exporters.targets.aihub.hosted import choose_targets, list_hosted
-    from exporters.targets.aihub.run import HubRun
+    from exporters.targets.aihub.run import HubRun, choose_targets, list_hosted
 
     opened, account, ledger = _open(bundle, options.profile, force=options.force)
     names = [name for name in options.devices.split(",") if name.strip()]
@@ -176,7 +174,7 @@ def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as
 
 
 def _print(bundle: Bundle, records: Sequence[JobRecord], fetched: Sequence[Fetched], *, as_json: bool) -> None:
-    from exporters.targets.aihub.show import HubReport, show_report
+    from exporters.targets.aihub.fetch import HubReport, show_report
 
     report = HubReport(bundle=str(bundle.path), jobs=list(records), devices=list(fetched))
     if as_json:

@@ -1,36 +1,262 @@
-"""The jobs of one command: submitted for all devices at once, each only once, then awaited."""
+"""Runs of a bundle's graphs on devices that AI Hub hosts: what is packed, where it runs, and its jobs."""
 
 from __future__ import annotations
 
+import difflib
+import re
 import shutil
 import time
+import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
+import onnx
 
-from edgekv.bundle import Bundle, GraphRecord
-from edgekv.errors import ServiceError, UsageError
+from devices import CATALOGUE, Device, UnknownDeviceError, find
+from edgekv.bundle import Bundle, GraphRecord, open_bundle
+from edgekv.errors import BundleError, ServiceError, UsageError
 from edgekv.machine.child import TIMEOUT_VARIABLE, vendor_timeout_s
 from edgekv.machine.scratch import atomic_file
 from exporters.compile import open_store
 from exporters.options import RunOptions
 from exporters.pipeline.inputs import Inputs
-from exporters.pipeline.piece import Plan
+from exporters.pipeline.piece import Piece, Plan
 from exporters.pipeline.planning import give_bundle, give_text
 from exporters.pipeline.serial import run_serial
 from exporters.progress import Progress, silent
 from exporters.resources import engine_bytes
 from exporters.targets.aihub.account import Account
-from exporters.targets.aihub.hosted import Target
 from exporters.targets.aihub.ledger import JobRecord, Kind, Ledger
 from exporters.targets.aihub.options import Runtime, compile_options, graph_name, link_options, run_options
-from exporters.targets.aihub.pack import PackPiece
 from exporters.targets.aihub.sample import SamplePiece, read_sample
 
 if TYPE_CHECKING:
     import qai_hub
+
+_BY_MODEL = {device.soc_model: device for device in CATALOGUE}
+_LIST = "See: edgekv hub devices"
+
+
+@dataclass(frozen=True, slots=True)
+class HostedDevice:
+    """One device as the service describes it.
+
+    Attributes:
+        name: as the service calls it, such as `Samsung Galaxy S24 (Family)`.
+        os: version of its operating system.
+        attributes: `key:value` pairs, such as `soc-model:57`.
+    """
+
+    name: str
+    os: str
+    attributes: tuple[str, ...]
+
+    @property
+    def chip(self) -> Device | None:
+        """The chip, if the catalogue has it."""
+        values = [text.removeprefix("soc-model:") for text in self.attributes if text.startswith("soc-model:")]
+        return next((_BY_MODEL[int(value)] for value in values if value.isdecimal() and int(value) in _BY_MODEL), None)
+
+    @property
+    def runs_qnn(self) -> bool:
+        """Whether it runs context binaries and DLCs."""
+        return "framework:qnn" in self.attributes
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether linked graphs can share weights on it."""
+        return "htp-supports-weight-sharing:true" in self.attributes
+
+    @property
+    def slug(self) -> str:
+        """The name as a folder: `samsung_galaxy_s24_family`."""
+        return re.sub(r"[^a-z0-9]+", "_", self.name.casefold().replace("+", " plus ")).strip("_")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A hosted device whose chip edgekv knows."""
+
+    hosted: HostedDevice
+    chip: Device
+
+
+def list_hosted(account: Account) -> list[HostedDevice]:
+    """All devices of the service, in its order.
+
+    Raises:
+        ServiceError: the service did not answer, or refused the token.
+    """
+    with account.asking("listing devices") as client:
+        return [HostedDevice(each.name, each.os, tuple(each.attributes)) for each in client.get_devices()]
+
+
+def choose_targets(hosted: Sequence[HostedDevice], names: Sequence[str], kv_dtype: str) -> list[Target]:
+    """The hosted devices of these names, each once.
+
+    Args:
+        hosted: the available devices.
+        names: a device as the service calls it, or any name of a chip that the catalogue has. For a chip, a
+            `(Family)` of devices is preferred: whichever of them is free serves.
+        kv_dtype: integer type of the bundle's cache.
+
+    Raises:
+        UsageError: a name of no hosted device, or a device that cannot run the bundle.
+        UnknownDeviceError: a name that neither the service nor the catalogue has.
+    """
+    targets = {target.hosted.slug: target for target in (_choose(hosted, name, kv_dtype) for name in names)}
+    if not targets:
+        raise UsageError("--devices", got="none", expected="at least one device", fix=_LIST)
+    return list(targets.values())
+
+
+def _choose(hosted: Sequence[HostedDevice], name: str, kv_dtype: str) -> Target:
+    named = [each for each in hosted if each.name.casefold() == name.strip().casefold()]
+    if named:
+        chip = named[-1].chip  # the newest OS is last
+        device = named[-1]
+        if chip is None:
+            raise UsageError(
+                f"--devices {name}", got="a chip that edgekv does not know", expected=_chips(hosted), fix=_LIST
+            )
+    else:
+        chip = _catalogued(hosted, name)
+        same = [each for each in hosted if each.chip is chip and each.runs_qnn]
+        if not same:
+            raise UsageError(
+                f"--devices {name}", got=f"no hosted device with {chip.soc}", expected=_chips(hosted), fix=_LIST
+            )
+        device = next((each for each in same if each.name.endswith("(Family)")), same[0])
+    if not device.runs_qnn:
+        raise UsageError(f"--devices {name}", got="a device without framework:qnn", expected=_chips(hosted), fix=_LIST)
+    if not chip.supports_kv(kv_dtype):
+        raise UsageError(
+            f"--devices {name}",
+            got=f"{chip.soc} (V{chip.arch})",
+            expected=f"V73 or later, for the bundle's {kv_dtype} cache",
+            fix="Export with --kv u8, or choose a later device.",
+        )
+    return Target(device, chip)
+
+
+def _catalogued(hosted: Sequence[HostedDevice], name: str) -> Device:
+    try:
+        return find(name)
+    except UnknownDeviceError:
+        near = difflib.get_close_matches(name, [each.name for each in hosted], n=2)
+        if not near:
+            raise
+        raise UsageError(f"--devices {name}", got="no such device", expected=" or ".join(near), fix=_LIST) from None
+
+
+def _chips(hosted: Sequence[HostedDevice]) -> str:
+    chips = sorted({each.chip.soc for each in hosted if each.chip is not None and each.runs_qnn})
+    return f"a hosted device with one of {', '.join(chips)}"
+
+
+_BLOCK_BYTES = 1 << 20
+_ALIGNMENT_BYTES = 64
+_TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip: the same graph always gives the same file
+
+
+@dataclass(frozen=True, slots=True)
+class PackPiece(Piece):
+    """A graph as it is uploaded.
+
+    Attributes:
+        bundle: name of the bundle.
+        graph: the graph.
+    """
+
+    kind: ClassVar[str] = "pack"
+
+    bundle: str
+    graph: str
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (self.bundle,)
+
+    def make(self, folder: Path, inputs: Inputs) -> object:
+        bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
+        pack_graph(bundle, next(each for each in bundle.manifest.graphs if each.name == self.graph), folder)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Bytes of a shard, and where they go in the .data file."""
+
+    file: str
+    source: int
+    target: int
+    length: int
+
+
+def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> Path:
+    """Write `<graph name>.onnx.zip` into a folder, complete or not at all; returns its path.
+
+    The weights are copied in blocks of 1 MiB, because a graph may be larger than the memory. They are stored
+    uncompressed: integer weights hardly shrink.
+
+    Raises:
+        BundleError: a weight of the graph is not in the bundle.
+    """
+    name = graph_name(graph)
+    model = onnx.load(bundle.graph_path(graph), load_external_data=False)
+    model.graph.name = name
+    extents = _redirect(model, bundle, graph, f"{name}.data")
+    target = folder / f"{name}.onnx.zip"
+    with (
+        atomic_file(target) as partial,
+        zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive,
+    ):
+        archive.writestr(zipfile.ZipInfo(f"{name}/{name}.onnx", _TIMESTAMP), model.SerializeToString())
+        with archive.open(zipfile.ZipInfo(f"{name}/{name}.data", _TIMESTAMP), "w", force_zip64=True) as out:
+            written = 0
+            for extent in extents:
+                out.write(bytes(extent.target - written))
+                with (bundle.path / extent.file).open("rb") as shard:
+                    shard.seek(extent.source)
+                    left = extent.length
+                    while left:
+                        block = shard.read(min(_BLOCK_BYTES, left))
+                        out.write(block)
+                        left -= len(block)
+                written = extent.target + extent.length
+    return target
+
+
+def _redirect(model: onnx.ModelProto, bundle: Bundle, graph: GraphRecord, data: str) -> list[_Extent]:
+    """Point every external weight into one file; what to copy there, in order."""
+    extents: dict[tuple[str, int, int], _Extent] = {}
+    end = 0
+    for tensor in model.graph.initializer:
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        file, source, length = entries["location"], int(entries.get("offset", 0)), int(entries["length"])
+        listed = bundle.manifest.files.get(file)
+        if listed is None or source + length > listed.bytes:
+            raise BundleError(
+                f"{graph.file}: {tensor.name}",
+                got=f"bytes {source} to {source + length} of {file}",
+                expected="bytes of a file of the bundle",
+                fix="Export the bundle again.",
+            )
+        key = (file, source, length)
+        if key not in extents:
+            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            extents[key] = _Extent(file, source, start, length)
+            end = start + length
+        del tensor.external_data[:]
+        for name, value in (("location", data), ("offset", extents[key].target), ("length", length)):
+            tensor.external_data.add(key=name, value=str(value))
+    return list(extents.values())
+
 
 _UPLOADS = "uploads"
 _PAGE, _PAGES = 50, 4

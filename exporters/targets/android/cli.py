@@ -46,7 +46,7 @@ def push(
     """
     from exporters.targets.android.adb import Adb
     from exporters.targets.android.deploy import deploy
-    from exporters.targets.android.payload import open_payload
+    from exporters.targets.android.push import open_payload
 
     payload = open_payload(path)
     adb = Adb.connect(phone.serial)
@@ -85,7 +85,7 @@ def run(
     """What is missing on the phone is pushed first, as by `edgekv push`."""
     from exporters.targets.android.adb import Adb
     from exporters.targets.android.deploy import deploy
-    from exporters.targets.android.payload import open_payload
+    from exporters.targets.android.push import open_payload
     from exporters.targets.android.run import run_on_phone
 
     check_new_tokens(max_new_tokens)

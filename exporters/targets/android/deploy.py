@@ -12,11 +12,8 @@ from edgekv.errors import EngineError
 from edgekv.machine.scratch import scratch_folder
 from exporters.progress import Progress
 from exporters.targets.android.adb import Adb
-from exporters.targets.android.payload import Payload
-from exporters.targets.android.phone import Phone, check_chip, check_folder
-from exporters.targets.android.push import Push, check_room
-from exporters.targets.android.qairt import Qairt, check_version, find_qairt, format_version
-from exporters.targets.android.run import OnPhone, runner_of
+from exporters.targets.android.push import Payload, Phone, Push, check_chip, check_folder, check_room
+from exporters.targets.android.run import OnPhone, Qairt, check_version, find_qairt, format_version, runner_of
 
 
 @dataclass(frozen=True, slots=True)

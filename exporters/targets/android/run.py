@@ -1,27 +1,234 @@
-"""Genie on a phone: a prompt there, the answer back."""
+"""A run of Genie on a phone: Qualcomm's files, the command, its answer and its profile."""
 
 from __future__ import annotations
 
+import codecs
+import os
 import re
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from posixpath import dirname
 from shlex import quote
+from typing import Any
 
 import msgspec
 
-from edgekv.errors import EdgeKVError, EngineError
+from edgekv.errors import EdgeKVError, EngineError, UsageError
 from edgekv.machine.scratch import scratch_folder
+from edgekv.qnn.vendor_libraries import LIBRARIES, SDK_VARIABLES, Platform, skel, stated_version
 from exporters.inspect.trace import write_trace
 from exporters.targets.android.adb import Adb
-from exporters.targets.android.answer import AnswerReader
-from exporters.targets.android.profile import GenieSpeed, read_profile
-from exporters.targets.android.qairt import APP, RUNNER
 from exporters.targets.genie.config import Debug, GenieConfig
-from exporters.targets.genie.dump import read_dump
 from exporters.targets.genie.folder import GenieFolder
+from exporters.targets.genie.proof import read_dump
+
+RUNNER, APP = "genie-t2t-run", "genie-app"
+
+_ON = Platform("android", "arm64")
+_FOLDERS = ("lib/aarch64-android", "lib/hexagon-v{arch}/unsigned", "bin/aarch64-android", "jni/arm64-v8a", ".")
+_NEEDED = (*LIBRARIES, "QnnHtpNetRunExtensions")
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Qairt:
+    """The files that a Genie folder needs on a phone.
+
+    Attributes:
+        version: of the libraries, such as (2, 51, 0); empty if none of them says it.
+        libraries: for Android's processor, and the runners.
+        skel: for the HTP, which loads it by ADSP_LIBRARY_PATH.
+    """
+
+    version: Version
+    libraries: tuple[Path, ...]
+    skel: Path
+
+
+def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -> Qairt:
+    """Find everything that one version of the HTP needs.
+
+    Args:
+        sources: folders of the SDK or of unpacked archives, or `.aar` files; empty for the SDK of the environment.
+        arch: HTP version of the phone.
+        runner: the program to run.
+        scratch: receives what is in archives.
+
+    Raises:
+        UsageError: no source is given, or one is neither a folder nor an archive.
+        EngineError: a file is missing, or the libraries are of two versions.
+    """
+    given = sources or [Path(os.environ[name]) for name in SDK_VARIABLES if os.environ.get(name)][:1]
+    if not given:
+        fix = f"Download the Qualcomm AI Runtime SDK, and give its folder: --qairt DIR (or set {SDK_VARIABLES[0]})"
+        raise UsageError("--qairt", got="none", expected="Qualcomm's libraries for Android", fix=fix)
+    roots = [_opened(source, scratch) for source in given]
+    wanted = [*map(_ON.library, _NEEDED), _ON.stub(arch), runner, skel(arch)]
+    found = {name: _first(roots, name, arch) for name in wanted}
+    if missing := [name for name, path in found.items() if path is None]:
+        raise EngineError(
+            "--qairt",
+            got=f"no {', '.join(missing)} in {', '.join(map(str, given))}",
+            expected=f"the files that HTP V{arch} needs on Android",
+            fix="Give the SDK's root, which has bin/, lib/ and lib/hexagon-vN. Archives for apps have no programs.",
+        )
+    paths = {name: path for name, path in found.items() if path is not None}
+    versions = {name: version for name, path in paths.items() if (version := _version(path))}
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"{name} {format_version(version)}" for name, version in sorted(versions.items()))
+        raise EngineError("--qairt", got=listed, expected="libraries of one version", fix="Give one SDK.")
+    on_htp = paths.pop(skel(arch))
+    others = (_first(roots, name, arch) for name in (RUNNER, APP) if name != runner)  # another model may need these
+    libraries = (*paths.values(), *(path for path in others if path is not None))
+    return Qairt(next(iter(versions.values()), ()), libraries, on_htp)
+
+
+def check_version(qairt: Qairt, binaries: Iterable[Path]) -> None:
+    """Check that the libraries load what a newer or the same compiler wrote.
+
+    Raises:
+        EngineError: a binary was compiled by a newer version than the libraries are.
+    """
+    for binary in binaries:
+        version = _version(binary)
+        if qairt.version and version and version > qairt.version:
+            raise EngineError(
+                binary.name,
+                got=f"compiled by QAIRT {format_version(version)}",
+                expected=f"at most the {format_version(qairt.version)} of the libraries",
+                fix=f"Give an SDK of {format_version(version)} or newer: --qairt DIR",
+            )
+
+
+def format_version(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def _version(path: Path) -> Version:
+    """Empty if the file does not say it."""
+    found = stated_version(path)
+    return () if found is None else tuple(map(int, found.split(".")))
+
+
+def _opened(source: Path, scratch: Path) -> Path:
+    """The folder itself, or one with the libraries of an archive."""
+    if source.is_dir():
+        return source
+    folder = scratch / source.name
+    try:
+        with zipfile.ZipFile(source) as archive:
+            members = [name for name in archive.namelist() if re.fullmatch(r"jni/arm64-v8a/[\w.+-]+\.so", name)]
+            archive.extractall(folder, members)
+    except (OSError, zipfile.BadZipFile) as error:
+        found = "no such file" if isinstance(error, FileNotFoundError) else "no archive"
+        fix = "Give the SDK's folder, or an AAR that holds jni/arm64-v8a."
+        raise UsageError("--qairt", got=f"{source} ({found})", expected="a folder or an .aar file", fix=fix) from None
+    return folder
+
+
+def _first(roots: Sequence[Path], name: str, arch: int) -> Path | None:
+    paths = (root / folder.format(arch=arch) / name for root in roots for folder in _FOLDERS)
+    return next((path for path in paths if path.is_file()), None)
+
+
+_BEGIN, _END = "[BEGIN]:", "[END]"
+
+
+class AnswerReader:
+    """Finds the answer in a stream of bytes, as they come.
+
+    Attributes:
+        ended: whether the end of the answer was seen.
+    """
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = False
+        self._waiting = ""
+
+    def read(self, chunk: bytes) -> str:
+        """The next text of the answer. What could be the begin of the mark at its end is held back."""
+        self._waiting += self._decoder.decode(chunk)
+        if not self._begun:
+            _, _, rest = self._waiting.partition(_BEGIN)
+            if not rest:
+                return ""
+            self._begun, self._waiting = True, rest.removeprefix(" ")
+        if self.ended:
+            return ""
+        text, mark, _ = self._waiting.partition(_END)
+        if mark:
+            self.ended = True
+            return text
+        held = next((n for n in range(len(_END) - 1, 0, -1) if text.endswith(_END[:n])), 0)
+        self._waiting = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+class GenieSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What Genie measured in a query.
+
+    Attributes:
+        load_ms: time to create the dialog, ms.
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens of the answer.
+        first_token_ms: time to the first token, ms.
+        prompt_tokens_per_s: speed of prefill.
+        new_tokens_per_s: speed of decode.
+    """
+
+    load_ms: float
+    prompt_tokens: int
+    new_tokens: int
+    first_token_ms: float
+    prompt_tokens_per_s: float
+    new_tokens_per_s: float
+
+
+class _Component(msgspec.Struct, frozen=True):
+    events: list[dict[str, Any]] = []
+
+
+class _Profile(msgspec.Struct, frozen=True):
+    components: list[_Component]
+
+
+_IN_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "ns": 1e-6}
+
+
+def read_profile(content: bytes) -> GenieSpeed:
+    """The last query of a profile.
+
+    Raises:
+        EngineError: it is no profile of Genie, or has no query.
+    """
+    fix = "Check the version of Genie on the phone."
+    try:
+        profile = msgspec.json.decode(content, type=_Profile)
+        events = {event["type"]: event for component in profile.components for event in component.events}
+        created, query = events["GenieDialog_create"], events["GenieDialog_query"]
+        return GenieSpeed(
+            load_ms=_ms(created["init-time"]),
+            prompt_tokens=int(query["num-prompt-tokens"]["value"]),
+            new_tokens=int(query["num-generated-tokens"]["value"]),
+            first_token_ms=_ms(query["time-to-first-token"]),
+            prompt_tokens_per_s=float(query["prompt-processing-rate"]["value"]),
+            new_tokens_per_s=float(query["token-generation-rate"]["value"]),
+        )
+    except msgspec.MsgspecError as error:
+        raise EngineError("Genie's profile", got=str(error), expected="its JSON", fix=fix) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError("Genie's profile", got=f"no {error}", expected="a query", fix=fix) from None
+
+
+def _ms(metric: dict[str, Any]) -> float:
+    return float(metric["value"]) * _IN_MS[metric["unit"]]
+
 
 _PROMPT, _CONFIG, _PROFILE, _ANSWER, _SCRIPT, _DUMP = (
     "prompt.txt", "config.json", "profile.json", "answer.txt", "script.txt", "dump",

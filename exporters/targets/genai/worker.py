@@ -5,6 +5,17 @@ from __future__ import annotations
 import msgspec
 
 
+def register_providers() -> None:
+    """Tell onnxruntime-genai of Qualcomm's execution provider, where it is installed."""
+    import onnxruntime_genai as genai
+
+    try:
+        import onnxruntime_qnn as qnn
+    except ImportError:
+        return  # a folder for the CPU needs none
+    genai.register_execution_provider_library(qnn.get_ep_name(), qnn.get_library_path())
+
+
 class GenaiJob(msgspec.Struct, frozen=True, kw_only=True):
     """A greedy generation.
 
@@ -21,9 +32,7 @@ class GenaiJob(msgspec.Struct, frozen=True, kw_only=True):
 
 def generate(job: GenaiJob) -> list[int]:
     """Generate in this process."""
-    import onnxruntime_genai as genai  # only in the child process
-
-    from exporters.targets.genai.providers import register_providers
+    import onnxruntime_genai as genai
 
     register_providers()
     model = genai.Model(job.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,10 +14,40 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.machine.child import TIMEOUT_VARIABLE, Child, ChildEndedError, Limits
 from edgekv.qnn.library_fault import check_libraries
 from edgekv.qnn.this_chip import find_chip
-from edgekv.qnn.vendor_libraries import LIBRARIES, Platform, search_paths
+from edgekv.qnn.vendor_libraries import LIBRARIES, Platform, package_place, search_paths
 from exporters.targets.genie.config import GenieConfig
-from exporters.targets.genie.vendor import find_library
 from exporters.targets.genie.worker import GenieStatusError, Piece, Request, run
+
+PACKAGE = "onnxruntime-qnn"
+TESTED = "2.7.0"
+LIBRARY = "Genie"
+_INSTALL = 'Install it: pip install "edgekv[htp]"'
+
+
+def find_library() -> Path:
+    """Genie's library of the tested version, from the wheel. Nothing is loaded.
+
+    Names of graphs are replaced within binaries, and the library is called without headers. Both are known to work
+    with this version only.
+
+    Raises:
+        EngineError: the package is missing, has another version, or has no Genie for this machine.
+    """
+    on = Platform.here()
+    place = package_place(on)
+    if place is None:
+        raise EngineError("Genie", got=f"no package {PACKAGE}", expected=f"{PACKAGE} {TESTED}", fix=_INSTALL)
+    if (version := metadata.version(PACKAGE)) != TESTED:
+        raise EngineError("Genie", got=f"{PACKAGE} {version}", expected=f"the tested {TESTED}", fix=_INSTALL)
+    if not place.has(LIBRARY, on):
+        raise EngineError(
+            "Genie",
+            got=f"no {place.folder / on.library(LIBRARY)}",
+            expected="a wheel of Qualcomm's that has it",
+            fix="Run this on Linux, or on Windows.",
+        )
+    return place.folder / on.library(LIBRARY)
+
 
 _CONTEXT_FULL = 4
 _MEANINGS = {_CONTEXT_FULL: "the context is full"}

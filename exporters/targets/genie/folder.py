@@ -1,7 +1,8 @@
-"""The folder that Genie loads, with a manifest by which edgekv verifies it."""
+"""A folder for Genie: its files and records, its states, and its adapters."""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,11 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from edgekv.bundle import Bundle, Manifest, lora_adapters
+from edgekv.engine import LoraChoice
+from edgekv.engine.adapters import Adapters
 from edgekv.errors import UsageError
+from edgekv.kv import Sink
 from edgekv.pictures import patches_of
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig, Nodes
@@ -197,3 +202,83 @@ def open_genie_folder(path: str | Path) -> GenieFolder:
     """
     folder = Path(path).absolute()
     return GenieFolder(folder, open_for("genie", GenieManifest, folder, GENIE_MANIFEST))
+
+
+STATE = "sink"
+"""The folder, within the one that Genie loads."""
+
+_DIALOG, _CACHE, _HISTORY = "dialog.json", "kv-slot-0.primary.qnn-htp", "token-history-slot-0"
+_MAGIC = 0xC0DE
+_HEADER = struct.Struct("<IIHHHH")  # tensors, magic, 0, heads of a tensor, D, tokens
+
+
+class _Conversation(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
+    """`dialog.json`, of a conversation that begins with tokens that nobody asked.
+
+    After a query `last_tok` is the last token of the answer, which Genie runs before the next query; here it is none.
+    """
+
+    last_tok: int = -1
+    n_generated: int = 0
+    n_past: int
+    n_prompt: int
+    n_queries: int = 0
+    prefill_only: bool = False
+    process_state: int = 0
+    unprocessed_embedding_size: int = 0
+    unprocessed_tokens_size: int = 0
+
+
+def write_state(folder: Path, manifest: Manifest, sink: Sink) -> None:
+    """Write a folder from which Genie restores the sink.
+
+    The cache file has a header, the keys of all heads `[D, tokens]`, their values `[tokens, D]`, and the scales of both
+    as float64; heads are ordered by their layers.
+    """
+    folder.mkdir()
+    count = len(sink.tokens)
+    tensors = list(manifest.geometry.names())
+    keys, values = ([each.past for each in tensors if each.kind == kind] for kind in ("key", "value"))
+    with (folder / _CACHE).open("wb") as file:
+        file.write(_HEADER.pack(len(tensors), _MAGIC, 0, 1, manifest.model.head_dim, count))
+        for name in keys:
+            file.write(sink.rows[name].T.tobytes())
+        for name in values:
+            file.write(sink.rows[name].tobytes())
+        scales = [np.float32(manifest.encodings[name].scale) for name in (*keys, *values)]
+        file.write(np.array(scales, np.float64).tobytes())
+    # With these, queries that rewind to a common prefix may begin with the sink.
+    (folder / _HISTORY).write_bytes(np.array(sink.tokens, np.uint32).tobytes())
+    (folder / _DIALOG).write_bytes(msgspec.json.encode(_Conversation(n_past=count, n_prompt=count)))
+
+
+_FOLDER = "lora"
+
+
+def reads_adapters(bundle: Bundle) -> bool:
+    """Whether Genie writes the inputs for adapters. It fills those that it does not know with zeros."""
+    return bundle.manifest.lora is not None and bool(lora_adapters(bundle))
+
+
+def write_adapters(bundle: Bundle, folder: Path) -> list[GenieAdapter]:
+    """Write the adapters of a bundle, each into folders of its own; none are written for a bundle without slots.
+
+    `lora/NAME/TENSOR.raw` has the float32 values of an input. Genie divides them by the scale, adds the zero point and
+    truncates, so each is a quarter of a step above its integer, which rounding would find too. `sink-NAME` has the
+    state that conversations with the adapter begin with.
+    """
+    if not reads_adapters(bundle):
+        return []
+    opener, written = Adapters(bundle), []
+    for adapter in lora_adapters(bundle):
+        name = adapter.record.name
+        bound, path = opener.open([LoraChoice(name)]), Path(_FOLDER, name)
+        (folder / path).mkdir(parents=True)
+        for tensor, values, scale in bound.memory.floats():
+            (values + np.float32(_ABOVE * scale)).tofile(folder / path / f"{tensor}.raw")
+        state = None
+        if bound.sink is not None:
+            state = f"{STATE}-{name}"
+            write_state(folder / state, bundle.manifest, bound.sink)
+        written.append(GenieAdapter(name=name, path=path.as_posix(), state=state))
+    return written

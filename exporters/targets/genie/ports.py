@@ -1,21 +1,20 @@
-"""The inputs and outputs that Genie drives, as its own tensor dumps show them.
-
-Genie finds tensors by name. It also loads graphs with other names, and then generates noise. So every graph is compared
-with this table before it is compiled, and compared again with what Genie reads from the binary.
-"""
+"""Inputs and outputs of graphs as Genie wants them, and graph files with them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.errors import BundleError
 from edgekv.spec import EMBEDDINGS, MASK, Port
+from exporters.graphs.models import encoding, load_model, readers, sizes
 from exporters.graphs.qdq import UNREAD, UNREAD_STATE, unsigned, with_whole_states
 from quant import Encoding
 
@@ -160,3 +159,17 @@ def _compare(field: str, wanted: Iterable[GeniePort], found: Iterable[GeniePort]
             raise BundleError(field, got=other or f"no {port.name}", expected=port, fix=_AGAIN)
     for port in there.values():
         raise BundleError(field, got=port, expected="no further one", fix=_AGAIN)
+
+
+def read_ports(path: Path) -> GeniePorts:
+    """The ports of a graph that dequantizes its inputs first and quantizes its outputs last."""
+    graph = load_model(path).graph
+    return GeniePorts(
+        tuple(_port(each, readers(each)) for each in graph.inputs),
+        tuple(_port(each, [each.producer()]) for each in graph.outputs),
+    )
+
+
+def _port(value: ir.Value, nodes: Iterable[ir.Node | None]) -> GeniePort:
+    found = next((encoding(node) for node in nodes if node is not None), None)
+    return GeniePort.of(str(value.name), tuple(sizes(value)), found)

@@ -22,7 +22,6 @@ from exporters.graphs.qdq import GraphForm
 from exporters.htp.compile import binary_sets
 from exporters.progress import Progress, silent
 from exporters.targets.capabilities import GENIE
-from exporters.targets.genie.adapters import reads_adapters, write_adapters
 from exporters.targets.genie.config import (
     CONFIG,
     ENCODER_BINARY,
@@ -39,16 +38,23 @@ from exporters.targets.genie.config import (
     Nodes,
     genie_config,
 )
-from exporters.targets.genie.folder import GENIE_MANIFEST, GenieGraph, GenieManifest, GenieSink, GenieVision
-from exporters.targets.genie.graph_file import read_ports
-from exporters.targets.genie.names import name_graphs
+from exporters.targets.genie.dialog import find_library
+from exporters.targets.genie.folder import (
+    GENIE_MANIFEST,
+    STATE,
+    GenieGraph,
+    GenieManifest,
+    GenieSink,
+    GenieVision,
+    reads_adapters,
+    write_adapters,
+    write_state,
+)
 from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.pictures import prove_pictures
-from exporters.targets.genie.plan import GeniePlan
-from exporters.targets.genie.ports import GeniePorts
+from exporters.targets.genie.plan import GeniePlan, name_graphs
+from exporters.targets.genie.ports import GeniePorts, read_ports
 from exporters.targets.genie.proof import prove_in_genie
-from exporters.targets.genie.state import STATE, write_state
-from exporters.targets.genie.vendor import find_library
 from exporters.targets.record import write_record
 from quant import Encoding
 
