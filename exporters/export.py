@@ -74,7 +74,7 @@ def export_bundle(
     store = open_store(run)
     disk_bytes = _check_resources(prepared, target, store, run)
     identity = Identity.of(checkpoint, partial(progress, "hash weights"))
-    planner = Planner(identity, divide=run.cluster is not None and run.cluster.divide)
+    planner = Planner(identity)
     remember(checkpoint, identity)
     work = _Work(checkpoint, planner.plan, identity, run, store, progress, 2 * disk_bytes)
     if options.allocates:

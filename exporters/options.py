@@ -426,12 +426,6 @@ class Cluster:
     )
     keep_going: Annotated[bool, Option("Skip invalid or failed combinations, and unfit workers.")] = False
     say: Callable[[str], None] = field(default=print)
-    divide: Annotated[
-        bool,
-        Option(
-            "Make each matrix a piece of its own: for large layers, whose integers stay the same.", "--divide-layers"
-        ),
-    ] = False
 
 
 @dataclass(frozen=True, slots=True)

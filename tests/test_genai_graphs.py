@@ -18,7 +18,7 @@ from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.runtime.graph import rope_tables
 from exporters.graphs.parts import save_part
 from exporters.htp.check import floating_nodes
-from exporters.targets.genai.config import dequantizer, position_processor
+from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import prove_integers
 from exporters.targets.genai.write import stacked_graph
 from tests.checkpoints import write_checkpoint

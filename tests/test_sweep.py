@@ -184,13 +184,11 @@ def test_one_export_and_one_compilation_on_a_cluster(checkpoint, tmp_path, capsy
         "512",
         "--no-quality-check",
     ]
-    far = ["--compile", "--scheduler", "local", "--divide-layers"]
+    far = ["--compile", "--scheduler", "local"]
     for place, more in (("near", ["--compile"]), ("far", far)):
         assert run(["export", str(checkpoint), "-o", str(tmp_path / place), *options, *more]) == 0
     assert contents(tmp_path / "far") == contents(tmp_path / "near")
     assert store_in().pieces == 0
-    assert run(["export", str(checkpoint), "-o", str(tmp_path / "other"), *options, "--divide-layers"]) == 2
-    assert "--divide-layers: got it without --scheduler" in capsys.readouterr().err
     for place, more in (("near", []), ("far", ["--scheduler", "local"])):
         assert run(["compile", str(tmp_path / place), "--device", "SM8750", *more]) == 0
     assert contents(tmp_path / "far") == contents(tmp_path / "near")

@@ -16,6 +16,7 @@ from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.kv import STRATEGIES
 from edgekv.kv.memory import aligned_zeros
 from edgekv.runtime import LitertEngine, TfliteEngine, foreign_graph
+from edgekv.runtime.litert import run_graphs
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
@@ -297,4 +298,4 @@ def test_a_file_is_tried_once(small, monkeypatch):
 def test_a_trial_that_does_not_end_is_ended(small, monkeypatch):
     monkeypatch.setattr(foreign_graph, "_TRIAL_S", 0.01)
     with pytest.raises(EngineError, match=r"the process that tried it: no answer within 0\.01 s; expected graphs"):
-        foreign_graph.try_file(small / "graphs.tflite", "litert", "a runtime that was not tried")
+        foreign_graph.try_file(small / "graphs.tflite", "a runtime that was not tried", run_graphs)

@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from edgekv.bundle import file_hashes
@@ -20,34 +19,26 @@ from edgekv.errors import EngineError
 from edgekv.kv.memory import aligned_zeros
 from edgekv.machine.child import CallFailedError, ChildEndedError, Limits, call, vendor_timeout_s
 from edgekv.machine.system import cache_folder
+from edgekv.runtime.binding import Binding
 
 _TRIAL_S = 300.0
 """To load a file and to run each graph once: a hundred times what a large model takes."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A file to load, and the name of the engine. Each of its graphs runs once on zeros."""
-
-    engine: str
-    file: str
-
-
 class TriedFiles:
     """The `.tflite` files of an engine: each is tried in a child process, then loaded once."""
 
-    def __init__(self, engine: str, runtime: str, load: Callable[[Path], Any], *, tried: bool) -> None:
+    def __init__(self, runtime: str, load: Callable[[Path], Any], trial: Callable[[str], None] | None) -> None:
         """Load nothing yet.
 
         Args:
-            engine: name of the engine.
             runtime: its package and version.
             load: loads a file in this process.
-            tried: load files without trying them first.
+            trial: runs all graphs of a file once, in a child process; None loads files without it.
         """
-        self._engine = engine
         self._runtime = runtime
         self._load = load
-        self._tried = tried
+        self._trial = trial
         self._loaded: dict[Path, Any] = {}
 
     def load(self, file: Path) -> Any:
@@ -57,19 +48,19 @@ class TriedFiles:
             EngineError: see `try_file`, and what `load` raises.
         """
         if file not in self._loaded:
-            if not self._tried:
-                try_file(file, self._engine, self._runtime)
+            if self._trial is not None:
+                try_file(file, self._runtime, self._trial)
             self._loaded[file] = self._load(file)
         return self._loaded[file]
 
 
-def try_file(file: Path, engine: str, runtime: str) -> None:
+def try_file(file: Path, runtime: str, trial: Callable[[str], None]) -> None:
     """Load a file and run its graphs in a child process, unless a file of this content has passed before.
 
     Args:
         file: a `.tflite` file.
-        engine: name of the engine.
         runtime: its package and version.
+        trial: runs all graphs of a file once.
 
     Raises:
         EngineError: the runtime refused the file, crashed, or did not end.
@@ -80,7 +71,7 @@ def try_file(file: Path, engine: str, runtime: str) -> None:
     if passed.exists():
         return
     try:
-        call(run_all, Trial(engine=engine, file=str(file)), Limits(timeout_s=min(_TRIAL_S, vendor_timeout_s())))
+        call(trial, str(file), Limits(timeout_s=min(_TRIAL_S, vendor_timeout_s())))
     except ChildEndedError as error:
         raise EngineError(
             f"{file.name} on {runtime}",
@@ -90,7 +81,7 @@ def try_file(file: Path, engine: str, runtime: str) -> None:
         ) from None
     except CallFailedError as error:  # the runtimes' exceptions have no common base
         raise EngineError(
-            f"{file.name} on {engine}",
+            f"{file.name} on {runtime}",
             got=error.text or error.kind,
             expected="graphs that load and run",
             fix="Export the bundle again with this edgekv.",
@@ -100,22 +91,11 @@ def try_file(file: Path, engine: str, runtime: str) -> None:
         passed.touch()
 
 
-def run_all(trial: Trial) -> None:
-    """Run each graph of a file for one step on zeros, in this process.
-
-    Raises:
-        EngineError: the runtime refused the file.
-    """
-    from edgekv.runtime.litert import LitertEngine  # they import this module
-    from edgekv.runtime.tflite import TfliteEngine
-
-    kind = LitertEngine if trial.engine == "litert" else TfliteEngine
-    engine, file = kind(tried=True), Path(trial.file)
-    for name in engine.graph_names(file):
-        graph = engine.load(file, name)
-        interface, alive = graph.interface, []
-        for ports, bind in ((interface.inputs, graph.inputs), (interface.outputs, graph.outputs)):
-            for port in ports:
-                alive.append(array := aligned_zeros(port.shape, port.dtype))
-                bind([port.name], np.dtype(port.dtype), port.shape, [array.ctypes.data])
-        graph.run()
+def run_on_zeros(graph: Binding) -> None:
+    """One step of a graph whose inputs are zeros, in this process."""
+    interface, alive = graph.interface, []
+    for ports, bind in ((interface.inputs, graph.inputs), (interface.outputs, graph.outputs)):
+        for port in ports:
+            alive.append(array := aligned_zeros(port.shape, port.dtype))
+            bind([port.name], np.dtype(port.dtype), port.shape, [array.ctypes.data])
+    graph.run()

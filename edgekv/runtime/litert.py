@@ -22,7 +22,7 @@ from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.machine.native_output import captured_output
 from edgekv.qnn.vendor_libraries import Platform
 from edgekv.runtime.binding import BatchInvariance
-from edgekv.runtime.foreign_graph import TriedFiles
+from edgekv.runtime.foreign_graph import TriedFiles, run_on_zeros
 from edgekv.spec import GraphInterface, Port
 
 TESTED = "2.3.0"
@@ -60,7 +60,7 @@ class LitertEngine:
         _library()
         self.threads = threads
         runtime = f"ai-edge-litert {metadata.version('ai-edge-litert')}"
-        self._models = TriedFiles(self.name, runtime, self._open, tried=tried)
+        self._models = TriedFiles(runtime, self._open, None if tried else run_graphs)
 
     @property
     def batch_invariance(self) -> BatchInvariance:
@@ -270,3 +270,14 @@ def _bytes_of(dtype: np.dtype[Any], shape: Sequence[int]) -> int:
 
 def _ports(details: Mapping[str, Any]) -> tuple[Port, ...]:
     return tuple(Port(name, each["dtype"], tuple(each["shape"])) for name, each in details.items())
+
+
+def run_graphs(file: str) -> None:
+    """Run each graph of a file for one step on zeros, in this process.
+
+    Raises:
+        EngineError: the runtime refused the file.
+    """
+    engine = LitertEngine(tried=True)
+    for name in engine.graph_names(Path(file)):
+        run_on_zeros(engine.load(Path(file), name))

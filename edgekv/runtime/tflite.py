@@ -23,7 +23,7 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.machine.native_output import captured_output
 from edgekv.runtime.binding import BatchInvariance
-from edgekv.runtime.foreign_graph import TriedFiles
+from edgekv.runtime.foreign_graph import TriedFiles, run_on_zeros
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
 
@@ -78,7 +78,7 @@ class TfliteEngine:
                 fix=_INSTALL,
             )
         self.threads = threads
-        self._interpreters = TriedFiles(self.name, f"tflite-runtime {TESTED}", self._open, tried=tried)
+        self._interpreters = TriedFiles(f"tflite-runtime {TESTED}", self._open, None if tried else run_graphs)
 
     @property
     def batch_invariance(self) -> BatchInvariance:
@@ -248,3 +248,14 @@ def _ports(details: Mapping[str, Any]) -> tuple[Port, ...]:
     return tuple(
         Port(name, np.dtype(each["dtype"]).name, tuple(int(n) for n in each["shape"])) for name, each in details.items()
     )
+
+
+def run_graphs(file: str) -> None:
+    """Run each graph of a file for one step on zeros, in this process.
+
+    Raises:
+        EngineError: the runtime refused the file.
+    """
+    engine = TfliteEngine(tried=True)
+    for name in engine.graph_names(Path(file)):
+        run_on_zeros(engine.load(Path(file), name))

@@ -23,7 +23,7 @@ from exporters.cli.stages import resumable
 from exporters.options import ALLOCATED_RECIPE, KV_DTYPES, ExportOptions, RunOptions, read_recipe
 from exporters.progress import progress_bars
 
-_RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster.scheduler", "cluster.divide")
+_RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster.scheduler")
 
 
 @command

@@ -14,9 +14,9 @@ from edgekv.errors import EngineError
 from edgekv.machine.child import CallFailedError, Child, ChildEndedError, Job, Reply
 from edgekv.machine.scratch import scratch_folder
 from edgekv.spec.chat import ChatTemplates
-from exporters.compare import worker
 from exporters.compare.contender import Described, Timing
 from exporters.compare.messages import Measure, Open, RuntimeName, Score
+from exporters.compare.worker import measure, open_model, score
 from exporters.quantize.reference import Floats
 
 if TYPE_CHECKING:
@@ -50,11 +50,11 @@ class ForeignContender:
         for window in windows:
             child = self._opened()
             file = self._folder / "logits.npy"
-            self._ask(child, worker.score, Score(tokens=window.tolist(), file=str(file)), "logits")
+            self._ask(child, score, Score(tokens=window.tolist(), file=str(file)), "logits")
             yield np.load(file, allow_pickle=False)
 
     def time(self, tokens: Sequence[int], new: int, /) -> Timing:
-        return self._ask(self._opened(), worker.measure, Measure(tokens=list(tokens), new=new), "generated tokens")
+        return self._ask(self._opened(), measure, Measure(tokens=list(tokens), new=new), "generated tokens")
 
     def close(self) -> None:
         self._resources.close()
@@ -64,7 +64,7 @@ class ForeignContender:
         if self._child is None:
             self._folder = self._resources.enter_context(scratch_folder("compare"))
             child = self._resources.enter_context(Child())
-            self._ask(child, worker.open_model, self._open, "a model that it loads")
+            self._ask(child, open_model, self._open, "a model that it loads")
             self._child = child
         return self._child
 

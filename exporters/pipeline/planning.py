@@ -18,13 +18,11 @@ from edgekv.machine.system import link_or_copy, sha256_of
 from edgekv.plan import compile_bytes, layer_graph_bytes, quantization_bytes, writing_bytes
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import HtpOptions
-from edgekv.spec import DecoderSpec
 from edgekv.spec.tensors import HEAD, HEAD_TURN
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.graphs.split import layer_bytes
 from exporters.htp.compile import binary_sets, device_parts
 from exporters.inspect.held_out import MEASURED_TOKENS, TextName, held_out_chat, held_out_prose, template_tokens
-from exporters.pipeline.division import MIXED, JoinPiece, MatrixPiece, RunPiece
 from exporters.pipeline.encoder import TILES, EncoderPiece
 from exporters.pipeline.inputs import BUNDLE, TEXT, TOKENS, Exact, Folded, ProvenAdapter, SinkChoice
 from exporters.pipeline.parallel import compiler_bytes
@@ -53,7 +51,7 @@ from exporters.pipeline.quality import (
 from exporters.pipeline.sensitivity import SensitivityPiece
 from exporters.prepared import Prepared
 from exporters.quantize.generated import WINDOWS_AT_ONCE
-from exporters.quantize.matrices import ADDED_GROUPS, groups, names, needs_quantized_pass
+from exporters.quantize.matrices import needs_quantized_pass
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.records import adapter_records, source_name
 from exporters.resources import generated_bytes
@@ -91,17 +89,15 @@ class Planner:
 
     Args:
         identity: of the checkpoint.
-        divide: make the matrices of a layer pieces of their own.
         swept: the text on which a sweep measures each layer; its exports also share the float reference's logits.
 
     Attributes:
         plan: what was collected.
     """
 
-    def __init__(self, identity: Identity, *, divide: bool = False, swept: Text | None = None) -> None:
+    def __init__(self, identity: Identity, *, swept: Text | None = None) -> None:
         self.plan = Plan()
         self._identity = identity
-        self._divide = divide
         self._swept = swept
 
     def export(self, prepared: Prepared) -> Exported:
@@ -171,53 +167,15 @@ class Planner:
     def _layers(self, prepared: Prepared, folded: Folded) -> tuple[str, ...]:
         spec, recipe, ram_bytes = prepared.checkpoint.spec, prepared.recipe, quantizing_bytes(prepared)
         follows = needs_quantized_pass(prepared.options.recipe)
-        found, residual = list[str](), None
-        sharing = dict[int, str]()  # pieces with keys and values that later layers read
+        found = list[str]()
         for layer in range(spec.layers):
             rules = tuple(each for each in recipe.weights if each.tensor.startswith(f"model.layers.{layer}."))
             owner = spec.cache_layer(layer)
             shared = () if owner == layer else (found[owner],)
             piece = LayerPiece(folded, layer, rules, follows, found[-1] if found else None, shared)
-            if self._divide:
-                read = () if owner == layer else (sharing[owner],)
-                residual, sharing[layer] = self._divided(piece, spec, residual, read, ram_bytes)
-                found.append(piece.name)
-            else:
-                found.append(self.plan.put(piece, ram_bytes))
+            found.append(self.plan.put(piece, ram_bytes))
         ends = tuple(each for each in recipe.weights if each.tensor in (HEAD, HEAD_TURN))
         return *found, self.plan.put(HeadPiece(folded, ends, follows, found[-1]), ram_bytes)
-
-    def _divided(
-        self, layer: LayerPiece, spec: DecoderSpec, residual: str | None, shared: tuple[str, ...], ram_bytes: int
-    ) -> tuple[str, str]:
-        """The pieces of a layer whose matrices are pieces.
-
-        Returns:
-            The names of that with the residual after it, and of that with its keys and values.
-        """
-        runs, matrices, used = list[str](), list[tuple[str, str]](), tuple[tuple[str, str | None], ...]()
-        end = groups(spec)
-        for group in range(end + 1):
-            before = runs[-1] if runs else None
-            # Even groups replace the residual that an earlier run has left.
-            kept = (residual if group <= 2 else runs[group - 2]) if group % 2 == 0 else None
-            reads = shared if group == MIXED else ()
-            run = RunPiece(layer.folded, layer.layer, group, layer.follows, kept, before, used, reads)
-            runs.append(self.plan.put(run, ram_bytes))
-            if group == end:
-                break
-            made = []
-            for name in names(spec, layer.layer, group):
-                rules = tuple(each for each in layer.rules if each.tensor == name)
-                added = None
-                if layer.follows and group in ADDED_GROUPS:
-                    added = residual if group == 1 else runs[2]
-                matrix = MatrixPiece(layer.folded, name, rules, layer.follows, group, runs[-1], added)
-                made.append((name, self.plan.put(matrix, ram_bytes)))
-            matrices += made
-            used = tuple((name, key if layer.follows else None) for name, key in made)
-        whole = self.plan.put(JoinPiece(layer, tuple(runs), tuple(matrices)), ram_bytes)
-        return whole if layer.follows else runs[-1], runs[MIXED]
 
     def _encoder(self, prepared: Prepared, exact: Exact) -> str | None:
         """The vision encoder; None if the checkpoint has none."""

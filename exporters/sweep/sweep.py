@@ -106,7 +106,7 @@ def run_sweep(
     if options.prune_days is not None:
         check_prunable(store)
     identity, place = Identity.of(opened), Place.of(opened)
-    planner = Planner(identity, divide=cluster.divide, swept=text)
+    planner = Planner(identity, swept=text)
     plan = planner.plan
     members = [_add(planner, combination, prepared, text) for combination, prepared in possible]
     targets = [name for member in members for name in member.names]

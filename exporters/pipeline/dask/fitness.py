@@ -22,7 +22,6 @@ PACKAGES = ("edgekv", "onnxruntime", "onnxruntime-qnn", "numpy")
 _MAKERS = (
     __name__,
     "exporters.pipeline.planning",
-    "exporters.pipeline.division",
     "exporters.pipeline.sensitivity",
     "exporters.sweep.quality",
     "exporters.targets.aihub.run",

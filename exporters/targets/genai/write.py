@@ -18,16 +18,9 @@ from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.progress import Progress, silent
 from exporters.targets.capabilities import GENAI
-from exporters.targets.genai.config import (
-    CONFIG,
-    DEQUANTIZER,
-    POSITION_PROCESSOR,
-    TOKENIZER,
-    dequantizer,
-    genai_config,
-    position_processor,
-)
+from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
 from exporters.targets.genai.folder import GENAI_MANIFEST, GenaiManifest
+from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.proof import prove_integers
 from exporters.targets.record import write_record
