@@ -31,6 +31,12 @@ def any_step(bundle: Bundle, graph: GraphRecord, part: PartRecord | None = None)
     return feeds
 
 
+def as_built(bundle: Bundle, arrays: Arrays) -> Arrays:
+    """Inputs or outputs of an exported graph as those of the built one: its keys are rows."""
+    keys = ("past_key", "new_key") if bundle.manifest.key_layout == "columns" else ()
+    return {name: each.swapaxes(2, 3).copy() if name.startswith(keys) else each for name, each in arrays.items()}
+
+
 def outputs(binding: Binding, feeds: Arrays) -> Arrays:
     made = {port.name: np.zeros(port.shape, port.dtype) for port in binding.interface.outputs}
     for bind, arrays in ((binding.inputs, feeds), (binding.outputs, made)):

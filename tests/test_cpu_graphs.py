@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from edgekv.graphs.kept import emulated_bytes
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import MemoryBinding
 from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, write_checkpoint
-from tests.cpu_graphs import any_step, outputs, source_of
+from tests.cpu_graphs import any_step, as_built, outputs, source_of
 from tests.exports import export_options, exported, exported_architecture
 from tests.thorough import variants
 
@@ -27,7 +28,7 @@ def assert_same_bits(bundle: Bundle) -> None:
         for part in graph.parts:
             path, feeds = bundle.part_path(part), any_step(bundle, graph, part)
             plain = outputs(MemoryBinding(engine.session(path)), feeds)
-            built = outputs(engine.load(path, part.name), feeds)
+            built, plain = outputs(engine.load(path, part.name), as_built(bundle, feeds)), as_built(bundle, plain)
             assert [name for name in plain if not np.array_equal(plain[name], built[name])] == []
         assert np.ptp(plain["logits"]) > 1000
 
@@ -48,6 +49,14 @@ def test_every_architecture_has_the_bits_of_the_exported_graph(architecture: str
 def test_states_of_8_bits_have_the_bits_of_the_exported_graph(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"])
     options = export_options(context=64, ar=(1, 8), draft_rows=(4,), state_bits=8)
+    assert_same_bits(open_bundle(exported(checkpoint, options)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, {"draft_rows": (4,)}, {"splits": 2}], ids=str)
+def test_keys_as_columns_have_the_bits_of_the_exported_graph(tmp_path: Path, shape: Any) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma3"])
+    options = export_options(context=64, ar=(1, 8), key_layout="columns", **shape)
     assert_same_bits(open_bundle(exported(checkpoint, options)))
 
 

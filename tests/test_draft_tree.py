@@ -104,9 +104,9 @@ def test_branches_change_nothing_on_the_htp(bundles: dict[str, Path], strategy: 
         assert compared(model, 2) > 3
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_cpu_checks_the_likeliest_branch_alone(bundles: dict[str, Path], strategy: str) -> None:
-    with edgekv.load(bundles["rows"], kv_update=strategy) as model:
+@pytest.mark.parametrize(("strategy", "layout"), [*((each, "rows") for each in STRATEGIES), ("mirror", "columns")])
+def test_the_cpu_checks_the_likeliest_branch_alone(bundles: dict[str, Path], strategy: str, layout: str) -> None:
+    with edgekv.load(bundles[layout], kv_update=strategy) as model:
         assert compared(model, 2) == 0
 
 

@@ -99,7 +99,7 @@ def test_elsewhere_prompts_run_in_the_bundles_graphs(small: Path, options: Any) 
         ("gemma3", {}, 12),  # layers that attend to 24 tokens
         ("llama-2", {"splits": 2, "head": "own", "embedding": "host"}, 32),
         ("llama-2", {"kv_dtype": "s16", "ar": (1,)}, 32),  # no prefill graph at all
-        ("qwen2", {"key_layout": "columns"}, None),
+        ("qwen2", {"key_layout": "columns"}, 32),
     ],
 )
 def test_windows_of_other_bundles(tmp_path: Path, architecture: str, options: Any, window: int | None) -> None:

@@ -15,6 +15,7 @@ from edgekv.engine.session import Session, choose_context
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
 from edgekv.runtime import Engine, RowView, StaticGraph
+from edgekv.runtime.engine import run_by
 from edgekv.runtime.graph import rope_tables
 from edgekv.spec import TARGET_HIDDEN, TARGET_OUT_RESULT
 from quant import Encoding
@@ -138,7 +139,7 @@ class CacheDraftModel:
     def _load(self, record: GraphRecord, cache: KVCache) -> StaticGraph:
         bundle = self.bundle
         bindings = [self._engine.load(bundle.part_path(part), part.name) for part in record.parts]
-        return StaticGraph(bindings, bundle.manifest, record, cache, rope_tables(bundle.manifest))
+        return StaticGraph(bindings, run_by(self._engine, bundle.manifest), record, cache, rope_tables(bundle.manifest))
 
 
 class CacheDrafter(StateDrafter):

@@ -23,7 +23,7 @@ from edgekv.kv import (
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.text import parse_policy
 from edgekv.runtime import Engine, HtpEngine
-from edgekv.runtime.engine import wide_prefill_of
+from edgekv.runtime.engine import run_by, wide_prefill_of
 from edgekv.runtime.load_options import CacheOptions
 
 _FIXED = ("slot", "shift-concat")
@@ -35,7 +35,7 @@ class CacheSetup:
     """The options that all caches of a model share.
 
     Attributes:
-        manifest: of the bundle.
+        manifest: of the bundle, as the engine runs it.
         strategy: update strategy.
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor.
         policy: context policy: what happens when the context is full.
@@ -68,7 +68,7 @@ class CacheSetup:
         """
         kv_update, reserve, policy = options.kv_update, options.reserve, options.policy
         cache_mode, kv_growth = options.cache_mode, options.kv_growth
-        manifest = bundle.manifest
+        manifest = run_by(engine, bundle.manifest)
         strategy = kv_update or default_strategy(reserve)
         if reserve is not None and strategy != "pointer-shift":
             found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."

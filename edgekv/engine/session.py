@@ -19,7 +19,7 @@ from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureRows
 from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_views
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.engine import wide_prefill_of
+from edgekv.runtime.engine import run_by, wide_prefill_of
 from edgekv.runtime.graph import Embeddings, rope_tables
 from edgekv.spec import FINAL_NORM_RESULT
 from quant import Encoding
@@ -73,6 +73,7 @@ class Graphs:
         self.cache = cache
         self.clock = StepTimes()
         self._bundle = bundle
+        self._manifest = run_by(engine, bundle.manifest)
         self._engine = engine
         # Engines of other packages may not say.
         self.batch_invariance: BatchInvariance = getattr(engine, "batch_invariance", "unequal")
@@ -248,7 +249,7 @@ class Graphs:
             bindings = [self._engine.load(self._bundle.part_path(part), part.name) for part in record.parts]
             graph = StaticGraph(
                 bindings,
-                self._bundle.manifest,
+                self._manifest,
                 record,
                 self.cache,
                 self._ropes,

@@ -88,8 +88,6 @@ class EmulatedOps(StackedOps):
 
     def _by_keys(self, query: View, keys: View) -> str:
         left, rows = self._by_group(query, keys)
-        columns = keys
-        if not self._keys_are_columns:
-            turned = self._once(("turned", keys.tensor), lambda: self._nodes.transpose(keys.tensor, 0, 1, 3, 2))
-            columns = replace(keys, tensor=turned)
-        return self._apart(self._multiply(left, self._dequantized(columns), rows), query.heads)
+        turned = self._once(("turned", keys.tensor), lambda: self._nodes.transpose(keys.tensor, 0, 1, 3, 2))
+        columns = self._dequantized(replace(keys, tensor=turned))
+        return self._apart(self._multiply(left, columns, rows), query.heads)

@@ -91,7 +91,7 @@ class FloatOps(StackedOps):
 
     @property
     def _reads_used_rows(self) -> bool:
-        return not self._keys_are_columns
+        return True
 
     def _rounded(self, x: str, name: str, heads: int = 0) -> View:
         return View(x, heads)
@@ -268,7 +268,7 @@ class FloatOps(StackedOps):
 
     def _by_keys(self, query: View, keys: View) -> str:
         left, rows = self._rows_of_groups(query, keys)
-        product = self._multiply(left, self._dequantized(keys), rows, transposed=not self._keys_are_columns)
+        product = self._multiply(left, self._dequantized(keys), rows, transposed=True)
         return self._apart(product, query.heads)
 
     def _by_group(self, x: View, shared: View) -> tuple[str, int]:

@@ -10,9 +10,13 @@ import msgspec
 from msgspec import structs
 
 from edgekv.bundle import ENCODER, GraphRecord, Manifest, PartRecord, VisionRecord, WeightPlaces
+from edgekv.spec import KeyLayout
 
 WIDE_ROWS = 256
 """Most tokens of a step: from here on, attention takes as much longer as all else gets shorter."""
+BUILT_KEYS: KeyLayout = "rows"
+"""Key layout of graphs that are built here, whatever the bundle's is: a step can then read the rows in use alone, where
+columns have a stride for each number of past tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +112,19 @@ class EncoderSource:
 Source = PartSource | EncoderSource
 
 
+def built_manifest(manifest: Manifest) -> Manifest:
+    """A manifest that says how graphs that are built here read keys."""
+    return manifest if manifest.key_layout == BUILT_KEYS else structs.replace(manifest, key_layout=BUILT_KEYS)
+
+
 def wide_prefill(manifest: Manifest) -> list[GraphRecord]:
     """A prefill graph for each context that the bundle does not have, for engines that build graphs.
 
-    It takes any number of tokens up to AR, and is divided as the bundle's graphs are. There is none where keys are
-    columns: their memory has a stride for each number of tokens.
+    It takes any number of tokens up to AR, and is divided as the bundle's graphs are.
     """
     contexts, windows = manifest.contexts, [each for each in manifest.windows if each is not None]
     ar = min(WIDE_ROWS, contexts[0] // 2, *(window // 2 for window in windows))
-    if ar < 2 or manifest.key_layout == "columns":
+    if ar < 2:
         return []
     return [_widened(graph, ar) for graph in manifest.graphs if graph.role == "decode"]
 

@@ -31,7 +31,7 @@ from edgekv.graphs.delta_rule import (
     unit_encoding,
 )
 from edgekv.graphs.nodes import Nodes
-from edgekv.graphs.source import PartSource
+from edgekv.graphs.source import PartSource, built_manifest
 from edgekv.spec import (
     CHECKPOINT_TOKENS,
     CONV_ROWS,
@@ -96,8 +96,8 @@ class View:
 class StackedOps(DeltaOps[View]):
     """A part of a graph for AR new tokens in a context of S, under construction; see `EmulatedOps` and `FloatOps`.
 
-    Inputs and outputs are those of the exported graph, but for adapters: their floats, and the B's of all heads of a
-    projection as one input.
+    Inputs and outputs are those of the exported graph, but for keys, which are rows, and for adapters: their floats, and
+    the B's of all heads of a projection as one input.
     """
 
     def __init__(self, source: PartSource, weights: BundleWeights, *, batch_invariant: bool) -> None:
@@ -108,7 +108,7 @@ class StackedOps(DeltaOps[View]):
             weights: of the bundle.
             batch_invariant: whether the bits of a row must not depend on how many others there are.
         """
-        manifest, graph = source.manifest, source.graph
+        manifest, graph = built_manifest(source.manifest), source.graph
         self.spec = manifest.model
         self._source = source
         self._part = source.part
@@ -361,12 +361,10 @@ class StackedOps(DeltaOps[View]):
         return self._each("Mul", [flat], name, [self._floats(part_name(weight, tap=tap))])
 
     def _appended(self, new: View, tensor: KvTensor) -> View:
-        """The integers of past and new rows of all heads; keys as columns stay so."""
+        """The integers of past and new rows of all heads."""
         nodes, heads = self._nodes, [replace(tensor, head=head) for head in range(new.heads)]
         encodings = tuple(self._encoding(each.past) for each in heads)
-        are_columns = tensor.kind == "key" and self._keys_are_columns
-        rows = nodes.transpose(new.tensor, *_SWAPPED) if are_columns else new.tensor
-        integers = nodes.quantize(rows, encodings, tensor.new if new.heads == 1 else f"{tensor.new}.of_all")
+        integers = nodes.quantize(new.tensor, encodings, tensor.new if new.heads == 1 else f"{tensor.new}.of_all")
         names = [each.new for each in heads]
         if new.heads > 1:
             nodes.split(integers, [1] * len(heads), 0, names)
@@ -382,14 +380,10 @@ class StackedOps(DeltaOps[View]):
         nodes, tensor = self._nodes, heads[0]
         encodings = tuple(self._encoding(each.past) for each in heads)
         pairs = [name for each in heads for name in (each.past, each.new)]
-        if tensor.kind == "key" and self._keys_are_columns:
-            rows_of = [nodes.add("Concat", [each.past, each.new], f"{each.past}.all", axis=3) for each in heads]
-            together = rows_of[0] if len(heads) == 1 else nodes.add("Concat", rows_of, f"{tensor.past}.stack", axis=0)
-        else:
-            # One copy of the past: the rows of the heads follow each other.
-            together = nodes.add("Concat", pairs, f"{tensor.past}.all", axis=2)
-            if len(heads) > 1:
-                together = nodes.reshape(together, [len(heads), 1, -1, self.spec.of_layer(tensor.layer).head_dim])
+        # One copy of the past: the rows of the heads follow each other.
+        together = nodes.add("Concat", pairs, f"{tensor.past}.all", axis=2)
+        if len(heads) > 1:
+            together = nodes.reshape(together, [len(heads), 1, -1, self.spec.of_layer(tensor.layer).head_dim])
         self._integers.add(together)
         return View(together, len(heads), 0, encodings)
 
@@ -735,7 +729,7 @@ class StackedOps(DeltaOps[View]):
     @property
     def _reads_used_rows(self) -> bool:
         """Whether past rows and masks may be fewer than the most."""
-        return self._batch_invariant and not self._keys_are_columns
+        return self._batch_invariant
 
     def _value_info(self, port: Port) -> onnx.ValueInfoProto:
         shape: list[int | str] = [*port.shape]
@@ -756,10 +750,6 @@ class StackedOps(DeltaOps[View]):
         states = self.spec.convolution_states
         assert states is not None, "a layer has some"
         return states
-
-    @property
-    def _keys_are_columns(self) -> bool:
-        return self._decoder.cache.key_layout == "columns"
 
     def _encoding(self, name: str) -> Encoding:
         """The encoding of a result, input or output.

@@ -14,7 +14,7 @@ from edgekv.graphs.cpu_mode import CpuMode, RenderedMode, can_build
 from edgekv.graphs.kept import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
-from edgekv.graphs.source import EncoderSource, PartSource, Source, wide_prefill
+from edgekv.graphs.source import EncoderSource, PartSource, Source, built_manifest, wide_prefill
 from edgekv.machine.graph_file import loadable
 from edgekv.machine.steps import step
 from edgekv.machine.system import format_bytes, free_memory_bytes, return_freed_memory
@@ -88,6 +88,10 @@ class CpuEngine:
         """
         return [] if self.mode == "emulate" else wide_prefill(manifest)
 
+    def as_run(self, manifest: Manifest) -> Manifest:
+        """The manifest with the key layout of the graphs that are loaded: exported ones where none can be built."""
+        return manifest if self.mode == "emulate" and not can_build() else built_manifest(manifest)
+
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
             with step(f"load {file.name} on {self.name}"):
@@ -144,7 +148,7 @@ class CpuEngine:
 
     def _source(self, file: Path) -> PartSource:
         """What a bundle's manifest says of a file."""
-        manifest = self._manifest(file.parent)
+        manifest = self.as_run(self._manifest(file.parent))
         return PartSource.of(file.parent, manifest, file.name, self.wide_prefill(manifest))
 
     def _manifest(self, folder: Path) -> Manifest:

@@ -57,6 +57,12 @@ def wide_prefill_of(engine: Engine, manifest: Manifest) -> list[GraphRecord]:
     return [] if own is None else own(manifest)
 
 
+def run_by(engine: Engine, manifest: Manifest) -> Manifest:
+    """A manifest with the key layout of the graphs that an engine loads: it may build its own; see `CpuEngine`."""
+    own = getattr(engine, "as_run", None)
+    return manifest if own is None else own(manifest)
+
+
 def open_encoder(engine: Engine, file: Path) -> Binding:
     """A vision encoder on an engine.
 
