@@ -341,7 +341,7 @@ class Model:
             generations: of this model, each with a `sequence` of its own.
 
         Raises:
-            UsageError: the bundle has no verify graphs, keys as columns, gated delta rules, or a cache that grows; the
+            UsageError: the bundle has no verify graphs, gated delta rules, or a cache that grows; the
                 engine gives a token other bits beside others (`cpu`); or the model was closed.
             ValueError: a later call has claimed the sequence of one.
             EngineError: the runtime failed.

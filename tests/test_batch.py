@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +28,14 @@ GREEDY = SamplingParams(max_new_tokens=9, ignore_eos=True)
 PARAMS = [GREEDY, GREEDY.overlaid(max_new_tokens=5, temperature=0.9, seed=7)]
 
 
+SHAPE: dict[str, Any] = {"context": (32, CONTEXT), "ar": (1, 8), "draft_rows": (3, 8)}
+
+
 @pytest.fixture(scope="module")
 def verifying(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint with graphs that verify 3 and 8 tokens in contexts of 32 and 64."""
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("verifying") / "checkpoint")
-    return exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), draft_rows=(3, 8)))
+    return exported(checkpoint, export_options(**SHAPE))
 
 
 def start(model: edgekv.Model, number: int) -> Generation:
@@ -71,25 +75,27 @@ def test_columns_have_one_owner() -> None:
 
 @pytest.mark.htp
 @pytest.mark.parametrize(
-    ("name", "strategy", "window"),
+    ("name", "strategy", "window", "key_layout"),
     [
-        ("dense", "slot", None),
-        pytest.param("dense", "pointer-shift", None, marks=pytest.mark.thorough),
-        pytest.param("lfm2", "slot", None, marks=pytest.mark.thorough),
-        pytest.param("lfm2", "mirror", None, marks=pytest.mark.thorough),
-        pytest.param("lfm3", "slot", 56, marks=pytest.mark.thorough),
-        ("lfm3", "pointer-shift", 16),
+        ("dense", "slot", None, "rows"),
+        ("dense", "slot", None, "columns"),
+        pytest.param("dense", "pointer-shift", None, "columns", marks=pytest.mark.thorough),
+        pytest.param("lfm2", "slot", None, "rows", marks=pytest.mark.thorough),
+        pytest.param("lfm2", "mirror", None, "rows", marks=pytest.mark.thorough),
+        pytest.param("lfm3", "slot", 56, "rows", marks=pytest.mark.thorough),
+        ("lfm3", "pointer-shift", 16, "columns"),
     ],
 )
 def test_each_text_and_cache_is_that_of_a_run_alone(
-    verifying: Path, tmp_path: Path, name: str, strategy: str, window: int | None
+    verifying: Path, tmp_path: Path, name: str, strategy: str, window: int | None, key_layout: str
 ) -> None:
     """Also of a model with states, which are an input of the pass, and with attention windows, which texts outgrow."""
     bundle = verifying
-    if name != "dense":
-        config = ARCHITECTURES[name] | ({} if window is None else {"sliding_window": window})
+    if (name, key_layout) != ("dense", "rows"):
+        config = {} if name == "dense" else ARCHITECTURES[name]
+        config = config | ({} if window is None else {"sliding_window": window})
         checkpoint = write_checkpoint(tmp_path / "checkpoint", config, gain=1.0)
-        bundle = exported(checkpoint, export_options(context=(32, CONTEXT), ar=(1, 8), draft_rows=(3, 8)))
+        bundle = exported(checkpoint, export_options(**SHAPE, key_layout=key_layout))
     with edgekv.load(bundle, "htp", kv_update=strategy) as model:
         alone = [[token.id for token in start(model, number)] for number in range(5)]
         wanted = [state(model, number) for number in range(5)]

@@ -1,53 +1,61 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import ContextFullError
-from edgekv.kv import Geometry, KVCache
+from edgekv.kv import STRATEGIES, Geometry, KVCache, Window
 from edgekv.kv.beam_cache import BeamCache
+from tests.kv_graph import rows_of
 
 GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=8, context=16)
 ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
-ALL = pytest.mark.parametrize("strategy", ["slot", "pointer-shift", "mirror", "shift-concat"])
+KINDS = [*product(STRATEGIES, ("rows", "columns"))][:-3] + [("shift-concat", "rows"), ("shift-concat", "columns")]
+ALL = pytest.mark.parametrize("kind", KINDS, ids=",".join)
 
 
-def _prompt(strategy: str, tokens: int) -> KVCache:
+def _prompt(kind: tuple[str, str], tokens: int) -> KVCache:
     """A cache whose token i has rows of i."""
-    cache = KVCache(GEOMETRY, ar=[1, 4], strategy=strategy)
+    strategy, layout = kind
+    cache = KVCache(replace(GEOMETRY, key_layout=layout), ar=[1, 4], strategy=strategy)
     for token in range(tokens):
-        (window,) = cache.window(1)
-        array = cache.arena.array if window.in_place else cache.arena.scratch
-        array[:, window.new_row % array.shape[1]] = token
+        _write(cache, cache.window(1), token)
         cache.commit(1)
     return cache
 
 
-def _run(cache: KVCache, beams: BeamCache, value: int) -> None:
+def _write(cache: KVCache, windows: tuple[Window, ...], value: int) -> None:
     """What a graph does: it writes a row where the window says."""
-    array = cache.arena.array if beams.window.in_place else cache.arena.scratch
-    array[:, beams.window.new_row % array.shape[1]] = value
+    for arena in cache.arenas:
+        for tensor, address in enumerate(arena.new_addresses(windows[0])):
+            at = address + arena.new_offset_bytes(windows[0])
+            rows_of(arena, tensor, at, arena.new_shape(windows[0].ar))[0] = value
 
 
-@given(st.sampled_from(["slot", "pointer-shift", "mirror", "shift-concat"]), st.integers(1, 12), st.data())
+@given(st.sampled_from(KINDS), st.integers(1, 12), st.data())
 def test_the_mask_opens_the_prompt_and_the_own_rows_of_each_beam(
-    strategy: str, prompt: int, data: st.DataObject
+    kind: tuple[str, str], prompt: int, data: st.DataObject
 ) -> None:
     """Read through the window as the graph does, after any reordering; 16 tokens hold not all rows of 4 beams."""
-    cache = _prompt(strategy, prompt)
+    cache = _prompt(kind, prompt)
     kept = 15 - prompt
     beams = BeamCache(cache, 4, kept=kept)
     naive: list[list[int]] = [[] for _ in range(4)]
     for step in range(kept + 1):
         assert beams.position == prompt + step
         for beam in range(4):
-            rows = np.arange(beams.window.past_row, beams.window.past_row + 15) % cache.arena.array.shape[1]
-            columns = beams.columns(beam)
-            window = cache.arena.array[:, rows]
-            assert [int(row) for row in window[0, beams.window.first : beams.window.stop, 0]] == list(range(prompt))
-            assert np.array_equal(window[:, columns], np.tile(np.array(naive[beam])[:, None], (4, 1, 8)))
-            _run(cache, beams, 100 + 4 * step + beam)
+            columns, window = beams.columns(beam), beams.window
+            for arena in cache.arenas:
+                for tensor, address in enumerate(arena.addresses):
+                    at = address + arena.past_offset_bytes(window)
+                    past = rows_of(arena, tensor, at, arena.past_shape(window.columns))
+                    assert [int(row[0]) for row in past[window.first : window.stop]] == list(range(prompt))
+                    assert np.array_equal(past[columns], np.tile(np.array(naive[beam])[:, None], (1, 8)))
+            _write(cache, (beams.window,), 100 + 4 * step + beam)
             if step < kept:
                 beams.keep(beam)
                 naive[beam].append(100 + 4 * step + beam)
@@ -60,8 +68,8 @@ def test_the_mask_opens_the_prompt_and_the_own_rows_of_each_beam(
 
 
 @ALL
-def test_reordering_copies_nothing_and_gathering_only_what_the_window_lacks(strategy: str) -> None:
-    cache = _prompt(strategy, 3)
+def test_reordering_copies_nothing_and_gathering_only_what_the_window_lacks(kind: tuple[str, str]) -> None:
+    cache = _prompt(kind, 3)
     beams = BeamCache(cache, 2, kept=12)
     for held in range(12):
         before = beams.bytes_gathered
@@ -76,22 +84,23 @@ def test_reordering_copies_nothing_and_gathering_only_what_the_window_lacks(stra
 
 
 @ALL
-def test_the_cache_holds_the_prompt_alone_before_and_after(strategy: str) -> None:
-    cache = _prompt(strategy, 5)
+def test_the_cache_holds_the_prompt_alone_before_and_after(kind: tuple[str, str]) -> None:
+    cache = _prompt(kind, 5)
     stats = cache.stats
     beams = BeamCache(cache, 3, kept=2)
     for _ in range(2):
         for beam in range(3):
             beams.columns(beam)
-            _run(cache, beams, 99)
+            _write(cache, (beams.window,), 99)
             beams.keep(beam)
         beams.reorder([0, 0, 1])
     assert cache.stats == stats
-    assert [int(cache.arena.array[0, row, 0]) for row in cache.held_rows()] == list(range(5))
+    for arena in cache.arenas:
+        assert [int(row[0]) for row in arena.read(0, cache.held_rows())] == list(range(5))
 
 
 def test_memory_is_that_of_one_sequence_while_all_beams_fit_into_it() -> None:
-    cache = _prompt("slot", 3)
+    cache = _prompt(("slot", "rows"), 3)
     assert BeamCache(cache, 4, kept=3).bytes_held == cache.stats.bytes_held
     more = BeamCache(cache, 4, kept=4)
     assert more.bytes_held == cache.stats.bytes_held + more.spill_bytes
@@ -100,6 +109,6 @@ def test_memory_is_that_of_one_sequence_while_all_beams_fit_into_it() -> None:
 
 def test_a_full_cache_is_refused() -> None:
     with pytest.raises(ContextFullError, match="context of 16 tokens: got 16 tokens held"):
-        BeamCache(_prompt("slot", 16), 2, kept=0)
+        BeamCache(_prompt(("slot", "rows"), 16), 2, kept=0)
     with pytest.raises(ValueError, match="got 2 beams of 6 rows; expected beams of 0 to 5 rows"):
-        BeamCache(_prompt("slot", 10), 2, kept=6)
+        BeamCache(_prompt(("slot", "rows"), 10), 2, kept=6)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KVCache, LayeredGeometry, parse_growth
+from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KeyLayout, KVCache, LayeredGeometry, parse_growth
 from edgekv.kv.policies.text import parse_policy
 from edgekv.kv.rows import RowGroup
 from edgekv.spec import ConvolutionStates, DeltaRule
@@ -21,9 +21,11 @@ LAYERS = 32
 CONTEXTS = (8, 16, 32)
 
 
-def make(growth: GrowthName | None, strategy: str = "slot", policy: str = "fail") -> KVCache:
+def make(
+    growth: GrowthName | None, strategy: str = "slot", policy: str = "fail", key_layout: KeyLayout = "rows"
+) -> KVCache:
     return KVCache(
-        geometry_of(CONTEXTS[-1], layers=3),
+        geometry_of(CONTEXTS[-1], layers=3, key_layout=key_layout),
         ar=[1, 4],
         strategy=strategy,
         policy=policy,
@@ -69,12 +71,13 @@ EVENTS = st.lists(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("key_layout", ["rows", "columns"])
 @pytest.mark.parametrize("strategy", ["slot", "pointer-shift"])
 @at_most(40)
 @given(growth=st.sampled_from(GROWTHS), policy=st.sampled_from(["fail", "sliding-window", "keydiff(9)"]), events=EVENTS)
-def test_every_step_sees_what_it_would_in_a_cache_made_for_all_tokens(strategy, growth, policy, events):
-    chosen = parse_policy(policy, ())
-    cache, fixed, serial = make(growth, strategy, chosen), make(None, strategy, chosen), 0
+def test_every_step_sees_what_it_would_in_a_cache_made_for_all_tokens(strategy, key_layout, growth, policy, events):
+    of_all = strategy, parse_policy(policy, ()), key_layout
+    cache, fixed, serial = make(growth, *of_all), make(None, *of_all), 0
     for event, size, fill in events:
         if event == "step" and cache.room(size):
             numbers = list(range(serial, serial + min(size, fill)))
@@ -91,7 +94,7 @@ def test_every_step_sees_what_it_would_in_a_cache_made_for_all_tokens(strategy, 
             fixed.reset()
         elif event == "restore":
             state = cache.state
-            cache, fixed = make(growth, strategy, chosen), make(None, strategy, chosen)
+            cache, fixed = make(growth, *of_all), make(None, *of_all)
             cache.restore(state)
             fixed.restore(state)
         # Rows are where each layer's own strategy says.
@@ -213,17 +216,16 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "key_layout", "contexts", "message"),
+    ("strategy", "contexts", "message"),
     [
-        ("mirror", "rows", CONTEXTS, "got mirror; expected the update strategy slot or pointer-shift"),
-        ("shift-concat", "rows", CONTEXTS, "got shift-concat; expected the update strategy slot or pointer-shift"),
-        ("slot", "columns", CONTEXTS, "got slot with keys as columns; expected"),
-        ("slot", "rows", (28, 30, 32), "growth staggered: got contexts of 28, 30, 32 tokens for 3 layers; expected at"),
+        ("mirror", CONTEXTS, "got mirror; expected the update strategy slot or pointer-shift"),
+        ("shift-concat", CONTEXTS, "got shift-concat; expected the update strategy slot or pointer-shift"),
+        ("slot", (28, 30, 32), "growth staggered: got contexts of 28, 30, 32 tokens for 3 layers; expected at"),
     ],
 )
-def test_what_cannot_grow_is_refused_by_name(strategy, key_layout, contexts, message):
+def test_what_cannot_grow_is_refused_by_name(strategy, contexts, message):
     with pytest.raises(UsageError, match=message):
-        KVCache(geometry_of(32, layers=3, key_layout=key_layout), ar=[1, 4], strategy=strategy, growth=Growth(contexts))
+        KVCache(geometry_of(32, layers=3), ar=[1, 4], strategy=strategy, growth=Growth(contexts))
 
 
 def test_a_growth_that_cannot_be_is_refused():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.session import Graphs, Session
 from edgekv.errors import refuse
-from edgekv.kv import BatchColumns, KVCache, RowArena, landing
+from edgekv.kv import Arena, BatchColumns, CacheGroup, KVCache
 from edgekv.runtime import RowView
 
 
@@ -40,7 +40,7 @@ class Batch:
 
         Raises:
             EngineError: the engine refused the graph.
-            ValueError: there is no verify graph, or keys are columns.
+            ValueError: there is no verify graph.
         """
         self._graphs = graphs
         self._graph = graphs.largest_verify()
@@ -86,14 +86,14 @@ class Batch:
         self._graphs.use(self._cache, sessions[0].adapter)
         windows = self._cache.window(self.most)
         self._graph.run([tokens[at] for at in placed], windows, 0, views)
-        landed = [landing(group, window) for group, window in zip(self._cache.groups, windows, strict=True)]
+        landed = self._cache.new_rows(windows)
         for row, place in enumerate(placed):
             session = sessions[place]
             new = [rows[:, row] for rows in landed]
             session.append(tokens[place], new)
             column = self._columns.append(id(session))
-            for at, arena in _arenas(self._cache):
-                arena.array[:, column] = new[at]
+            for at, _, arena in _attending(self._cache):
+                arena.row(column)[:] = new[at]
             self._revisions[session] = session.cache.revision
             found[place] = self._graph.logits[row].copy()
         self.passes += 1
@@ -115,10 +115,12 @@ class Batch:
         if key not in self._columns:
             self._revisions.pop(session, None)  # until its rows are copied
             columns = self._columns.join(key, cache.length)
-            for (at, theirs), (_, own) in zip(_arenas(cache), _arenas(self._cache), strict=True):
-                rows = np.array(cache.groups[at].strategy.held_rows(), np.intp) % theirs.layout.rows
-                own.array[:, columns] = theirs.array[:, rows]
-                self.bytes_copied += len(rows) * len(own.tensors) * own.row_bytes
+            for (_, group, theirs), (_, _, own) in zip(_attending(cache), _attending(self._cache), strict=True):
+                shape = len(own.tensors), cache.length, group.geometry.head_dim
+                rows = np.empty(shape, own.dtype)
+                theirs.copy_out(slice(None), group.strategy.held_rows(), rows)
+                own.copy_in(slice(None), columns, rows)
+                self.bytes_copied += rows.nbytes
         return True
 
     def _room(self, wanted: int, needed: Sequence[Session]) -> int:
@@ -132,15 +134,10 @@ class Batch:
         return self._columns.free
 
 
-def _arenas(cache: KVCache) -> list[tuple[int, RowArena]]:
-    """The groups with attention, by number, and the only arena of each."""
-    found: list[tuple[int, RowArena]] = []
-    for at, group in enumerate(cache.groups):
-        if not group.geometry.is_state:
-            (arena,) = group.arenas
-            assert isinstance(arena, RowArena), "keys as columns were refused"
-            found.append((at, arena))
-    return found
+def _attending(cache: KVCache) -> list[tuple[int, CacheGroup, Arena]]:
+    """The arenas of the groups with attention, with their numbers in `arenas`."""
+    pairs = ((group, arena) for group in cache.groups for arena in group.arenas)
+    return [(at, group, arena) for at, (group, arena) in enumerate(pairs) if not group.geometry.is_state]
 
 
 def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
@@ -160,6 +157,4 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
         refuse("batch", found, "one that gives a token the same bits beside any others, such as htp", fix)
     if caches.growth is not None:
         refuse("batch", "a cache that grows", "memory of one size", fix)
-    if manifest.cache_geometry.key_layout == "columns":
-        refuse("batch", "keys as columns", "keys as rows", "Export with --key-layout rows.")
     return Batch(graphs, caches.make_window())

@@ -249,11 +249,11 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
     if caches.growth is not None:
         refuse("growth", caches.growth.name, "none with num_beams", "Leave one of them out.")
     has_states = manifest.model.has_states
-    if manifest.key_layout != "rows" or manifest.windows or has_states:
+    if manifest.windows or has_states:
         found = "layers with states, which beams cannot share" if has_states else "layers with an attention window"
         raise UsageError(
             "num_beams",
-            got="keys as columns" if manifest.key_layout != "rows" else found,
-            expected="keys as rows, and layers that all attend to the whole context",
+            got=found,
+            expected="layers that all attend to the whole context",
             fix="Leave num_beams out, or export another bundle for it.",
         )

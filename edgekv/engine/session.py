@@ -474,11 +474,10 @@ class Session:
 
         Args:
             token: its id.
-            rows: `[N, D]` of each group of the cache, a row of each tensor.
+            rows: `[N, D]` of each of the cache's `arenas`, a row of each tensor.
 
         Raises:
             ContextFullError: there is no room.
-            ValueError: a group of the cache has several arenas.
         """
         self.settle()
         self.cache.append(rows)

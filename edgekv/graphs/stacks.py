@@ -96,8 +96,8 @@ class View:
 class StackedOps(DeltaOps[View]):
     """A part of a graph for AR new tokens in a context of S, under construction; see `EmulatedOps` and `FloatOps`.
 
-    Inputs and outputs are those of the exported graph, but for keys, which are rows, and for adapters: their floats, and
-    the B's of all heads of a projection as one input.
+    Inputs and outputs are those of the exported graph, but for keys, which are rows, and for adapters: their floats,
+    and the B's of all heads of a projection as one input.
     """
 
     def __init__(self, source: PartSource, weights: BundleWeights, *, batch_invariant: bool) -> None:

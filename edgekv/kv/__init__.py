@@ -6,7 +6,7 @@ integers; `Layout` gives the bytes of any strategy without allocating them.
 
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.batch_columns import BatchColumns
-from edgekv.kv.cache import CacheStats, KVCache, landing
+from edgekv.kv.cache import CacheStats, KVCache
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup, fold, tail_layout
@@ -82,7 +82,6 @@ __all__ = [
     "Window",
     "default_strategy",
     "find_policy",
-    "landing",
     "make_strategy",
     "state_rows",
     "state_strip",

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from numpy.typing import NDArray
-
+from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.beam_table import BeamTable
 from edgekv.kv.cache import KVCache
 from edgekv.kv.rows import Layout, RowArena
-
-Row = NDArray[Any]
 
 
 class BeamCache:
@@ -45,7 +41,8 @@ class BeamCache:
             ContextFullError: the cache has no room.
             ValueError: the context has no room for `kept` rows, or the cache's layers are not all alike.
         """
-        geometry = cache.arena.layout.geometry
+        (group,) = cache.groups
+        geometry = group.geometry
         (self.window,) = cache.window(1)
         self.prompt = range(self.window.first, self.window.stop)
         self.position = cache.position
@@ -53,11 +50,12 @@ class BeamCache:
         past_rows = geometry.past_rows(1)
         self._columns = [*range(self.window.first), *range(self.window.stop, past_rows)]
         self.table = BeamTable(beams, columns=len(self._columns), kept=kept)
-        self._beside: NDArray[Any] = cache.arena.array[:, :0]
-        self.spill_bytes = 0
+        self._arenas = group.arenas
+        self._spilled: list[Arena] = []
         if self.table.spill:
-            spill = RowArena(Layout(geometry, self.table.spill))
-            self._beside, self.spill_bytes = spill.array, spill.bytes_held
+            kinds = [{tensor.kind for tensor in arena.tensors} for arena in self._arenas]
+            self._spilled = [RowArena(Layout(geometry, self.table.spill, kinds=tuple(each))) for each in kinds]
+        self.spill_bytes = sum(arena.bytes_held for arena in self._spilled)
         self._row_bytes = geometry.tensors * geometry.row_bytes
         self.bytes_kept = 0
         self.bytes_gathered = 0
@@ -65,20 +63,20 @@ class BeamCache:
     @property
     def bytes_held(self) -> int:
         """Bytes allocated: the cache and the spill memory."""
-        return self._cache.arena.bytes_held + self.spill_bytes
+        return self._cache.bytes_held + self.spill_bytes
 
     def columns(self, beam: int) -> list[int]:
         """Prepare a beam to run; return the columns of its own rows, oldest token first."""
         for copy in self.table.gather(beam):
-            self._row(copy.dst_row)[:] = self._row(copy.src_row)
+            for to, row in zip(self._row(copy.dst_row), self._row(copy.src_row), strict=True):
+                to[:] = row
             self.bytes_gathered += self._row_bytes
         return [self._columns[row] for row in self.table.rows(beam)]
 
     def keep(self, beam: int) -> None:
         """Keep the row that the graph computed for a beam; the next run would overwrite it."""
-        arena = self._cache.arena
-        landed = arena.array if self.window.in_place else arena.scratch
-        self._row(self.table.append(beam))[:] = landed[:, self.window.new_row % landed.shape[1]]
+        for to, new in zip(self._row(self.table.append(beam)), self._cache.new_rows((self.window,)), strict=True):
+            to[:] = new[:, 0]
         self.bytes_kept += self._row_bytes
 
     def reorder(self, parents: Sequence[int]) -> None:
@@ -86,15 +84,8 @@ class BeamCache:
         self.table.reorder(parents)
         self.position += 1
 
-    def rows(self, beam: int) -> list[Row]:
-        """The rows of a beam besides the prompt: one array `[N, D]` for each token, sharing memory."""
-        return [self._row(row) for row in self.table.rows(beam)]
-
-    def _row(self, row: int) -> Row:
-        """One physical row of all tensors, `[N, D]`."""
+    def _row(self, row: int) -> list[Rows]:
+        """One physical row of all tensors, `[N, D]` in each arena."""
         if row < self.table.columns:
-            array, at = self._cache.arena.array, self.window.past_row + self._columns[row]
-        else:
-            array, at = self._beside, row - self.table.columns
-        found: Row = array[:, at % array.shape[1]]  # a mirrored window may wrap around its ring
-        return found
+            return [arena.row(self.window.past_row + self._columns[row]) for arena in self._arenas]
+        return [arena.row(row - self.table.columns) for arena in self._spilled]

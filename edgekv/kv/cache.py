@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from edgekv.kv.arena import Arena, Rows
-from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.cache_memory import CacheMemory
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup
 from edgekv.kv.eviction import Eviction
@@ -311,16 +310,20 @@ class KVCache:
         """Append a token whose keys, values and states were computed elsewhere.
 
         Args:
-            rows: `[N, D]` of each group, a row of each tensor of its only arena.
+            rows: `[N, D]` of each of `arenas`, a row of each tensor.
 
         Raises:
             ContextFullError: the policy is `fail` and there is no room.
-            ValueError: the cache is dirty, or a group has several arenas.
+            ValueError: the cache is dirty.
         """
-        places = [landing(group, window) for group, window in zip(self.groups, self.window(1), strict=True)]
-        for place, new in zip(places, rows, strict=True):
+        for place, new in zip(self.new_rows(self.window(1)), rows, strict=True):
             place[:, 0] = new
         self.commit(1)
+
+    def new_rows(self, windows: Sequence[Window]) -> list[Rows]:
+        """Where graphs write the new rows of the open step, `[N, AR, D]` in each of `arenas`; see `Arena`."""
+        pairs = zip(self.groups, windows, strict=True)
+        return [arena.new_rows(window) for group, window in pairs for arena in group.arenas]
 
     def rewind(self, n: int) -> None:
         """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.
@@ -521,20 +524,6 @@ class KVCache:
         self._open_ar = None
         if self._memory.grows:
             self._memory.free_outgrown()
-
-
-def landing(group: CacheGroup, window: Window) -> Rows:
-    """Where a graph writes the new rows of an open step, `[N, AR, D]`; only those before the end of a ring.
-
-    Raises:
-        ValueError: the group has several arenas: keys are columns.
-    """
-    (arena,) = group.arenas if len(group.arenas) == 1 else (None,)
-    if not isinstance(arena, RowArena):
-        raise ValueError(f"rows: got {len(group.arenas)} arenas; expected one that holds all tensors row by row")
-    place = arena.array if window.in_place else arena.scratch
-    first = window.new_row % place.shape[1]
-    return place[:, first : first + window.ar]
 
 
 class Positions:

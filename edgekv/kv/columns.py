@@ -160,6 +160,13 @@ class ColumnArena:
         else:
             self._strips[tensors, :, index] = values.transpose(0, 2, 1)
 
+    def row(self, row: int) -> Rows:
+        found: Rows = self._strips[:, :, row]
+        return found
+
+    def new_rows(self, window: Window) -> Rows:
+        return self._scratch.transpose(0, 2, 1)
+
     def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
         self._scratch[:, :, first : first + len(rows)] = self._scratch[:, :, rows]
         self._count(len(rows))

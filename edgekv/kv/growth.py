@@ -56,19 +56,14 @@ class Growth:
 
         Raises:
             ValueError: growth to another context, or from a context below the tokens of a step.
-            UsageError: another strategy, keys as columns, or two layers that would grow at the same token.
+            UsageError: another strategy, or two layers that would grow at the same token.
         """
         if self.contexts[-1] != context or self.contexts[0] <= max_ar:
             raise ValueError(f"growth: got {self.contexts}; expected contexts up to {context}, all above AR-{max_ar}")
-        columns = any(each.key_layout == "columns" for each in geometries)
-        if strategy not in GROWING_STRATEGIES or columns:
+        if strategy not in GROWING_STRATEGIES:
             names = " or ".join(GROWING_STRATEGIES)
-            raise UsageError(
-                f"growth {self.name}",
-                got=f"{strategy}{' with keys as columns' if columns else ''}",
-                expected=f"the update strategy {names}, and keys as rows",
-                fix="Leave growth out, export keys as rows." if columns else f"Use {names}, or leave growth out.",
-            )
+            fix = f"Use {names}, or leave growth out."
+            raise UsageError(f"growth {self.name}", got=strategy, expected=f"the update strategy {names}", fix=fix)
         layers = sum(each.layers for each in geometries if each.context == context and not each.is_state)
         steps = [above - below for below, above in zip((0, *self.contexts), self.contexts[:-1], strict=False)]
         if self.name == "staggered" and min(steps) < layers:

@@ -194,6 +194,16 @@ class RowArena:
     def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
         self.array[tensors, as_index(rows)] = values
 
+    def row(self, row: int) -> Rows:
+        found: Rows = self.array[:, row % self.layout.rows]
+        return found
+
+    def new_rows(self, window: Window) -> Rows:
+        place = self.array if window.in_place else self.scratch
+        first = window.new_row % place.shape[1]
+        found: Rows = place[:, first : first + window.ar]
+        return found
+
     def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
         place, size = (self.array, self.layout.rows) if window.in_place else (self.scratch, self.layout.scratch_rows)
         targets = range(window.new_row + first, window.new_row + first + len(rows))
