@@ -34,6 +34,7 @@ STRATEGIES = [
     ("shift-concat", None, "rows"),
     ("pointer-shift", 1.25, "columns"),
     ("slot", None, "columns"),
+    ("mirror", None, "columns"),
     ("shift-concat", None, "columns"),
 ]
 MOVING = [(RowArena, "execute"), (RowArena, "compact"), (ColumnArena, "execute"), (ColumnArena, "relocate")]

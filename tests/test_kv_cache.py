@@ -41,6 +41,7 @@ def schedules(draw: st.DrawFn) -> tuple[int, list[int], list[tuple[str, int, int
         ("columns pointer-shift", 2.0),
         ("columns pointer-shift", 1.25),
         ("columns slot", 2),
+        ("columns mirror", 2),
         ("columns shift-concat", 2),
     ],
 )

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -110,10 +111,29 @@ def test_a_system_that_refuses_keeps_nothing_mapped():
 
 
 def test_a_ring_must_be_whole_pages():
-    with pytest.raises(ValueError, match="ring_bytes: got 100"):
+    with pytest.raises(ValueError, match="ring_bytes, beside_bytes: got 100 and 0"):
         MirrorMemory(1, 100)
 
 
-def test_keys_as_columns_are_refused_by_name():
-    with pytest.raises(UsageError, match=r"got mirror with keys as columns; expected keys as rows.*slot"):
-        KVCache(Geometry(1, 1, 64, 64, key_layout="columns"), ar=[1], strategy="mirror")
+def test_keys_as_columns_lie_in_a_ring_as_large_as_that_of_values():
+    """A token copies its keys' elements and nothing else, as often as the head goes round."""
+    geometry = replace(GEOMETRY, context=64, key_layout="columns")
+    cache = KVCache(geometry, ar=[1], strategy="mirror", policy="sliding-window")
+    keys, values = cache.arenas
+    assert keys.layout.ring_bytes == values.layout.rows * geometry.row_bytes == mmap.PAGESIZE
+    tokens = 2 * keys.layout.rows + 100  # twice around
+    for _ in range(tokens):
+        cache.window(1)
+        cache.commit(1)
+    assert cache.stats.copies == tokens
+    assert (keys.bytes_copied, values.bytes_copied) == (tokens * 4 * 64, 0)
+    assert cache.bytes_held == 2 * geometry.tensors // 2 * mmap.PAGESIZE + 4 * mmap.PAGESIZE  # and pages beside keys
+
+
+def test_the_ring_of_keys_is_mapped_twice_in_front_of_plain_memory():
+    memory = MirrorMemory(2, mmap.PAGESIZE, mmap.PAGESIZE)
+    rings = np.ndarray((2, 3, mmap.PAGESIZE), np.uint8, memory.buffer)
+    rings[:] = 0
+    rings[0, 1, 5], rings[1, 0, 6], rings[0, 2, 7] = 1, 2, 3
+    assert (rings[0, 0, 5], rings[1, 1, 6], rings[0, 2, 7], int(rings.sum())) == (1, 2, 3, 2 * (1 + 2) + 3)
+    assert memory.held_bytes == 4 * mmap.PAGESIZE

@@ -28,6 +28,7 @@ MADE = [
     ("shift-concat", "rows"),
     ("pointer-shift", "columns"),
     ("slot", "columns"),
+    ("mirror", "columns"),
     ("shift-concat", "columns"),
 ]
 

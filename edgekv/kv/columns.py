@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.kv.arena import DTYPES, Rows, as_index
-from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, aligned
+from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, MirrorMemory, aligned
 from edgekv.kv.strategies.strategy import Move, Strategy, Window
 from edgekv.spec.geometry import Geometry, KvTensor
 
@@ -27,17 +28,22 @@ class ColumnLayout:
     is written where the oldest column of the next one was. So S-1 rows of reserve cost S-1 elements, and a strip for
     `rows` rows is (D-1)*P + rows elements: (D+1)(S-1), and an overhang, for a pointer shift of reserve 2.
 
+    A mirrored strip is a ring of `rows` elements that is mapped twice: as many bytes as the ring of the values, whose
+    rows it counts D times around.
+
     Attributes:
         geometry: the sizes of the cache.
         rows: rows of the strategy, equal to those of the values.
         widest: the largest P of the graphs.
         max_ar: their largest AR: the maximum number of columns outside a window or in the scratch.
+        mirrored: whether each strip is a ring of whole pages that is mapped twice.
     """
 
     geometry: Geometry
     rows: int
     widest: int
     max_ar: int
+    mirrored: bool = False
 
     @property
     def tensors(self) -> int:
@@ -46,8 +52,18 @@ class ColumnLayout:
 
     @property
     def strip_elements(self) -> int:
-        """(D-1)*P + rows at the largest P."""
-        return (self.geometry.head_dim - 1) * self.widest + self.rows
+        """Elements that can be addressed: (D-1)*P + rows at the largest P; those of a ring twice."""
+        return 2 * self.rows if self.mirrored else (self.geometry.head_dim - 1) * self.widest + self.rows
+
+    @property
+    def reach_rows(self) -> int:
+        """Rows that can be addressed: behind the end of a ring those of a window and a step."""
+        return self.rows + self.widest + self.max_ar if self.mirrored else self.rows
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of a mirrored strip."""
+        return self.rows * self.geometry.element_bytes
 
     @property
     def extra_elements(self) -> int:
@@ -62,17 +78,21 @@ class ColumnLayout:
     @property
     def stride_bytes(self) -> int:
         """From one tensor to the next."""
-        return self.scratch_offset_bytes + aligned(self.extra_elements * self.geometry.element_bytes)
+        stride_bytes = self.scratch_offset_bytes + aligned(self.extra_elements * self.geometry.element_bytes)
+        return -(-stride_bytes // PAGESIZE) * PAGESIZE if self.mirrored else stride_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes allocated: all blocks, and slack for aligning the first one."""
+        """Bytes allocated: all blocks, and slack for aligning the first one. Memory mapped twice counts once."""
+        if self.mirrored:
+            return self.tensors * (self.stride_bytes - self.ring_bytes)
         return self.tensors * self.stride_bytes + ALIGNMENT_BYTES
 
     @classmethod
     def of(cls, geometry: Geometry, strategy: Strategy, ar: Sequence[int], context: int | None = None) -> ColumnLayout:
         """The layout for a strategy, with graphs of these AR and a largest context of S."""
-        return cls(geometry, strategy.rows, geometry.past_rows(min(ar), context), max(ar))
+        rows = strategy.rows * (geometry.head_dim if strategy.mirrored else 1)
+        return cls(geometry, rows, geometry.past_rows(min(ar), context), max(ar), strategy.mirrored)
 
     def names(self) -> Iterator[KvTensor]:
         """The keys, in the order of the geometry."""
@@ -97,8 +117,13 @@ class ColumnArena:
     """
 
     def __init__(self, layout: ColumnLayout, allocate: Allocate = HeapMemory) -> None:
+        """Allocate and fill; a mirrored layout maps memory of its own, and `RowArena` says what that may raise."""
         geometry = layout.geometry
-        memory = allocate(layout.allocated_bytes)
+        memory: Memory
+        if layout.mirrored:
+            memory = MirrorMemory(layout.tensors, layout.ring_bytes, layout.stride_bytes - 2 * layout.ring_bytes)
+        else:
+            memory = allocate(layout.allocated_bytes)
         element_bytes = geometry.element_bytes
         self.layout = layout
         self.tensors = tuple(layout.names())
@@ -161,7 +186,7 @@ class ColumnArena:
             self._strips[tensors, :, index] = values.transpose(0, 2, 1)
 
     def row(self, row: int) -> Rows:
-        found: Rows = self._strips[:, :, row]
+        found: Rows = self._strips[:, :, row % self.layout.rows]
         return found
 
     def new_rows(self, window: Window) -> Rows:
@@ -183,8 +208,10 @@ class ColumnArena:
         Raises:
             ValueError: a move to the scratch, or a row that is not there; nothing is copied then.
         """
-        source_rows = self._scratch.shape[2] if move.src == "scratch" else self.layout.rows
-        target_rows = 0 if move.dst == "scratch" else self.layout.rows
+        if self.layout.mirrored:
+            move = move.around(self.layout.rows)
+        source_rows = self._scratch.shape[2] if move.src == "scratch" else self.layout.reach_rows
+        target_rows = 0 if move.dst == "scratch" else self.layout.reach_rows
         if not (0 <= move.src_row <= source_rows - move.rows and 0 <= move.dst_row <= target_rows - move.rows):
             raise ValueError(f"move: got {move}; expected rows of 0 to {source_rows - 1} and 0 to {target_rows - 1}")
         to, start = slice(move.dst_row, move.dst_row + move.rows), slice(move.src_row, move.src_row + move.rows)
@@ -199,7 +226,10 @@ class ColumnArena:
     def place(self, rows: Sequence[int], first_row: int, pitch: int) -> None:
         """Set the stride between dimensions to `pitch`; `rows` outside the window go to extra columns."""
         self._set_pitch(pitch)
-        outside = [row for row in rows if not first_row <= row < first_row + pitch]
+        if self.layout.mirrored:
+            outside = [row for row in rows if (row - first_row) % self.layout.rows >= pitch]
+        else:
+            outside = [row for row in rows if not first_row <= row < first_row + pitch]
         self._extra = {row: column for column, row in enumerate(outside)}
 
     def relocate(
@@ -233,7 +263,7 @@ class ColumnArena:
         self.pitch = pitch
         self._strips: Rows = np.lib.stride_tricks.as_strided(
             blocks,
-            (self.layout.tensors, geometry.head_dim, self.layout.rows),
+            (self.layout.tensors, geometry.head_dim, self.layout.reach_rows),
             (stride_bytes, pitch * element_bytes, element_bytes),
         )
 

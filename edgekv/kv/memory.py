@@ -59,20 +59,22 @@ class HeapMemory:
 class MirrorMemory:
     """Rings of whole pages, each mapped twice back to back; see `Memory`.
 
-    Ring i starts at byte 2 * i * ring_bytes; its second half maps the same memory as the first. All rings are in one
-    anonymous file and one reserved address range; both are freed with the last array on them.
+    Ring i starts at byte i * (2 * ring_bytes + beside_bytes); its second half maps the same memory as the first, and
+    the bytes beside it are mapped once. All rings are in one anonymous file and one reserved address range; both are
+    freed with the last array on them.
     """
 
-    def __init__(self, rings: int, ring_bytes: int) -> None:
-        """Map `rings` rings of `ring_bytes`.
+    def __init__(self, rings: int, ring_bytes: int, beside_bytes: int = 0) -> None:
+        """Map `rings` rings of `ring_bytes`, each with `beside_bytes` of plain memory behind it.
 
         Raises:
             UsageError: this system has no anonymous files (memfd_create); Linux and Android have.
             EngineError: the system refuses: no memory, or more mappings than it allows a process.
-            ValueError: a ring is not a whole number of pages.
+            ValueError: a ring, or what is beside it, is not a whole number of pages.
         """
-        if ring_bytes < 1 or ring_bytes % mmap.PAGESIZE:
-            raise ValueError(f"ring_bytes: got {ring_bytes}; expected a multiple of {mmap.PAGESIZE}, the page")
+        if ring_bytes < 1 or ring_bytes % mmap.PAGESIZE or beside_bytes % mmap.PAGESIZE:
+            found = f"{ring_bytes} and {beside_bytes}"
+            raise ValueError(f"ring_bytes, beside_bytes: got {found}; expected multiples of {mmap.PAGESIZE}, the page")
         if not hasattr(os, "memfd_create"):
             raise UsageError(
                 "update strategy mirror",
@@ -80,9 +82,9 @@ class MirrorMemory:
                 expected="Linux or Android",
                 fix=_FIX,
             )
-        size_bytes = 2 * rings * ring_bytes
+        size_bytes = rings * (2 * ring_bytes + beside_bytes)
         try:
-            self.address = _map_twice(rings, ring_bytes)
+            self.address = _map_twice(rings, ring_bytes, beside_bytes)
         except OSError as error:
             raise EngineError(
                 "update strategy mirror",
@@ -92,7 +94,7 @@ class MirrorMemory:
             ) from None
         self.offset = 0
         self.buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.address)
-        self.held_bytes = rings * ring_bytes
+        self.held_bytes = rings * (ring_bytes + beside_bytes)
         release = weakref.finalize(self.buffer, _libc().munmap, self.address, size_bytes)
         release.atexit = False  # arrays may outlive it there
 
@@ -110,18 +112,21 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _map_twice(rings: int, ring_bytes: int) -> int:
+def _map_twice(rings: int, ring_bytes: int, beside_bytes: int) -> int:
     """The first address of the range. If OSError is raised, nothing stays mapped."""
-    size_bytes = 2 * rings * ring_bytes
+    held_bytes = ring_bytes + beside_bytes
+    size_bytes = rings * (ring_bytes + held_bytes)
     file = os.memfd_create("edgekv-mirror")
     try:
-        os.truncate(file, rings * ring_bytes)
+        os.truncate(file, rings * held_bytes)
         # Reserved as one piece first: no other mapping can get between the halves of a ring.
         base = _mmap(None, size_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         try:
-            for half in range(2 * rings):
-                at = base + half * ring_bytes
-                _mmap(at, ring_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, file, half // 2 * ring_bytes)
+            for ring in range(rings):
+                at, held = base + ring * (ring_bytes + held_bytes), ring * held_bytes
+                # The second mapping goes on to what is beside the ring.
+                for first, size in ((at, ring_bytes), (at + ring_bytes, held_bytes)):
+                    _mmap(first, size, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, file, held)
         except OSError:
             _libc().munmap(base, size_bytes)
             raise

@@ -174,25 +174,25 @@ class RowArena:
         return [1, 1, ar, self.layout.geometry.head_dim]
 
     def past_offset_bytes(self, window: Window) -> int:
-        return window.past_row * self.row_bytes
+        return window.past_row % self.layout.rows * self.row_bytes
 
     def new_addresses(self, window: Window) -> list[int]:
         return self.addresses if window.in_place else self.scratch_addresses
 
     def new_offset_bytes(self, window: Window) -> int:
-        return window.new_row * self.row_bytes
+        return window.new_row % self.layout.rows * self.row_bytes
 
     def read(self, tensor: int, rows: Sequence[int]) -> Rows:
-        return self.array[tensor, rows]
+        return self.array[tensor, self._around(rows)]
 
     def write(self, tensor: int, rows: Sequence[int], values: Rows) -> None:
-        self.array[tensor, rows] = values
+        self.array[tensor, self._around(rows)] = values
 
     def copy_out(self, tensors: slice, rows: Sequence[int], out: Rows) -> None:
-        out[...] = self.array[tensors, as_index(rows)]
+        out[...] = self.array[tensors, as_index(self._around(rows))]
 
     def copy_in(self, tensors: slice, rows: Sequence[int], values: Rows) -> None:
-        self.array[tensors, as_index(rows)] = values
+        self.array[tensors, as_index(self._around(rows))] = values
 
     def row(self, row: int) -> Rows:
         found: Rows = self.array[:, row % self.layout.rows]
@@ -222,6 +222,8 @@ class RowArena:
         Raises:
             ValueError: a row that its tensor does not have; nothing is copied then.
         """
+        if self.layout.mirrored:
+            move = move.around(self.layout.rows)
         (source, source_rows), (target, target_rows) = self._places[move.src], self._places[move.dst]
         if not (0 <= move.src_row <= source_rows - move.rows and 0 <= move.dst_row <= target_rows - move.rows):
             raise ValueError(f"move: got {move}; expected rows of 0 to {source_rows - 1} and 0 to {target_rows - 1}")
@@ -238,6 +240,10 @@ class RowArena:
         self.array[:, row : row + rows] = self.scratch[:, :rows]
         self.bytes_copied += rows * self._bytes_per_row
         self.copies += 1
+
+    def _around(self, rows: Sequence[int]) -> Sequence[int]:
+        """Rows of a ring that keys as columns count on behind its end."""
+        return [row % self.layout.rows for row in rows] if self.layout.mirrored else rows
 
     def _shift(self, move: Move) -> None:
         # numpy cannot tell that strided rows of one array are disjoint and would buffer the copy of all tensors.

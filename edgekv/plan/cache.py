@@ -98,11 +98,6 @@ CHOICES = _choices()
 """Every strategy, the default of `edgekv generate` first."""
 
 
-def choices_for(geometry: Geometry | LayeredGeometry) -> tuple[Choice, ...]:
-    """The strategies for a key layout: `mirror` needs keys as rows."""
-    return tuple(choice for choice in CHOICES if geometry.key_layout == "rows" or choice.strategy != "mirror")
-
-
 class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs and outputs of one graph.
 
@@ -251,7 +246,9 @@ def count_addresses(choice: Choice, geometry: Geometry, max_ar: int, ar: int) ->
     geometry = state_strip(geometry, max_ar) if geometry.is_state else geometry
     layout = Layout.of(geometry, choice.make(geometry, max_ar))
     if choice.strategy == "mirror":
-        return 2 * layout.rows
+        in_columns = geometry.key_layout == "columns"
+        # Keys as columns move on by an element, and new ones are written to one address: the mean of keys and values.
+        return -(-(layout.rows * (geometry.head_dim + 2) + 1) // 2) if in_columns else 2 * layout.rows
     if choice.strategy == "pointer-shift":
         return 2 * (layout.rows - ar - geometry.past_rows(1) + 1)
     return 2
@@ -336,7 +333,7 @@ def strategy_cost(choice: Choice, geometry: Geometry | LayeredGeometry, ar: Sequ
 
 def _key_column_bytes(choice: Choice, geometry: Geometry | LayeredGeometry) -> int:
     """Bytes that keys as columns add to every token: graphs write new key columns to a scratch first."""
-    if geometry.key_layout == "rows" or choice.strategy != "pointer-shift":
+    if geometry.key_layout == "rows" or choice.strategy not in ("pointer-shift", "mirror"):
         return 0
     return sum(group.tensors // 2 * group.row_bytes for group in geometry.groups())
 

@@ -13,11 +13,11 @@ from devices import Device
 from edgekv.errors import UsageError
 from edgekv.kv import StrategyName
 from edgekv.plan.cache import (
+    CHOICES,
     Choice,
     GraphPorts,
     Recommendation,
     StrategyCost,
-    choices_for,
     estimate,
     graph_ports,
     recommend,
@@ -125,7 +125,7 @@ def make_size_report(subject: Subject, *, device: Device | None = None, limit: M
     if device is not None:
         check_cache_type(geometry, device)
         limit = limit or MemoryLimit.of_htp()
-    choices = choices_for(geometry)
+    choices = CHOICES
     costs = [strategy_cost(choice, geometry, subject.steps) for choice in choices]
     needed, found, summary = None, None, None
     if limit is not None:

@@ -33,7 +33,7 @@ def make_strategy(
     """An update strategy by name; only `pointer-shift` uses `reserve`.
 
     Raises:
-        UsageError: no such strategy, `mirror` for keys as columns, or a reserve that is not above 1 and at most 2.
+        UsageError: no such strategy, or a reserve that is not above 1 and at most 2.
     """
     if name == "pointer-shift":
         return PointerShift(geometry, reserve, max_ar=max_ar)
@@ -41,14 +41,7 @@ def make_strategy(
         return Slot(geometry, max_ar=max_ar)
     if name == "shift-concat":
         return ShiftConcat(geometry, max_ar=max_ar)
-    if name == "mirror" and geometry.key_layout == "rows":
-        return Mirror(geometry, max_ar=max_ar)
     if name == "mirror":
-        raise UsageError(
-            "update strategy",
-            got="mirror with keys as columns",
-            expected="keys as rows",
-            fix="Use pointer-shift or slot, or export keys as rows.",
-        )
+        return Mirror(geometry, max_ar=max_ar)
     names = " or ".join(STRATEGIES)
     raise UsageError("update strategy", got=repr(name), expected=names, fix=f"Use {names}.")

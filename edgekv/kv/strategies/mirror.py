@@ -22,11 +22,15 @@ class Mirror:
 
     P is S-1 rows of past and `max_ar` rows for a step's new rows, rounded up so that the ring is a whole number of
     pages: the new rows of a step never overlap a held token.
+
+    Keys as columns lie in a ring of as many bytes, where the next row is the next element. Rows are then counted up to
+    D * P, once around that ring; in the values' they are taken modulo P.
     """
 
     def __init__(self, geometry: Geometry, *, max_ar: int, page_bytes: int = PAGESIZE) -> None:
         whole_rows = page_bytes // gcd(page_bytes, geometry.row_bytes)
         self._rows = -(-(geometry.past_rows(1) + max_ar) // whole_rows) * whole_rows
+        self._cycle = self._rows * (geometry.head_dim if geometry.key_layout == "columns" else 1)
         self._head = 0
         self._length = 0
 
@@ -51,7 +55,7 @@ class Mirror:
         return ()
 
     def first_row(self, columns: int) -> int:
-        return (self._head - columns) % self._rows
+        return (self._head - columns) % self._cycle
 
     def window(self, ar: int, columns: int) -> Window:
         past_row = self.first_row(columns)
@@ -66,12 +70,12 @@ class Mirror:
         )
 
     def commit(self, tokens: int, evicted: int) -> Sequence[Move]:
-        self._head = (self._head + tokens) % self._rows
+        self._head = (self._head + tokens) % self._cycle
         self._length += tokens - evicted
         return ()
 
     def rewind(self, tokens: int) -> Sequence[Move]:
-        self._head = (self._head - tokens) % self._rows
+        self._head = (self._head - tokens) % self._cycle
         self._length -= tokens
         return ()
 
@@ -81,9 +85,9 @@ class Mirror:
         return moves
 
     def reset(self, length: int = 0) -> None:
-        self._head = length % self._rows
+        self._head = length % self._cycle
         self._length = length
 
     def held_rows(self) -> list[int]:
         first = self.first_row(self._length)
-        return [row % self._rows for row in range(first, first + self._length)]
+        return [row % self._cycle for row in range(first, first + self._length)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 Place = Literal["arena", "scratch"]
@@ -26,6 +26,12 @@ class Move:
     rows: int
     src: Place = "arena"
     dst: Place = "arena"
+
+    def around(self, rows: int) -> Move:
+        """The same move in a ring of `rows` rows: it begins before its end."""
+        src_row = self.src_row % rows if self.src == "arena" else self.src_row
+        dst_row = self.dst_row % rows if self.dst == "arena" else self.dst_row
+        return replace(self, src_row=src_row, dst_row=dst_row)
 
 
 @dataclass(frozen=True, slots=True)
