@@ -226,11 +226,13 @@ class ColumnArena:
     def place(self, rows: Sequence[int], first_row: int, pitch: int) -> None:
         """Set the stride between dimensions to `pitch`; `rows` outside the window go to extra columns."""
         self._set_pitch(pitch)
+        self._extra = {row: column for column, row in enumerate(self._outside(rows, first_row, pitch))}
+
+    def _outside(self, rows: Sequence[int], first_row: int, pitch: int) -> list[int]:
+        """Those that are not in a window."""
         if self.layout.mirrored:
-            outside = [row for row in rows if (row - first_row) % self.layout.rows >= pitch]
-        else:
-            outside = [row for row in rows if not first_row <= row < first_row + pitch]
-        self._extra = {row: column for column, row in enumerate(outside)}
+            return [row for row in rows if (row - first_row) % self.layout.rows >= pitch]
+        return [row for row in rows if not first_row <= row < first_row + pitch]
 
     def relocate(
         self, before: Sequence[int], after: Sequence[int], first_row: int, pitch: int, appended: int = 0
@@ -244,14 +246,22 @@ class ColumnArena:
             pitch: columns of the new window.
             appended: columns of the scratch that are kept.
         """
-        source = np.concatenate((self._indexes(before), self._scratch_indexes(appended)), axis=1)
-        self.place(after, first_row, pitch)
-        target = self._indexes(after)
-        if not after:
-            return
-        for block in self._blocks:
-            block[target] = block[source]
-        self._count(len(after))
+        strips, held, rows = self._strips, as_index(before), as_index(after)
+        are_runs = isinstance(held, slice) and isinstance(rows, slice) and not appended
+        if not are_runs or self._extra or self._outside(after, first_row, pitch):
+            source = np.concatenate((self._indexes(before), self._scratch_indexes(appended)), axis=1)
+            self.place(after, first_row, pitch)
+            if after:
+                target = self._indexes(after)
+                for block in self._blocks:
+                    block[target] = block[source]
+        else:
+            # Neighbouring elements together take a tenth of the time of single ones.
+            self.place(after, first_row, pitch)
+            for old, new in zip(strips, self._strips, strict=True):
+                new[:, rows] = old[:, held].copy()
+        if after:
+            self._count(len(after))
 
     def _count(self, columns: int) -> None:
         self.bytes_copied += columns * self._column_bytes
