@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from edgekv.errors import UsageError
-from edgekv.spec import DecoderInterface, DecoderSpec, matrices
+from edgekv.spec import HEAD, DecoderInterface, DecoderSpec, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.sensitivity import Costs
 from exporters.options import ExportOptions, RunOptions
@@ -79,10 +79,15 @@ def allocated(
         EngineError: the HTP compiler, which simulates a speed, is missing or failed.
     """
     spec, plain = prepared.checkpoint.spec, replace(options, target_mb=None, max_kl=None, target_tokens_per_s=None)
-    types = possible_types(spec, "litert" if options.graph_format == "tflite" else "cpu")
-    name = planner.sensitivities(prepared, types)
-    exact = planner.exact(prepared)
-    costs = finished(prepared, exact, [name], lambda store: store.answer(name, Costs))
+    has_head = _chooses_head(prepared)
+    types = possible_types(spec, "litert" if options.graph_format == "tflite" else "cpu", head=has_head)
+    measured = prepared
+    if has_head and spec.shares_vocabulary:
+        # A head of its own has other rows than the embeddings: what scales its inputs is in them.
+        measured = prepare(checkpoint, replace(plain, recipe=options.recipe.with_head(types[HEAD][0])))
+    name = planner.sensitivities(measured, types)
+    exact = planner.exact(measured)
+    costs = finished(measured, exact, [name], lambda store: store.answer(name, Costs))
     choose: Choose = Fronts(spec, costs).choose
     if options.target_tokens_per_s is not None:
         assert speed is not None, "the goal is a speed"
@@ -93,7 +98,8 @@ def allocated(
     if options.recipe.mean_bits is not None:
         goal = _MeanBits(choose, spec, options.recipe.name, options.recipe.mean_bits)
     elif options.target_mb is not None:
-        goal = _Size(choose, options, other_bytes(prepared.checkpoint, len(prepared.graphs)))
+        head = None if has_head else prepared.options.recipe.rule(HEAD).dtype
+        goal = _Size(choose, options, other_bytes(prepared.checkpoint, len(prepared.graphs), head))
     elif options.max_kl is not None:
         goal = _Divergence(choose, options)
     else:
@@ -107,6 +113,19 @@ def allocated(
         wanted = goal.pieces(exported)
         if goal.is_reached(chosen, finished(tried, exported.folded.exact, wanted, partial(goal.read, names=wanted))):
             return tried
+
+
+def _chooses_head(prepared: Prepared) -> bool:
+    """Whether the head may get another type: one of 8 bits, where the recipe names no mean of bits of the layers.
+
+    A tied head of 4 bits takes more bytes than one that is the table of embeddings too, and loses more: only time can
+    speak for it.
+    """
+    recipe, rule = prepared.options.recipe, prepared.options.recipe.rule(HEAD)
+    spec = prepared.checkpoint.spec
+    if recipe.mean_bits is not None or spec.target is not None or rule.dtype != "int8" or rule.method == "stored":
+        return False
+    return prepared.options.target_tokens_per_s is not None or not spec.tied_head
 
 
 Choose = Callable[[Callable[[Front], Allocation]], Allocation]
@@ -261,7 +280,7 @@ class _Size:
         return UsageError(
             "--target-mb",
             got=f"{self._most_mb:g}",
-            expected=f"{least}: every matrix of the layers in 4 bits, and all other files",
+            expected=f"{least}: every matrix in its smallest type, and all other files",
             fix="Allow more, or write fewer graphs (--ar, --context).",
         )
 

@@ -64,7 +64,7 @@ class ExportOptions:
         Option(
             "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, front-BITS "
             "(4 or 8 bits for each matrix, so many on average, where they lose least, such as front-5), or a recipe "
-            "file (.json).",
+            "file (.json). A name may end with the type of the head, such as w4a16-head-int4.",
             parse=lambda _, name: read_recipe(name),
             shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint; {ALLOCATED_RECIPE} with a target",
             group=_QUANTIZATION,
@@ -155,8 +155,8 @@ class ExportOptions:
     target_mb: Annotated[
         float | None,
         Option(
-            "Give each matrix of the layers 4 or 8 bits so that the bundle has at most N MB and loses least; --recipe "
-            "says the rest.",
+            "Give each matrix of the layers, and a head of its own, 4 or 8 bits so that the bundle has at most N MB "
+            "and loses least; --recipe says the rest.",
             metavar="N",
             shown="off",
             group=_QUANTIZATION,

@@ -11,11 +11,12 @@ from pathlib import Path
 from edgekv.errors import BundleError, UsageError
 from edgekv.plan import EncoderPlan, graph_bytes, graphs_bytes, quantization_bytes, writing_bytes
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
+from edgekv.spec.tensors import HEAD, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.quantize.allocation import type_bytes
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.recipe import Recipe
-from quant import WEIGHT_TYPES
+from quant import WEIGHT_TYPES, WeightDtype
 
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
@@ -136,18 +137,20 @@ def bundle_bytes(spec: DecoderSpec, recipe: Recipe, graphs: int) -> int:
     return bits // 8 + table + graphs_bytes(spec.sizes, graphs)
 
 
-def other_bytes(checkpoint: Checkpoint, graphs: int) -> int:
-    """Disk space of all that a bundle has beside the matrices of its layers, fitted to bundles with blocks."""
+def other_bytes(checkpoint: Checkpoint, graphs: int, head: WeightDtype | None = None) -> int:
+    """Disk space of all that a bundle has beside the matrices of its layers, fitted to bundles with blocks.
+
+    Args:
+        checkpoint: the checkpoint.
+        graphs: their number.
+        head: type of the head; None to leave out the vocabulary.
+    """
     spec = checkpoint.spec
-    shared = {name: shape for name, shape in matrices(spec).items() if name in (HEAD, HEAD_TURN)}
-    vocabulary = sum(WEIGHT_TYPES["int8"].matrix_bytes(inputs, outputs) for outputs, inputs in shared.values())
-    table = 0 if spec.shares_vocabulary else spec.sizes.table_parameters
     records = (
         round(_RECORDS * graph_bytes(spec.sizes)) + 2 * spec.vocab
     )  # encodings in the manifest, headers of shards, the sink
     return (
-        vocabulary
-        + table
+        (0 if head is None else type_bytes(spec, HEAD, head))
         + round(_BLOCKS * graphs_bytes(spec.sizes, graphs))
         + records
         + len(checkpoint.tokenizer.to_str())

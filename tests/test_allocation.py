@@ -15,11 +15,13 @@ from devices import find
 from edgekv.bundle import Manifest, RecipeRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
-from edgekv.spec import DecoderSpec, matrices
+from edgekv.spec import EMBEDDING, HEAD, Config, DecoderInterface, DecoderSpec, describe, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.estimate import estimate_spec
+from exporters.estimate import DecodeSpeed, estimate_spec
 from exporters.export import ExportOptions, RunOptions, export_bundle
-from exporters.quantize.allocation import Front, Fronts, possible_types
+from exporters.graphs.onnx import plan_graphs
+from exporters.graphs.split import Split
+from exporters.quantize.allocation import Front, Fronts, possible_types, type_bytes
 from exporters.quantize.recipe import Recipe, find_recipe
 from quant import WEIGHT_TYPES, WeightDtype
 from tests.checkpoints import NEWER, write_checkpoint
@@ -48,6 +50,18 @@ def export(checkpoint: Checkpoint, folder: Path, cache: Path, **changes: object)
 def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
+
+TIED_16K = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 16384,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 
 COSTS = st.lists(st.floats(1e-9, 1), min_size=4, max_size=4)
 TIMES = st.lists(st.integers(-100, 1000).map(lambda tenths: tenths / 10), min_size=4, max_size=4)
@@ -98,6 +112,43 @@ def test_blocks_divide_the_inputs(checkpoint: Checkpoint) -> None:
         assert {"int4", "int8"} <= {*types}
     for types in possible_types(checkpoint.spec, "litert").values():
         assert {*types} == {"int4", "int8"}, "its kernels have no blocks"
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("untied"), NEWER, {"tie_word_embeddings": False, "hidden_size": 256}
+    )
+    return Checkpoint.open(str(folder))
+
+
+@pytest.mark.slow
+def test_a_head_of_its_own_gets_4_bits_for_its_bytes(untied: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    """Its embeddings stay at 8. Without a goal it has 8 too."""
+    export(untied, tmp_path / "small", cache, recipe="w4a16")
+    export(untied, tmp_path / "smaller", cache, recipe="w4a16-head-int4")
+    sizes = [folder_bytes(tmp_path / name) / 1e6 for name in ("smaller", "small")]
+    found = export(untied, tmp_path / "bundle", cache, target_mb=sum(sizes) / 2)
+    assert sizes[0] < folder_bytes(tmp_path / "bundle") / 1e6 <= sum(sizes) / 2
+    assert WEIGHT_TYPES[Recipe.of(found.recipe).rule(HEAD).dtype].bits == 4
+    assert found.weights.matrices[EMBEDDING].dtype == "int8"
+    large = export(untied, tmp_path / "large", cache, target_mb=100)
+    assert Recipe.of(large.recipe).rule(HEAD).dtype == "int8"
+
+
+def test_a_head_that_a_recipe_names_keeps_its_type(untied: Checkpoint, tmp_path: Path, cache: Path) -> None:
+    found = export(untied, tmp_path / "bundle", cache, recipe="w4a16-head-lpbq32", target_mb=100)
+    assert Recipe.of(found.recipe).rule(HEAD).dtype == "lpbq32"
+
+
+def test_only_time_gives_a_tied_head_4_bits(checkpoint: Checkpoint) -> None:
+    """It takes more bytes than a head that is the table of embeddings too."""
+    spec = checkpoint.with_vocabulary("turned").spec
+    int8, int4 = (type_bytes(spec, HEAD, dtype) for dtype in ("int8", "int4"))
+    assert int8 < int4
+    fronts = Fronts(spec, {HEAD: {"int4": 0.02, "int8": 0.001}}, {HEAD: {"int4": -300.0, "int8": 0.0}})
+    assert fronts.choose(lambda front: front.largest).types == {HEAD: "int8"}
+    assert fronts.choose(lambda front: front.largest, -100.0).types == {HEAD: "int4"}
 
 
 def test_a_bundle_is_as_large_as_it_may_be(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
@@ -155,7 +206,7 @@ def test_a_sweep_refuses_recipes_of_the_front(checkpoint: Checkpoint, tmp_path: 
 def test_a_goal_that_no_types_reach_names_the_nearest(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
     export(checkpoint, tmp_path / "small", cache, recipe="w4a16")
     smallest = folder_bytes(tmp_path / "small")
-    with pytest.raises(UsageError, match=r"--target-mb: got 0\.1; expected about 0\.\d+: every matrix of the layers"):
+    with pytest.raises(UsageError, match=r"--target-mb: got 0\.1; expected about 0\.\d+: every matrix in its smallest"):
         export(checkpoint, tmp_path / "bundle", cache, target_mb=0.1)
     with pytest.raises(UsageError, match=r"--target-mb: got .*; expected at least 0\.\d+: every matrix"):
         export(checkpoint, tmp_path / "bundle", cache, target_mb=0.95 * smallest / 1e6)
@@ -229,6 +280,18 @@ def decoded_per_s(manifest: Manifest, cache: Path) -> float:
     )
     assert found.graphs[0].tokens_per_s is not None
     return found.graphs[0].tokens_per_s
+
+
+@pytest.mark.slow
+@pytest.mark.htp
+def test_a_tied_head_of_4_bits_is_timed_as_it_would_be_exported(tmp_path: Path, cache: Path) -> None:
+    """With its table apart, so without the matrix in front of a shared one; beside it as exports have it."""
+    spec = describe(Config(TIED_16K))
+    (graph,) = (each for each in plan_graphs((1,), (64,), Split.whole(spec.layers)) if each.role == "decode")
+    interface = DecoderInterface.of(spec, 64, "u8", "rows", "u16")
+    shared = msgspec.structs.replace(spec, vocabulary="turned")
+    speed = DecodeSpeed(shared, find_recipe("w4a16"), graph, interface, find("SM8650"), RunOptions(cache_dir=cache))
+    assert speed.times({HEAD: ("int4", "int8")})[HEAD]["int4"] < -50, "microseconds"
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,7 @@ def test_the_fewest_parts_that_stay_inside_all_limits_are_made(layers, head, gra
         packed=[each * 10**6 // 2 for each in layers],
         embedding_bytes=10**8,
         head_bytes=head * 10**6,
+        packed_head_bytes=head * 10**6,
         cache=[10**7] * len(layers),
         activations_bytes=10**6,
         layer_graph_bytes=10**5,
@@ -577,7 +578,7 @@ def test_ram_to_compile_is_near_what_was_measured(graphs, weights_mb, packed_mb,
     assert found == pytest.approx(measured_gb * 1e9, rel=0.2)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "w4a16-head-int4", "w4a16-lpbq64-head-lpbq64", "w8a16-head-lpbq32"])
 def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
     sizes, recipe = matrices(describe(Config(CONFIG))), find_recipe(name)
     layer = [(shape, recipe.rule(key).dtype) for key, shape in sizes.items() if ".layers.3." in key]
@@ -588,8 +589,18 @@ def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
     )
     packed = sum(rows * columns // 2 for (rows, columns), dtype in layer if dtype != "int8")
     assert found.packed_bytes[3] == packed
-    head_bytes = WEIGHT_TYPES[recipe.rule("lm_head.weight").dtype].matrix_bytes(2048, 128256)
-    assert found.head_bytes == head_bytes + 2 * 2048
+    head = WEIGHT_TYPES[recipe.rule("lm_head.weight").dtype]
+    assert found.head_bytes == head.matrix_bytes(2048, 128256) + 2 * 2048
+    assert found.packed_head_bytes == head.packed_bytes(2048, 128256)
+
+
+def test_a_tied_head_of_4_bits_has_a_table_beside_it():
+    """On disk that costs bytes; a graph holds fewer, as the compiler stores a shared table twice."""
+    tied = replace(LLAMA_1B, tied_head=True)
+    shared, apart = (recipe_weights(tied, f"w4a16{head}") for head in ("", "-head-int4"))
+    assert (shared.shares_table, apart.shares_table) == (True, False)
+    assert apart.total_bytes > shared.total_bytes and apart.compiled_bytes < shared.compiled_bytes
+    assert apart.head_bytes == recipe_weights(LLAMA_1B, "w4a16-head-int4").head_bytes
 
 
 def test_a_recipe_of_mean_bits_is_planned(tmp_path):
@@ -599,6 +610,7 @@ def test_a_recipe_of_mean_bits_is_planned(tmp_path):
     assert four.layer_bytes[3] < middle.layer_bytes[3] < eight.layer_bytes[3]
     assert (four.packed_bytes[3], eight.packed_bytes[3]) == (LLAMA_1B.layer_parameters // 2, 0)
     assert four.head_bytes == eight.head_bytes
+    assert recipe_weights(LLAMA_1B, "front-4-head-int4").layer_bytes == four.layer_bytes
     with pytest.raises(UsageError, match=r"--recipe: got 'front-9'; expected .* or front-BITS, from 4 to 8 bits"):
         make_plan(tmp_path, device=find("SM8650"), recipe="front-9")
 

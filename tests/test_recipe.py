@@ -13,7 +13,7 @@ from exporters.checkpoint.folded import FoldedCheckpoint
 from exporters.checkpoint.rotate import applied_rotation, hadamard, principal_directions
 from exporters.export import export_bundle
 from exporters.quantize.effort import EFFORTS, Effort
-from exporters.quantize.recipe import describe_recipe, find_recipe, recipe_names
+from exporters.quantize.recipe import Recipe, describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
 from tests.checkpoints import NEWER, write_checkpoint
 from tests.exports import export_options, exported, small_options
@@ -108,6 +108,38 @@ def test_the_last_rule_that_matches_holds_and_the_manifest_says_so(checkpoint, t
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_that_ships_keeps_the_head_at_8_bits(name):
     assert find_recipe(name).rule("lm_head.weight").dtype == "int8"
+
+
+@pytest.mark.parametrize("name", ["w4a16-head-int4", "w4a16-lpbq64-head-lpbq64", "front-5-head-int4"])
+def test_a_name_may_end_with_the_type_of_the_head(name):
+    base, _, dtype = name.rpartition("-head-")
+    found, plain = find_recipe(name), find_recipe(base)
+    assert (found.rule("lm_head.weight").dtype, found.rule("lm_head.weight").method) == (dtype, "gptq")
+    assert found.rule("model.layers.0.mlp.up_proj.weight") == plain.rule("model.layers.0.mlp.up_proj.weight")
+    assert msgspec.structs.replace(found, name=base, weights=plain.weights) == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("w4a16-head-int3", "got 'w4a16-head-int3'; expected .*, also with -head-int4 behind it"),
+        ("w5a16-head-int4", "got 'w5a16'; expected .*, also with -head-int4 behind it"),
+        ("w4a16-head-int4-head-int4", "got w4a16-head-int4-head-int4; expected one type of the head"),
+        ("as-stored-head-int4", "got as-stored-head-int4; expected a recipe that chooses the types"),
+    ],
+)
+def test_a_type_that_no_head_can_have_is_refused(name, message):
+    with pytest.raises(UsageError, match=f"--recipe: {message}"):
+        find_recipe(name)
+
+
+def test_a_tied_head_of_4_bits_leaves_the_embeddings_at_8(checkpoint, tmp_path):
+    export(checkpoint, tmp_path / "bundle", find_recipe("w4a16-head-int4"))
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert (manifest.recipe.name, manifest.model.vocabulary) == ("w4a16-head-int4", "apart")
+    kinds = {name: manifest.weights.matrices[name].dtype for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    assert kinds == {"lm_head.weight": "int4", "model.embed_tokens.weight": "int8"}
+    assert Recipe.of(manifest.recipe).rule("lm_head.weight").method in ("gptq", "descent")
 
 
 def test_what_its_name_says_has_8_bits():

@@ -25,7 +25,7 @@ def plan(
     device: Annotated[Device, Option("Target chip: part number or name, such as SM8650.", parse=find_device)],
     output: Output,
     context: Annotated[int, Option("Context length in tokens.")] = DEFAULT_CONTEXT,
-    recipe: Annotated[str, Option("Integer types, such as w8a16, w4a16-lpbq64 or front-5.")] = "w8a16",
+    recipe: Annotated[str, Option("Integer types, such as w8a16, w4a16-lpbq64, front-5 or w4a16-head-int4.")] = "w8a16",
     kv: Annotated[str, Option("Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = "u8",
     ar: Annotated[
         tuple[int, ...], Option("Tokens per inference of each graph, comma-separated, with 1.", parse=parse_numbers)

@@ -272,6 +272,7 @@ def _load(subject: Subject, choice: Choice) -> Load:
         packed=weights.packed_bytes,
         embedding_bytes=weights.embedding_bytes,
         head_bytes=weights.head_bytes,
+        packed_head_bytes=weights.packed_head_bytes,
         cache=choice.layer_bytes(geometry, subject.steps),
         activations_bytes=activation_bytes(decoder, geometry, subject.steps[-1]),
         layer_graph_bytes=layer_graph_bytes(decoder),

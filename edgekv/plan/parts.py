@@ -114,6 +114,7 @@ class Load:
         packed: the part of each layer's bytes that contain two integers.
         embedding_bytes: the embedding table.
         head_bytes: the last norm and the head.
+        packed_head_bytes: the part of the head's bytes that contain two integers.
         cache: bytes of the cache of each layer.
         activations_bytes: bytes needed in every HTP context.
         layer_graph_bytes: one layer's share of the file of one graph, without weights.
@@ -125,6 +126,7 @@ class Load:
     packed: Sequence[int]
     embedding_bytes: int
     head_bytes: int
+    packed_head_bytes: int
     cache: Sequence[int]
     activations_bytes: int
     layer_graph_bytes: int
@@ -259,6 +261,6 @@ def _part(load: Load, layers: range, *, embedding: bool = False, head: bool = Fa
             weights_bytes,
             graph_bytes,
             load.graphs if layers else 1,
-            packed_bytes=sum(load.packed[layer] for layer in layers),
+            packed_bytes=sum(load.packed[layer] for layer in layers) + load.packed_head_bytes * head,
         ),
     )

@@ -19,7 +19,7 @@ from edgekv.plan.parts import EncoderPlan, Part
 from edgekv.plan.speed import SpeculativeSpeed, Speed, check_acceptance, estimate_speed, speculative_speed
 from edgekv.plan.subject import Subject, find_subject, is_bundle
 from edgekv.plan.wording import duration, duration_span, encoder_sentence, fit_sentences, gb, span
-from edgekv.spec import FRONT, LEAST_BITS, MOST_BITS, RECIPE_TYPES, KvDtype, front_bits
+from edgekv.spec import FRONT, HEAD_MARK, LEAST_BITS, MOST_BITS, RECIPE_TYPES, KvDtype, front_bits, head_type
 
 RECIPES = tuple(RECIPE_TYPES)
 _KV_BITS = {"u8": 8, "s16": 16}
@@ -96,7 +96,7 @@ def make_plan(
         path: a `config.json`, or a folder that has one; no weights are read.
         device: the target.
         context: S, tokens.
-        recipe: one of `RECIPES`, or `front-BITS`.
+        recipe: one of `RECIPES`, or `front-BITS`, with the type of the head behind it if that is not int8.
         kv: `u8` or `s16`.
         ar: tokens per inference of each graph.
         acceptance: probability that a drafted token is right after right ones; None for no drafts.
@@ -165,8 +165,10 @@ def make_plan(
 
 
 def _find(path: Path, context: int, recipe: str, kv: str, ar: tuple[int, ...]) -> Subject:
-    if recipe not in RECIPES and front_bits(recipe) is None:
+    base, _ = head_type(recipe)
+    if base not in RECIPES and front_bits(base) is None:
         wanted = " or ".join([*RECIPES, f"{FRONT}BITS, from {LEAST_BITS} to {MOST_BITS} bits a weight"])
+        wanted += f", also with {HEAD_MARK}int4 behind it"
         raise UsageError("--recipe", got=repr(shortened(recipe)), expected=wanted, fix="Use --recipe w8a16.")
     if kv not in _KV_BITS:
         raise UsageError("--kv", got=repr(shortened(kv)), expected=" or ".join(_KV_BITS), fix="Use --kv u8.")

@@ -26,6 +26,7 @@ from edgekv.spec import (
     RotaryInputs,
     Weights,
     describe_cache,
+    head_type,
     identify,
     read_config,
     recipe_weights,
@@ -351,7 +352,9 @@ def _from_config(file: Path, given: Overrides) -> Subject:
     decoder = None if spec is None else spec.sizes
     weights = None if decoder is None else recipe_weights(decoder, given.recipe)
     size_bytes = None if weights is None else weights.total_bytes
-    basis = f"the recipe {given.recipe}, with an 8-bit embedding table and head"
+    _, head = head_type(given.recipe)
+    head_said = "head" if head == "int8" else f"a head in {head}"
+    basis = f"the recipe {given.recipe}, with an 8-bit embedding table and {head_said}"
     assumptions.append(weights_sentence(size_bytes, basis))
     host_bytes = 0 if weights is None else weights.host_bytes
     if host_bytes:

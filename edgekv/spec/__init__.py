@@ -107,12 +107,15 @@ if TYPE_CHECKING:
     from edgekv.spec.rope import Rope as Rope, Rotation as Rotation
     from edgekv.spec.sizes import (
         FRONT as FRONT,
+        HEAD_MARK as HEAD_MARK,
+        HEAD_TYPES as HEAD_TYPES,
         LEAST_BITS as LEAST_BITS,
         MOST_BITS as MOST_BITS,
         RECIPE_TYPES as RECIPE_TYPES,
         Decoder as Decoder,
         Weights as Weights,
         front_bits as front_bits,
+        head_type as head_type,
         recipe_weights as recipe_weights,
     )
     from edgekv.spec.tensors import (

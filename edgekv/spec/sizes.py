@@ -182,6 +182,7 @@ class Weights:
         layer_bytes: each layer.
         packed_bytes: bytes of each layer that contain two 4-bit integers.
         head_bytes: the last norm and the head.
+        packed_head_bytes: bytes of the head that contain two 4-bit integers.
         shares_table: whether the table is the head's matrix, stored once.
         host_bytes: a table that the host alone reads, mapped; in none of the sums.
     """
@@ -190,6 +191,7 @@ class Weights:
     layer_bytes: tuple[int, ...]
     packed_bytes: tuple[int, ...]
     head_bytes: int
+    packed_head_bytes: int = 0
     shares_table: bool = False
     host_bytes: int = 0
 
@@ -227,11 +229,23 @@ _IN_8_BITS: frozenset[MatrixRole] = frozenset(
 RECIPE_TYPES = {each.recipe: LayerTypes(name, _IN_8_BITS) for name, each in WEIGHT_TYPES.items()} | {
     "w4a16-lpbq32-updown8": LayerTypes("lpbq32", _IN_8_BITS | {"up", "down"})
 }
-"""Weight types of the layers in the shipped recipes, by name; the head is int8."""
+"""Weight types of the layers in the shipped recipes, by name; the head is int8, if the name does not say more."""
+
+HEAD_MARK = "-head-"
+"""What stands in a recipe's name between that of the other matrices and the type of the head: `w4a16-head-int4`."""
+HEAD_TYPES = tuple(name for name, each in WEIGHT_TYPES.items() if each.is_packed)
+"""The types that a name can give to the head."""
 
 FRONT = "front-"
 """How the names of recipes begin that say how many bits a weight of the layers has on average, with its scales."""
 LEAST_BITS, MOST_BITS = 4, 8
+
+
+def head_type(recipe: str) -> tuple[str, WeightDtype]:
+    """The recipe of all other matrices in the name of a recipe such as `w4a16-head-int4`, and the type of the head."""
+    base, _, ending = recipe.rpartition(HEAD_MARK)
+    found = next((name for name in HEAD_TYPES if name == ending), None)
+    return (recipe, "int8") if found is None else (base, found)
 
 
 def front_bits(recipe: str) -> float | None:
@@ -243,15 +257,16 @@ def front_bits(recipe: str) -> float | None:
 
 
 def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
-    """The weights in one of the recipes of `RECIPE_TYPES`, or in one that `front_bits` knows.
+    """The weights in one of the recipes of `RECIPE_TYPES`, or in one that `front_bits` knows, with any `head_type`.
 
     One byte for each element of a matrix, or half a byte; four for the scale of each of its output channels, and one
     for each of their blocks; one for each element of the embedding table, and six for each of its rows; two for each
-    element of a norm. A tied head is the table, and a matrix in front of it turns what it reads. Biases, q and k norms
-    and post-norms are not counted. Where a recipe names bits, the export chooses which matrices have 4 or 8: each layer
-    is counted with its share.
+    element of a norm. A tied head of 8 bits is the table, and a matrix in front of it turns what it reads. Biases, q
+    and k norms and post-norms are not counted. Where a recipe names bits, the export chooses which matrices have 4 or
+    8: each layer is counted with its share.
     """
-    bits = front_bits(recipe)
+    recipe, head = head_type(recipe)
+    bits, is_shared = front_bits(recipe), decoder.tied_head and head == "int8"
     layers, packed = [2 * 2 * decoder.hidden] * decoder.layers, [0] * decoder.layers
     for kind in decoder.layer_kinds:
         if bits is not None:
@@ -266,12 +281,14 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
             packed[layer] += packed_bytes
     byte = WEIGHT_TYPES["int8"]
     table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
-    turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if decoder.tied_head else 0
+    turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if is_shared else 0
+    head_bytes = WEIGHT_TYPES[head].matrix_bytes(decoder.hidden, decoder.vocab)
     return Weights(
         embedding_bytes=table_bytes + step_bytes,
         layer_bytes=tuple(layers),
         packed_bytes=tuple(packed),
-        head_bytes=table_bytes + turn_bytes + 2 * decoder.hidden,
-        shares_table=decoder.tied_head,
+        head_bytes=head_bytes + turn_bytes + 2 * decoder.hidden,
+        packed_head_bytes=WEIGHT_TYPES[head].packed_bytes(decoder.hidden, decoder.vocab),
+        shares_table=is_shared,
         host_bytes=decoder.host_parameters and byte.matrix_bytes(decoder.layer_inputs, decoder.vocab),
     )

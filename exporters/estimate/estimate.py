@@ -28,6 +28,7 @@ from edgekv.spec import (
     EncodingTypes,
     KeyLayout,
     KvDtype,
+    Vocabulary,
     describe,
     read_config,
 )
@@ -203,9 +204,6 @@ def estimate_config(
             fix="Use --recipe w4a16, or export it, and use edgekv estimate on the bundle.",
         )
     spec = describe(read_config(path / CONFIG if path.is_dir() else path))
-    if types.shares_vocabulary(spec):
-        vocabulary = shared_vocabulary(applied_rotation(spec, types.rotation))
-        types, spec = types.sharing_vocabulary(vocabulary), structs.replace(spec, vocabulary=vocabulary)
     types.check(spec)
     kv_dtype = cast(KvDtype, kv)
     planned = plan_graphs(ar, (context,), Split.whole(spec.layers))
@@ -229,7 +227,7 @@ def estimate_spec(
     """Simulate graphs of a decoder in slices, of random weights in the types of a recipe.
 
     Args:
-        spec: the decoder.
+        spec: the decoder. Its vocabulary is where an export with the recipe would have it.
         recipe: of the integer types, with a rule for each matrix.
         graphs: which to simulate, in one binary.
         interface: of the graphs.
@@ -242,6 +240,11 @@ def estimate_spec(
         UsageError: no chip stands for this one.
         EngineError: the compiler is missing, crashed, or writes something else.
     """
+    vocabulary: Vocabulary = "apart"
+    if recipe.shares_vocabulary(spec):
+        vocabulary = shared_vocabulary(applied_rotation(spec, recipe.rotation))
+        recipe = recipe.sharing_vocabulary(vocabulary)
+    spec = structs.replace(spec, vocabulary=vocabulary)
     proxies, weights = _proxies(device, options), RandomWeights(spec, recipe)
     encodings = _made_up_encodings(spec, interface.cache.context, interface.cache.kv_dtype)
 

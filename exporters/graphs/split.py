@@ -79,12 +79,13 @@ def choose_split(
             fix=f"Use --splits {min(spec.layers, max(1, splits))}, or leave it out.",
         )
     layers = layer_bytes(spec, recipe, WeightType.matrix_bytes)
-    decoder = spec.sizes
+    decoder, of_head = spec.sizes, WEIGHT_TYPES[recipe.rule(HEAD).dtype]
     load = Load(
         layers=layers,
         packed=layer_bytes(spec, recipe, WeightType.packed_bytes),
         embedding_bytes=WEIGHT_TYPES["int8"].matrix_bytes(spec.hidden, spec.vocab),
-        head_bytes=WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab),
+        head_bytes=of_head.matrix_bytes(spec.hidden, spec.vocab),
+        packed_head_bytes=of_head.packed_bytes(spec.hidden, spec.vocab),
         cache=CHOICES[0].layer_bytes(geometry, ar),
         activations_bytes=activation_bytes(decoder, geometry, max(ar)),
         layer_graph_bytes=layer_graph_bytes(decoder),

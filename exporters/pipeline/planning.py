@@ -112,7 +112,10 @@ class Planner:
         """The piece that measures what each matrix would lose in each of these types."""
         piece = SensitivityPiece(self._folded(prepared), tuple(prepared.recipe.weights), tuple(types.items()))
         most = max(map(len, types.values()))
-        candidates = 2 * most * prepared.checkpoint.spec.sizes.layer_parameters
+        sizes = prepared.checkpoint.spec.sizes
+        candidates = 2 * most * sizes.layer_parameters
+        if HEAD in types:  # the integers of each type, the exact matrix, and one that stands for it
+            candidates = max(candidates, (len(types[HEAD]) + 2 * 4) * sizes.table_parameters)
         return self.plan.put(piece, quantizing_bytes(prepared) + candidates)
 
     def _folded(self, prepared: Prepared) -> Folded:
@@ -372,16 +375,17 @@ def _rotary_context(prepared: Prepared) -> int:
 def _compiler_bytes(prepared: Prepared, graphs: int) -> int:
     """Of the compiler, for the largest part."""
     spec, recipe, split = prepared.checkpoint.spec, prepared.options.recipe, prepared.split
-    layers = layer_bytes(spec, recipe, WeightType.matrix_bytes)
-    packed = layer_bytes(spec, recipe, WeightType.packed_bytes)
-    head = WEIGHT_TYPES[recipe.rule(HEAD).dtype].matrix_bytes(spec.hidden, spec.vocab)
-    needs = [compile_bytes(head, 0, 1)]
+    counts = WeightType.matrix_bytes, WeightType.packed_bytes
+    layers, packed = (layer_bytes(spec, recipe, count) for count in counts)
+    of_head = WEIGHT_TYPES[recipe.rule(HEAD).dtype]
+    head, packed_head = (count(of_head, spec.hidden, spec.vocab) for count in counts)
+    needs = [compile_bytes(head, 0, 1, packed_bytes=packed_head)]
     for part in split.layers:
         weights = sum(layers[layer] for layer in part)
         if part.start == 0 and split.embeds:
             weights += WEIGHT_TYPES["int8"].matrix_bytes(spec.hidden, spec.vocab)
-        if part.stop == spec.layers and not split.own_head:
-            weights += head
         each_bytes, packed_bytes = len(part) * layer_graph_bytes(spec.sizes), sum(packed[layer] for layer in part)
+        if part.stop == spec.layers and not split.own_head:
+            weights, packed_bytes = weights + head, packed_bytes + packed_head
         needs.append(compile_bytes(weights, each_bytes, graphs, packed_bytes=packed_bytes))
     return max(needs)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgekv.bundle import WeightRecord
+from edgekv.spec import HEAD
 from exporters.inspect.sensitivity import Candidates, Costs, matrix_costs
 from exporters.pipeline.inputs import Folded, Inputs
 from exporters.pipeline.piece import Piece
@@ -49,6 +50,8 @@ class SensitivityPiece(Piece):
         quantizer = Quantizer(tensors, fitted, context, rules, sink, follows=False, folder=inputs.store.folder)
 
         def quantized(layer: int | None) -> Candidates:
-            return {} if layer is None else quantizer.candidates(layer, types)
+            return (
+                quantizer.head_candidates(types.get(HEAD, ())) if layer is None else quantizer.candidates(layer, types)
+            )
 
         return matrix_costs(quantized, tensors, measured, context, inputs.progress, sink=sink)

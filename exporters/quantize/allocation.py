@@ -42,11 +42,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A type for each matrix of the layers.
+    """A type for each matrix of the layers, and for the head if it is chosen too.
 
     Attributes:
         types: by name.
-        bytes: of these matrices.
+        bytes: of these matrices; see `type_bytes`.
         nats: KL divergence from the float model, summed over matrices measured one at a time.
         us: time of a decoded token, microseconds, summed likewise; relative to that of some types of all.
     """
@@ -92,14 +92,13 @@ class Front:
             times: microseconds that a matrix adds to a token with a type, likewise; None if time does not matter.
             price: of a microsecond, nats.
         """
-        shapes, smallest, changes = matrices(spec), list[_Choice](), list[Change]()
+        smallest, changes = list[_Choice](), list[Change]()
         for tensor, nats in costs.items():
-            outputs, inputs = shapes[tensor]
             choices = [
                 _Choice(
                     tensor,
                     dtype,
-                    WEIGHT_TYPES[dtype].matrix_bytes(inputs, outputs),
+                    type_bytes(spec, tensor, dtype),
                     nats[dtype],
                     0.0 if times is None else times[tensor][dtype],
                     price,
@@ -220,16 +219,36 @@ class Fronts:
         return chosen
 
 
-def possible_types(spec: DecoderSpec, engine: str) -> dict[str, tuple[WeightDtype, ...]]:
+def type_bytes(spec: DecoderSpec, tensor: str, dtype: WeightDtype) -> int:
+    """Bytes of a matrix with a type. A head counts with the embeddings: a tied one of 8 bits is their table too.
+
+    Args:
+        spec: the decoder, with the vocabulary that it has beside a head of 8 bits.
+        tensor: the name of the matrix.
+        dtype: its type.
+    """
+    shapes, byte = matrices(spec), WEIGHT_TYPES["int8"]
+    outputs, inputs = shapes[tensor]
+    found = WEIGHT_TYPES[dtype].matrix_bytes(inputs, outputs)
+    if tensor != HEAD:
+        return found
+    if not (spec.shares_vocabulary and dtype == "int8"):
+        return found + byte.matrix_bytes(inputs, outputs)
+    return found + (byte.matrix_bytes(*shapes[HEAD_TURN]) if HEAD_TURN in shapes else 0)
+
+
+def possible_types(spec: DecoderSpec, engine: str, *, head: bool = False) -> dict[str, tuple[WeightDtype, ...]]:
     """The types that each matrix of a layer can have, by name.
 
     Args:
         spec: the decoder.
         engine: that runs them; see `quant.WEIGHT_TYPES`.
+        head: whether that of the head is chosen too.
     """
+    fixed = (HEAD_TURN,) if head else (HEAD, HEAD_TURN)
     runnable = [dtype for dtype in _TYPES if engine in WEIGHT_TYPES[dtype].engines]
     return {
         name: tuple(dtype for dtype in runnable if inputs % (WEIGHT_TYPES[dtype].block or 1) == 0)
         for name, (_, inputs) in matrices(spec).items()
-        if name not in (HEAD, HEAD_TURN)
+        if name not in fixed
     }

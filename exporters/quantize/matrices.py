@@ -56,6 +56,7 @@ from quant import (
     LARGEST,
     Grid,
     LayerInputs,
+    Method,
     QuantizedWeight,
     Range,
     WeightDtype,
@@ -404,16 +405,35 @@ class Quantizer:
         for group in range(groups(self._spec)):
             inputs = self.inputs(x, group)
             for name in names(self._spec, layer, group):
-                weight, method = by_inputs(self._ops.exact[name]), self.recipe.rule(name).method
-                assert method != "stored", "stored integers have one type"
-                if method in FITTED:
-                    method = "gptq"  # the types compare alike, in a fraction of the time
+                weight, method = by_inputs(self._ops.exact[name]), self._quick_method(name)
                 found[name] = {dtype: quantize(weight, dtype, method, inputs) for dtype in types[name]}
                 self.use(name, None)
             del inputs
             x = self.run_to(layer, group + 1, x)
         self.take_ranges()
         return found
+
+    def head_candidates(self, types: Sequence[WeightDtype]) -> dict[str, dict[WeightDtype, QuantizedWeight]]:
+        """The head by type, behind the layers; nothing without types."""
+        if not types:
+            return {}
+        ops, spec, method = self._ops, self._spec, self._quick_method(HEAD)
+        inputs = self.inputs(self._stored(head_inputs(ops, spec, each) for each in self.hidden))
+        parts: dict[WeightDtype, list[QuantizedWeight]] = {dtype: [] for dtype in types}
+        for rows in blocks_of_rows(spec.vocab):
+            weight = by_inputs(self._tensors.tensor(HEAD, rows))
+            for dtype, found in parts.items():
+                found.append(quantize(weight, dtype, method, inputs))
+        ops.drop()
+        self.take_ranges()
+        return {HEAD: {dtype: _joined(found) for dtype, found in parts.items()}}
+
+    def _quick_method(self, name: str) -> Method:
+        """That by which types of a matrix are compared."""
+        method = self.recipe.rule(name).method
+        assert method != "stored", "stored integers have one type"
+        # With GPTQ types compare as with what improves on it, in a fraction of the time.
+        return "gptq" if method in FITTED else method
 
     def head(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """The matrices behind the layers by name. A head whose rows are the embeddings too has the grid of the `Table`.
@@ -516,6 +536,13 @@ class Quantizer:
             found = self._stored(map(made, range(len(self._tokens))))
         self._ops.drop()
         return found
+
+
+def _joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Some columns after others."""
+    return QuantizedWeight(
+        np.concatenate([each.integers for each in parts], axis=1), Grid.joined([each.grid for each in parts])
+    )
 
 
 def _first_measured(sink: int, tokens: int) -> int:

@@ -27,7 +27,7 @@ from edgekv.machine.json_file import readable_json
 from edgekv.machine.scratch import atomic_file
 from edgekv.machine.system import MIB, read_file
 from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
-from edgekv.spec.sizes import FRONT, LEAST_BITS, MOST_BITS, front_bits
+from edgekv.spec.sizes import FRONT, HEAD_MARK, LEAST_BITS, MOST_BITS, front_bits, head_type
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.spec.vision import EncoderSpec
 from exporters.quantize.attention import weighed_projections
@@ -196,6 +196,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         head = WeightRule(tensors=HEAD, dtype="int8", method=method if vocabulary == "turned" else "nearest")
         return msgspec.structs.replace(self, weights=(*self.weights, turn, head))
 
+    def with_head(self, dtype: WeightDtype) -> Recipe:
+        """With another type of the head."""
+        rule = WeightRule(tensors=HEAD, dtype=dtype, method=self.rule(HEAD).method)
+        return msgspec.structs.replace(self, weights=(*self.weights, rule))
+
     def rule(self, tensor: str) -> WeightRule:
         """The rule for a matrix.
 
@@ -301,7 +306,7 @@ def recipe_names() -> list[str]:
 def find_recipe(name: str) -> Recipe:
     """The recipe of this name, or of this file if the name ends with `.json`.
 
-    `front-5` is `w4a16` with 5 bits a weight on average.
+    `front-5` is `w4a16` with 5 bits a weight on average, `w4a16-head-int4` the same with a head in int4.
 
     Raises:
         UsageError: unknown name, or the file is not a recipe.
@@ -313,12 +318,14 @@ def find_recipe(name: str) -> Recipe:
         except OSError as error:
             raise _refused(f"{name}: {error.strerror}", "a recipe file", "Check the path.") from error
         stem = path.stem
+    elif (based := head_type(name))[0] != name:
+        return _with_head(find_recipe(based[0]), name, based[1])
     elif name in recipe_names():
         content, stem = _folder().joinpath(f"{name}.json").read_bytes(), name
     elif name.startswith(FRONT):
         return msgspec.structs.replace(find_recipe(_FRONT_BASE), name=name, mean_bits=_front_bits(name))
     else:
-        wanted = " or ".join([*recipe_names(), f"{FRONT}BITS"])
+        wanted = " or ".join([*recipe_names(), f"{FRONT}BITS"]) + f", also with {HEAD_MARK}int4 behind it"
         raise _refused(repr(name), wanted, "Choose one of these, or name a .json file.")
     try:
         read = msgspec.json.decode(content, type=_RecipeFile)
@@ -338,6 +345,16 @@ def find_recipe(name: str) -> Recipe:
         mean_bits=read.mean_bits,
         encoder_16bit=tuple(read.encoder_16bit),
     )
+
+
+def _with_head(base: Recipe, name: str, dtype: WeightDtype) -> Recipe:
+    """A recipe with another type of the head."""
+    if head_type(base.name)[0] != base.name:
+        raise _refused(name, "one type of the head", f"Use --recipe {base.name}.")
+    if base.keep_stored:
+        wanted = "a recipe that chooses the types"
+        raise _refused(name, wanted, "Use --recipe w4a16-head-int4, or a recipe file.")
+    return msgspec.structs.replace(base.with_head(dtype), name=name)
 
 
 def _front_bits(name: str) -> float:
