@@ -246,7 +246,7 @@ def test_states_do_not_grow_with_the_context(growth: GrowthName) -> None:
     rule = DeltaRule(frozenset({0, 1}), 4, 1, 1, 128, 8)
     states = ConvolutionStates(rule.layers, rule.kernel, rule.channels)
     geometry = LayeredGeometry(4, 128, (1,), (8,), states=states, delta_rule=rule)
-    encodings = [Encoding("s16", 1e-4, 0)] * sum(each.tensors for each in geometry.groups())
+    encodings = [Encoding("u16", 1e-4, 32768)] * sum(each.tensors for each in geometry.groups())
     cache = KVCache(geometry, ar=(1, 16), strategy="slot", encodings=encodings, growth=Growth((32, 64, 128), growth))
     assert [group.reallocations for group in cache.groups if isinstance(group, RowGroup)] == [0, 0]
     for held_tokens in range(100):

@@ -15,8 +15,7 @@ Rows of the tail that S includes already, and rows before the first token, are 0
 A verify graph must have the bits of a decode step, or drafts could change a text. On the HTP a product of 16-bit
 integers depends on rows behind a token, whose weights are 0, and what is computed for a single row is rounded in
 another way where the compiler lays it out in another way: an element times a number, a change of encoding. So each
-token has products of its own, with the rows up to it, and d is one difference of signed integers in the encoding of
-the cached rows.
+token has products of its own, with the rows up to it, and d is one difference in the encoding of the cached rows.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from edgekv.graphs.decoder import Ops
 from edgekv.kv import KvTensor
 from edgekv.spec import DELTA_INPUTS, DecoderSpec, DeltaRule, GraphRecord, delta_kernel, delta_rates
+from edgekv.spec.geometry import ZERO_POINTS
 from quant import Encoding
 
 V = TypeVar("V")
@@ -57,7 +57,7 @@ LOG1P = (0.499586, 0.326671, 0.213745, 0.105185, 0.025387)
 """a, b, c, ... of `log(1+u)/u = 1 - u (a - u (b - u (c - ...)))`, within 1e-5 for u from 0 to 1: a minimax polynomial,
 found by reweighted least squares."""
 
-BY_STEP = r"\.delta\.(sums|decayed|pairs|weighted|scores|weights|system|signed|known_tail|rest|correction)"
+BY_STEP = r"\.delta\.(sums|decayed|pairs|weighted|scores|weights|system|known_tail|rest|correction)"
 """Pattern of the names of results that depend on how a text is divided into steps."""
 
 SHARES = Encoding("u16", 1 / 65535, 0)
@@ -70,7 +70,12 @@ def unit_encoding(factor: float) -> Encoding:
 
 
 def signed_operand(encoding: Encoding) -> Encoding:
-    """The signed encoding with zero point 0 that covers an unsigned one: of the second operand of a product."""
+    """The signed encoding with zero point 0 that covers an unsigned one: of the second operand of a product.
+
+    It has every value of one whose zero point is in the middle.
+    """
+    if encoding.zero_point == ZERO_POINTS["u16"]:
+        return Encoding("s16", encoding.scale, 0)
     low, high = encoding.reach
     return Encoding.symmetric(max(-low, high), "s16")
 
@@ -104,7 +109,7 @@ class Corrections(Generic[V]):
     """What the corrections d of a head's new tokens follow from.
 
     Attributes:
-        wanted: w, `[1, 1, AR, value_dim]`, signed.
+        wanted: w, `[1, 1, AR, value_dim]`.
         system: A, `[1, 1, AR, P+AR]`.
     """
 
@@ -177,9 +182,6 @@ class DeltaOps(Ops[V], Protocol[V]):
 
     def from_identity(self, x: V, name: str) -> V:
         """The identity minus x, `[1, 1, AR, AR]`."""
-
-    def signed(self, x: V, name: str) -> V:
-        """X as a signed integer with zero point 0, like rows of the tail; so are products and differences of such."""
 
     def observe_known(self, wanted: V, correction: V, name: str) -> None:
         """Note what graphs that go row by row compute, `wanted - correction`, where their encodings are chosen."""
@@ -275,7 +277,7 @@ def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -
         wanted = ops.multiply(missing, strength, f"{at}wanted{of_head}")
         corrections.append(
             Corrections(
-                wanted=ops.signed(wanted, f"{at}wanted_signed{of_head}"),
+                wanted=wanted,
                 system=ops.multiply(weights, strength, f"{at}system{of_head}"),
             )
         )
@@ -308,8 +310,7 @@ def _correct_together(ops: DeltaOps[V], rule: DeltaRule, layer: int, corrections
     past = ops.split(ops.stored(tensor), [rule.value_dim] * rule.value_heads)
     for head, of in enumerate(corrections):
         known_name = f"{at}known_tail.h{head}"
-        system = ops.signed(of.system, f"{at}signed.h{head}")
-        known = ops.attend(ops.columns(system, 0), past[head], known_name)
+        known = ops.attend(ops.columns(of.system, 0), past[head], known_name)
         rest = ops.subtract(of.wanted, known, f"{at}rest.h{head}")
         found.append(solve(ops, ops.new_columns(of.system), rest, at + "correction"))
         ops.observe_known(of.wanted, found[-1], known_name)
@@ -321,16 +322,15 @@ def _correct_by_row(ops: DeltaOps[V], rule: DeltaRule, layer: int, corrections: 
     at, tensor = f"layers.{layer}.delta.", KvTensor(layer, "delta_value", 0)
     widths = [rule.value_dim] * rule.value_heads
     found, seen, rows = list[V](), list[V](), ops.stored(tensor)
-    systems = [ops.signed(of.system, f"{at}signed.h{head}") for head, of in enumerate(corrections)]
     for row in range(ops.new_rows):
         if found:
             rows = ops.extended(rows, found[-1], tensor)
             seen.append(rows)
         parts = []
         for head, before in enumerate(ops.split(rows, widths)):
-            wanted, weights = ops.row(corrections[head].wanted, row), ops.columns(ops.row(systems[head], row), row)
-            known = ops.attend(weights, before, f"{at}known_tail.h{head}")
-            parts.append(ops.subtract(wanted, known, at + "correction"))
+            of = corrections[head]
+            known = ops.attend(ops.columns(ops.row(of.system, row), row), before, f"{at}known_tail.h{head}")
+            parts.append(ops.subtract(ops.row(of.wanted, row), known, at + "correction"))
         found.append(ops.join(parts, at + "correction"))
     return [*seen, ops.append_to_cache(ops.together(found, at + "correction"), tensor)]
 
@@ -352,7 +352,7 @@ def solve(ops: DeltaOps[V], system: V, wanted: V, name: str) -> V:
             half = ops.attend(between, inverse, name + "_half")
             inverse = ops.subtract(inverse, ops.attend(inverse, half, name + "_change"), name + "_inverse")
         size *= 2
-    return wanted if inverse is None else ops.attend(ops.signed(inverse, name + "_applied"), wanted, name)
+    return wanted if inverse is None else ops.attend(inverse, wanted, name)
 
 
 def _convolved(ops: DeltaOps[V], rule: DeltaRule, layer: int, channels: V) -> V:

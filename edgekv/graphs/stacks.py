@@ -549,9 +549,6 @@ class StackedOps(DeltaOps[View]):
 
         return replace(self._once(("identity", x.tensor), subtracted), head=x.head)
 
-    def signed(self, x: View, name: str) -> View:
-        return replace(self._once(("as signed", x.tensor), lambda: self._rounded(x.tensor, name, x.heads)), head=x.head)
-
     def observe_known(self, wanted: View, correction: View, name: str) -> None:
         """Nothing: encodings are chosen."""
 

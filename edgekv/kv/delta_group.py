@@ -193,7 +193,7 @@ class CheckpointGroup:
         Args:
             geometry: the sizes.
             tails: keys, corrections and decays of the same layers.
-            encodings: of all tensors of `tails`, then of the matrices; all have zero point 0.
+            encodings: of all tensors of `tails`, then of the matrices; all have the zero point of `geometry`.
             allocate: where memory comes from.
 
         Raises:
@@ -272,22 +272,22 @@ class CheckpointGroup:
         layers, key_dim, heads = self.geometry.layers, self.geometry.context - 1, self._decays.geometry.kv_heads
         counts = np.cumsum([layers, layers, layers * heads])
         key_scales, value_scales, decay_scales, scales = np.split(self._scales, counts)
-        tokens, limit = CHECKPOINT_TOKENS, np.iinfo(self._arena.dtype).max
-        decays = self._decays.rows_since()[..., 0] * decay_scales[:, None]
+        tokens, zero = CHECKPOINT_TOKENS, np.float32(self.geometry.zero_point)
+        decays = (self._decays.rows_since()[..., 0] - zero) * decay_scales[:, None]
         decays = decays.reshape(layers, heads, tokens).swapaxes(1, 2)
         together = max(1, _FOLDED_ELEMENTS // self._newer[0].size)
         for first in range(0, layers, together):
             some = slice(first, first + together)
             scale = scales[some, None, None, None]
-            held = self._newer[some].reshape(len(scale), key_dim, heads, -1).swapaxes(1, 2) * scale
-            keys = (self._keys.rows_since()[some] * key_scales[some, None, None]).reshape(
+            held = (self._newer[some] - zero).reshape(len(scale), key_dim, heads, -1).swapaxes(1, 2) * scale
+            keys = ((self._keys.rows_since()[some] - zero) * key_scales[some, None, None]).reshape(
                 len(scale), tokens, -1, key_dim
             )
-            values = (self._values.rows_since()[some] * value_scales[some, None, None]).reshape(
+            values = ((self._values.rows_since()[some] - zero) * value_scales[some, None, None]).reshape(
                 len(scale), tokens, heads, -1
             )
             found = fold(held, keys, values, decays[some])
-            rounded = np.clip(np.rint(found / scale), -limit, limit)
+            rounded = np.clip(np.rint(found / scale) + zero, 1, 2 * zero - 1)
             self._newer[some] = rounded.swapaxes(1, 2).reshape(len(scale), key_dim, -1)
 
 

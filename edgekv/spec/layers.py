@@ -106,7 +106,7 @@ class LayeredGeometry:
             heads = rule.value_heads if kind == "decay" else 1
             rows = rule.key_dim if kind == "recurrent" else CHECKPOINT_TOKENS
             numbers = tuple(sorted(rule.layers))
-            yield Geometry(len(numbers), heads, widths[kind], rows + 1, "s16", self.key_layout, numbers, (kind,))
+            yield Geometry(len(numbers), heads, widths[kind], rows + 1, "u16", self.key_layout, numbers, (kind,))
 
     def _sizes(self, layer: int) -> tuple[int, int, int, tuple[Kind, ...]]:
         """Heads, width, window and kinds of tensors."""

@@ -109,8 +109,8 @@ def _holds_states(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
 
 
 def _holds_tail(seen: Range, types: EncodingTypes, depth: float) -> Encoding:
-    """Symmetric in 16 bits, which products read as their second operand; later tokens may exceed all that was seen."""
-    return Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, "s16")
+    """Symmetric in 16 bits, 0 in the middle; later tokens may exceed all that was seen."""
+    return Encoding("u16", Encoding.symmetric(PRODUCT_HEADROOM * seen.absmax, "s16").scale, ZERO_POINTS["u16"])
 
 
 def _above_zero(seen: Range, types: EncodingTypes, depth: float) -> Encoding:

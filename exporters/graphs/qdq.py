@@ -64,7 +64,7 @@ _BYTES = Encoding("s8", 1.0, 0)
 _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
 # Names of integers of results without a row for each token, or that depend on steps; of parts of others; of signs.
 _NOT_TRACED = re.compile(
-    rf"{BY_STEP}|\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|^position_ids_|\.(t|part|rows)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
+    rf"{BY_STEP}|\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|^position_ids_|\.(t|part|rows|signed)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
 )
 _WHOLE = Encoding.symmetric(1.0, "s8")
 """Of a matrix of 0 and 1: with 1 as the integer 1, the HTP's sums are off by hundreds of steps, with 127 by two."""
@@ -104,9 +104,7 @@ def unsigned(signed: Encoding) -> Encoding:
 
 
 def widened(encoding: Encoding) -> Encoding:
-    """The uint16 encoding that has every value of an encoding of the cache: steps of 8 bits are divided by 256."""
-    if encoding.dtype == "s16":
-        return unsigned(encoding)
+    """The uint16 encoding that has every value of an encoding of 8 bits: steps are divided by 256."""
     signed = encoding.zero_point - (128 if encoding.dtype == "u8" else 0)
     return Encoding("u16", encoding.scale / 256, 256 * signed + _UNSIGNED_ZERO)
 
@@ -454,8 +452,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def decay_sums(self, rows: Tensor, name: str) -> Tensor:
         nodes, count = self._nodes, CHECKPOINT_TOKENS + self._ar
-        wide = nodes.requantize(rows.name, rows.name + ".wide", widened(rows.encoding))
-        each = self._reshape(wide, rows.name + ".row", (1, 1, 1, -1))
+        each = self._reshape(rows, rows.name + ".row", (1, 1, 1, -1))
         if self._ar > 1:
             each = nodes.emit(
                 "Mul", [each.name, self._matrix_of_ones("seen", count)], rows.name + ".seen", each.encoding
@@ -478,9 +475,6 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def from_identity(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sub", [self._matrix_of_ones("identity", self._ar), x.name], name)
-
-    def signed(self, x: Tensor, name: str) -> Tensor:
-        return self._nodes.requantize(x.name, self._nodes.unique(name), self._encodings[name])
 
     def observe_known(self, wanted: Tensor, correction: Tensor, name: str) -> None:
         """Nothing: encodings are chosen."""

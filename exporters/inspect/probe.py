@@ -343,7 +343,8 @@ class Probe:
         encoding = self._bundle.manifest.encodings[tensor.past]
         shape = self._inputs[tensor.past].shape
         rows = 0 if tensor.is_written else shape[-2]
-        return np.zeros((rows, shape[-2 if self._is_turned(tensor) else -1]), DTYPES[encoding.dtype])
+        width = shape[-2 if self._is_turned(tensor) else -1]
+        return np.full((rows, width), encoding.zero_point, DTYPES[encoding.dtype])
 
     def _is_turned(self, tensor: KvTensor) -> bool:
         return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"

@@ -149,7 +149,7 @@ class ResultRecorder(DeltaOps[str]):
         return self._record("sum", name)
 
     def subtract(self, a: str, b: str, name: str) -> str:
-        return self._record(self._signed_like(a) or "sum", name)
+        return self._record("sum", name)
 
     def multiply(self, a: str, b: str, name: str) -> str:
         return self._record("product", name)
@@ -205,8 +205,8 @@ class ResultRecorder(DeltaOps[str]):
 
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
         if tensor.kind in DELTA_KINDS:
-            if self._signed_like(new):  # then it is cached as it is
-                self.results[new] = replace(self.results[new], sources=(tensor.past,))
+            if tensor.kind == "delta_value":  # cached as they are
+                self.results[new] = Result("tail", (tensor.past,))
             return self._record("tail", tensor.past)
         return self._record("state" if tensor.is_state else "cache", tensor.past)
 
@@ -219,9 +219,6 @@ class ResultRecorder(DeltaOps[str]):
         for name in {*self.results} - known:
             self.results[name] = replace(self.results[name], by_chunk=True)
         return found
-
-    def signed(self, x: str, name: str) -> str:
-        return self._record("tail", name)
 
     def observe_known(self, wanted: str, correction: str, name: str) -> None:
         """Nothing: it has its name."""
@@ -293,11 +290,7 @@ class ResultRecorder(DeltaOps[str]):
         return self._record("softmax", name)
 
     def attend(self, weights: str, values: str, name: str) -> str:
-        return self._record(self._signed_like(weights) or "attended", name)
-
-    def _signed_like(self, x: str) -> ResultKind | None:
-        """The kind of results of a signed one; None if it is not."""
-        return "tail" if x in self.results and self.results[x].kind == "tail" else None
+        return self._record("attended", name)
 
     def _record(self, kind: ResultKind, name: str, sources: tuple[str, ...] = ()) -> str:
         first = self.results.setdefault(name, Result(kind, sources or (name,)))

@@ -354,9 +354,6 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def by_row(self) -> bool:
         return False
 
-    def signed(self, x: Floats, name: str) -> Floats:
-        return self._seen(name, x)
-
     def observe_known(self, wanted: Floats, correction: Floats, name: str) -> None:
         self._seen(name, wanted - correction)
 
