@@ -19,7 +19,7 @@ from edgekv.model import Model
 from edgekv.pictures import Picture
 from edgekv.runtime.load_options import OnFull, check_on_full
 from edgekv.spec.chat import IMAGE_PART, Message, check_messages, pictures_in
-from edgekv.text import FittedPrompt, SamplingParams, Token, split_turns
+from edgekv.text import Prompt, SamplingParams, Token, split_turns
 from edgekv.text.tools import render_with_tools
 
 
@@ -243,7 +243,7 @@ class Conversation:
         self._unfinished = Answer(self, before, prompt, generation)
         return self._unfinished
 
-    def _answered(self, message: Message, prompt: FittedPrompt, text: str, generated: Sequence[int]) -> None:
+    def _answered(self, message: Message, prompt: Prompt, text: str, generated: Sequence[int]) -> None:
         """Add an answer. The cache holds its first tokens, which say the beginning `text` of its content."""
         self.messages = [*self.messages, message]
         self._known = self._known.followed_by(prompt, text, generated)
@@ -286,7 +286,7 @@ class _KnownText:
                 return [*self.tokens[: end.tokens], *(model.encode_chat(rest) if rest else ())]
         return model.encode_chat(text)
 
-    def followed_by(self, prompt: FittedPrompt, answer: str, generated: Sequence[int]) -> _KnownText:
+    def followed_by(self, prompt: Prompt, answer: str, generated: Sequence[int]) -> _KnownText:
         """What is known after an answer of these tokens to a prompt whose tokens `tokens_of` gave."""
         text, tokens = prompt.text + answer, (*prompt.tokens, *generated)
         shared = (end for end in self.ends if end.characters < len(prompt.text) and self._begins(text, end))
@@ -307,7 +307,7 @@ class Answer(Iterator[Token]):
     """
 
     def __init__(
-        self, conversation: Conversation, before: list[Message], prompt: FittedPrompt, generation: Generation
+        self, conversation: Conversation, before: list[Message], prompt: Prompt, generation: Generation
     ) -> None:
         self.text = self.thoughts = ""
         self.dropped_turns = prompt.dropped_turns

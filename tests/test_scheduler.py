@@ -20,7 +20,7 @@ from msgspec import structs
 
 from edgekv.engine import ByteBudget, Sequence
 from edgekv.errors import EngineError, UsageError
-from edgekv.serve import Limits, generation
+from edgekv.serve import Limits, answers
 from edgekv.serve.http import WAITING
 from edgekv.serve.responses import ResponseRecord, ResponseStore
 from tests.processes import interruptible
@@ -131,9 +131,9 @@ def test_a_client_that_leaves_ends_its_request_within_a_step(server: Server):
         gate.allow(3)
         stream = server.client().completions.create(prompt="Leaving", stream=True, **LONG)
         _until(lambda: len(gate.steps) == 3)
-        (ticket,) = engine._tickets.values()
+        (answer,) = engine._answers.values()
         stream.close()
-        _until(lambda: ticket.is_cancelled)
+        _until(lambda: answer.error is not None)
         gate.open()
         _until(lambda: _metric(server, "requests_running") == 0)
     assert len(gate.steps) <= 4 and _metric(server, "sessions_busy") == 0
@@ -200,8 +200,8 @@ def test_a_client_that_leaves_ends_all_its_answers(server: Server, stream: bool)
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             gate.allow(3)
             _until(lambda: len(gate.steps) == 3)
-            tickets = [*server.serving.service.engine._tickets.values()]
-        _until(lambda: all(each.is_cancelled for each in tickets))
+            pending = [*server.serving.service.engine._answers.values()]
+        _until(lambda: all(answer.error is not None for answer in pending))
         gate.open()
         _until(lambda: _jobs(server) == 0 and _metric(server, "sessions_busy") == 0)
     _until(lambda: _metric(server, "disconnects_total") == disconnects + 1)
@@ -365,7 +365,7 @@ STREAMS = {
 @pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_waits_is_not_silent(talking: Path, monkeypatch: pytest.MonkeyPatch, path: str):
     """Its headers come at once, and comments until its turn; the answer is that of a stream that need not wait."""
-    monkeypatch.setattr(generation, "WAITING_S", 0.05)
+    monkeypatch.setattr(answers, "WAITING_S", 0.05)
     body = msgspec.json.encode({"model": NAME, "stream": True, **STREAMS[path]})
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

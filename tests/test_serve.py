@@ -258,10 +258,10 @@ def test_help_needs_neither_the_extra_nor_the_runtime():
     code = (
         "import sys; sys.modules['starlette'] = sys.modules['uvicorn'] = None\n"
         "from edgekv.serve.command import serve\n"
-        "print('edgekv.runtime' in sys.modules)"
+        "print('edgekv.runtime.engine' in sys.modules, 'onnxruntime' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert done.stdout == "False False\n"
 
 
 class Person(BaseModel):

@@ -26,7 +26,8 @@ from edgekv.errors import UsageError
 from edgekv.pictures import PictureFile, PictureReader, TileGrid
 from edgekv.serve import Limits
 from edgekv.serve.errors import ApiError, DisconnectedError, stopping, timed_out
-from edgekv.serve.work import Job, Lane
+from edgekv.serve.http import Exchange
+from edgekv.serve.work import WorkQueue
 from tests.exports import export_options, exported
 from tests.picture_models import photo, png, write_smolvlm
 from tests.serving import NAME, Server, served
@@ -46,30 +47,33 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-# A lane.
+# A queue.
 
 
-def _job(client: str = "a") -> Job:
-    return Job(client, 0.0)
+def _exchange(client: str = "a") -> Exchange:
+    """A request of a client, without a socket."""
+    scope: Any = {"state": {"record": None, "connection": None}, "client": (client, 1)}
+    nothing: Any = None
+    return Exchange(scope, nothing, nothing, Limits())
 
 
 def test_clients_take_turns():
     """One that asks for much gets no more of a thread than one that asks for little."""
     done, go = list[str](), threading.Event()
 
-    def work(name: str) -> Callable[[Job], None]:
-        def wait(_: Job) -> None:
+    def work(name: str) -> Callable[[], None]:
+        def wait() -> None:
             go.wait()
             done.append(name)
 
         return wait
 
     async def ask() -> None:
-        lane, much, little = Lane("test", 1, 8), _job("much"), _job("little")
-        asked = [lane.run(much, work(f"much {at}")) for at in range(4)] + [lane.run(little, work("little"))]
-        tasks = [asyncio.create_task(each) for each in asked]
+        queue, much, little = WorkQueue(8, {"text": 1}), _exchange("much"), _exchange("little")
+        asked = [queue.run(much, "text", work(f"much {at}")) for at in range(4)]
+        tasks = [asyncio.create_task(each) for each in (*asked, queue.run(little, "text", work("little")))]
         await asyncio.sleep(0)
-        assert lane.waiting == 4
+        assert queue.waiting == 4
         go.set()
         await asyncio.gather(*tasks)
 
@@ -77,16 +81,30 @@ def test_clients_take_turns():
     assert done == ["much 0", "much 1", "little", "much 2", "much 3"]
 
 
+def test_no_kind_of_work_waits_for_another():
+    go = threading.Event()
+
+    async def ask() -> None:
+        queue = WorkQueue(8, {"text": 1, "pictures": 1})
+        pictures = [asyncio.create_task(queue.run(_exchange(), "pictures", go.wait)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert queue.waiting == 2 and await queue.run(_exchange(), "text", lambda: "read") == "read"
+        go.set()
+        await asyncio.gather(*pictures)
+
+    asyncio.run(ask())
+
+
 def test_what_a_client_may_have_waiting_is_limited():
     go = threading.Event()
 
     async def ask() -> None:
-        lane = Lane("test", 1, 2)
-        tasks = [asyncio.create_task(lane.run(_job(), lambda _: go.wait())) for _ in range(3)]
+        queue = WorkQueue(2, {"text": 1})
+        tasks = [asyncio.create_task(queue.run(_exchange(), "text", go.wait)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match=r"The queue is full \(2 waiting\)"):
-            await lane.run(_job(), lambda _: None)
-        other = asyncio.create_task(lane.run(_job("b"), lambda _: "done"))
+            await queue.run(_exchange(), "text", lambda: None)
+        other = asyncio.create_task(queue.run(_exchange("b"), "text", lambda: "done"))
         await asyncio.sleep(0)
         go.set()
         assert await other == "done"
@@ -96,46 +114,47 @@ def test_what_a_client_may_have_waiting_is_limited():
 
 
 @pytest.mark.parametrize("error", [DisconnectedError(), timed_out(600), stopping()])
-def test_the_end_of_a_job_ends_its_work(error: Exception):
+def test_the_end_of_a_request_ends_its_work(error: ApiError):
     """What is queued never begins; who waits for what runs is told at once, and what runs is stopped."""
     go, begun, stopped, begun_late = (threading.Event() for _ in range(4))
 
-    def work(job: Job) -> None:
-        with job.stopped_by(stopped.set):
-            begun.set()
-            go.wait()
-
     async def ask() -> None:
-        lane, running, queued = Lane("test", 1, 8), _job(), _job("b")
+        queue, running, queued = WorkQueue(8, {"text": 1}), _exchange(), _exchange("b")
+
+        def work() -> None:
+            with running.stopped_by(lambda _: stopped.set()):
+                begun.set()
+                go.wait()
+
         tasks = [
-            asyncio.create_task(lane.run(running, work)),
-            asyncio.create_task(lane.run(queued, lambda _: begun_late.set())),
+            asyncio.create_task(queue.run(running, "text", work)),
+            asyncio.create_task(queue.run(queued, "text", begun_late.set)),
         ]
         await asyncio.to_thread(begun.wait)
-        assert lane.waiting == 1
-        for job in (queued, running):
-            job.end(error)
+        assert queue.waiting == 1
+        for exchange in (queued, running):
+            exchange.end(error)
         found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert found == [error, error] and stopped.is_set() and lane.waiting == 0
+        assert found == [error, error] and stopped.is_set() and queue.waiting == 0
         go.set()
-        assert await lane.run(_job(), lambda _: "free again") == "free again"
+        assert await queue.run(_exchange(), "text", lambda: "free again") == "free again"
 
     asyncio.run(ask())
     assert not begun_late.is_set()
 
 
 def test_a_failure_is_that_of_its_own_work():
-    def fail(_: Job) -> None:
+    def fail() -> None:
         raise KeyboardInterrupt  # such as a panic of a library: no Exception
 
     async def ask() -> None:
-        lane = Lane("test", 1, 8)
+        queue = WorkQueue(8, {"text": 1})
         with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
-            await lane.run(_job(), fail)
-        assert await lane.run(_job(), lambda _: 3) == 3
-        lane.close()
+            await queue.run(_exchange(), "text", fail)
+        assert await queue.run(_exchange(), "text", lambda: 3) == 3
+        queue.close()
         with pytest.raises(ApiError, match="stopping"):
-            await lane.run(_job(), lambda _: 3)
+            await queue.run(_exchange(), "text", lambda: 3)
 
     asyncio.run(ask())
 
@@ -218,7 +237,7 @@ def _status(client: socket.socket) -> int:
 def test_nobody_waits_for_the_pictures_of_others(server: Server, gate: Gate):
     """However small the requests are, and however many of them there are."""
     clients = [_send(server, _shown(png(photo(9, 9, number)))) for number in range(5)]
-    until(lambda: server.serving.service.lanes.pictures.waiting == 3 and len(gate.begun) == 2)
+    until(lambda: server.serving.service.work.waiting == 3 and len(gate.begun) == 2)
     assert '"queued":3' in server.get("/health")
     assert server.post(CHAT, HELLO)[0] == 200
     assert server.post(CHAT, {**HELLO, "response_format": {"type": "json_object"}})[0] == 200
@@ -229,13 +248,13 @@ def test_nobody_waits_for_the_pictures_of_others(server: Server, gate: Gate):
 
 def test_pictures_of_clients_that_left_are_not_decoded(server: Server, gate: Gate):
     first = [_send(server, _shown(png(photo(9, 9, 20 + number)))) for number in range(2)]
-    lane = server.serving.service.lanes.pictures
+    queue = server.serving.service.work
     until(lambda: gate.begun == [1, 1])
     left = [_send(server, _shown(png(photo(9, 9, 30)), png(photo(9, 9, 31 + number)))) for number in range(4)]
-    until(lambda: lane.waiting == 4)
+    until(lambda: queue.waiting == 4)
     for each in left:
         each.close()
-    until(lambda: lane.waiting == 0)
+    until(lambda: queue.waiting == 0)
     gate.go.set()
     assert [_status(each) for each in first] == [200] * 2
     assert _status(_send(server, _shown(png(photo(9, 9, 40))))) == 200
@@ -245,7 +264,7 @@ def test_pictures_of_clients_that_left_are_not_decoded(server: Server, gate: Gat
 def test_a_server_stops_without_waiting_for_such_work(seeing: Path, gate: Gate):
     with served(seeing) as server:
         clients = [_send(server, _shown(png(photo(9, 9, number)))) for number in range(3)]
-        until(lambda: server.serving.service.lanes.pictures.waiting == 1 and len(gate.begun) == 2)
+        until(lambda: server.serving.service.work.waiting == 1 and len(gate.begun) == 2)
     assert not gate.go.is_set() and [_status(each) for each in clients] == [503] * 3
 
 
@@ -343,13 +362,13 @@ def test_the_queue_of_each_client_is_limited(seeing: Path, gate: Gate):
             client.sendall(f"{head}authorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
             return client
 
-        lane = server.serving.service.lanes.pictures
+        queue = server.serving.service.work
         ones = list[socket.socket]()
         for number in range(4):
             ones.append(send(number, "one"))
-            until(lambda: len(gate.begun) + lane.waiting == len(ones))
+            until(lambda: len(gate.begun) + queue.waiting == len(ones))
         assert _status(send(5, "one")) == 429
         other = send(6, "two")
-        until(lambda: lane.waiting == 3)
+        until(lambda: queue.waiting == 3)
         gate.go.set()
         assert [_status(each) for each in (*ones, other)] == [200] * 5

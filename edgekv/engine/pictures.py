@@ -56,10 +56,19 @@ class PictureOpening:
     """Opens pictures of a request: their headers are read before any of them is decoded.
 
     Attributes:
+        sent: the pictures.
         opened: so far, and those that need not be decoded; None for the others.
     """
 
-    def __init__(self, kept: list[Picture | None], reader: PictureReader, rows: PictureRows, salt: str | None) -> None:
+    def __init__(
+        self,
+        sent: Sequence[PictureSent],
+        kept: list[Picture | None],
+        reader: PictureReader,
+        rows: PictureRows,
+        salt: str | None,
+    ) -> None:
+        self.sent = sent
         self.opened = kept
         self._reader = reader
         self._rows = rows
@@ -156,7 +165,7 @@ class Pictures:
         with self._lock:
             kept = [self._kept.get(key) for key in keys]
         with PictureReader(files, rows.encoder.spec.image) as reader:
-            opening = PictureOpening(kept, reader, rows, salt)
+            opening = PictureOpening(sent, kept, reader, rows, salt)
             try:
                 yield opening
             finally:

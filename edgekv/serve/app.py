@@ -60,7 +60,8 @@ async def one_model(service: Service, exchange: Exchange) -> None:
     Raises:
         ApiError: another model.
     """
-    await exchange.work(service.lanes.texts, lambda _: service.check_name(exchange.name))
+    exchange.watch()
+    await service.work.run(exchange, "text", lambda: service.check_name(exchange.name))
     await exchange.reply(_record(service, exchange.name))
 
 
@@ -76,7 +77,7 @@ async def embeddings(service: Service, exchange: Exchange) -> None:
 
 async def health(service: Service, exchange: Exchange) -> None:
     """`GET /health`."""
-    await exchange.reply(Health("ok", service.engine.running, service.engine.queued + service.lanes.waiting))
+    await exchange.reply(Health("ok", service.engine.running, service.engine.queued + service.work.waiting))
 
 
 async def metrics(service: Service, exchange: Exchange) -> None:

@@ -8,39 +8,37 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from urllib.parse import unquote
 from uuid import uuid4
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from edgekv.engine import Request
 from edgekv.engine.pictures import PictureOpening, Pictures, PictureSent
 from edgekv.errors import UsageError
 from edgekv.pictures import Picture, TileGrid, picture_content
 from edgekv.runtime.load_options import OnFull
-from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
+from edgekv.serve.answers import Reply, Usage, answer
+from edgekv.serve.engine_thread import FinishReason, PendingAnswer
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.fields import Unsupported
 from edgekv.serve.generation import (
     ResponseFormat,
     SamplingFields,
-    Usage,
     accept,
-    answer,
+    check_max_tokens,
     check_top_logprobs,
-    check_wanted_tokens,
+    compile_grammar,
+    engine_request,
     for_answers,
-    wanted_of,
 )
 from edgekv.serve.http import DONE, DROPPED_HEADER, Exchange, event
-from edgekv.serve.logprobs import Likelihood, TokenNames
+from edgekv.serve.logprobs import Likelihood, TokenLogprob, TokenNames
 from edgekv.serve.service import Service
-from edgekv.serve.work import Job
 from edgekv.spec.chat import IMAGE_PART, ChatTemplates, Message, check_messages, pictures_in
-from edgekv.text import SamplingParams, Tools
-from edgekv.text.grammar import Grammar
-from edgekv.text.sampler import check_ids
+from edgekv.text import Prompt, Token, Tools
 from edgekv.text.tools import render_with_tools
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -176,49 +174,6 @@ def _message(message: Mapping[str, Any], field: str, pictures: MessagePictures, 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """The form of an answer.
-
-    Attributes:
-        grammar: what the text has to be; None for free text.
-        tools: functions that it may call; None if there are none.
-    """
-
-    grammar: Grammar | None = None
-    tools: Tools | None = None
-
-
-def read_form(
-    constraint: tuple[str, Callable[[], Grammar]] | None,
-    tools: Sequence[Mapping[str, Any]] | None,
-    choice: object,
-    parallel: bool | None,
-) -> AnswerForm:
-    """The form that a request asks for.
-
-    Args:
-        constraint: as `SamplingFields.constraint` gives it.
-        tools: as chat completions declare them.
-        choice: `tool_choice`.
-        parallel: `parallel_tool_calls`.
-
-    Raises:
-        ApiError: an unknown choice, or a constraint together with tools.
-        UsageError: a schema or a tool that is wrong or too large.
-    """
-    grammar = None if constraint is None else constraint[1]()
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise refused("tool_choice", got="a choice without tools", expected="tools with it", fix="Add tools.")
-        return AnswerForm(grammar)
-    found = Tools.read(tools, _choice(choice), parallel=parallel is not False)
-    if constraint is not None and found.callable:
-        fix = "Leave the tools out, or set tool_choice to none."
-        raise refused(constraint[0], got="a constraint together with tools", expected="one of them", fix=fix)
-    return AnswerForm(grammar, found)
-
-
 def _choice(choice: object) -> str:
     """A `tool_choice` as `Tools.read` takes it: a word, or the name of a function."""
     if choice is None:
@@ -230,256 +185,6 @@ def _choice(choice: object) -> str:
         fix = 'Use {"type": "function", "function": {"name": ...}}.'
         raise refused("tool_choice", got="another object", expected="auto, none, required or a function", fix=fix)
     return choice
-
-
-PromptEnd = Literal["new turn", "turn", "last message"]
-"""Where a prompt ends: where the model's turn begins, at the end of the last turn, or within it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Turn:
-    """A conversation's next turn, on its way from a request to the engine.
-
-    Attributes:
-        fields: how to sample.
-        messages: as templates take them, with pictures by number.
-        sent: these pictures.
-        form: what the answer has to be.
-        variables: further variables of the template.
-        wanted_tokens: the most tokens to generate; None for as many as the context has room for.
-        on_full: whether the oldest turns are dropped.
-        ends: where the prompt ends.
-        n: answers.
-        top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
-        lora: adapters, as `Model.generate` takes them.
-    """
-
-    fields: SamplingFields
-    messages: list[Message]
-    sent: list[PictureSent]
-    form: AnswerForm
-    variables: dict[str, Any]
-    wanted_tokens: int | None
-    on_full: OnFull
-    ends: PromptEnd = "new turn"
-    n: int = 1
-    top_logprobs: int | None = None
-    lora: str | None = None
-
-    @classmethod
-    def read(
-        cls,
-        service: Service,
-        fields: SamplingFields,
-        messages: Sequence[Mapping[str, Any]],
-        form: AnswerForm,
-        variables: Mapping[str, Any] | None = None,
-        effort: tuple[str, str | None] = ("reasoning_effort", None),
-        **more: Any,
-    ) -> Turn:
-        """The turn of a request.
-
-        Args:
-            service: its templates are used.
-            fields: how to sample.
-            messages: as the API has them.
-            form: what the answer has to be.
-            variables: further variables of the template.
-            effort: how much the model is to think, a variable of some templates, and its field in the request.
-            more: the other attributes.
-
-        Raises:
-            ApiError: content that is neither text nor a picture, or a variable that the messages set.
-            UsageError: the bundle has no template, or a message is malformed.
-        """
-        templates = service.texts.chat_templates
-        has_developer = any("developer" in source for source in templates.templates.values())
-        pictures = MessagePictures(service.pictures)
-        told = template_messages(messages, pictures, has_developer=has_developer)
-        given = dict(variables or {})
-        if taken := given.keys() & _TAKEN:
-            raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix="Leave it out.")
-        if effort[1] is not None:
-            if not any("reasoning_effort" in source for source in templates.templates.values()):
-                found, wanted = repr(effort[1])[:40], "nothing: the chat template does not know it"
-                fix = "Leave it out, or set a variable that it knows in chat_template_kwargs, such as enable_thinking."
-                raise refused(effort[0], got=found, expected=wanted, fix=fix)
-            given["reasoning_effort"] = effort[1]
-        check_messages(told)
-        turn = cls(fields=fields, messages=told, sent=pictures.sent, form=form, variables=given, **more)
-        turn._check()
-        return turn
-
-    def _check(self) -> None:
-        """Refuse what does not go together.
-
-        Raises:
-            ApiError: naming the field.
-        """
-        has_calls = self.form.tools is not None and bool(self.form.tools.callable)
-        if self.fields.min_tokens and has_calls:
-            found = f"{self.fields.min_tokens} with tools that may be called"
-            raise refused("min_tokens", got=found, expected="one of them", fix="Leave one of them out.")
-        if self.ends != "last message":
-            return
-        field, last = "continue_final_message", self.messages[-1]
-        if has_calls:
-            fix = "Leave the tools out, or set tool_choice to none."
-            raise refused(field, got="true with tools that may be called", expected="one of them", fix=fix)
-        if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-            found, wanted = f"a last message of {last.get('role')!r}", "one of the assistant, with text"
-            raise refused(field, got=found, expected=wanted, fix="Add it, or leave this out.")
-
-    def rendered(self, templates: ChatTemplates, kept: Sequence[Message]) -> str:
-        """The text of messages.
-
-        Raises:
-            ApiError: the template does not write the message that is to be continued as it is.
-            UsageError: the template refuses the messages.
-        """
-        tools, variables = self.form.tools, self.variables
-        if self.ends == "new turn":
-            return render_with_tools(templates, kept, tools, **variables)
-        variables = {**variables, "add_generation_prompt": False}
-        if self.ends == "turn":
-            return render_with_tools(templates, kept, tools, **variables)
-        mark = uuid4().hex
-        last = {**kept[-1], "content": kept[-1]["content"] + mark}
-        before, *after = render_with_tools(templates, [*kept[:-1], last], tools, **variables).split(mark)
-        if len(after) != 1 or not before.endswith(kept[-1]["content"]):
-            found, wanted = "a chat template that writes the last message otherwise", "one that writes it as it is"
-            raise refused("continue_final_message", got=found, expected=wanted, fix="Leave it out.")
-        return before
-
-
-class TurnWork:
-    """The work on a turn before the engine has it: JSON, messages and tokens; new pictures; a new grammar.
-
-    Each is done in a lane of its own, so that texts wait neither for pictures nor for grammars.
-    """
-
-    def __init__(self, service: Service, exchange: Exchange, read: Callable[[], Turn]) -> None:
-        """Do nothing yet.
-
-        Args:
-            service: its tokenizer and templates are used.
-            exchange: the request; its answer has a header that counts the messages that were dropped.
-            read: the turn of the request's body.
-        """
-        self._service = service
-        self._exchange = exchange
-        self._read = read
-        self._turn: Turn
-        self._params: SamplingParams
-        self._prompt: tuple[int, ...] = ()
-        self._shown: tuple[Picture, ...] = ()
-
-    async def wanted(self) -> list[Wanted]:
-        """What each answer asks of the engine.
-
-        Raises:
-            ApiError: as `Exchange.work`.
-            ContextFullError: the conversation is longer than the context, and no turn may be dropped.
-            UsageError: the template refuses the messages, a picture cannot be read, a value is out of range, or a
-                grammar is wrong or too complex.
-        """
-        lanes, work = self._service.lanes, self._exchange.work
-        wanted = await work(lanes.texts, self._begin)
-        if wanted is None and not self._prompt:
-            wanted = await work(lanes.pictures, self._fit_new)
-        return wanted if wanted is not None else await work(lanes.grammars, self._bind)
-
-    def _begin(self, job: Job) -> list[Wanted] | None:
-        turn, service = self._read(), self._service
-        self._turn = turn
-        params = turn.fields.params(service.model.defaults, turn.wanted_tokens or service.context)
-        check_ids(params, service.model.bundle.manifest.model.vocab)
-        self._params = replace(params, grammar=turn.form.grammar)
-        if not turn.sent:
-            self._fit(job, None)
-            return self._finished()
-        with service.pictures.opening(turn.sent, self._exchange.cache_salt) as opening:
-            if None in opening.opened:
-                return None
-            self._fit(job, opening)
-        return self._finished()
-
-    def _fit_new(self, job: Job) -> list[Wanted] | None:
-        """The prompt of a turn with pictures that are to be decoded."""
-        opening = self._service.pictures.opening(self._turn.sent, self._exchange.cache_salt)
-        with opening as opened, job.stopped_by(opened.stop):
-            self._fit(job, opened)
-        return self._finished()
-
-    def _bind(self, job: Job) -> list[Wanted]:
-        form = self._turn.form
-        self._service.texts.bind(form.grammar, form.tools, self._exchange.cache_salt)
-        return self._made()
-
-    def _fit(self, job: Job, opening: PictureOpening | None) -> None:
-        """Count the tokens by the headers of pictures, then decode those that the prompt shows."""
-        turn, service = self._turn, self._service
-        templates = service.texts.chat_templates
-        sizes = [] if opening is None else [opening.size(number) for number in range(len(turn.sent))]
-
-        def render(kept: Sequence[Message]) -> str:
-            job.check()
-            shown = [sizes[number] for number in pictures_in(kept)]
-            return service.pictures.rendered(kept, shown, lambda told: turn.rendered(templates, told))
-
-        while True:
-            try:
-                fitted = service.texts.fit(
-                    turn.messages, render, on_full=turn.on_full, wanted_tokens=turn.wanted_tokens
-                )
-            except UsageError as error:
-                if not error.field.startswith("chat template"):
-                    raise
-                raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
-            shown = pictures_in(fitted.messages)
-            self._check_pixels([(number, sizes[number].grid) for number in shown])
-            before = {number: sizes[number].grid for number in shown}
-            if opening is not None:
-                for number in shown:
-                    job.check()
-                    sizes[number] = opening.open(number)
-            if all(sizes[number].grid == grid for number, grid in before.items()):
-                break  # otherwise a PNG said behind its pixels that it is turned
-        if fitted.dropped_messages:
-            self._exchange.headers.append((DROPPED_HEADER, str(fitted.dropped_messages).encode()))
-        self._shown = tuple(size for number in shown if isinstance(size := sizes[number], Picture))
-        self._prompt = service.pictures.put(fitted.tokens, self._shown)
-
-    def _check_pixels(self, shown: Sequence[tuple[int, TileGrid]]) -> None:
-        total = 0
-        for number, grid in shown:
-            total += grid.size[0] * grid.size[1]
-            if total > MOST_PIXELS:
-                found, wanted = f"pictures of {total:,} pixels up to this one", f"at most {MOST_PIXELS:,} in a prompt"
-                raise refused(self._turn.sent[number].field, got=found, expected=wanted, fix="Resize them first.")
-
-    def _finished(self) -> list[Wanted] | None:
-        """None if the grammar is still to be compiled."""
-        form = self._turn.form
-        is_bound = self._service.texts.is_bound(form.grammar, form.tools, self._exchange.cache_salt)
-        return self._made() if is_bound else None
-
-    def _made(self) -> list[Wanted]:
-        turn, params, service = self._turn, self._params, self._service
-        if turn.wanted_tokens is None:
-            params = replace(params, max_new_tokens=service.context - len(self._prompt) + 1)
-        wanted = wanted_of(
-            service,
-            self._exchange,
-            self._prompt,
-            params,
-            turn.top_logprobs,
-            tools=turn.form.tools,
-            lora=turn.lora,
-            is_answer=True,
-            pictures=self._shown,
-        )
-        return for_answers([wanted], turn.n)
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -537,22 +242,100 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         return None if self.response_format is None else ("response_format", self.response_format)
 
     @property
-    def ends(self) -> PromptEnd:
-        """Where the prompt ends."""
-        if self.continue_final_message:
-            return "last message"
-        return "turn" if self.add_generation_prompt is False else "new turn"
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """The most tokens to generate; None if the request does not say.
+    def max_new_tokens(self) -> int | None:
+        """The most tokens to generate; None for as many as the context has room for.
 
         Raises:
             ApiError: out of range.
         """
         if self.max_completion_tokens is not None:
-            return check_wanted_tokens("max_completion_tokens", self.max_completion_tokens)
-        return check_wanted_tokens("max_tokens", self.max_tokens)
+            return check_max_tokens("max_completion_tokens", self.max_completion_tokens)
+        return check_max_tokens("max_tokens", self.max_tokens)
+
+    def declared_tools(self) -> Tools | None:
+        """The functions that the answer may call; None if there are none.
+
+        Raises:
+            ApiError: an unknown choice, or tools together with what they exclude.
+            UsageError: a tool that is wrong or too large.
+        """
+        if not self.tools:
+            if self.tool_choice not in (None, "none", "auto"):
+                raise refused("tool_choice", got="a choice without tools", expected="tools with it", fix="Add tools.")
+            return None
+        tools = Tools.read(self.tools, _choice(self.tool_choice), parallel=self.parallel_tool_calls is not False)
+        if not tools.callable:
+            return tools
+        excluded = (
+            {} if (constraint := self.constraint()) is None else {constraint[0]: "a constraint together with tools"}
+        )
+        if self.min_tokens:
+            excluded["min_tokens"] = f"{self.min_tokens} with tools that may be called"
+        if self.continue_final_message:
+            excluded["continue_final_message"] = "true with tools that may be called"
+        for name, found in excluded.items():
+            fix = "Leave the tools out, or set tool_choice to none."
+            raise refused(name, got=found, expected="one of them", fix=fix)
+        return tools
+
+    def conversation(self, service: Service) -> tuple[list[Message], list[PictureSent]]:
+        """The messages as templates take them, with their pictures by number, and these pictures; none is opened.
+
+        Raises:
+            ApiError: content that is neither text nor a picture, or no message to continue.
+            UsageError: the bundle has no template, or a message is malformed.
+        """
+        templates = service.texts.chat_templates
+        has_developer = any("developer" in source for source in templates.templates.values())
+        pictures = MessagePictures(service.pictures)
+        messages = template_messages(self.messages, pictures, has_developer=has_developer)
+        self.template_variables(templates)
+        check_messages(messages)
+        last = messages[-1]
+        if self.continue_final_message and (
+            last.get("role") != "assistant" or not isinstance(last.get("content"), str)
+        ):
+            found, wanted = f"a last message of {last.get('role')!r}", "one of the assistant, with text"
+            raise refused("continue_final_message", got=found, expected=wanted, fix="Add it, or leave this out.")
+        return messages, pictures.sent
+
+    def template_variables(self, templates: ChatTemplates) -> dict[str, Any]:
+        """Further variables of the chat template.
+
+        Raises:
+            ApiError: one that the messages set, or that the template does not know.
+        """
+        variables = dict(self.chat_template_kwargs or {})
+        if taken := variables.keys() & _TAKEN:
+            raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix="Leave it out.")
+        if self.reasoning_effort is not None:
+            if not any("reasoning_effort" in source for source in templates.templates.values()):
+                found, wanted = repr(self.reasoning_effort)[:40], "nothing: the chat template does not know it"
+                fix = "Leave it out, or set a variable that it knows in chat_template_kwargs, such as enable_thinking."
+                raise refused("reasoning_effort", got=found, expected=wanted, fix=fix)
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.continue_final_message or self.add_generation_prompt is False:
+            variables["add_generation_prompt"] = False
+        return variables
+
+    def rendered(
+        self, templates: ChatTemplates, messages: Sequence[Message], tools: Tools | None, variables: Mapping[str, Any]
+    ) -> str:
+        """The text of messages.
+
+        Raises:
+            ApiError: the template does not write the message that is to be continued as it is.
+            UsageError: the template refuses the messages.
+        """
+        if not self.continue_final_message:
+            return render_with_tools(templates, messages, tools, **variables)
+        mark, text = uuid4().hex, messages[-1]["content"]
+        last = {**messages[-1], "content": text + mark}
+        before, *after = render_with_tools(templates, [*messages[:-1], last], tools, **variables).split(mark)
+        if len(after) != 1 or not before.endswith(text):
+            found, wanted = "a chat template that writes the last message otherwise", "one that writes it as it is"
+            raise refused("continue_final_message", got=found, expected=wanted, fix="Leave it out.")
+        return before
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -610,7 +393,7 @@ class Choice(msgspec.Struct, frozen=True):
     """An answer."""
 
     message: AnswerMessage
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     logprobs: ChoiceLogprobs | None = None
     index: int = 0
 
@@ -662,30 +445,138 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         ApiError, EdgeKVError: the request is refused.
         DisconnectedError: the client has gone.
     """
-    body, replies = await exchange.body(), list[_Reply]()
+    body = await exchange.body()
 
-    def read() -> Turn:
-        request, lora = accept(service, exchange, body, ChatRequest)
-        n = request.choices(1, service.limits)
-        replies.append(_Reply(service, request, n))
-        return Turn.read(
-            service,
-            request,
-            request.messages,
-            read_form(request.constraint(), request.tools, request.tool_choice, request.parallel_tool_calls),
-            request.chat_template_kwargs,
-            effort=("reasoning_effort", request.reasoning_effort),
-            ends=request.ends,
-            wanted_tokens=request.wanted_tokens,
-            on_full=service.on_full,
-            n=n,
-            top_logprobs=check_top_logprobs("top_logprobs", request.top_logprobs or 0) if request.logprobs else None,
-            lora=lora,
+    def read() -> _Asked:
+        chat, lora = accept(service, exchange, body, ChatRequest)
+        return chat, _Reply(service, chat), lora, service.on_full
+
+    await answer_chat(service, exchange, read)
+
+
+_Asked = tuple[ChatRequest, Reply, str | None, OnFull]
+"""What is asked, how it is answered, with which adapters, and what happens where the context is too short."""
+
+
+async def answer_chat(service: Service, exchange: Exchange, read: Callable[[], _Asked]) -> None:
+    """Answer a conversation.
+
+    Messages become tokens, pictures are decoded and a grammar is compiled off the event loop, each only if it has to be
+    and in its own turn, so that texts wait neither for pictures nor for grammars.
+
+    Args:
+        service: answers it.
+        exchange: the request; its answer has a header that counts the messages that were dropped.
+        read: the request of the body.
+
+    Raises:
+        ApiError, EdgeKVError: the request is refused.
+        DisconnectedError: the client has gone.
+    """
+
+    def begin() -> tuple[Reply, bool, list[Request], Callable[[], list[Request]] | None]:
+        chat, reply, lora, on_full = read()
+        grammar, tools = chat.read_grammar(), chat.declared_tools()
+        messages, sent = chat.conversation(service)
+        params = chat.params(service.model.defaults, chat.max_new_tokens or service.context, grammar)
+        request = engine_request(
+            service, exchange, params, tools=tools, lora=lora, reads_thoughts=True, returns_logits=bool(chat.logprobs)
         )
 
-    wanted = await TurnWork(service, exchange, read).wanted()
-    (reply,) = replies
-    await answer(service, exchange, wanted, reply, n=len(wanted), streams=reply.streams)
+        def fitted(opening: PictureOpening | None) -> list[Request]:
+            prompt, most = chat_prompt(service, exchange, chat, messages, tools, on_full, opening), params
+            if chat.max_new_tokens is None:
+                most = replace(params, max_new_tokens=service.context - len(prompt.tokens) + 1)
+            whole = replace(request, tokens=prompt.tokens, pictures=prompt.pictures, params=most)
+            return for_answers(whole, reply.n)
+
+        def opened() -> list[Request]:
+            opening = service.pictures.opening(sent, exchange.cache_salt)
+            with opening as pictures, exchange.stopped_by(lambda _: pictures.stop()):
+                return fitted(pictures)
+
+        is_bound = service.texts.is_bound(grammar, tools, exchange.cache_salt)
+        if not sent:
+            return reply, is_bound, fitted(None), None
+        with service.pictures.opening(sent, exchange.cache_salt) as pictures:
+            if None in pictures.opened:
+                return reply, is_bound, [], opened
+            return reply, is_bound, fitted(pictures), None
+
+    reply, is_bound, requests, opened = await service.work.run(exchange, "text", begin)
+    if opened is not None:
+        requests = await service.work.run(exchange, "pictures", opened)
+    if not is_bound:
+        await compile_grammar(service, exchange, requests[0])
+    await answer(service, exchange, requests, reply)
+
+
+def chat_prompt(
+    service: Service,
+    exchange: Exchange,
+    chat: ChatRequest,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    on_full: OnFull,
+    opening: PictureOpening | None,
+) -> Prompt:
+    """The prompt of a conversation. Its tokens are counted by the headers of pictures, and those it shows decoded then.
+
+    Args:
+        service: its tokenizer and templates are used.
+        exchange: the request; its answer has a header that counts the messages that were dropped.
+        chat: what is asked.
+        messages: as templates take them, with pictures by number.
+        tools: that the answer may call.
+        on_full: whether the oldest turns are dropped.
+        opening: opens the pictures; None if there are none.
+
+    Raises:
+        ApiError: as `Exchange.check`, or too many pixels.
+        ContextFullError: the conversation is longer than the context, and no turn may be dropped.
+        UsageError: the template refuses the messages, or a picture cannot be read.
+    """
+    texts, pictures = service.texts, service.pictures
+    templates = texts.chat_templates
+    variables = chat.template_variables(templates)
+    sizes = [] if opening is None else [opening.size(number) for number in range(len(opening.opened))]
+
+    def render(kept: Sequence[Message]) -> str:
+        exchange.check()
+        shown = [sizes[number] for number in pictures_in(kept)] if sizes else []
+        return pictures.rendered(kept, shown, lambda told: chat.rendered(templates, told, tools, variables))
+
+    while True:
+        try:
+            prompt = texts.fit(messages, render, on_full=on_full, wanted_tokens=chat.max_new_tokens)
+        except UsageError as error:
+            if not error.field.startswith("chat template"):
+                raise
+            raise UsageError("messages", got=error.got, expected=error.expected, fix=error.fix) from None
+        if opening is None:
+            break
+        shown = pictures_in(prompt.messages)
+        grids = {number: sizes[number].grid for number in shown}
+        _check_pixels(opening, grids)
+        for number in shown:
+            exchange.check()
+            sizes[number] = opening.open(number)
+        if all(sizes[number].grid == grid for number, grid in grids.items()):
+            opened = tuple(size for number in shown if isinstance(size := sizes[number], Picture))
+            prompt = replace(prompt, tokens=pictures.put(prompt.tokens, opened), pictures=opened)
+            break  # otherwise a PNG said behind its pixels that it is turned
+    if prompt.dropped_messages:
+        exchange.headers.append((DROPPED_HEADER, str(prompt.dropped_messages).encode()))
+    return prompt
+
+
+def _check_pixels(opening: PictureOpening, grids: Mapping[int, TileGrid]) -> None:
+    total = 0
+    for number, grid in grids.items():
+        total += grid.size[0] * grid.size[1]
+        if total > MOST_PIXELS:
+            found, wanted = f"pictures of {total:,} pixels up to this one", f"at most {MOST_PIXELS:,} in a prompt"
+            raise refused(opening.sent[number].field, got=found, expected=wanted, fix="Resize them first.")
 
 
 @dataclass(slots=True)
@@ -694,6 +585,7 @@ class _Answer:
 
     Attributes:
         has_begun: whether a stream has named the role.
+        logprob: of the next token, if it was asked for.
         text: so far, as all that follows; in streams only the calls are kept.
         thoughts: of the model.
         calls: of tools.
@@ -701,46 +593,54 @@ class _Answer:
     """
 
     has_begun: bool = False
+    logprob: TokenLogprob | None = None
     text: str = ""
     thoughts: str = ""
     calls: list[CallRecord] = field(default_factory=list)
     logprobs: list[ContentLogprob] = field(default_factory=list)
 
-    def reason(self, end: Finished) -> FinishReason:
-        """Why it ended."""
-        return "tool_calls" if self.calls and end.reason == "stop" else end.reason
+    def reason(self, reason: FinishReason | None) -> FinishReason | None:
+        """Why it ended, for a client."""
+        return "tool_calls" if self.calls and reason == "stop" else reason
 
 
 class _Reply:
-    """See `edgekv.serve.generation.Reply`.
+    """See `edgekv.serve.answers.Reply`."""
 
-    Attributes:
-        streams: whether it is a stream.
-    """
+    def __init__(self, service: Service, request: ChatRequest) -> None:
+        """Begin the answers.
 
-    def __init__(self, service: Service, request: ChatRequest, n: int) -> None:
+        Raises:
+            ApiError: too many answers, or too many log-probabilities.
+        """
         self._names = service.names
         self._model = request.model or service.name
         self._request = request
+        self.n = request.choices(1, service.limits)
         self.streams = bool(request.stream)
+        self.top_logprobs = check_top_logprobs("top_logprobs", request.top_logprobs or 0)
         self._id = f"chatcmpl-{uuid4().hex}"
         self._created = int(time.time())
-        self._answers = [_Answer() for _ in range(n)]
+        self._answers = [_Answer() for _ in range(self.n)]
 
     def head(self) -> bytes:
         return b""
 
-    def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
+    def add(self, index: int, happened: Token | TokenLogprob | tuple[TokenLogprob, ...] | FinishReason) -> bytes:
         so_far, streams = self._answers[index], self.streams
+        if isinstance(happened, TokenLogprob):  # its token follows
+            so_far.logprob = happened
+            return b""
+        if isinstance(happened, tuple):
+            return b""
         data = b""
         if streams and not so_far.has_begun:  # with the first token: a write of its own costs as much as a token's
             so_far.has_begun = True
             data = self._chunk(ChunkChoice(Delta("assistant", ""), index=index))
-        if isinstance(happened, Finished):
+        if isinstance(happened, str):
             return data + self._chunk(ChunkChoice(Delta(), so_far.reason(happened), index=index)) if streams else b""
-        if isinstance(happened, PromptLogprobs):
-            return data
-        logprobs, calls = self._logprobs(happened), self._calls(happened, len(so_far.calls))
+        logprobs, so_far.logprob = self._logprobs(so_far.logprob), None
+        calls = self._calls(happened, len(so_far.calls))
         so_far.calls += calls
         if not streams:
             so_far.text += happened.text
@@ -756,32 +656,29 @@ class _Reply:
             data += self._chunk(ChunkChoice(Delta(tool_calls=calls), index=index))
         return data
 
-    def tail(self, ends: Sequence[Finished]) -> bytes:
-        usage = event(self._made([], self._usage(ends))) if self._request.includes_usage else b""
+    def tail(self, answers: Sequence[PendingAnswer]) -> bytes:
+        usage = event(self._made([], Usage.of(answers, self.n))) if self._request.includes_usage else b""
         return usage + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body)
 
-    def whole(self, ends: Sequence[Finished]) -> ChatCompletion:
+    def whole(self, answers: Sequence[PendingAnswer]) -> ChatCompletion:
         choices = [
             Choice(
                 AnswerMessage(
-                    answer.text or (None if answer.calls else ""),
-                    reasoning_content=answer.thoughts or UNSET,
-                    tool_calls=answer.calls or UNSET,
+                    found.text or (None if found.calls else ""),
+                    reasoning_content=found.thoughts or UNSET,
+                    tool_calls=found.calls or UNSET,
                 ),
-                answer.reason(end),
-                ChoiceLogprobs(answer.logprobs) if self._request.logprobs else None,
-                index,
+                found.reason(answer.reason),
+                ChoiceLogprobs(found.logprobs) if self._request.logprobs else None,
+                answer.index,
             )
-            for index, (answer, end) in enumerate(zip(self._answers, ends, strict=True))
+            for found, answer in zip(self._answers, answers, strict=True)
         ]
-        usage = self._usage(ends)
+        usage = Usage.of(answers, self.n)
         return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
-
-    def _usage(self, ends: Sequence[Finished]) -> Usage:
-        return Usage.of(ends, len(self._answers))
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
         return event(self._made([choice], None if self._request.includes_usage else UNSET))
@@ -789,21 +686,20 @@ class _Reply:
     def _made(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
         return Chunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
-    def _calls(self, piece: Piece, first: int) -> list[CallRecord]:
+    def _calls(self, token: Token, first: int) -> list[CallRecord]:
         """The calls that a token completes; their numbers begin with `first`."""
         return [
             CallRecord(
                 f"call_{uuid4().hex[:24]}",
                 FunctionRecord(call.name, call.arguments),
-                number if self._request.stream else UNSET,
+                number if self.streams else UNSET,
             )
-            for number, call in enumerate(piece.calls, first)
+            for number, call in enumerate(token.tool_calls, first)
         ]
 
-    def _logprobs(self, piece: Piece) -> list[ContentLogprob]:
-        if piece.logprob is None:
+    def _logprobs(self, found: TokenLogprob | None) -> list[ContentLogprob]:
+        if found is None:
             return []
-        found = piece.logprob
         own = TopLogprob.of(found.token, self._names)
-        top = [TopLogprob.of(each, self._names) for each in found.top]
+        top = [TopLogprob.of(likelihood, self._names) for likelihood in found.top]
         return [ContentLogprob(own.token, own.logprob, own.bytes, top)]

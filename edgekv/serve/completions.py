@@ -12,26 +12,26 @@ from uuid import uuid4
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from edgekv.serve.engine_thread import Finished, FinishReason, Piece, PromptLogprobs, Wanted
+from edgekv.engine import Request
+from edgekv.serve.answers import Usage, answer
+from edgekv.serve.engine_thread import FinishReason, PendingAnswer
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.fields import Unsupported
 from edgekv.serve.generation import (
     ResponseFormat,
     SamplingFields,
-    Usage,
     accept,
-    answer,
+    check_max_tokens,
     check_top_logprobs,
-    check_wanted_tokens,
+    compile_grammar,
+    engine_request,
     for_answers,
-    wanted_of,
 )
 from edgekv.serve.http import DONE, Exchange, event
 from edgekv.serve.logprobs import TokenLogprob, TokenNames
 from edgekv.serve.service import Service
-from edgekv.serve.work import Job
 from edgekv.spec.text import text_offsets
-from edgekv.text.grammar import Grammar
+from edgekv.text import Token
 from edgekv.text.output import Detokenizer, decode
 
 if TYPE_CHECKING:
@@ -84,8 +84,26 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         """The place of a prompt in the request."""
         return f"prompt[{index}]" if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) else "prompt"
 
+    @property
+    def only_echoes(self) -> bool:
+        """Whether nothing is generated."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The most tokens to generate.
+
+        Raises:
+            ApiError: out of range.
+        """
+        if self.only_echoes:
+            return 1  # of which none is
+        return check_max_tokens("max_tokens", self.max_tokens) or DEFAULT_TOKENS
+
     def check(self) -> None:
         super().check()
+        if self.logprobs is not None:
+            check_top_logprobs("logprobs", self.logprobs)
         if self.suffix not in (None, ""):
             raise refused("suffix", got="a text", expected="nothing", fix="This model continues text; leave it out.")
 
@@ -135,81 +153,33 @@ async def completions(service: Service, exchange: Exchange) -> None:
     """
     body = await exchange.body()
 
-    def read(job: Job) -> tuple[list[Wanted], _Reply, Grammar | None]:
-        request, lora = accept(service, exchange, body, CompletionRequest)
-        constraint = request.constraint()
-        grammar = None if constraint is None else constraint[1]()
-        prompts = request.prompts
-        n = request.choices(len(prompts), service.limits)
-        wanted, answers = list[Wanted](), list[_Answer]()
-        for at, prompt in enumerate(prompts):
-            job.check()
-            asked = _wanted(service, exchange, request, at, grammar, lora)
-            wanted += for_answers([asked], n)
-            answers += [_answer(service, request, prompt, asked.request.tokens) for _ in range(n)]
-        new = None if service.texts.is_bound(grammar, None, exchange.cache_salt) else grammar
-        return wanted, _Reply(service, request, answers, n), new
+    def read() -> tuple[list[Request], _Reply, bool]:
+        asked, lora = accept(service, exchange, body, CompletionRequest)
+        n = asked.choices(len(asked.prompts), service.limits)
+        params = asked.params(service.model.defaults, asked.max_new_tokens, asked.read_grammar())
+        returns_logits = asked.logprobs is not None
+        request = engine_request(
+            service, exchange, None if asked.only_echoes else params, lora=lora, returns_logits=returns_logits
+        )
+        reply = _Reply(service, asked, n)
+        requests = list[Request]()
+        for at, prompt in enumerate(asked.prompts):
+            exchange.check()
+            tokens = service.texts.read(prompt, asked.prompt_field(at))
+            scores = reply.add_prompt(prompt, tokens)
+            requests += for_answers(replace(request, tokens=tuple(tokens), scores=scores), n)
+        return requests, reply, service.texts.is_bound(params.grammar, None, exchange.cache_salt)
 
-    wanted, reply, new = await exchange.work(service.lanes.texts, read)
-    if new is not None:
-        await exchange.work(service.lanes.grammars, lambda _: service.texts.bind(new, None, exchange.cache_salt))
-    await answer(service, exchange, wanted, reply, n=reply.n, streams=reply.streams)
-
-
-def _wanted(
-    service: Service,
-    exchange: Exchange,
-    request: CompletionRequest,
-    index: int,
-    grammar: Grammar | None,
-    lora: str | None,
-) -> Wanted:
-    """What the prompt with this index asks of the engine.
-
-    Raises:
-        EdgeKVError: the prompt is refused, or a value out of range.
-    """
-    texts, prompt, field = service.texts, request.prompts[index], request.prompt_field(index)
-    if isinstance(prompt, str):
-        tokens = texts.read(prompt, field)
-        given = len(texts.encode(prompt)) if request.echo and request.logprobs is not None else len(tokens)
-    else:
-        tokens, given = texts.read(prompt, field), len(prompt)
-    top = None if request.logprobs is None else check_top_logprobs("logprobs", request.logprobs)
-    wanted = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
-    only_echo = bool(request.echo) and wanted == 0
-    most = 1 if only_echo else check_wanted_tokens("max_tokens", wanted) or 1
-    params = replace(request.params(service.model.defaults, most), grammar=grammar)
-    scored = min(given, len(tokens)) if request.echo and (top is not None or only_echo) else 0
-    return wanted_of(service, exchange, tuple(tokens), None if only_echo else params, top, scored, lora=lora)
-
-
-def _answer(service: Service, request: CompletionRequest, prompt: str | list[int], tokens: Sequence[int]) -> _Answer:
-    """An answer that has not begun.
-
-    Args:
-        service: has the tokenizer.
-        request: says whether the prompt is echoed.
-        prompt: as the request has it.
-        tokens: those that are run.
-    """
-    tokenizer = service.texts.tokenizer
-    text, offsets = "", list[int]()
-    if request.echo:
-        text = prompt if isinstance(prompt, str) else decode(tokenizer, prompt, skip_special_tokens=False)
-        if request.logprobs is not None:
-            offsets = text_offsets(tokenizer, prompt) if isinstance(prompt, str) else _offsets(tokenizer, prompt)
-    return _Answer(text, _empty(request), offsets, Detokenizer(tokenizer, tokens), len(text))
+    requests, reply, is_bound = await service.work.run(exchange, "text", read)
+    if not is_bound:
+        await compile_grammar(service, exchange, requests[0])
+    await answer(service, exchange, requests, reply)
 
 
 def _offsets(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
     """Where each token begins in the text of all of them, in characters."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     return [*accumulate((len(detokenizer.push(token)) for token in tokens[:-1]), initial=0)]
-
-
-def _empty(request: CompletionRequest) -> CompletionLogprobs | None:
-    return None if request.logprobs is None else CompletionLogprobs([], [], [], [])
 
 
 @dataclass(slots=True)
@@ -219,77 +189,101 @@ class _Answer:
     Attributes:
         text: of the prompt, if it is echoed, and of the answer.
         logprobs: None unless they were asked for.
-        prompt_offsets: where the tokens of the prompt begin in the text.
-        detokenizer: of the generated tokens.
+        prompt_offsets: where the tokens of the prompt that are reported begin in the text.
+        detokenizer: of the generated tokens; None without log-probabilities.
         offset: where the next token begins, in characters.
     """
 
     text: str
     logprobs: CompletionLogprobs | None
     prompt_offsets: list[int]
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None
     offset: int
 
-    def add(self, event: Piece | PromptLogprobs, names: TokenNames) -> None:
+    def add(self, event: Token | TokenLogprob | tuple[TokenLogprob, ...], names: TokenNames) -> None:
         """Take an event in."""
-        if isinstance(event, PromptLogprobs):
-            if self.logprobs is not None:
-                # An empty prompt becomes BOS, which has no text.
-                offsets = [0] * (len(event.tokens) - len(self.prompt_offsets)) + self.prompt_offsets
-                for token, offset in zip(event.tokens, offsets[-len(event.tokens) :], strict=True):
-                    self.logprobs.add(token, offset, names)
+        if isinstance(event, Token):
+            self.text += event.text
+        elif self.logprobs is None:  # those of the prompt are computed to echo it
             return
-        self.text += event.text
-        if self.logprobs is not None and event.logprob is not None:
-            self.logprobs.add(event.logprob, self.offset, names)
-            self.offset += len(self.detokenizer.push(event.logprob.token.id))
+        elif isinstance(event, tuple):
+            for token, offset in zip(event[-len(self.prompt_offsets) :], self.prompt_offsets, strict=True):
+                self.logprobs.add(token, offset, names)
+        else:
+            self.logprobs.add(event, self.offset, names)
+            if self.detokenizer is not None:
+                self.offset += len(self.detokenizer.push(event.token.id))
 
 
 class _Reply:
-    """See `edgekv.serve.generation.Reply`.
+    """See `edgekv.serve.answers.Reply`."""
 
-    Attributes:
-        n: answers to each prompt.
-        streams: whether it is a stream.
-    """
-
-    def __init__(self, service: Service, request: CompletionRequest, answers: list[_Answer], n: int) -> None:
+    def __init__(self, service: Service, request: CompletionRequest, n: int) -> None:
+        self._texts = service.texts
         self._names = service.names
         self._model = request.model or service.name
         self._request = request
         self.streams = bool(request.stream)
-        self._answers = answers
+        self.top_logprobs = request.logprobs or 0
         self.n = n
+        self._answers: list[_Answer] = []
         self._id = f"cmpl-{uuid4().hex}"
         self._created = int(time.time())
+
+    def add_prompt(self, prompt: str | list[int], tokens: Sequence[int]) -> bool:
+        """Begin the answers to a prompt; whether its tokens are to be scored.
+
+        Args:
+            prompt: as the request has it.
+            tokens: those that are run.
+        """
+        echoes, reports = bool(self._request.echo), self._request.logprobs is not None
+        tokenizer = self._texts.tokenizer
+        text, offsets = "", list[int]()
+        if echoes:
+            text = prompt if isinstance(prompt, str) else decode(tokenizer, prompt, skip_special_tokens=False)
+        if echoes and reports:
+            offsets = text_offsets(tokenizer, prompt) if isinstance(prompt, str) else _offsets(tokenizer, prompt)
+            given = len(self._texts.encode(prompt)) if isinstance(prompt, str) else len(prompt)
+            # An empty prompt becomes BOS, which has no text.
+            offsets = ([0] * (given - len(offsets)) + offsets)[-min(given, len(tokens)) :]
+        for _ in range(self.n):
+            detokenizer = Detokenizer(tokenizer, tokens) if reports else None
+            self._answers.append(_Answer(text, self._empty(), offsets, detokenizer, len(text)))
+        return echoes and (reports or self._request.only_echoes)
 
     def head(self) -> bytes:
         return b""
 
-    def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
+    def add(self, index: int, happened: Token | TokenLogprob | tuple[TokenLogprob, ...] | FinishReason) -> bytes:
         so_far, reason = self._answers[index], None
-        if isinstance(happened, Finished):
-            reason = happened.reason
+        if isinstance(happened, str):
+            reason = happened
         else:
             so_far.add(happened, self._names)
+            if isinstance(happened, TokenLogprob):  # its token follows
+                return b""
         has_news = so_far.text or (so_far.logprobs and so_far.logprobs.tokens) or reason
         if not (self.streams and has_news):
             return b""
         data = self._event([CompletionChoice(index, so_far.text, so_far.logprobs, reason)])
-        so_far.text, so_far.logprobs = "", _empty(self._request)
+        so_far.text, so_far.logprobs = "", self._empty()
         return data
 
-    def tail(self, ends: Sequence[Finished]) -> bytes:
-        usage = self._event([], Usage.of(ends, self.n)) if self._request.includes_usage else b""
+    def tail(self, answers: Sequence[PendingAnswer]) -> bytes:
+        usage = self._event([], Usage.of(answers, self.n)) if self._request.includes_usage else b""
         return usage + DONE
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body)
 
-    def whole(self, ends: Sequence[Finished]) -> Completion:
-        pairs = zip(self._answers, ends, strict=True)
-        choices = [CompletionChoice(at, each.text, each.logprobs, end.reason) for at, (each, end) in enumerate(pairs)]
-        return self._made(choices, Usage.of(ends, self.n))
+    def whole(self, answers: Sequence[PendingAnswer]) -> Completion:
+        pairs = enumerate(zip(self._answers, answers, strict=True))
+        choices = [CompletionChoice(at, found.text, found.logprobs, answer.reason) for at, (found, answer) in pairs]
+        return self._made(choices, Usage.of(answers, self.n))
+
+    def _empty(self) -> CompletionLogprobs | None:
+        return None if self._request.logprobs is None else CompletionLogprobs([], [], [], [])
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
         return event(self._made(choices, usage if self._request.includes_usage else UNSET))

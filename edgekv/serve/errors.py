@@ -22,14 +22,10 @@ _TYPES = {
 
 
 CANCELLED = "cancelled"
-"""The code of a job that nobody waits for any more."""
-
-
+"""The code of a request that nobody waits for any more."""
+LEFT = 499
+"""Its status, which is never sent."""
 OUT_OF_FILES = "open files: got as many as the system allows; expected fewer. Raise the limit, such as ulimit -n 4096."
-
-
-class DisconnectedError(Exception):
-    """The client has gone, or takes nothing any more; there is nobody to answer."""
 
 
 class ErrorRecord(msgspec.Struct, frozen=True):
@@ -94,6 +90,13 @@ class ApiError(Exception):
         if param is not None and message.startswith(f"{self.param}:"):
             message = param + message[len(self.param) :]
         return ApiError(self.status, message, param=param, code=self.code, retry_after_s=self.retry_after_s)
+
+
+class DisconnectedError(ApiError):
+    """The client has gone, or takes nothing any more; there is nobody to answer."""
+
+    def __init__(self) -> None:
+        super().__init__(LEFT, "the client has gone.", code=CANCELLED)
 
 
 def refused(param: str, *, got: object, expected: object, fix: str, code: str = "invalid_value") -> ApiError:

@@ -1,31 +1,27 @@
-"""What all requests for text have in common: how to sample, the answers as they come, and their token counts."""
+"""What all requests for text have in common: their fields, and what they ask of the engine."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
 from hashlib import sha256
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from edgekv.engine import POOLED, Request
-from edgekv.pictures import Picture
-from edgekv.serve.engine_thread import Channel, EngineThread, Finished, Piece, PromptLogprobs, Told, Wanted
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.fields import Unsupported, check_fields
-from edgekv.serve.http import WAITING, Exchange, RequestRecord, read_json
+from edgekv.serve.http import Exchange, read_json
 from edgekv.serve.options import Limits
 from edgekv.serve.service import Service
 from edgekv.text import SamplingParams, Tools
 from edgekv.text.grammar import Grammar
 from edgekv.text.sampler import check_ids
 
-WAITING_S = 15.0
-"""Proxies close a connection that is silent for a minute."""
 MOST_ANSWERS = 32
 MOST_STOPS = 16
 MOST_TOP_LOGPROBS = 20
@@ -129,6 +125,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         """The form that the field for it asks for, with the name of that field; None if there is none."""
         return None
 
+    def read_grammar(self) -> Grammar | None:
+        """What the text has to be; None for free text.
+
+        Raises:
+            ApiError: as `constraint`.
+            UsageError: a schema that is wrong or too large.
+        """
+        constraint = self.constraint()
+        return None if constraint is None else constraint[1]()
+
     def constraint(self) -> tuple[str, Callable[[], Grammar]] | None:
         """What makes the grammar that a request asks for, and the field that does; None if the text is free.
 
@@ -201,7 +207,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             raise refused("best_of", got=self.best_of, expected=f"{n}, the value of n", fix=fix)
         return n
 
-    def params(self, defaults: SamplingParams, max_new_tokens: int) -> SamplingParams:
+    def params(self, defaults: SamplingParams, max_new_tokens: int, grammar: Grammar | None) -> SamplingParams:
         """The parameters, with the model's defaults for what is not given.
 
         Fields that have no effect at temperature 0 are left out there, as clients send them with it.
@@ -210,7 +216,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             ApiError: too many stop texts, or a bias for what is no token id.
             UsageError: a value out of range.
         """
-        given: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "grammar": grammar}
         for name in _SAME:
             if (value := getattr(self, name)) is not None:
                 given[name] = value
@@ -244,7 +250,7 @@ def check_top_logprobs(name: str, value: int) -> int:
     return value
 
 
-def check_wanted_tokens(name: str, value: int | None) -> int | None:
+def check_max_tokens(name: str, value: int | None) -> int | None:
     """The most tokens to generate, by the name of the field that asks for them.
 
     Raises:
@@ -259,49 +265,6 @@ def _token(text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 10:
         return int(text)
     raise refused("logit_bias", got=repr(text[:40]), expected="token ids", fix="Use ids of the bundle's tokenizer.")
-
-
-class PromptDetails(msgspec.Struct, frozen=True):
-    """Part of `usage`; cached tokens were not computed."""
-
-    cached_tokens: int = 0
-
-
-class CompletionDetails(msgspec.Struct, frozen=True):
-    """Part of `usage`: tokens of thoughts, drafts that are part of the answer, and drafts that are not."""
-
-    reasoning_tokens: int
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """`usage` of completions."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-    @classmethod
-    def of(cls, ends: Sequence[Finished], n: int) -> Usage:
-        """Of the answers to a request: the tokens of all answers, and each prompt once.
-
-        Args:
-            ends: of the answers, with the `n` of a prompt side by side.
-            n: answers to each prompt.
-        """
-        firsts = ends[::n]
-        prompt = sum(end.prompt_tokens for end in firsts)
-        generated = sum(end.generated_tokens for end in ends)
-        cached = PromptDetails(sum(end.cached_tokens for end in firsts))
-        details = CompletionDetails(
-            sum(end.thought_tokens for end in ends),
-            sum(end.accepted_drafts for end in ends),
-            sum(end.rejected_drafts for end in ends),
-        )
-        return cls(prompt, generated, prompt + generated, cached, details)
 
 
 R = TypeVar("R", bound=SamplingFields)
@@ -368,188 +331,57 @@ def accept(service: Service, exchange: Exchange, body: bytes, kind: type[R]) -> 
     return request, lora
 
 
-def wanted_of(
+def engine_request(
     service: Service,
     exchange: Exchange,
-    prompt: tuple[int, ...],
     params: SamplingParams | None,
-    top_logprobs: int | None,
-    scored_tokens: int = 0,
     *,
     tools: Tools | None = None,
     lora: str | None = None,
-    is_answer: bool = False,
-    pictures: tuple[Picture, ...] = (),
-) -> Wanted:
-    """What a request asks of the engine.
+    reads_thoughts: bool = False,
+    returns_logits: bool = False,
+) -> Request:
+    """What a request asks of the engine, without its prompt.
 
     Args:
         service: runs it.
         exchange: the request.
-        prompt: token ids.
         params: how to sample; None generates nothing.
-        top_logprobs: how many of the most likely tokens to report; None for no log-probabilities.
-        scored_tokens: number of tokens at the end of the prompt whose log-probabilities are reported.
         tools: functions that the answer may call.
         lora: adapters, as `Model.generate` takes them.
-        is_answer: whether the prompt is a conversation, so that the model's thoughts are apart from the text.
-        pictures: whose rows are in the prompt.
+        reads_thoughts: whether the model's thoughts are apart from the text.
+        returns_logits: whether log-probabilities are reported.
 
     Raises:
         UsageError: a bias of a token outside of the vocabulary: the headers of a stream do not wait for the engine.
     """
     if params is not None:
         check_ids(params, service.model.bundle.manifest.model.vocab)
-    request = Request(
-        prompt,
+    return Request(
+        (),
         params,
         POOLED if params is not None else None,
         salt=exchange.cache_salt,
         tools=tools,
         speculation=service.speculation,
         lora=lora,
-        reads_thoughts=is_answer,
-        returns_logits=top_logprobs is not None,
-        scores=scored_tokens > 0,
-        pictures=pictures,
+        reads_thoughts=reads_thoughts,
+        returns_logits=returns_logits,
     )
-    return Wanted(request, top_logprobs or 0, scored_tokens)
 
 
-class Reply(Protocol):
-    """How an endpoint writes answers: as events of a stream, or as one record at the end."""
-
-    def head(self) -> bytes:
-        """The first events of the stream."""
-
-    def add(self, index: int, event: Piece | PromptLogprobs | Finished) -> bytes:
-        """Take in an event of the answer with this index; what the stream sends for it."""
-
-    def tail(self, ends: Sequence[Finished]) -> bytes:
-        """The last events of the stream; `ends` are those of all answers."""
-
-    def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that an error ends."""
-
-    def whole(self, ends: Sequence[Finished]) -> object:
-        """The record that answers a request without a stream."""
+def for_answers(request: Request, n: int) -> list[Request]:
+    """A request for each of several answers to a prompt."""
+    return [request.for_answer(number) for number in range(n)]
 
 
-def for_answers(wanted: Sequence[Wanted], n: int) -> list[Wanted]:
-    """What is asked for each of several answers to each prompt; those of a prompt are side by side."""
-    return [each.for_answer(number) for each in wanted for number in range(n)]
-
-
-async def answer(
-    service: Service, exchange: Exchange, wanted: Sequence[Wanted], reply: Reply, *, n: int = 1, streams: bool
-) -> None:
-    """Answer a request: with the events of its answers as they come, or with a record at their end.
-
-    A stream has its headers once its answers are in the queue, and comments while nothing else comes.
-
-    Args:
-        service: runs them.
-        exchange: the request.
-        wanted: of each answer, as `for_answers` gives them.
-        reply: how they are written.
-        n: answers to each prompt.
-        streams: whether as a stream.
+async def compile_grammar(service: Service, exchange: Exchange, request: Request) -> None:
+    """Compile what binds the answer, unless it has been; the engine would wait for it.
 
     Raises:
-        ApiError: the queue is full; or an answer failed, without a stream.
-        DisconnectedError: the client has gone.
+        ApiError: as `WorkQueue.run`.
+        UsageError: a grammar that is wrong or too complex.
     """
-    exchange.record.prompt_tokens = sum(len(each.request.tokens) for each in wanted[::n])
-    with _submitted(service.engine, exchange, wanted) as channel:
-        answers = _Answers(reply, len(wanted), n, exchange.record)
-        if streams:
-            await _stream(exchange, channel, answers)
-            return
-        while not answers.are_complete:
-            _, error = answers.add(await channel.take())
-            if error is not None:
-                raise error
-        await exchange.reply(reply.whole(answers.ends))
-
-
-async def _stream(exchange: Exchange, channel: Channel, answers: _Answers) -> None:
-    def send_tokens(events: list[tuple[int, Told]]) -> bool:
-        """Nearly all events are tokens and find room in the connection's buffer."""
-        if not (exchange.has_room and all(isinstance(event, Piece) for _, event in events)):
-            return False
-        data, _ = answers.add(events)
-        if data:
-            exchange.send_now(data)
-        return True
-
-    await exchange.begin_events()
-    if head := answers.reply.head():
-        await exchange.send_events(head)
-    while True:
-        events = await channel.take(WAITING_S, send_tokens)
-        data, error = answers.add(events)
-        if error is not None:
-            await exchange.send_events(data + answers.reply.failed(error.renamed(exchange.name_of)), more=False)
-            return
-        if answers.are_complete:
-            await exchange.send_events(data + answers.reply.tail(answers.ends), more=False)
-            return
-        if data or not events:
-            await exchange.send_events(data or WAITING)
-
-
-class _Answers:
-    """The answers to a request so far.
-
-    Attributes:
-        reply: how they are written.
-    """
-
-    def __init__(self, reply: Reply, count: int, n: int, record: RequestRecord) -> None:
-        self.reply = reply
-        self._ends: list[Finished | None] = [None] * count
-        self._n = n
-        self._record = record
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether all have ended."""
-        return None not in self._ends
-
-    @property
-    def ends(self) -> list[Finished]:
-        """Their ends, in the order of their indices."""
-        return [end for end in self._ends if end is not None]
-
-    def add(self, events: Sequence[tuple[int, Told]]) -> tuple[bytes, ApiError | None]:
-        """Take events in; what a stream sends for them, and the error that ends the request."""
-        data = b""
-        for index, event in events:
-            if isinstance(event, ApiError):
-                self._record.error = event.code or event.body.error.type
-                return data, event
-            if isinstance(event, Piece):
-                self._record.count_token()
-            elif isinstance(event, Finished):
-                self._ends[index] = event
-            data += self.reply.add(index, event)
-        if self.are_complete:
-            self._record.cached_tokens = sum(end.cached_tokens for end in self.ends[:: self._n])
-        return data, None
-
-
-@contextmanager
-def _submitted(engine: EngineThread, exchange: Exchange, wanted: Sequence[Wanted]) -> Iterator[Channel]:
-    """The events of a request's answers, which end with the block or when the client goes.
-
-    Raises:
-        ApiError: the queue is full, or the server is stopping.
-    """
-    channel = Channel()
-    tickets = engine.submit(wanted, channel, exchange.deadline)
-    try:
-        with exchange.watched(lambda: engine.cancel(tickets)):
-            yield channel
-    finally:
-        engine.cancel(tickets)
-        channel.close()
+    assert request.params is None or isinstance(request.params, SamplingParams)
+    grammar = None if request.params is None else request.params.grammar
+    await service.work.run(exchange, "grammar", lambda: service.texts.bind(grammar, request.tools, request.salt))

@@ -10,6 +10,7 @@ import hmac
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,10 +25,9 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from edgekv.serve.errors import ApiError, DisconnectedError, api_error, refused, timed_out
+from edgekv.serve.errors import LEFT, ApiError, DisconnectedError, api_error, refused, timed_out
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import LOOPBACK, Limits, ServeOptions
-from edgekv.serve.work import Job, Lane
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -46,8 +46,6 @@ WAITING = b": waiting\n\n"
 """A comment of a stream, which clients skip."""
 DONE = b"data: [DONE]\n\n"
 """Ends a stream of completions."""
-LEFT = 499
-"""The status of a request whose client left before its answer began; it is never sent."""
 OPEN = ("/", "/health")
 """Paths that need no key."""
 POLLED = ("/health", "/metrics")
@@ -122,7 +120,10 @@ def event(record: msgspec.Struct, name: str | None = None) -> bytes:
 
 
 class Exchange:
-    """Reads a request within the limits, and answers it.
+    """A request and its answer on a socket: reads the one within the limits, and writes the other.
+
+    It ends once: with its answer, when the client leaves, at its deadline, or with the server. All that it costs
+    elsewhere, in whatever thread, is ended with it.
 
     Attributes:
         scope: of ASGI.
@@ -131,7 +132,6 @@ class Exchange:
         cache_salt: the same, and what the request itself adds to it: nothing computed is shared between others.
         record: what the log will say of it.
         name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
-        deadline: when it must have been answered, in seconds of `perf_counter`.
         headers: of the answer, beside those of its content.
     """
 
@@ -142,16 +142,77 @@ class Exchange:
         self.cache_salt: str | None = None
         self.record: RequestRecord = scope["state"]["record"]
         self.name_of: Callable[[str], str | None] = _same
-        self.deadline = perf_counter() + limits.request_s
         self.headers: list[tuple[bytes, bytes]] = []
         self._connection: Connection = scope["state"]["connection"]
         self._receive = receive
         self._send = send
         self._limits = limits
-        self._job: Job | None = None
+        self._lock = threading.Lock()
+        self._error: ApiError | None = None
+        self._stops: list[Callable[[ApiError], object]] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._is_aborted = False
         self._write_began: float | None = None
         self._watch: asyncio.TimerHandle | None = None
+
+    @property
+    def client(self) -> str:
+        """Who takes turns with other clients: a key, or an address."""
+        return self.salt or (self.scope["client"] or ("",))[0]
+
+    def watch(self) -> None:
+        """End it when the client leaves, or at its deadline. The body has been read; in the loop's thread."""
+        connection = self._connection
+        connection.on_lost = self._leave
+        connection.flow.resume_reading()  # uvicorn pauses it at a long body, and would not see the client leave
+        limit_s = self._limits.request_s
+        left_s = self.record.began + limit_s - perf_counter()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), lambda: self.end(timed_out(limit_s)))
+        if connection.is_lost:
+            self._leave()
+
+    def check(self) -> None:
+        """Go on only if somebody still waits for the answer; from any thread.
+
+        Raises:
+            ApiError: 503, the server is stopping; 504, it takes too long.
+            DisconnectedError: the client has gone.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def end(self, error: ApiError) -> None:
+        """Nobody waits for it any more: what is queued is never begun, and what runs is stopped where it can be."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            stops, self._stops = self._stops, []
+        for stop in stops:
+            stop(error)
+
+    @contextmanager
+    def stopped_by(self, stop: Callable[[ApiError], object]) -> Iterator[None]:
+        """Call a function with the error, if the request ends before the block does, or has ended; from any thread."""
+        with self._lock:
+            if (error := self._error) is None:
+                self._stops.append(stop)
+        if error is not None:
+            stop(error)
+        try:
+            yield
+        finally:
+            with self._lock, suppress(ValueError):
+                self._stops.remove(stop)
+
+    def close(self) -> None:
+        """Watch for nothing any more, in the loop's thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._connection.on_lost = None
+
+    def _leave(self) -> None:
+        self.end(DisconnectedError())
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a header, by its name in lower case."""
@@ -169,27 +230,9 @@ class Exchange:
             # A web page cannot send JSON to another origin without asking, so this keeps foreign pages out.
             found = given.decode("latin-1")[:80] or "nothing"
             raise ApiError(415, f"content-type: got {found}; expected application/json. Set the header.")
-        return await self._body()
-
-    async def work(self, lane: Lane, work: Callable[[Job], T]) -> T:
-        """The result of work on the request, which a thread of a lane does.
-
-        Raises:
-            ApiError: 429, too much waits; 503, the server is stopping; 504, it takes too long.
-            DisconnectedError: the client has gone.
-            Exception: as the work.
-        """
-        if self._job is None:
-            host = (self.scope["client"] or ("",))[0]
-            self._job = Job(self.salt or host, self.deadline)
-        job = self._job
-        late = timed_out(self._limits.request_s)
-        timer = asyncio.get_running_loop().call_later(max(0.0, self.deadline - perf_counter()), job.end, late)
-        try:
-            with self.watched(lambda: job.end(DisconnectedError())):
-                return await lane.run(job, work)
-        finally:
-            timer.cancel()
+        body = await self._body()
+        self.watch()
+        return body
 
     async def reply(self, value: object, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Send a JSON answer.
@@ -211,13 +254,15 @@ class Exchange:
         await self._start(status, ((b"content-type", content_type), length, *headers))
         await self._write(data, more=False)
 
-    async def begin_events(self) -> None:
-        """Start a stream of server-sent events.
+    async def begin_events(self, data: bytes) -> None:
+        """Start a stream of server-sent events with the first of them, if there are any.
 
         Raises:
             DisconnectedError: the client takes nothing.
         """
         await self._start(200, ((b"content-type", EVENTS), (b"cache-control", b"no-cache")))
+        if data:
+            await self._write(data, more=True)
 
     async def send_events(self, data: bytes, *, more: bool = True) -> None:
         """Send events.
@@ -236,19 +281,6 @@ class Exchange:
         """Send events of a stream that has begun, if `has_room`: past ASGI, which costs more than all else here."""
         self._connection.send_part(data)
 
-    @contextmanager
-    def watched(self, leave: Callable[[], None]) -> Iterator[None]:
-        """Call a function if the client goes before the block ends, or has gone."""
-        connection = self._connection
-        connection.on_lost = leave
-        connection.flow.resume_reading()  # uvicorn pauses it at a long body, and would not see the client leave
-        if connection.is_lost:
-            leave()
-        try:
-            yield
-        finally:
-            connection.on_lost = None
-
     async def _body(self) -> bytes:
         limit = self._limits.body_bytes
         announced = self.header(b"content-length")
@@ -260,7 +292,7 @@ class Exchange:
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
-                        raise DisconnectedError
+                        raise DisconnectedError()
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > limit:
@@ -286,7 +318,7 @@ class Exchange:
             if not more:
                 self._watch.cancel()
         if self._is_aborted:
-            raise DisconnectedError
+            raise DisconnectedError()
 
     def _check_write(self) -> None:
         """End the connection if the client takes nothing for too long; the write that waits ends with it."""
@@ -443,6 +475,8 @@ class Guard:
             if exchange.record.has_begun:  # the status is out: all that is left is to end the connection
                 raise
             await exchange.reply(told.body, told.status, told.headers)
+        finally:
+            exchange.close()
 
     def _check(self, exchange: Exchange) -> None:
         """Refuse foreign hosts and requests without a key.
@@ -568,8 +602,11 @@ class Connection(H11Protocol):
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def send_part(self, data: bytes) -> None:
-        """Send a part of an answer that has begun."""
-        self.transport.write(self.conn.send(h11.Data(data=data)))
+        """Send a part of an answer without a known length that has begun."""
+        if self.scope["http_version"] == "1.1":  # as h11 writes it, at a tenth of the time
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self.transport.write(self.conn.send(h11.Data(data=data)))
 
     def abort(self) -> None:
         """End it at once."""

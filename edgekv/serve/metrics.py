@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edgekv.engine import Engine, Sequence, SpeculationStats
+from edgekv.engine import SpeculationStats
 from edgekv.serve.errors import ApiError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -123,30 +123,23 @@ class Metrics:
         self.generated_tokens += 1
         (self.first_token if is_first else self.token).observe(seconds)
 
-    def count_finished(self, sequence: Sequence) -> None:
-        """Count a sequence that ran to its end."""
-        self.finished += 1
-        self._count_prompt(sequence)
+    def count_prompt(self, tokens: int, reused: int, restored: int) -> None:
+        """Count the tokens of the prompt of an answer that has a token."""
+        self.prompt_tokens += tokens
+        self.reused_tokens += reused
+        self.restored_tokens += restored
 
-    def count_failed(self, sequence: Sequence | None, error: ApiError) -> None:
-        """Count a sequence that ended early; None for a request that never became one."""
+    def count_drafts(self, stats: SpeculationStats) -> None:
+        """Count the drafts of such an answer."""
+        self.passes += stats.passes
+        for name, counts in stats.drafters.items():
+            self.proposed[name] = self.proposed.get(name, 0) + counts.proposed
+            self.accepted[name] = self.accepted.get(name, 0) + counts.accepted
+
+    def count_failed(self, error: ApiError) -> None:
+        """Count an answer that ended early."""
         code = error.code or str(error.status)
         self.failed[code] = self.failed.get(code, 0) + 1
-        if sequence is not None:
-            self._count_prompt(sequence)
-
-    def note(self, queued: int, running: int, engine: Engine) -> None:
-        """Note what the engine holds; only its thread may look at it."""
-        pool, store = engine.pool.stats, engine.prefix_store
-        held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=engine.pool.taken)
-        self.held = held
-        if store is not None:
-            stats = store.stats
-            held.prefix_blocks, held.prefix_bytes = stats.memory.blocks, stats.memory.bytes_held
-            held.prefix_hits, held.prefix_misses = stats.hits, stats.misses
-            held.rejected_files = stats.rejected_files
-        if (batch := engine.used_batch) is not None:
-            held.batch_passes, held.batch_tokens = batch.passes, batch.rows
 
     def text(self, compiling_grammars: int = 0) -> str:
         """All of them, and the grammars that are compiled now, as Prometheus reads them."""
@@ -214,18 +207,3 @@ class Metrics:
         about = "Files of the prefix cache that are broken or foreign."
         one("prefix_cache_rejected_files_total", "counter", about, held.rejected_files)
         return "\n".join(lines) + "\n"
-
-    def _count_prompt(self, sequence: Sequence) -> None:
-        if sequence.output is not None and sequence.output.tokens:
-            self.prompt_tokens += sequence.prompt_tokens
-            self.reused_tokens += sequence.use.reused_tokens
-            self.restored_tokens += sequence.use.restored_tokens
-            self._count_drafts(None if sequence.speculation is None else sequence.speculation.stats)
-
-    def _count_drafts(self, found: SpeculationStats | None) -> None:
-        if found is None:
-            return
-        self.passes += found.passes
-        for name, each in found.drafters.items():
-            self.proposed[name] = self.proposed.get(name, 0) + each.proposed
-            self.accepted[name] = self.accepted.get(name, 0) + each.accepted

@@ -13,21 +13,16 @@ from uuid import uuid4
 import msgspec
 
 from edgekv.runtime.load_options import OnFull
-from edgekv.serve.chat import (
-    URL_PART,
-    AnswerForm,
-    Turn,
-    TurnWork,
-    check_count,
-    read_form,
-    text_of,
-)
-from edgekv.serve.engine_thread import Finished, Piece, PromptLogprobs
+from edgekv.serve.answers import PromptDetails, Reply
+from edgekv.serve.chat import URL_PART, ChatRequest, answer_chat, check_count, text_of
+from edgekv.serve.engine_thread import FinishReason, PendingAnswer
 from edgekv.serve.errors import ApiError, refused
 from edgekv.serve.fields import Unsupported
-from edgekv.serve.generation import PromptDetails, ResponseFormat, SamplingFields, accept, answer, check_wanted_tokens
+from edgekv.serve.generation import ResponseFormat, SamplingFields, accept
 from edgekv.serve.http import Exchange, event
+from edgekv.serve.logprobs import TokenLogprob
 from edgekv.serve.service import Service
+from edgekv.text import Token
 
 _INCLUDED = ("reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results")
 """What a request may ask to be included: thoughts are in plain text, and there is nothing of the others."""
@@ -106,11 +101,11 @@ class ResponseUsage(msgspec.Struct, frozen=True):
     total_tokens: int
 
     @classmethod
-    def of(cls, end: Finished) -> ResponseUsage:
-        """Of an answer."""
-        total = end.prompt_tokens + end.generated_tokens
-        cached = PromptDetails(end.cached_tokens)
-        return cls(end.prompt_tokens, cached, end.generated_tokens, OutputDetails(end.thought_tokens), total)
+    def of(cls, answer: PendingAnswer) -> ResponseUsage:
+        """Of an answer that has ended."""
+        prompt, generated = answer.prompt_tokens, answer.generated_tokens
+        cached, details = PromptDetails(answer.cached_tokens), OutputDetails(answer.thought_tokens)
+        return cls(prompt, cached, generated, details, prompt + generated)
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
@@ -404,6 +399,10 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
         "prompt": "input",
         "messages": "input",
         "max_new_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "response_format.json_schema": "text.format.schema",
+        "response_format": "text.format",
     }
     unsupported: ClassVar[dict[str, Unsupported]] = {
         "max_tokens": Unsupported("Use max_output_tokens."),
@@ -458,19 +457,27 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
             raise refused("truncation", got=found, expected=wanted, fix="Leave it out for the server's default.")
         return _TRUNCATIONS[self.truncation]
 
-    def asked_format(self) -> tuple[str, ResponseFormat] | None:
-        asked = None if self.text is None else self.text.format
-        return None if asked is None else ("text.format", ResponseFormat(asked.type, schema=asked.schema))
+    def as_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
+        """The same request as a chat completion.
 
-    def form(self) -> AnswerForm:
-        """What the answer has to be.
+        Args:
+            messages: of the whole conversation.
 
         Raises:
-            ApiError: an unknown format, or a tool that is no function.
-            UsageError: a schema or a tool that is wrong.
+            ApiError: a tool that is no function.
         """
-        tools = None if self.tools is None else [_tool(each, f"tools[{at}]") for at, each in enumerate(self.tools)]
-        return read_form(self.constraint(), tools, self.tool_choice, self.parallel_tool_calls)
+        shared = {name: getattr(self, name) for name in SamplingFields.__struct_fields__}
+        asked = None if self.text is None else self.text.format
+        return ChatRequest(
+            **shared,
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            response_format=None if asked is None else ResponseFormat(asked.type, schema=asked.schema),
+            tools=None if self.tools is None else [_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)],
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+        )
 
 
 class Responses:
@@ -488,9 +495,9 @@ class Responses:
             DisconnectedError: the client has gone.
         """
         service = self._service
-        body, replies = await exchange.body(), list[_Reply]()
+        body = await exchange.body()
 
-        def read() -> Turn:
+        def read() -> tuple[ChatRequest, Reply, str | None, OnFull]:
             request, lora = accept(service, exchange, body, ResponsesRequest)
             before: tuple[dict[str, Any], ...] = ()
             if request.previous_response_id is not None:
@@ -501,28 +508,17 @@ class Responses:
             check_count("input", len(messages))
             system = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
             places = [*["instructions"] * len(system), *["previous_response_id"] * len(before), *fields]
-            exchange.name_of = lambda field: request.name_of(_place_of(field, places))
+            on_full = request.on_full(service.on_full)
+            chat = request.as_chat([*system, *messages])
+            exchange.name_of = lambda field: request.name_of(_place_of(chat.name_of(field) or field, places))
 
             def store(record: ResponseRecord) -> None:
                 if request.store is not False:
                     self._store.add(exchange.salt, record, (*messages, *as_messages(record.output)))
 
-            on_full = request.on_full(service.on_full)
-            replies.append(_Reply(service, request, on_full, store))
-            return Turn.read(
-                service,
-                request,
-                [*system, *messages],
-                request.form(),
-                effort=("reasoning.effort", None if request.reasoning is None else request.reasoning.effort),
-                wanted_tokens=check_wanted_tokens("max_output_tokens", request.max_output_tokens),
-                on_full=on_full,
-                lora=lora,
-            )
+            return chat, _Reply(service, request, on_full, store), lora, on_full
 
-        wanted = await TurnWork(service, exchange, read).wanted()
-        (reply,) = replies
-        await answer(service, exchange, wanted, reply, streams=reply.streams)
+        await answer_chat(service, exchange, read)
 
     async def get(self, exchange: Exchange) -> None:
         """`GET /v1/responses/ID`.
@@ -565,12 +561,14 @@ def _tool(declared: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 class _Reply:
-    """See `edgekv.serve.generation.Reply`.
+    """See `edgekv.serve.answers.Reply`.
 
     Attributes:
         record: the answer so far; whole at the end.
-        streams: whether it is a stream.
     """
+
+    n = 1
+    top_logprobs = 0
 
     def __init__(
         self, service: Service, request: ResponsesRequest, on_full: OnFull, store: Callable[[ResponseRecord], None]
@@ -607,9 +605,9 @@ class _Reply:
             for at, kind in enumerate(("response.created", "response.in_progress"))
         )
 
-    def add(self, index: int, happened: Piece | PromptLogprobs | Finished) -> bytes:
+    def add(self, index: int, happened: Token | TokenLogprob | tuple[TokenLogprob, ...] | FinishReason) -> bytes:
         data = b""
-        if not isinstance(happened, Piece):
+        if not isinstance(happened, Token):
             return data
         if happened.thoughts:
             data += self._opened("reasoning")
@@ -619,7 +617,7 @@ class _Reply:
             data += self._opened("message")
             self._text += happened.text
             data += self._event("output_text.delta", item_id=self._name, delta=happened.text, **_PLACE, logprobs=[])
-        for call in happened.calls:
+        for call in happened.tool_calls:
             data += self._closed("completed")
             at, name = len(self._items), f"fc_{uuid4().hex[:24]}"
             item = CallItem(name, f"call_{uuid4().hex[:24]}", call.name, call.arguments, "completed")
@@ -634,23 +632,23 @@ class _Reply:
             self._items.append(item)
         return data
 
-    def tail(self, ends: Sequence[Finished]) -> bytes:
-        (end,) = ends
-        status = "incomplete" if end.reason == "length" else "completed"
+    def tail(self, answers: Sequence[PendingAnswer]) -> bytes:
+        (answer,) = answers
+        status = "incomplete" if answer.reason == "length" else "completed"
         data = b"" if self._items or self._written else self._opened("message")
         data += self._closed(status)
         self.record = msgspec.structs.replace(
             self.record,
             status=status,
             output=self._items,
-            usage=ResponseUsage.of(end),
+            usage=ResponseUsage.of(answer),
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
         )
         self._store(self.record)
         return data + self._event(status, response=self.record)
 
-    def whole(self, ends: Sequence[Finished]) -> ResponseRecord:
-        self.tail(ends)
+    def whole(self, answers: Sequence[PendingAnswer]) -> ResponseRecord:
+        self.tail(answers)
         return self.record
 
     def failed(self, error: ApiError) -> bytes:

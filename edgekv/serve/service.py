@@ -13,7 +13,7 @@ from edgekv.serve.errors import ApiError
 from edgekv.serve.logprobs import TokenNames
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import ServeOptions
-from edgekv.serve.work import Lanes
+from edgekv.serve.work import WorkQueue
 
 
 class Service:
@@ -28,7 +28,7 @@ class Service:
         names: texts of single tokens.
         metrics: counters.
         engine: drives the engine.
-        lanes: do the work of requests before that.
+        work: what requests need before that.
         limits: what a client may use.
         on_full: what happens to conversations that are longer than the context.
         speculation: how answers are drafted; None for no drafts.
@@ -45,7 +45,7 @@ class Service:
         self.limits = options.limits
         self.on_full = options.on_full
         self.speculation = options.speculate
-        self.lanes = Lanes.within(options.limits.queue)
+        self.work = WorkQueue(options.limits.queue)
         self.engine = EngineThread(model.engine, options.limits, self.metrics, batches=options.batches)
 
     @property

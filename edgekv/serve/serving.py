@@ -131,7 +131,7 @@ class HttpServer(Server):
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         super().__init__(config)
-        self._engine, self._lanes = service.engine, service.lanes
+        self._engine, self._work = service.engine, service.work
         self._is_impatient = False
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -152,7 +152,7 @@ class HttpServer(Server):
             if not self.should_exit:
                 await self._stop.wait()
         self._engine.stop()
-        self._lanes.close()
+        self._work.close()
         end = self._loop.time() + ENGINE_S
         while not (self._engine.has_ended() or self._is_impatient or self._loop.time() > end):
             await asyncio.sleep(_POLL_S)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from edgekv.text.sampler import LogitsProcessor as LogitsProcessor, Sampler as Sampler
     from edgekv.text.stops import StopSequences as StopSequences
     from edgekv.text.texts import (
-        FittedPrompt as FittedPrompt,
         Prompt as Prompt,
+        PromptInput as PromptInput,
         Texts as Texts,
         split_turns as split_turns,
     )

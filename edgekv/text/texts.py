@@ -34,7 +34,9 @@ from edgekv.text.tools import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Prompt = str | Sequence[int]
+    from edgekv.pictures import Picture
+
+PromptInput = str | Sequence[int]
 """Text, or token ids."""
 Renderer = Callable[[Sequence[Message]], str]
 """The text of messages."""
@@ -52,19 +54,21 @@ _PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class FittedPrompt:
-    """The prompt of a conversation that fits into the context.
+class Prompt:
+    """The prompt of a conversation.
 
     Attributes:
         text: as the chat template renders it.
-        tokens: its ids, as `Texts.read` gives them.
+        tokens: its ids, as `Texts.read` gives them; once pictures are in it, with the ids of their rows.
+        pictures: in it, in order.
         dropped_turns: the oldest turns of the conversation, which it does not have.
         dropped_messages: the messages of these turns.
         messages: what it has.
     """
 
     text: str
-    tokens: list[int]
+    tokens: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
     dropped_turns: int = 0
     dropped_messages: int = 0
     messages: tuple[Message, ...] = ()
@@ -113,13 +117,13 @@ class Texts:
 
     def text_or_messages(
         self,
-        prompt: Prompt | None,
+        prompt: PromptInput | None,
         messages: Sequence[Message] | None,
         tools: Tools | None = None,
         *,
         written: Callable[[str], str] = str,
         rendered: Callable[[Sequence[Message], Renderer], str] = lambda messages, render: render(messages),
-    ) -> Prompt:
+    ) -> PromptInput:
         """The prompt, or the tokens of messages.
 
         Args:
@@ -157,7 +161,7 @@ class Texts:
         """The text of one token; a special token's name."""
         return decode(self.tokenizer, [token], skip_special_tokens=False)
 
-    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+    def read(self, prompt: PromptInput, field: str = "prompt") -> list[int]:
         """The tokens of a prompt, checked against the context policy. The sink is put in front unless it is there.
 
         Raises:
@@ -223,7 +227,7 @@ class Texts:
         on_full: OnFull = "drop-oldest",
         wanted_tokens: int | None = None,
         tokenize: Callable[[str], list[int]] | None = None,
-    ) -> FittedPrompt:
+    ) -> Prompt:
         """The prompt of a conversation.
 
         Where it leaves less than a quarter of the context for the answer, or less than `wanted_tokens` if that is
@@ -248,14 +252,15 @@ class Texts:
         step = max(1, context // _PARTS)
         room = step if wanted_tokens is None else min(step, wanted_tokens)
 
-        def prompt(first: int) -> FittedPrompt:
+        def prompt(first: int) -> Prompt:
             kept = [*system, *(each for turn in turns[first:] for each in turn)]
             text = render(kept)
             tokens = self.read((tokenize or self.encode_chat)(text), "messages")
-            return FittedPrompt(text, tokens, first, len(messages) - len(kept), tuple(kept))
+            dropped = len(messages) - len(kept)
+            return Prompt(text, tuple(tokens), dropped_turns=first, dropped_messages=dropped, messages=tuple(kept))
 
         @cache
-        def fitting(first: int) -> FittedPrompt | None:
+        def fitting(first: int) -> Prompt | None:
             try:
                 found = prompt(first)
             except ContextFullError:
