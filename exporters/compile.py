@@ -22,6 +22,7 @@ from edgekv.bundle import (
 from edgekv.errors import UsageError
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
+from exporters.capabilities import ENGINE, Capabilities
 from exporters.graphs.parts import weight_files
 from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
 from exporters.htp.compile_tflite import compiler as tflite_compiler
@@ -34,7 +35,6 @@ from exporters.pipeline.planning import give_bundle, plan_binaries, plan_tflite
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore, store_in
 from exporters.progress import Progress, one_step, silent
-from exporters.targets.capabilities import ENGINE, Capabilities
 
 _PLAIN = RunOptions()
 _RESUMED = RunOptions(resume=True)

@@ -27,6 +27,7 @@ from edgekv.spec.chat import write_templates
 from exporters.checkpoint.aligned import AlignedHeads, cache_encodings, write_heads
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import Adapter
+from exporters.checkpoint.tensors import Tensors
 from exporters.graphs.onnx import write_graphs
 from exporters.lora.base import ExportedBase, write_lora_base
 from exporters.lora.encodings import lora_encodings
@@ -35,7 +36,6 @@ from exporters.lora.quantize import largest_elements
 from exporters.progress import Progress, silent
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import QuantizedMatrices
-from exporters.quantize.reference import Tensors
 from exporters.quantize.sink import FloatSink
 from exporters.records import sink_record, token_record
 from quant import Encoding, Range

@@ -43,6 +43,7 @@ from edgekv.spec import (
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import heads_of, transformed, transformed_as
 from exporters.checkpoint.rotate import ResidualRotation
+from exporters.checkpoint.tensors import Tensors
 from exporters.graphs.onnx import write_graphs
 from exporters.htp.check import float_verdict, floating_nodes
 from exporters.inspect.evaluate import open_source
@@ -52,7 +53,7 @@ from exporters.progress import Progress, one_step, silent
 from exporters.quantize.calibrate import calibration_windows, read_calibration
 from exporters.quantize.encodings import choose_encodings, decoder_results
 from exporters.quantize.matrices import Quantizer
-from exporters.quantize.reference import Floats, NumpyOps, Reference, Tensors, Weights
+from exporters.quantize.reference import Floats, NumpyOps, Reference, Weights
 from exporters.records import recipe_record, source_name, token_record
 from quant import QuantizedWeight, Range
 

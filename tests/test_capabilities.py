@@ -14,12 +14,12 @@ from devices import find
 from edgekv.bundle import Bundle, CompiledManifest, Manifest, SinkRecord, open_bundle
 from edgekv.errors import BundleError, EngineError
 from edgekv.spec.decoder import Convolution
+from exporters.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, Capabilities
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.export import export_bundle
 from exporters.graphs.qdq import QdqOps, Tensor
 from exporters.lora.options import LoraOptions
-from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, Capabilities
 from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.write import write_genai
 from exporters.targets.genie.options import GenieOptions

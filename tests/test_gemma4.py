@@ -27,13 +27,13 @@ from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import divide_model
 from edgekv.prefix import StoreConfig
 from edgekv.spec import LAYER_INPUTS
+from exporters.capabilities import AI_HUB, GENAI, GENIE, GENIEX
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.exported import export_lines
 from exporters.htp.check import floating_nodes
 from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import Reference
 from exporters.quantize.table import rounded_rows
-from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX
 from exporters.targets.genie.config import EmbeddingTable
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import open_genie_folder

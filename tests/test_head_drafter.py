@@ -31,12 +31,13 @@ from edgekv.graphs.decoder import decoder_layer, drafter_input, last_norm, logit
 from edgekv.kv import STRATEGIES
 from edgekv.prefix import StoreConfig
 from edgekv.spec import TARGET_HIDDEN
+from exporters.capabilities import AI_HUB, GENAI, GENIE, GENIEX
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.tensors import Tensors
 from exporters.drafter import Drafter, export_drafter
 from exporters.htp.check import floating_nodes
 from exporters.quantize.recipe import Recipe, find_recipe
-from exporters.quantize.reference import Floats, NumpyOps, Reference, Tensors, Weights
-from exporters.targets.capabilities import AI_HUB, GENAI, GENIE, GENIEX
+from exporters.quantize.reference import Floats, NumpyOps, Reference, Weights
 from tests.checkpoints import ARCHITECTURES, add_head, write_checkpoint
 from tests.exports import export_options, exported, kept
 from tests.thorough import calls, variants

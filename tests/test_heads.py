@@ -12,9 +12,10 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Rows
 from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.rotate import applied_rotation
+from exporters.checkpoint.tensors import Tensors
 from exporters.inspect import trace_reference
 from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe
-from exporters.quantize.reference import Floats, Reference, Tensors
+from exporters.quantize.reference import Floats, Reference
 from quant import Encoding
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported

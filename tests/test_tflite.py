@@ -18,13 +18,13 @@ from edgekv.kv.memory import aligned_zeros
 from edgekv.runtime import LitertEngine, TfliteEngine, foreign_graph
 from edgekv.runtime.litert import run_graphs
 from edgekv.spec.tensors import matrices
+from exporters.capabilities import GENIE
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.graphs.tflite import limits
 from exporters.inspect.probe import Probe
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
-from exporters.targets.capabilities import GENIE
 from tests import exports
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options

@@ -12,7 +12,7 @@ from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, f
 from exporters.checkpoint.heads import HeadTransforms
 from exporters.checkpoint.neurons import NeuronScaling
 from exporters.checkpoint.rotate import ResidualRotation
-from exporters.quantize.reference import Tensors
+from exporters.checkpoint.tensors import Tensors
 from quant import QuantizedWeight
 
 

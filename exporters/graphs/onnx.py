@@ -12,11 +12,11 @@ from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.graphs.decoder import decoder_layer, drafter_input
 from edgekv.machine.graph_file import write_graph
 from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role, head_width
+from exporters.checkpoint.tensors import Tensors
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
 from exporters.quantize.matrices import QuantizedMatrices
-from exporters.quantize.reference import Tensors
 from exporters.quantize.table import LayerTable, Table
 from exporters.quantize.weights import WeightStore
 from quant import Encoding, Range

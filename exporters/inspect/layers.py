@@ -14,6 +14,7 @@ from edgekv.bundle import Bundle, BundleWeights
 from edgekv.runtime import Engine
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import by_outputs
+from exporters.checkpoint.tensors import Tensors
 from exporters.inspect.advice import worst
 from exporters.inspect.meters import MatrixMeter, ResultMeter, TokenPower, excluded_first_tokens
 from exporters.inspect.probe import Probe
@@ -23,7 +24,7 @@ from exporters.inspect.tally import Tally
 from exporters.inspect.trace import Trace, trace_stages
 from exporters.inspect.wikitext import Pages, Window
 from exporters.progress import Progress, silent
-from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
+from exporters.quantize.reference import Floats, NumpyOps, Observer, Weights
 
 _LAYER = re.compile(r"^(?:model\.)?(?:layers\.|past_(?:key|value)_|[a-z_]+_state_)(\d+)")
 _KINDS: dict[Kind, re.Pattern[str]] = {

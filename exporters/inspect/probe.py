@@ -30,11 +30,11 @@ from edgekv.spec import (
     PartRecord,
     rope_inputs,
 )
+from exporters.capabilities import ONNX
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.inspect.trace import Trace, merged
 from exporters.quantize.reference import Floats
-from exporters.targets.capabilities import ONNX
 from quant import DTYPES, Encoding
 
 Integers = NDArray[Any]

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle, BundleWeights
 from edgekv.errors import UsageError
 from edgekv.spec.tensors import HEAD, matrices
+from exporters.capabilities import ONNX
+from exporters.checkpoint.tensors import Tensors
 from exporters.inspect.sensitivity import Candidates, matrix_costs
 from exporters.progress import Progress, silent
 from exporters.quantize.recipe import Recipe, WeightRule
-from exporters.quantize.reference import Tensors
-from exporters.targets.capabilities import ONNX
 from quant import WEIGHT_TYPES, WeightDtype
 
 

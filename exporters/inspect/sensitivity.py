@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec.tensors import HEAD, by_inputs, by_outputs
+from exporters.checkpoint.tensors import Tensors
 from exporters.inspect.tally import log_softmax
 from exporters.progress import Progress, silent
-from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from exporters.quantize.reference import Floats, NumpyOps, Weights
 from quant import QuantizedWeight, WeightDtype
 
 _WINDOWS, _TOKENS = 2, 128

@@ -17,7 +17,8 @@ from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.graphs.delta_rule import BY_STEP
 from edgekv.machine.scratch import atomic_file
 from edgekv.spec.decoder import DecoderSpec
-from exporters.quantize.reference import Floats, NumpyOps, Observer, Tensors, Weights
+from exporters.checkpoint.tensors import Tensors
+from exporters.quantize.reference import Floats, NumpyOps, Observer, Weights
 
 Trace = Mapping[str, Floats]
 """Results in the order of computation, each `[T, width]`.

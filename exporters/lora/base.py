@@ -23,7 +23,8 @@ from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Factors, Rows
 from exporters.checkpoint.folded import FoldedCheckpoint
-from exporters.quantize.reference import Floats, Tensors
+from exporters.checkpoint.tensors import Tensors
+from exporters.quantize.reference import Floats
 from quant import QuantizedWeight
 
 LORA_FILE = "lora.safetensors"

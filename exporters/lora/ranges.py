@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDING, HEAD, LoraTarget, by_inputs, lora_group, lora_reach
 from exporters.checkpoint.columns import blocks_of_rows
+from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.matrices import PairedOps
-from exporters.quantize.reference import Changes, Floats, NumpyOps, Tensors
+from exporters.quantize.reference import Changes, Floats, NumpyOps
 from quant import Range
 
 

@@ -21,6 +21,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.head_range import HeadRange
 from exporters.checkpoint.lora import Adapter, AdapterChoice
+from exporters.checkpoint.tensors import Tensors
 from exporters.checkpoint.vision import VisionEncoder
 from exporters.contents import Surveyed
 from exporters.lora.base import ExportedBase
@@ -33,7 +34,7 @@ from exporters.pipeline.survey_file import read_survey
 from exporters.progress import Progress, silent
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
-from exporters.quantize.reference import Changes, Tensors
+from exporters.quantize.reference import Changes
 from exporters.quantize.sink import FloatSink, is_sink
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.quantize.survey import Survey

@@ -23,6 +23,7 @@ from edgekv.runtime.load_options import EngineOptions
 from edgekv.spec import DecoderSpec
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.folded import heads_of, transformed
+from exporters.checkpoint.tensors import Tensors
 from exporters.inspect.head import BundleHead
 from exporters.inspect.held_out import MEASURED_TOKENS, ChatTally, ChatWindow, TextName, chat_windows
 from exporters.inspect.layers import LayerMeter
@@ -33,7 +34,7 @@ from exporters.inspect.wikitext import Window, measured_windows
 from exporters.pipeline.inputs import TOKENS, Exact, Inputs, SinkChoice
 from exporters.pipeline.piece import Piece
 from exporters.quantize.calibrate import cut_windows
-from exporters.quantize.reference import Floats, Reference, Tensors
+from exporters.quantize.reference import Floats, Reference
 
 
 @dataclass(frozen=True, slots=True)

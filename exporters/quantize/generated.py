@@ -20,8 +20,9 @@ from edgekv.graphs.delta_rule import DeltaInputs, recall
 from edgekv.kv import KvTensor
 from edgekv.spec.geometry import DELTA_KINDS
 from edgekv.spec.linear import DeltaRule
+from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.calibrate import CHAT_SHARE
-from exporters.quantize.reference import Floats, NumpyOps, Tensors, Weights
+from exporters.quantize.reference import Floats, NumpyOps, Weights
 from exporters.quantize.tail import Tail
 
 WINDOWS_AT_ONCE = 32

@@ -45,10 +45,11 @@ from edgekv.spec.tensors import (
     by_outputs,
 )
 from exporters.checkpoint.columns import blocks_of_rows
+from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.attention import WINDOWS, attention_costs, projection_name
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
-from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Tensors, Weights
+from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Weights
 from exporters.quantize.table import Table, rounded_rows
 from exporters.quantize.windows import Difference, TokenRows, Windows
 from quant import (

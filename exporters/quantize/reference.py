@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,9 @@ from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
 from edgekv.spec.tensors import EMBEDDING, HEAD, LAYER_INPUTS, by_inputs, head_width
 from exporters.checkpoint.columns import blocks_of_rows
-from exporters.checkpoint.fold import EVERY, Factors, Rows
+from exporters.checkpoint.fold import Factors
+from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.tail import Tail
-from quant import QuantizedWeight
 
 Floats = NDArray[np.float32]
 _STEP_TOKENS = CHECKPOINT_TOKENS // 2  # so that some steps find a tail
@@ -35,23 +35,6 @@ Changes = Mapping[tuple[int, LoraTarget], Factors]
 """What an adapter adds to projections, by layer."""
 
 NO_CHANGES: Changes = MappingProxyType({})
-
-
-class Tensors(Protocol):
-    """A source of a decoder's weights."""
-
-    @property
-    def spec(self) -> DecoderSpec:
-        """The decoder."""
-
-    def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
-        """A tensor as float32, or some of its rows; matrices are `[out, in]`."""
-
-    def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:
-        """The integers that the checkpoint stores of a matrix, or of some of its output channels.
-
-        The rule of the matrix has the method `stored`.
-        """
 
 
 class LayerInputs:

@@ -14,8 +14,9 @@ from edgekv.spec import EMBEDDING, HEAD, DecoderInterface, DecoderSpec, KvTensor
 from exporters.checkpoint.aligned import value_rotation
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.head_range import HeadNumber, HeadRange
+from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.encodings import decoder_results
-from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Observer, Tensors, Weights
+from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Observer, Weights
 
 _TINY = float(np.finfo(np.float32).tiny)
 _NOT_COMPARED = frozenset({"cache", "state", "scores", "masked"})

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from edgekv.spec import EMBEDDING, LAYER_INPUTS
 from exporters.checkpoint.columns import blocks_of_rows, outlier_columns
-from exporters.quantize.reference import Floats, Tensors
+from exporters.checkpoint.tensors import Tensors
+from exporters.quantize.reference import Floats
 from quant import DTYPES, Dtype, Encoding, Grid, Range
 
 _MOST = 127

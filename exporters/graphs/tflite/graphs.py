@@ -9,12 +9,12 @@ from pathlib import Path
 from edgekv.bundle import WeightPlaces
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.spec import EMBEDDINGS, DecoderInterface, GraphRecord, head_width
+from exporters.checkpoint.tensors import Tensors
 from exporters.graphs.onnx import EMBEDDING_SHARD
 from exporters.graphs.tflite.flatbuffer import TfliteFile
 from exporters.graphs.tflite.ops import TfliteOps
 from exporters.graphs.tflite.weights import TfliteWeights
 from exporters.quantize.matrices import QuantizedMatrices
-from exporters.quantize.reference import Tensors
 from exporters.quantize.table import Table
 from exporters.quantize.weights import WeightStore
 from quant import Encoding, Range

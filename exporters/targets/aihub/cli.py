@@ -131,9 +131,9 @@ def _run(bundle: Path, submit: Callable[[HubRun, Sequence[Target]], None], optio
 
 def _open(bundle: Path, profile: str | None, *, force: bool) -> tuple[Bundle, Account, Ledger]:
     from edgekv.bundle import open_bundle
+    from exporters.capabilities import AI_HUB
     from exporters.targets.aihub.account import connect
     from exporters.targets.aihub.ledger import Ledger
-    from exporters.targets.capabilities import AI_HUB
 
     opened = open_bundle(bundle)
     AI_HUB.check(opened)

@@ -12,12 +12,12 @@ from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.machine.json_file import readable_json
 from edgekv.spec.chat import DEFAULT, read_bundle_templates
+from exporters.capabilities import GENAI
 from exporters.compile import compile_folder, floating_in
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.progress import Progress, silent
-from exporters.targets.capabilities import GENAI
 from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
 from exporters.targets.genai.folder import GENAI_MANIFEST, GenaiManifest
 from exporters.targets.genai.helpers import dequantizer, position_processor

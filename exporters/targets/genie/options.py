@@ -11,7 +11,7 @@ from edgekv.option import Option, OptionGroup, find_device
 from edgekv.text.params import SamplingParams
 
 if TYPE_CHECKING:
-    from exporters.targets.capabilities import Capabilities
+    from exporters.capabilities import Capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,6 @@ class GenieOptions:
     @property
     def target(self) -> Capabilities:
         """What reads the graphs."""
-        from exporters.targets.capabilities import GENIE, GENIEX  # slow to import
+        from exporters.capabilities import GENIE, GENIEX  # slow to import
 
         return GENIEX if self.stacked else GENIE

@@ -16,12 +16,12 @@ from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn import provider as qnn
 from edgekv.runtime import HtpEngine
 from edgekv.spec import PIXELS_PORT
+from exporters.capabilities import GENIE
 from exporters.compile import compile_folder, floating_in
 from exporters.graphs.parts import all_rows, build_part, save_part
 from exporters.graphs.qdq import GraphForm
 from exporters.htp.compile import binary_sets
 from exporters.progress import Progress, silent
-from exporters.targets.capabilities import GENIE
 from exporters.targets.genie.config import (
     CONFIG,
     ENCODER_BINARY,

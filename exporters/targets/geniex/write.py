@@ -17,8 +17,8 @@ from edgekv.errors import BundleError
 from edgekv.machine.json_file import readable_json
 from edgekv.machine.scratch import scratch_folder
 from edgekv.spec.chat import read_bundle_templates
+from exporters.capabilities import GENIEX
 from exporters.progress import Progress, silent
-from exporters.targets.capabilities import GENIEX
 from exporters.targets.genie.config import CONFIG, EXTENSIONS, SHARED_CONFIG
 from exporters.targets.genie.folder import GenieManifest
 from exporters.targets.genie.options import GenieOptions
