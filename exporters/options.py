@@ -62,9 +62,9 @@ class ExportOptions:
     recipe: Annotated[
         Recipe,
         Option(
-            "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, front-BITS "
-            "(4 or 8 bits for each matrix, so many on average, where they lose least, such as front-5), or a recipe "
-            "file (.json). A name may end with the type of the head, such as w4a16-head-int4.",
+            "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, front-N "
+            "(4 or 8 bits per matrix, N on average, chosen to minimize KL, such as front-5), or a recipe file (.json). "
+            "A name may end with the type of the head, such as w4a16-head-int4.",
             parse=lambda _, name: read_recipe(name),
             shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint; {ALLOCATED_RECIPE} with a target",
             group=_QUANTIZATION,
@@ -450,7 +450,7 @@ class RunOptions:
             shown="pieces in the cache directory",
         ),
     ] = None
-    resume: Annotated[bool, Option("Take finished pieces of an interrupted run; on a cluster they always are.")] = False
+    resume: Annotated[bool, Option("Reuse finished pieces of an interrupted run; always on with --scheduler.")] = False
     keep_stages: Annotated[
         bool, Option("Keep finished pieces, so that --resume with another recipe reuses unchanged ones.")
     ] = False

@@ -164,7 +164,7 @@ def full_disk_named(folder: Path, what: str, needed_bytes: int | None = None) ->
     Args:
         folder: on the disk.
         what: was being written.
-        needed_bytes: space that it needs; None if nobody knows.
+        needed_bytes: space that it needs; None if unknown.
 
     Raises:
         BundleError: in place of the system's error.

@@ -72,7 +72,7 @@ class Speculation:
     tokens: Annotated[
         int | None,
         Option(
-            "Drafts of a pass at most.",
+            "Maximum drafts per pass.",
             "--draft-tokens",
             shown="as many as the largest verify graph has room for",
         ),

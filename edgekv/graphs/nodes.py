@@ -65,7 +65,7 @@ class Nodes:
         return self.add("Reshape", [x, self.integers(shape)], x + ".reshaped")
 
     def transpose(self, x: str, *axes: int) -> str:
-        """With its axes in another order."""
+        """Transpose."""
         return self.add("Transpose", [x], x + ".transposed", perm=axes)
 
     def split(self, x: str, sizes: Sequence[int], axis: int, outputs: Sequence[str] = ()) -> list[str]:

@@ -58,7 +58,7 @@ class PartSource:
 
     @property
     def name(self) -> str:
-        """The part's."""
+        """Name of the part."""
         return self.part.name
 
     @property

@@ -42,7 +42,7 @@ class Tile:
 
     @property
     def nbytes(self) -> int:
-        """Of its pixels or its rows."""
+        """Bytes held: pixels, or rows once it is encoded."""
         held = self._pixels if self._rows is None else self._rows
         return 0 if held is None else int(held.nbytes)
 

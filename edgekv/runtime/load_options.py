@@ -103,8 +103,5 @@ class CacheOptions:
     ] = None
     reproducible: Annotated[
         bool,
-        Option(
-            "Give a prompt the same answer whatever is cached of it. On a CPU only whole windows of prompts are then "
-            "reused, and the rest is computed again."
-        ),
+        Option("Make output independent of cache state. On a CPU, only whole prefill windows are reused."),
     ] = False

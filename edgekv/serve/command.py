@@ -50,7 +50,7 @@ def serve(
     api_key: Annotated[
         str | None,
         Option(
-            "An accepted API key; other users of this machine can see it here, but not in the variable.",
+            "An accepted API key. Visible in the process list; prefer EDGEKV_API_KEY.",
             variable=KEY_VARIABLE,
             group="Server",
         ),

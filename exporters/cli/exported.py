@@ -70,7 +70,7 @@ def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterato
 
 
 def export_warnings(manifest: Manifest) -> Iterator[str]:
-    """A calibration text that is too short, and what a bundle lost beyond what anybody can want."""
+    """A calibration text that is too short, and a KL above the limit of a usable model."""
     if (fitted := [each.tensor for each in manifest.recipe.weights if each.method in FITTED]) != []:
         shapes = matrices(manifest.model)
         widest = max(fitted, key=lambda name: shapes[name][1])

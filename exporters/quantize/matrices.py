@@ -483,7 +483,7 @@ class Quantizer:
     def inputs(self, x: Windows, group: int | None = None) -> LayerInputs:
         """`[windows, 2 or 1, T, in]` as the inputs of a group of matrices, or of those behind the layers (None).
 
-        The outputs of some are added to the residual: they make up for a part of what it lost before.
+        The outputs of some are added to the residual: they partly compensate its error.
         """
         exact, *quantized = self._measured(x)
         if not quantized:
