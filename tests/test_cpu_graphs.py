@@ -13,7 +13,7 @@ import pytest
 
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.graphs.build import emulated
-from edgekv.graphs.kept import emulated_bytes
+from edgekv.graphs.graph_cache import emulated_bytes
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import MemoryBinding
 from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, write_checkpoint

@@ -15,7 +15,7 @@ from edgekv.machine.program import program_sources
 from exporters.pipeline.dask.fitness import _MAKERS
 from tests.test_imports import PACKAGES, ROOT, _imports
 
-GRAPHS, PIECES = "edgekv.graphs.kept", "exporters.pipeline.pieces"
+GRAPHS, PIECES = "edgekv.graphs.graph_cache", "exporters.pipeline.pieces"
 
 
 def _parsed(module: str) -> set[str]:

@@ -19,7 +19,7 @@ from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode
-from edgekv.graphs.kept import rendered_graph
+from edgekv.graphs.graph_cache import rendered_graph
 from edgekv.graphs.packed_weights import SCRATCH, remove_unused_weights
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.products import packed, scales, wide

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest, read_manifest
 from edgekv.errors import EdgeKVError, EngineError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode, RenderedMode, can_build
-from edgekv.graphs.kept import emulated_bytes, rendered_graph
+from edgekv.graphs.graph_cache import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
 from edgekv.graphs.source import EncoderSource, PartSource, Source, built_manifest, wide_prefill

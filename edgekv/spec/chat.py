@@ -20,8 +20,8 @@ from edgekv.spec.template_sandbox import (
     LIMIT_S,
     TemplateFailedError,
     TemplateLimitError,
-    compile_apart,
-    render_apart,
+    compile_sandboxed,
+    render_sandboxed,
 )
 
 FILE = "chat_template.json"
@@ -64,7 +64,7 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             found = f"{len(source):,} characters" if len(source) > LARGEST_TEMPLATE_BYTES else None
             try:
                 if found is None:
-                    compile_apart(source)
+                    compile_sandboxed(source)
             except (TemplateFailedError, TemplateLimitError) as reason:
                 found = str(reason)
             if found is not None:
@@ -116,13 +116,13 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         shared = {**self.tokens, **given, **variables}
         try:
             try:
-                return render_apart(self.templates[chosen], {"messages": told, **shared})
+                return render_sandboxed(self.templates[chosen], {"messages": told, **shared})
             except TemplateFailedError:
                 if all("content" in message for message in told):
                     raise
                 empty: object = [] if self.reads_parts else ""
                 whole = [{"content": empty, **message} for message in told]
-                return render_apart(self.templates[chosen], {"messages": whole, **shared})
+                return render_sandboxed(self.templates[chosen], {"messages": whole, **shared})
         except (TemplateFailedError, TypeError, ValueError, RecursionError) as reason:
             raise UsageError(
                 f"chat template {chosen}",

@@ -42,7 +42,7 @@ class TemplateLimitError(Exception):
     """A template that exceeds a limit."""
 
 
-def compile_apart(source: str) -> None:
+def compile_sandboxed(source: str) -> None:
     """Compile a template in the child process.
 
     Raises:
@@ -52,7 +52,7 @@ def compile_apart(source: str) -> None:
     _sandbox(os.getpid()).answer(source, None)
 
 
-def render_apart(source: str, variables: Mapping[str, Any]) -> str:
+def render_sandboxed(source: str, variables: Mapping[str, Any]) -> str:
     """Render a template in the child process.
 
     Args:
