@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ import openai
 import pytest
 from msgspec import structs
 
+import edgekv
 from edgekv.engine import ByteBudget, Sequence
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, answers
@@ -205,6 +208,68 @@ def test_a_client_that_leaves_ends_all_its_answers(server: Server, stream: bool)
         gate.open()
         _until(lambda: _jobs(server) == 0 and _metric(server, "sessions_busy") == 0)
     _until(lambda: _metric(server, "disconnects_total") == disconnects + 1)
+
+
+async def _stream(port: int, body: dict[str, Any], leave_after: int) -> tuple[str, bool]:
+    """The text of a streamed completion, and whether it is whole; the client leaves after some events, if not 0."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = msgspec.json.encode(body)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    text, events = "", 0
+    try:
+        assert b" 200 " in await reader.readline()
+        while (line := await reader.readline()) != b"data: [DONE]\n":
+            if line.startswith(b"data: "):
+                text += msgspec.json.decode(line[6:])["choices"][0]["text"]
+                events += 1
+                if events == leave_after:
+                    return text, False
+        return text, True
+    finally:
+        writer.close()
+
+
+@pytest.mark.slow
+def test_many_clients_of_whom_a_third_leaves_get_their_own_answers(talking: Path):
+    """32 clients with 50 requests each: no answer is wrong or another's, and nothing is held at the end."""
+    clients, requests, tokens = 32, 50, 5
+    prompts = [f"{'Once upon ' * (at % 3)}{at}" for at in range(24)]
+    with edgekv.load(talking, threads=1, reproducible=True) as alone:
+        wanted = {
+            (prompt, seed): "".join(
+                token.text for token in alone.generate(prompt, tokens, temperature=1.0, seed=seed, ignore_eos=True)
+            )
+            for prompt in prompts
+            for seed in range(3)
+        }
+    assert len(set(wanted.values())) > 50
+    whole = left = 0
+
+    async def ask(port: int, client: int) -> None:
+        nonlocal whole, left
+        draw = random.Random(client)
+        for number in range(requests):
+            prompt, seed = draw.choice(prompts), draw.randrange(3)
+            body = {"prompt": prompt, "seed": seed, "temperature": 1.0, "max_tokens": tokens, "stream": True}
+            leave_after = draw.randint(1, 2) if number % 3 == 2 else 0
+            text, is_whole = await _stream(port, {**body, "ignore_eos": True}, leave_after)
+            answer = wanted[prompt, seed]
+            assert text == answer if is_whole else answer.startswith(text), (prompt, seed, text, answer)
+            whole, left = whole + is_whole, left + (not is_whole)
+
+    async def ask_all(port: int) -> None:
+        await asyncio.gather(*(ask(port, client) for client in range(clients)))
+
+    with served(talking, Limits(sessions=8, queue=clients), reproducible=True) as server:
+        asyncio.run(ask_all(server.port))
+        service = server.serving.service
+        _until(lambda: _jobs(server) == 0 and _metric(server, "sessions_busy") == 0)
+        ended = service.metrics.finished + sum(service.metrics.failed.values())
+        assert ended == whole + left == clients * requests and left > clients * requests // 4
+        assert set(service.metrics.failed) <= {"cancelled"}
+        assert service.engine._answers == {} and service.work.idle and service.work.waiting == 0
+        _until(lambda: not server.serving._server.server_state.tasks)
 
 
 def test_an_allowed_page_can_read_that_the_queue_is_full(talking: Path):

@@ -8,8 +8,10 @@ import math
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import openai
@@ -236,6 +238,33 @@ def _answers(server: Server, texts: Sequence[str], most: int) -> list[str]:
             return await asyncio.gather(*(ask(client, text) for text in texts))
 
     return asyncio.run(ask_all())
+
+
+def test_a_streamed_chat_completion_is_answered_in_22_files_beside_the_engine(talking: Path):
+    """A reader who follows a turn from its request to the end of its stream opens no more, whatever thread it is in."""
+    package, files, is_asked = Path(edgekv.__file__).parent, set[str](), False
+    engine = str(package / "engine")
+
+    def called(frame: FrameType | None, event: str, _: object) -> None:
+        if event != "call" or frame is None or not is_asked:
+            return
+        if (file := frame.f_code.co_filename).startswith(str(package)):
+            while frame := frame.f_back:
+                if frame.f_code.co_filename.startswith(engine):  # what the engine does
+                    return
+            files.add(file.removeprefix(str(package)))
+
+    threading.setprofile(called)  # in threads that start from now on
+    try:
+        with served(talking) as server:
+            first: list[Any] = [*USER, {"role": "assistant", "content": "Hi"}]
+            for turn in ("More", "And more"):
+                body = {"messages": [*first, {"role": "user", "content": turn}], "max_tokens": 4, "stream": True}
+                assert len(server.events("/v1/chat/completions", body)) > 2
+                is_asked ^= True
+    finally:
+        threading.setprofile(None)
+    assert "/text/texts.py" in files and len(files) <= 22, sorted(files)
 
 
 @pytest.mark.slow

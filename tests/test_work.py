@@ -22,12 +22,14 @@ import numpy as np
 import pytest
 
 import edgekv
+from edgekv.engine import Engine, Request
 from edgekv.errors import UsageError
 from edgekv.pictures import PictureFile, PictureReader, TileGrid
 from edgekv.serve import Limits
 from edgekv.serve.errors import ApiError, DisconnectedError, stopping, timed_out
 from edgekv.serve.http import Exchange
 from edgekv.serve.work import WorkQueue
+from edgekv.spec.chat import ChatTemplates
 from tests.exports import export_options, exported
 from tests.picture_models import photo, png, write_smolvlm
 from tests.serving import NAME, Server, served
@@ -259,6 +261,59 @@ def test_pictures_of_clients_that_left_are_not_decoded(server: Server, gate: Gat
     assert [_status(each) for each in first] == [200] * 2
     assert _status(_send(server, _shown(png(photo(9, 9, 40))))) == 200
     assert gate.begun == [1, 1, 1]
+
+
+def test_a_client_that_leaves_while_its_picture_is_decoded_costs_nothing_more(
+    server: Server, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    """What decodes it ends, its next picture is not begun, and the engine never hears of it."""
+    added, readers, work = list[Request](), list[PictureReader](), server.serving.service.work
+    real, add = PictureReader.stop, Engine.add
+    monkeypatch.setattr(Engine, "add", lambda engine, request: (added.append(request), add(engine, request))[1])
+    monkeypatch.setattr(PictureReader, "stop", lambda reader: (real(reader), readers.append(reader))[0])
+    client = _send(server, _shown(png(photo(9, 9, 80)), png(photo(9, 9, 81))))
+    until(lambda: gate.begun == [2])
+    client.close()
+    until(lambda: len(readers) == 1)
+    gate.go.set()
+    until(lambda: work.idle)
+    child = readers[0]._child
+    assert child is not None and child._child.poll() is not None
+    assert gate.begun == [2] and added == [] and '"queued":0' in server.get("/health")
+
+
+@pytest.mark.parametrize("held_up", [(PictureReader, "open"), (ChatTemplates, "render")])
+def test_slow_work_of_one_client_delays_no_token_of_another(
+    seeing: Path, monkeypatch: pytest.MonkeyPatch, held_up: tuple[type, str]
+):
+    """However long it takes; and once it is done, the other still has a token in each step of the engine."""
+    steps, go, begun = list[list[int]](), threading.Event(), threading.Event()
+    real, step = getattr(*held_up), Engine.step
+
+    def held(*given: Any, **more: Any) -> Any:
+        begun.set()
+        go.wait()
+        return real(*given, **more)
+
+    def watched(engine: Engine) -> Any:
+        if len(steps) == 60:
+            go.set()
+            until(lambda: server.serving.service.engine.queued == 1)
+        events = step(engine)
+        steps.append([len(sequence.request.pictures) for sequence, _ in events])
+        return events
+
+    monkeypatch.setattr(*held_up, held)
+    monkeypatch.setattr(Engine, "step", watched)
+    with served(seeing) as server:
+        slow = _send(server, _shown(png(photo(9, 9, 90))))
+        assert begun.wait(60)
+        status, answer = server.post(
+            "/v1/completions", {"model": NAME, "prompt": "x", "max_tokens": 120, "ignore_eos": True}
+        )
+        assert status == 200 and answer["usage"]["completion_tokens"] == 120 and _status(slow) == 200
+    assert [events.count(0) for events in steps[:120]] == [1] * 120
+    assert {number for number, events in enumerate(steps) if 1 in events} <= {*range(60, 120)}
 
 
 def test_a_server_stops_without_waiting_for_such_work(seeing: Path, gate: Gate):

@@ -127,7 +127,8 @@ async def answer(service: Service, exchange: Exchange, requests: Sequence[Reques
                 await reading.all()
                 await exchange.reply(reply.whole(answers))
     finally:
-        end(DisconnectedError())  # what is left after an error
+        if not all(pending.has_ended for pending in answers):  # one of them has failed
+            end(DisconnectedError())
         queue.close()
 
 

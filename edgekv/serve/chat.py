@@ -543,7 +543,9 @@ def chat_prompt(
 
     def render(kept: Sequence[Message]) -> str:
         exchange.check()
-        shown = [sizes[number] for number in pictures_in(kept)] if sizes else []
+        if not sizes:
+            return chat.rendered(templates, kept, tools, variables)
+        shown = [sizes[number] for number in pictures_in(kept)]
         return pictures.rendered(kept, shown, lambda told: chat.rendered(templates, told, tools, variables))
 
     while True:

@@ -355,7 +355,7 @@ def engine_request(
     Raises:
         UsageError: a bias of a token outside of the vocabulary: the headers of a stream do not wait for the engine.
     """
-    if params is not None:
+    if params is not None and (params.logit_bias or params.stop_token_ids):
         check_ids(params, service.model.bundle.manifest.model.vocab)
     return Request(
         (),
@@ -372,7 +372,7 @@ def engine_request(
 
 def for_answers(request: Request, n: int) -> list[Request]:
     """A request for each of several answers to a prompt."""
-    return [request.for_answer(number) for number in range(n)]
+    return [request, *(request.for_answer(number) for number in range(1, n))]
 
 
 async def compile_grammar(service: Service, exchange: Exchange, request: Request) -> None:

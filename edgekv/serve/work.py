@@ -64,6 +64,11 @@ class WorkQueue:
         """Pieces of work that wait for a thread."""
         return sum(map(len, self._queues.values()))
 
+    @property
+    def idle(self) -> bool:
+        """Whether no thread works."""
+        return not self._running.total()
+
     async def run(self, exchange: Exchange, kind: Kind, work: Callable[[], T]) -> T:
         """The result of work, once a thread has done it.
 
