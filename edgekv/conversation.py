@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from edgekv.draft import Speculation
-from edgekv.engine import GenerationStats
-from edgekv.engine.driver import Generation
+from edgekv.engine import Generation, GenerationStats
 from edgekv.errors import UsageError
 from edgekv.machine.json_file import read_json, readable_json
 from edgekv.machine.scratch import atomic_file

@@ -14,15 +14,29 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
-from edgekv.engine import Batch, BeamResult, BoundAdapter, CacheSetup, DraftModel, Engine, Request, Session, SessionPool
-from edgekv.engine.driver import Call, Driver, Generation, Scoring
+from edgekv.engine import (
+    OWN,
+    Batch,
+    BeamResult,
+    BoundAdapter,
+    CacheSetup,
+    Call,
+    DraftModel,
+    Engine,
+    Generation,
+    Request,
+    Scoring,
+    Session,
+    SessionPool,
+)
 from edgekv.engine.pictures import Pictures, PictureSource
+from edgekv.engine.pool import check_id
 from edgekv.kv import KVCache
 from edgekv.pictures import Picture
 from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
 from edgekv.runtime import Engine as Backend
 from edgekv.spec.chat import ChatTemplates, Message
-from edgekv.text import PromptInput, Tools
+from edgekv.text import Prompt, Tools
 from edgekv.text.params import BeamParams, SamplingParams, choose_params, default_params
 from edgekv.text.sampler import LogitsProcessor
 
@@ -55,13 +69,12 @@ class Model:
         """See `edgekv.load`."""
         self.bundle = bundle
         self.defaults = default_params(bundle.manifest.generation)
-        self._driver = Driver()
-        self.engine = self._driver.engine = Engine(bundle, backend, caches, prefix_cache, self._driver.lock)
+        self.engine = Engine(bundle, backend, caches, prefix_cache)
         self._texts = self.engine.texts
         self._pictures = self.engine.pictures
 
     def __repr__(self) -> str:
-        state = ", closed" if self._driver.is_closed else ""
+        state = ", closed" if self.engine.is_closed else ""
         name, context = self.bundle.path.name, self.bundle.manifest.context
         return f"<{type(self).__name__} {name} on {self.engine.name}, context {context}{state}>"
 
@@ -76,7 +89,7 @@ class Model:
 
         A prefix store that the caller opened stays open.
         """
-        self._driver.close()
+        self.engine.locked(self.engine.close)
 
     def prepare(self) -> None:
         """Load the graphs now, which the first call does otherwise.
@@ -86,10 +99,10 @@ class Model:
         """
 
         def prepare() -> None:
-            self._driver.check_open()
+            self.engine.check_open()
             self.engine.graphs.prepare("decode", "prefill")
 
-        self._driver.locked(prepare)
+        self.engine.locked(prepare)
 
     # ------------------------------------------------------------------ what it is
 
@@ -133,7 +146,7 @@ class Model:
     @property
     def _open_engine(self) -> Engine:
         """The engine; UsageError if it was closed."""
-        self._driver.check_open()
+        self.engine.check_open()
         return self.engine
 
     @property
@@ -144,7 +157,7 @@ class Model:
     def own_sequence(self, owner: object) -> int:
         """A value for `sequence` that nobody else has; its cache is freed when nothing refers to `owner` any more."""
         sequence = next(_OWN_SEQUENCES)
-        finalize(owner, self._driver.free, sequence).atexit = False
+        finalize(owner, self.engine.free, sequence).atexit = False
         return sequence
 
     # ------------------------------------------------------------------ texts
@@ -167,7 +180,7 @@ class Model:
         """The tokens of a rendered chat template; see `Texts.encode_chat`."""
         return self._texts.encode_chat(text)
 
-    def read(self, prompt: PromptInput, field: str = "prompt") -> list[int]:
+    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
         """The tokens that `generate` runs for a prompt: text or ids, with the sink in front if the bundle has one.
 
         Raises:
@@ -200,22 +213,20 @@ class Model:
             UsageError: the bundle has none of a name, or they do not fit into the slots together.
             BundleError: one is damaged.
         """
-        return self._driver.locked(self.engine.open_lora, lora)
+        return self.engine.locked(self.engine.open_lora, lora)
 
     # ------------------------------------------------------------------ calls
 
     @overload
-    def generate(
-        self, prompt: PromptInput, params: int | None = None, *, num_beams: int, **keywords: Any
-    ) -> BeamResult: ...
+    def generate(self, prompt: Prompt, params: int | None = None, *, num_beams: int, **keywords: Any) -> BeamResult: ...
 
     @overload
-    def generate(self, prompt: PromptInput, params: BeamParams, **keywords: Any) -> BeamResult: ...
+    def generate(self, prompt: Prompt, params: BeamParams, **keywords: Any) -> BeamResult: ...
 
     @overload
     def generate(
         self,
-        prompt: PromptInput | None = None,
+        prompt: Prompt | None = None,
         params: SamplingParams | int | None = None,
         *,
         messages: abc.Sequence[Message] | None = None,
@@ -225,7 +236,7 @@ class Model:
 
     def generate(
         self,
-        prompt: PromptInput | None = None,
+        prompt: Prompt | None = None,
         params: SamplingParams | BeamParams | int | None = None,
         *,
         messages: abc.Sequence[Message] | None = None,
@@ -278,7 +289,7 @@ class Model:
                 drafters that do not fit the bundle; a picture that cannot be read, or pictures for a bundle of text.
             EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
-        self._driver.check_open()
+        self.engine.check_open()
         chosen, bundle_defaults = choose_params(params, keywords, self.defaults)
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
         field = "prompt" if messages is None else "messages"
@@ -296,7 +307,7 @@ class Model:
         request = Request(
             self._pictures.put(self._texts.read(text), opened, field),
             chosen,
-            cache=sequence,
+            cache=OWN if sequence is None else check_id(sequence),
             salt=cache_salt,
             retention=retention,
             processors=tuple(processors),
@@ -309,14 +320,12 @@ class Model:
             bundle_defaults=bundle_defaults,
         )
         if isinstance(chosen, SamplingParams):
-            return Generation(self._driver, request)
-        search = Call(self._driver, request)
+            return Generation(self.engine, request)
+        search = Call[BeamResult](self.engine, request)
         try:
-            while not isinstance(found := search.advance(), BeamResult):
-                pass
+            return next(search)
         finally:
             search.close()
-        return found
 
     @property
     def batch(self) -> Batch:
@@ -328,27 +337,10 @@ class Model:
         """
 
         def made() -> Batch:
-            self._driver.check_open()
+            self.engine.check_open()
             return self.engine.batch
 
-        return self._driver.locked(made)
-
-    def advance_together(self, generations: abc.Sequence[Generation]) -> None:
-        """Run the next inference of several generations in one pass of a verify graph; `next` of each then needs none.
-
-        Those that need none, that speculate, or whose tokens find no room beside the others' run by themselves in
-        `next`. The texts are the same.
-
-        Args:
-            generations: of this model, each with a `sequence` of its own.
-
-        Raises:
-            UsageError: the bundle has no verify graphs, gated delta rules, or a cache that grows; the
-                engine gives a token other bits beside others (`cpu`); or the model was closed.
-            ValueError: a later call has claimed the sequence of one.
-            EngineError: the runtime failed.
-        """
-        self._driver.run_together([each.sequence for each in generations])
+        return self.engine.locked(made)
 
     def score(self, tokens: abc.Sequence[int], *, lora: str | None = None) -> NDArray[np.float32]:
         """The logits after each of the tokens, `[T, V]`, teacher forced from an empty cache.
@@ -369,6 +361,6 @@ class Model:
         Raises:
             EdgeKVError: as `generate`.
         """
-        self._driver.check_open()
+        self.engine.check_open()
         whole = self._texts.read(tokens, "tokens")
-        return Scoring(self._driver, Request(tuple(whole), lora=lora, scores=True))
+        return Scoring(self.engine, Request(tuple(whole), cache=OWN, lora=lora, scores=True))

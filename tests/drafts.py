@@ -9,7 +9,7 @@ from typing import Any
 import edgekv
 from edgekv import SamplingParams
 from edgekv.draft import Speculation
-from edgekv.engine.driver import Generation
+from edgekv.engine import Generation
 
 
 class Oracle:

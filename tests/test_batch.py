@@ -13,10 +13,11 @@ import pytest
 import edgekv
 from edgekv import SamplingParams
 from edgekv.draft import Speculation
-from edgekv.engine.driver import Generation
+from edgekv.engine import Engine, Generation, Request, Sequence
 from edgekv.errors import UsageError
 from edgekv.kv import BatchColumns, CacheState
 from edgekv.serve import ServeOptions
+from edgekv.text import Token
 from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 from tests.serving import NAME, served
@@ -40,6 +41,17 @@ def verifying(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(model: edgekv.Model, number: int) -> Generation:
     return model.generate(PROMPTS[number], PARAMS[number % 2], sequence=number)
+
+
+def add(model: edgekv.Model, number: int) -> Sequence:
+    return model.engine.add(Request(tuple(PROMPTS[number]), PARAMS[number % 2], cache=number))
+
+
+def step(engine: Engine, found: dict[Sequence, list[int]]) -> None:
+    """Add the tokens of a step."""
+    for sequence, event in engine.step():
+        assert isinstance(event, Token)
+        found.setdefault(sequence, []).append(event.id)
 
 
 def state(model: edgekv.Model, number: int) -> CacheState:
@@ -100,15 +112,14 @@ def test_each_text_and_cache_is_that_of_a_run_alone(
         alone = [[token.id for token in start(model, number)] for number in range(5)]
         wanted = [state(model, number) for number in range(5)]
         model.sequences.clear()
-        generations = [start(model, number) for number in range(4)]
-        found: list[list[int]] = [[] for _ in range(5)]
-        while any(each.stop_reason is None for each in generations):
-            if len(generations) == 4 and len(found[0]) == 3:
-                generations.append(start(model, 4))  # joins later
-            model.advance_together(generations)
-            for number, each in enumerate(generations):
-                found[number] += [token.id for token in [next(each, None)] if token is not None]
-        assert found == alone
+        engine = model.engine
+        engine.shares_passes = True
+        added, found = [add(model, number) for number in range(4)], dict[Sequence, list[int]]()
+        while engine.running or engine.waiting:
+            step(engine, found)
+            if len(added) == 4 and len(found[added[0]]) == 3:
+                added.append(add(model, 4))  # joins later
+        assert [found[each] for each in added] == alone
         assert all(same(state(model, number), wanted[number]) for number in range(5))
         passes, rows = model.batch.passes, model.batch.rows
         assert (passes >= 8 and rows > 3 * passes) if window != 16 else 0 < passes < rows
@@ -119,32 +130,28 @@ def test_sequences_without_room_beside_others_run_by_themselves(verifying: Path)
     prompts = [random.integers(10, 300, 25).tolist() for _ in range(3)]
     with edgekv.load(verifying, "htp") as model:
         alone = [[token.id for token in model.generate(each, 4, ignore_eos=True)] for each in prompts]
-        generations = [model.generate(each, 4, ignore_eos=True, sequence=at) for at, each in enumerate(prompts)]
-        found: list[list[int]] = [[], [], []]
-        for _ in range(4):
-            model.advance_together(generations)
-            for tokens, each in zip(found, generations, strict=True):
-                tokens.append(next(each).id)
-        assert found == alone and model.batch.rows == 2 * model.batch.passes == 6
+        params, found = SamplingParams(max_new_tokens=4, ignore_eos=True), dict[Sequence, list[int]]()
+        model.engine.shares_passes = True
+        added = [model.engine.add(Request(tuple(each), params, cache=at)) for at, each in enumerate(prompts)]
+        while model.engine.running or model.engine.waiting:
+            step(model.engine, found)
+        assert [found[each] for each in added] == alone and model.batch.rows == 2 * model.batch.passes == 6
 
 
 @pytest.mark.htp
 def test_a_sequence_that_ran_alone_meanwhile_is_copied_again(verifying: Path) -> None:
     with edgekv.load(verifying, "htp") as model:
         alone = [[token.id for token in start(model, number)] for number in (0, 2)]
-        generations = [start(model, number) for number in (0, 2)]
-        found: list[list[int]] = [[], []]
-        for step in range(9):
-            if step % 3:
-                model.advance_together(generations)
-            for tokens, each in zip(found, generations, strict=True):
-                tokens.append(next(each).id)
+        engine, added, found = model.engine, [add(model, number) for number in (0, 2)], dict[Sequence, list[int]]()
+        for number in range(9):
+            engine.shares_passes = number % 3 > 0
+            step(engine, found)
         copied = model.batch.bytes_copied
-        assert found == alone and copied > 0
-        first = start(model, 0)
-        assert next(first).id == found[0][0], "the sequence starts over in the same session"
-        model.advance_together([first, start(model, 1)])
-        assert next(first).id == found[0][1]
+        assert [found[each] for each in added] == alone and copied > 0
+        again, other = add(model, 0), add(model, 1)  # the sequence starts over in the same session
+        for _ in range(3):
+            step(engine, found)
+        assert found[again] == alone[0][:3] and len(found[other]) == 3
 
 
 @pytest.mark.htp
@@ -155,10 +162,10 @@ def test_what_cannot_share_a_pass_is_refused_by_name(verifying: Path, tmp_path: 
         (plain, "htp", "batch: got a bundle without verify graphs"),
     ):
         with edgekv.load(bundle, engine) as model, pytest.raises(UsageError, match=refusal):
-            model.advance_together([start(model, 0)])
+            _ = model.batch
     growing = edgekv.load(verifying, "htp", kv_growth="together")
     with growing as model, pytest.raises(UsageError, match="batch: got a cache that grows"):
-        model.advance_together([])
+        _ = model.batch
 
 
 @pytest.mark.thorough

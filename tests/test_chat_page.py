@@ -47,9 +47,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer takes longer than a browser needs to be told to stop it."""
     step = Engine.step
 
-    def waited(engine: Engine) -> list[tuple[Sequence, Event]]:
+    def waited(engine: Engine, only: Sequence | None = None) -> list[tuple[Sequence, Event]]:
         time.sleep(0.01)
-        return step(engine)
+        return step(engine, only)
 
     monkeypatch.setattr(Engine, "step", waited)
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import edgekv
+from edgekv import SamplingParams
 from edgekv.bundle import Bundle, TokenRecord
+from edgekv.engine import Request
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import StoreConfig
@@ -394,13 +396,14 @@ def test_a_prefill_in_slices_is_a_prefill_at_once(model: edgekv.Model):
     prompt = model.encode(PROMPT * 20)[:97]
     whole = model.generate(prompt, max_new_tokens=4, sequence=1)
     expected, rows = _ids(list(whole)), _held(model).copy()
-    sliced, other = model.generate(prompt, max_new_tokens=4, sequence=2), model.generate(PROMPT, 3, sequence=3)
-    steps = 1
-    while sliced.prefill(32):
-        steps += 1
-        next(other)
-    assert steps == 3 and _ids(list(sliced)) == expected and (_held(model) == rows).all()
-    assert sliced.stats.cache.computed_tokens == whole.stats.cache.computed_tokens and not sliced.prefill(32)
-    again = model.generate(prompt, max_new_tokens=4, sequence=2)
-    assert not again.prefill(32) and _ids(list(again)) == expected and again.stats.cache.reused_tokens == 96
+    engine, params = model.engine, SamplingParams(max_new_tokens=4)
+    sliced = engine.add(Request(tuple(prompt), params, cache=2))
+    other = engine.add(Request(tuple(model.encode(PROMPT)), SamplingParams(max_new_tokens=3), cache=3))
+    steps = [engine.step() for _ in range(2)]
+    assert [[sequence for sequence, _ in events] for events in steps] == [[other], [other]]
+    found = [event for _ in range(5) for sequence, event in engine.step() if sequence is sliced]
+    session = model.sequences.get(2)
+    assert session is not None and _ids(found) == expected
+    assert (session.cache.arena.array[:, session.cache.held_rows()] == rows).all()
+    assert sliced.use.computed_tokens == whole.stats.cache.computed_tokens
     model.sequences.clear()

@@ -24,7 +24,8 @@ import openai
 import pytest
 
 from edgekv.cli import run
-from edgekv.engine import Engine, Event, Sequence
+from edgekv.engine import Engine, Sequence
+from edgekv.engine.runner import Runner
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, ServeOptions
 from edgekv.serve.http import ApiKeys, RequestRecord, write_line
@@ -690,17 +691,17 @@ def test_a_client_that_leaves_is_logged(logged: Server, log: list[str], space: i
 
 
 def test_an_error_in_a_stream_is_logged(logged: Server, log: list[str]):
-    real, steps = Sequence.advance, 0
+    real, steps = Runner.run, 0
 
-    def fail(sequence: Sequence, most: int | None = None) -> Event | None:
+    def fail(runner: Runner, sequence: Sequence, end: int | None = None) -> Any:
         nonlocal steps
         steps += 1
         if steps > 3:
             raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
-        return real(sequence, most)
+        return real(runner, sequence, end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "advance", fail)
+        patch.setattr(Runner, "run", fail)
         stream = logged.client(KEY).completions.create(model=NAME, prompt="Fails", stream=True)
         with pytest.raises(openai.APIError, match="log says why"):
             list(stream)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import edgekv
-from edgekv.engine.driver import Driver
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KeyDiff, KVCache
 from edgekv.kv.columns import ColumnArena
@@ -148,11 +147,13 @@ def test_ctrl_c_at_any_line_of_a_step_leaves_a_model_that_gives_the_same_tokens(
 
 PACKAGE = Path(edgekv.__file__).parent
 PATIENCE_S = 60
+WAY = [str(PACKAGE / "engine" / name) for name in ("engine.py", "scheduler.py", "runner.py", "pool.py", "sequence.py")]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # within a finalizer
 @pytest.mark.parametrize("end", ["whole", "closed", "dropped"])
-def test_ctrl_c_at_any_line_of_the_driver_keeps_no_other_thread_waiting(small: Path, end: str) -> None:
+def test_ctrl_c_at_any_line_of_a_calls_way_keeps_no_other_thread_waiting(small: Path, end: str) -> None:
+    """Through what knows who has a cache: the engine, its scheduler, its runner and the pool."""
     model = edgekv.load(small, threads=1)
     wanted = [token.id for token in model.generate(PROMPT, 2, sequence=1)]
 
@@ -167,31 +168,31 @@ def test_ctrl_c_at_any_line_of_the_driver_keeps_no_other_thread_waiting(small: P
     def elsewhere() -> None:
         found.append([token.id for token in model.generate(PROMPT, 2, sequence=1)])
 
-    file = str(PACKAGE / "driver.py")
-    lines = _interrupt(call, None, file)
-    assert lines > 40
+    lines = _interrupt(call, None, *WAY)
+    assert lines > 200
     for number in range(1, lines + 1):
         found: list[list[int]] = []
-        _interrupt(call, number, file)
+        _interrupt(call, number, *WAY)
         thread = threading.Thread(target=elsewhere, daemon=True)
         thread.start()
         thread.join(PATIENCE_S)
         assert found == [wanted], f"after an interruption at line {number} of {lines}"
+        assert not (model.engine.running or model.engine.waiting) and model.engine.holder(1) is None
 
 
-def test_ctrl_c_at_any_line_of_deferred_work_keeps_no_lock() -> None:
-    driver = Driver()
+def test_ctrl_c_at_any_line_of_deferred_work_keeps_no_lock(small: Path) -> None:
+    engine = edgekv.load(small, threads=1).engine
 
     def step() -> None:
-        driver.defer(lambda: done.append("deferred"))
+        engine.defer(lambda: done.append("deferred"))
 
     done: list[str] = []
-    lines = _interrupt(partial(driver.locked, step), None, str(PACKAGE / "driver.py"))
+    lines = _interrupt(partial(engine.locked, step), None, *WAY)
     for number in range(1, lines + 1):
         done.clear()
-        _interrupt(partial(driver.locked, step), number, str(PACKAGE / "driver.py"))
-        assert not driver.lock.locked()
-        driver.defer(lambda: done.append("later"))
+        _interrupt(partial(engine.locked, step), number, *WAY)
+        assert not engine.lock.locked()
+        engine.defer(lambda: done.append("later"))
         assert done[-1] == "later"
         assert "deferred" in done or number < 5  # before it was known
 
@@ -209,7 +210,7 @@ def test_ctrl_c_at_any_line_of_a_change_of_the_prefix_table_keeps_no_other_proce
 def _interrupt(call: Any, number: int | None, *within: str) -> int:
     """Run a call until the line of this number in files or folders, by default the model's; return the lines run."""
     lines = 0
-    files = within or tuple(str(PACKAGE / name) for name in ("kv", "engine", "text", "runtime", "prefix", "driver.py"))
+    files = within or tuple(str(PACKAGE / name) for name in ("kv", "engine", "text", "runtime", "prefix"))
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 import edgekv
+from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
-from edgekv.engine.driver import Generation
+from edgekv.engine import Generation, Request, Sequence
+from edgekv.text import Token
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions
@@ -47,12 +49,16 @@ def test_requests_with_one_adapter_share_passes(bundle: Path) -> None:
         alone = [[token.id for token in start(number)] for number in range(len(REQUESTS))]
         assert len({tuple(each) for each in alone}) > 3
         model.sequences.clear()
-        generations = [start(number) for number in range(len(REQUESTS))]
-        found: list[list[int]] = [[] for _ in REQUESTS]
-        for _ in range(STEPS):
-            model.advance_together(generations)
-            for tokens, each in zip(found, generations, strict=True):
-                tokens.append(next(each).id)
-        assert found == alone
+        engine, params = model.engine, SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
+        engine.shares_passes = True
+        found: dict[Sequence, list[int]] = {
+            engine.add(Request(tuple(prompt), params, cache=number, lora=REQUESTS[number])): []
+            for number, prompt in enumerate(prompts)
+        }
+        while engine.running or engine.waiting:
+            for sequence, event in engine.step():
+                assert isinstance(event, Token)
+                found[sequence].append(event.id)
+        assert [*found.values()] == alone
         assert model.batch.passes >= 3 * (STEPS - 2)
         assert model.batch.rows > 2 * model.batch.passes

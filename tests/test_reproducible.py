@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import edgekv
+from edgekv.engine import Request
 from edgekv.prefix import StoreConfig
 from edgekv.text import SamplingParams
 from tests.serving import served
@@ -103,17 +104,12 @@ def test_the_store_is_not_that_of_rows_which_depend_on_others(bundle: Path, tmp_
 
 def test_a_prompt_in_slices_and_beside_others_gives_the_same_bits(bundle: Path, prompts, alone) -> None:
     with load(bundle, reproducible=True) as model:
-        running = [
-            model.generate(prompt, SamplingParams(max_new_tokens=NEW, ignore_eos=True), sequence=at, return_logits=True)
-            for at, prompt in enumerate(prompts)
-        ]
-        while sum(each.prefill(32) for each in running):
-            pass
-        found = [[] for _ in running]
-        for _ in range(NEW):
-            for taken, each in zip(found, running, strict=True):
-                taken.append(next(each))
-        got = [([token.id for token in taken], np.stack([token.logits for token in taken])) for taken in found]
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        found = {model.engine.add(Request(tuple(each), params, returns_logits=True)): [] for each in prompts}
+        while model.engine.running or model.engine.waiting:
+            for sequence, token in model.engine.step():
+                found[sequence].append(token)
+        got = [([token.id for token in each], np.stack([token.logits for token in each])) for each in found.values()]
         assert equal(got, alone)
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import edgekv
 from edgekv import SamplingParams
-from edgekv.engine import POOLED, Engine, Request, Scores, Sequence
+from edgekv.engine import OWN, Engine, Request, Scores, Sequence, Status
+from edgekv.engine.runner import Runner
 from edgekv.errors import EngineError, UsageError
 from edgekv.prefix import StoreConfig
 from edgekv.text import Token
@@ -41,7 +42,7 @@ def alone(bundle: Path) -> dict[tuple[int, ...], list[int]]:
 
 
 def request(number: int, **options: Any) -> Request:
-    return Request(PROMPTS[number], PARAMS, **{"cache": POOLED, **options})
+    return Request(PROMPTS[number], PARAMS, **options)
 
 
 def run(engine: Engine) -> dict[Sequence, list[int]]:
@@ -56,7 +57,7 @@ def run(engine: Engine) -> dict[Sequence, list[int]]:
 
 def test_more_requests_than_caches_take_turns_in_the_order_of_their_arrival(model: edgekv.Model, alone: Any) -> None:
     engine = model.engine
-    engine.most_sequences = 2
+    engine.max_sequences = 2
     added = [engine.add(request(number)) for number in range(6)]
     assert engine.step() and [*engine.running] == added[:2] and [*engine.waiting] == added[2:]
     found = run(engine)
@@ -67,7 +68,7 @@ def test_more_requests_than_caches_take_turns_in_the_order_of_their_arrival(mode
 
 def test_any_order_of_requests_steps_and_aborts_gives_each_its_own_tokens(model: edgekv.Model, alone: Any) -> None:
     engine, chance = model.engine, random.Random(7)
-    engine.most_sequences = 3
+    engine.max_sequences = 3
     found: dict[Sequence, list[int]] = {}
     for _ in range(400):
         if chance.random() < 0.2 and len(engine.waiting) < 5:
@@ -82,7 +83,7 @@ def test_any_order_of_requests_steps_and_aborts_gives_each_its_own_tokens(model:
     whole = [each for each in found if each.stop_reason == "length"]
     assert len(whole) > 30 and len(found) > len(whole)
     assert all(tokens == alone[each.request.tokens][: len(tokens)] for each, tokens in found.items())
-    assert engine.pool.taken == 0 and engine.holder(None) is None
+    assert engine.pool.taken == 0 and engine.holder(OWN) is None
 
 
 def test_a_failing_step_ends_its_request_alone(
@@ -90,14 +91,14 @@ def test_a_failing_step_ends_its_request_alone(
 ) -> None:
     engine = model.engine
     broken, whole = engine.add(request(0)), engine.add(request(1))
-    real = Sequence.advance
+    real = Runner.run
 
-    def advance(sequence: Sequence, most: int | None = None) -> Any:
+    def run(runner: Runner, sequence: Sequence, end: int | None = None) -> Any:
         if sequence is broken and len(sequence.output.tokens) == 2:  # type: ignore[union-attr]
             raise EngineError("engine", got="a fault", expected="a step", fix="Try again.")
-        return real(sequence, most)
+        return real(runner, sequence, end)
 
-    monkeypatch.setattr(Sequence, "advance", advance)
+    monkeypatch.setattr(Runner, "run", run)
     events = [each for _ in range(8) for each in engine.step()]
     assert [type(event) for sequence, event in events if sequence is broken] == [Token, Token, EngineError]
     assert [event.id for sequence, event in events if sequence is whole] == alone[PROMPTS[1]]  # type: ignore[union-attr]
@@ -113,16 +114,34 @@ def test_a_request_that_cannot_begin_is_told_and_holds_nothing(model: edgekv.Mod
     assert not model.engine.running and not model.engine.waiting and model.engine.holder(1 << 70) is None
 
 
-def test_a_later_request_displaces_the_one_that_has_its_cache(model: edgekv.Model) -> None:
+def test_a_later_call_displaces_the_one_that_has_its_cache(model: edgekv.Model) -> None:
     engine = model.engine
-    first = engine.start(request(0, cache=3))
-    assert first.advance() and engine.holder(3) is first
-    second = engine.start(request(0, cache=3))
-    assert first.is_displaced and first.has_ended and engine.holder(3) is second
-    engine.abort(first)
-    assert engine.holder(3) is second
-    engine.abort(second)
-    assert engine.holder(3) is None
+    first = model.generate([*PROMPTS[0]], PARAMS, sequence=3)
+    assert next(first) and engine.holder(3) is first.sequence
+    second = model.generate([*PROMPTS[0]], PARAMS, sequence=3)
+    assert first.sequence.status is Status.DISPLACED and engine.holder(3) is second.sequence
+    first.close()
+    assert engine.holder(3) is second.sequence
+    second.close()
+    assert engine.holder(3) is None and second.sequence.status is Status.ENDED
+
+
+def test_requests_that_pin_one_cache_run_one_after_another(model: edgekv.Model, alone: Any) -> None:
+    engine = model.engine
+    first, second, other = (engine.add(request(number, cache=cache)) for number, cache in ((0, 3), (1, 3), (2, 4)))
+    engine.step()
+    assert [*engine.running] == [first, other] and engine.holder(3) is first
+    found = run(engine)
+    assert found[second] == alone[PROMPTS[1]] and engine.pool.ids == [4, 3]
+
+
+def test_one_sequence_is_advanced_beside_others_that_wait(model: edgekv.Model, alone: Any) -> None:
+    engine = model.engine
+    one, other = engine.add(request(0)), engine.add(request(1))
+    events = [event for _ in range(6) for _, event in engine.step(one)]
+    assert [event.id for event in events if isinstance(event, Token)] == alone[PROMPTS[0]]
+    assert one.has_ended and engine.step(one) == [] and other.status is Status.WAITING
+    assert run(engine)[other] == alone[PROMPTS[1]]
 
 
 def test_equal_prompts_are_read_once(model: edgekv.Model, alone: Any) -> None:

@@ -22,6 +22,7 @@ from msgspec import structs
 
 import edgekv
 from edgekv.engine import ByteBudget, Sequence
+from edgekv.engine.runner import Runner
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, answers
 from edgekv.serve.http import WAITING
@@ -80,14 +81,14 @@ class Gate:
 
 @contextmanager
 def _gate() -> Iterator[Gate]:
-    gate, real = Gate(), Sequence.advance
+    gate, real = Gate(), Runner.run
 
-    def step(sequence: Any, most: int | None = None) -> Any:
+    def run(runner: Runner, sequence: Sequence, end: int | None = None) -> Any:
         gate.wait(sequence)
-        return real(sequence, most)
+        return real(runner, sequence, end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "advance", step)
+        patch.setattr(Runner, "run", run)
         try:
             yield gate
         finally:
@@ -308,9 +309,9 @@ def test_a_request_that_waits_can_leave(server: Server):
 
 def test_a_request_has_a_time_limit(talking: Path):
     with served(talking, Limits(request_s=0.05)) as server:
-        real = Sequence.advance
+        real = Runner.run
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Sequence, "advance", lambda *given: (time.sleep(0.03), real(*given))[1])
+            patch.setattr(Runner, "run", lambda *given: (time.sleep(0.03), real(*given))[1])
             with pytest.raises(openai.InternalServerError, match="without an end") as ended:
                 _ask(server, "Endless", **LONG)
         assert ended.value.status_code == 504
@@ -374,7 +375,7 @@ def test_a_failing_step_ends_its_request_alone(server: Server, error: BaseExcept
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "advance", fail)
+        patch.setattr(Runner, "run", fail)
         for n in (1, 3):
             with pytest.raises(openai.InternalServerError, match="This is a bug"):
                 _ask(server, "Fails", n=n)
@@ -387,7 +388,7 @@ def test_a_client_is_not_told_of_the_servers_files(server: Server, capfd: pytest
         raise EngineError("engine", got="a fault in /home/user/model", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "advance", fail)
+        patch.setattr(Runner, "run", fail)
         with pytest.raises(openai.InternalServerError, match="log says why") as told:
             _ask(server, "Fails")
     assert "/home/user" not in str(told.value) and "/home/user/model" in capfd.readouterr().err
@@ -460,7 +461,7 @@ def test_a_stream_that_is_refused_has_a_status_and_one_that_fails_an_event(serve
         raise EngineError("engine", got="a fault", expected="a step", fix="Export again.")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "advance", fail)
+        patch.setattr(Runner, "run", fail)
         with pytest.raises(openai.APIError, match="log says why") as told:
             list(_ask(server, "Fails", stream=True))
         assert not isinstance(told.value, openai.APIStatusError)
@@ -549,7 +550,7 @@ def test_clients_in_any_state_do_not_hold_up_the_end(talking: Path):
 
 _STUCK = """
 import sys, threading
-import edgekv.engine
+import edgekv.engine.runner
 from edgekv.cli import main
 from edgekv.serve import serving
 
@@ -557,7 +558,7 @@ def step(*_):
     print("in a step", flush=True)
     threading.Event().wait()
 
-edgekv.engine.Sequence.advance = step
+edgekv.engine.runner.Runner.run = step
 serving.ENGINE_S = float(sys.argv.pop(1))
 main()
 """

@@ -15,8 +15,11 @@ from edgekv.engine import (
     FreeMemoryBudget,
     LongSequenceOnly,
     Mode,
+    Request,
+    Sequence,
     Session,
     SessionPool,
+    Setup,
     check_mode,
     parse_budget,
     parse_mode,
@@ -247,6 +250,8 @@ def test_a_cache_that_was_used_past_its_sequence_is_dropped() -> None:
 
 
 MOST = 4
+NOBODY = None, None
+RUNNING = Sequence(Request((1,)), Setup("cpu", "slot", None, "always"))
 
 
 def _roomy(sessions: int = 99) -> SessionPool:
@@ -255,8 +260,9 @@ def _roomy(sessions: int = 99) -> SessionPool:
 
 def _take(pool: SessionPool, tokens: list[int], owner: str | None = None, most: int = MOST) -> int:
     """The id for a text, whose tokens then are in its session."""
-    found = pool.best(tokens, owner, None, most)
+    found = pool.choose(tokens, (owner, None), most)
     assert found is not None
+    pool.take(found, RUNNING)
     pool.get_or_create(found).tokens = list(tokens)
     return found
 
@@ -264,7 +270,7 @@ def _take(pool: SessionPool, tokens: list[int], owner: str | None = None, most: 
 def _ask(pool: SessionPool, tokens: list[int], owner: str | None = None, most: int = MOST) -> int:
     """A request from its start to its end."""
     found = _take(pool, tokens, owner, most)
-    pool.give_back(found)
+    pool.release(RUNNING, found)
     return found
 
 
@@ -290,10 +296,12 @@ def test_busy_caches_are_left_alone():
     pool = _roomy()
     busy = _take(pool, [1, 2], most=2)
     assert pool.taken == 1
-    other = pool.best([1, 2, 3], None, None, 2)
-    assert other is not None and other != busy and pool.best([1, 2, 4], None, None, 2) is None
-    pool.give_back(busy)
-    assert pool.best([1, 2, 4], None, None, 2) == busy
+    other = pool.choose([1, 2, 3], NOBODY, 2)
+    assert other is not None and other != busy
+    pool.take(other, RUNNING)
+    assert pool.choose([1, 2, 4], NOBODY, 2) is None
+    pool.release(RUNNING, busy)
+    assert pool.choose([1, 2, 4], NOBODY, 2) == busy
 
 
 def test_the_least_recently_used_one_makes_room():
@@ -308,10 +316,10 @@ def test_the_least_recently_used_one_makes_room():
 def test_memory_is_a_limit_too():
     pool = _roomy(1)
     first = _take(pool, [1], most=8)
-    assert pool.best([2], None, None, 8) is None  # nothing idle could make room
-    pool.give_back(first)
-    assert pool.best([2], None, None, 8) is not None and first not in pool
-    assert _roomy(0).best([1], None, None, 1) is not None  # `get_or_create` refuses it by name
+    assert pool.choose([2], NOBODY, 8) is None  # nothing idle could make room
+    pool.release(RUNNING, first)
+    assert pool.choose([2], NOBODY, 8) is not None and first not in pool
+    assert _roomy(0).choose([1], NOBODY, 1) is not None  # `get_or_create` refuses it by name
 
 
 def test_nobody_continues_the_cache_of_another():
@@ -329,14 +337,15 @@ def test_an_id_is_never_used_again():
 
 def test_a_sequence_that_has_no_tokens_is_forgotten():
     pool = _roomy()
-    found = pool.best([1, 2], None, None, MOST)
+    found = pool.choose([1, 2], NOBODY, MOST)
     assert found is not None
-    pool.give_back(found)
-    assert pool.best([1, 2], None, None, 1) is not None, "it takes no room"
+    pool.take(found, RUNNING)
+    pool.release(RUNNING, found)
+    assert pool.choose([1, 2], NOBODY, 1) is not None, "it takes no room"
     pool = _roomy()
     evicted = _take(pool, [1, 2])
     pool.drop(evicted)
-    pool.give_back(evicted)
+    pool.release(RUNNING, evicted)
     _ask(pool, [1, 2])
     pool.forget_idle()
     assert len(pool) == 0 and pool.taken == 0

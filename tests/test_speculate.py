@@ -13,7 +13,7 @@ import edgekv
 from edgekv import Grammar, SamplingParams
 from edgekv.cli import run
 from edgekv.draft import Speculation
-from edgekv.engine import Sequence
+from edgekv.engine import Engine, Sequence
 from edgekv.errors import UsageError
 from edgekv.runtime import StaticGraph
 from edgekv.text import BeamParams
@@ -340,13 +340,14 @@ def test_bench_tells_what_a_pass_with_drafts_costs(verifying: Path, capsys: Any)
 
 def test_requests_take_turns_by_passes(verifying: Path, monkeypatch: pytest.MonkeyPatch):
     turns: list[Sequence] = []
-    real = Sequence.advance
+    real = Engine.step
 
-    def step(sequence: Sequence, most: int | None = None) -> Any:
-        turns.append(sequence)
-        return real(sequence, most)
+    def step(engine: Engine, only: Sequence | None = None) -> Any:
+        if only is not None:
+            turns.append(only)
+        return real(engine, only)
 
-    monkeypatch.setattr(Sequence, "advance", step)
+    monkeypatch.setattr(Engine, "step", step)
     with edgekv.load(verifying) as twin, served(verifying, speculate=Speculation("draft", draft=twin)) as server:
         body = {"model": NAME, "prompt": ["Hello", "World"], "max_tokens": 60, "ignore_eos": True}
         assert server.post("/v1/completions", body)[0] == 200

@@ -15,7 +15,7 @@ import edgekv
 from edgekv import EdgeKVError, SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.draft import DraftTree, Speculation
-from edgekv.engine.driver import Generation
+from edgekv.engine import Generation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
 from tests.checkpoints import NEWER, write_checkpoint

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import edgekv
-from edgekv.engine.driver import Driver
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixStore, StoreConfig
 from tests.endless import endless
@@ -155,24 +154,26 @@ def test_sequences_that_are_dropped_while_others_step_are_computed_again(small_e
     assert all(len(tokens) == 40 and tokens[:2] == alone[:2] for tokens in found)
 
 
-def test_what_the_garbage_collector_asks_for_in_a_step_waits_for_its_end() -> None:
-    driver, done = Driver(), []
+def test_what_the_garbage_collector_asks_for_in_a_step_waits_for_its_end(small_export: Path) -> None:
+    engine, done = edgekv.load(small_export, threads=1, verify=False).engine, []
 
     def step() -> None:
-        driver.defer(lambda: done.append("first"))
+        engine.defer(lambda: done.append("first"))
         assert done == []
 
-    driver.locked(step)
+    engine.locked(step)
     assert done == ["first"]
-    driver.defer(lambda: done.append("second"))
+    engine.defer(lambda: done.append("second"))
     assert done == ["first", "second"]
-    assert not driver.lock.locked()
+    assert not engine.lock.locked()
 
 
 @pytest.mark.parametrize(("error", "again"), [(OSError, []), (KeyboardInterrupt, ["again"])])
-def test_deferred_work_that_fails_keeps_no_lock(error: type[BaseException], again: list[str]) -> None:
+def test_deferred_work_that_fails_keeps_no_lock(
+    small_export: Path, error: type[BaseException], again: list[str]
+) -> None:
     """Such as Ctrl-C while a dropped call stores its prefix: what is left is done at the end of the next step."""
-    driver, done = Driver(), []
+    engine, done = edgekv.load(small_export, threads=1, verify=False).engine, []
     failures = [error]
 
     def fails_once() -> None:
@@ -181,13 +182,13 @@ def test_deferred_work_that_fails_keeps_no_lock(error: type[BaseException], agai
         done.append("again")
 
     def step() -> None:
-        driver.defer(fails_once)
-        driver.defer(lambda: done.append("second"))
+        engine.defer(fails_once)
+        engine.defer(lambda: done.append("second"))
 
     with pytest.raises(error):
-        driver.locked(step)
+        engine.locked(step)
     assert done == []
-    thread = _in_thread(lambda: driver.locked(done.append, "step"))
+    thread = _in_thread(lambda: engine.locked(done.append, "step"))
     thread.join(PATIENCE_S)
     assert not thread.is_alive() and done == ["step", *again, "second"]
 

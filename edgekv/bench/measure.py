@@ -21,12 +21,13 @@ import numpy as np
 from edgekv.bench.plan import DEFAULT_NEW_TOKENS, DEFAULT_PROMPT_TOKENS, BenchPlan
 from edgekv.bench.report import BenchReport, FirstToken, Speed, VerifyPass
 from edgekv.draft import Speculation
-from edgekv.engine.driver import Generation
+from edgekv.engine import Generation
 from edgekv.errors import UsageError
 from edgekv.model import Model
 from edgekv.text.params import SamplingParams
 
 _VERIFY_PASSES = 8  # of each run
+_SEQUENCE = 0  # has the depth of a test of prefill
 _UNCACHED_PART = 8  # of a prompt whose prefix is cached, one part in eight is not
 
 
@@ -107,15 +108,18 @@ def run_bench(
 def _speed(model: Model, prompt: int, new: int, depth: int, repetitions: int, random: np.random.Generator) -> Speed:
     samples = list[int]()
     for _ in range(1 + repetitions):
-        with _begin(model, _tokens(model, depth + prompt or 1, random), 1 + new) as generation:
+        tokens = _tokens(model, depth + prompt or 1, random)
+        sequence = _SEQUENCE if prompt and depth else None
+        if sequence is not None:
+            list(_begin(model, tokens[:depth], 1, sequence=sequence))
+        with _begin(model, tokens, 1 + new, sequence=sequence) as generation:
             if new:
                 next(generation)
-            elif depth:
-                generation.prefill(depth)
             began = perf_counter_ns()
             for _ in generation:
                 pass
             samples.append(perf_counter_ns() - began)
+    model.sequences.drop(_SEQUENCE)
     counted = samples[1:]
     rates = [(prompt + new) * 1e9 / sample for sample in counted]
     test = (f"pp{prompt}" if prompt else f"tg{new}") + (f" @ d{depth}" if depth else "")
@@ -184,11 +188,17 @@ def _tokens(model: Model, count: int, random: np.random.Generator) -> list[int]:
 
 
 def _begin(
-    model: Model, tokens: Sequence[int], new: int, speculation: Speculation | None = None, salt: str | None = None
+    model: Model,
+    tokens: Sequence[int],
+    new: int,
+    speculation: Speculation | None = None,
+    *,
+    salt: str | None = None,
+    sequence: int | None = None,
 ) -> Generation:
     """A greedy call that only its length ends."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-    return model.generate(tokens, params, speculate=speculation, cache_salt=salt)
+    return model.generate(tokens, params, speculate=speculation, cache_salt=salt, sequence=sequence)
 
 
 def _room(model: Model) -> int:

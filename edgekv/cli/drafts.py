@@ -31,7 +31,7 @@ def opened_drafts(wanted: Speculation | None, model: Model, engine: EngineOption
     Raises:
         EdgeKVError: a corpus or a draft bundle that cannot be used.
     """
-    from edgekv.engine.speculation import EXPORT_FIX
+    from edgekv.engine.draft_model import EXPORT_FIX
     from edgekv.loading import open_draft
 
     if wanted is None or wanted.mode == "off":

@@ -11,8 +11,7 @@ from edgekv.cli.output import Output, print_json
 from edgekv.cli.summary import beam_summary, defaults_line, summary
 
 if TYPE_CHECKING:
-    from edgekv.engine import BeamResult, BeamSequence, BeamStats, GenerationStats
-    from edgekv.engine.driver import Generation
+    from edgekv.engine import BeamResult, BeamSequence, BeamStats, Generation, GenerationStats
 
 
 class TextOutput(msgspec.Struct, frozen=True):

@@ -17,22 +17,22 @@ from edgekv.engine.cache_mode import (
     parse_mode,
 )
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.draft_model import DraftModel
-from edgekv.engine.engine import Engine
+from edgekv.engine.draft_model import DraftModel, DraftTarget
+from edgekv.engine.engine import Call, Engine, Generation, Scoring
 from edgekv.engine.pool import PoolStats, SessionPool
-from edgekv.engine.request import POOLED, Request
-from edgekv.engine.sequence import Event, Scores, Sequence
+from edgekv.engine.request import OWN, POOLED, Request
+from edgekv.engine.sequence import Event, Scores, Sequence, Status
 from edgekv.engine.session import CacheUse, Graphs, Session
 from edgekv.engine.sink import read_sink
 from edgekv.engine.speculation import (
     DrafterStats,
-    DraftTarget,
     SpeculationRun,
     SpeculationStats,
 )
 from edgekv.engine.stats import GenerationStats, GenerationTimes, Setup
 
 __all__ = [
+    "OWN",
     "POOLED",
     "Adaptive",
     "Always",
@@ -45,6 +45,7 @@ __all__ = [
     "CacheBudget",
     "CacheSetup",
     "CacheUse",
+    "Call",
     "Disabled",
     "DraftModel",
     "DraftTarget",
@@ -52,6 +53,7 @@ __all__ = [
     "Engine",
     "Event",
     "FreeMemoryBudget",
+    "Generation",
     "GenerationStats",
     "GenerationTimes",
     "Graphs",
@@ -61,12 +63,14 @@ __all__ = [
     "PoolStats",
     "Request",
     "Scores",
+    "Scoring",
     "Sequence",
     "Session",
     "SessionPool",
     "Setup",
     "SpeculationRun",
     "SpeculationStats",
+    "Status",
     "check_mode",
     "parse_budget",
     "parse_mode",

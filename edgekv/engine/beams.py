@@ -13,7 +13,7 @@ from edgekv.bundle import Manifest
 from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.engine.cache_mode import Always
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.request import Request
+from edgekv.engine.request import OWN, Request
 from edgekv.engine.session import CacheUse, Graphs
 from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
@@ -232,7 +232,7 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
     def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
         raise UsageError(field, got=f"{found} with num_beams", expected=wanted, fix=fix)
 
-    if request.cache is not None:
+    if request.cache != OWN:
         refuse("sequence", request.cache, "none with num_beams", "Leave one of them out.")
     if request.processors:
         refuse("processors", len(request.processors), "none with num_beams", "Leave one of them out.")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from edgekv.bundle import HEADS_FILE, Bundle, GraphRecord, Manifest
-from edgekv.engine.draft_model import DraftModel, ModelDrafter
-from edgekv.engine.session import Session, choose_context
+from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.session import choose_context
+from edgekv.engine.speculation import ModelDrafter
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
 from edgekv.runtime import Engine, RowView, StaticGraph
@@ -54,16 +55,6 @@ def check_states(drafter: Bundle, target: DraftModel) -> None:
     if target.pool.own.cache.room_tokens is None:
         policy = target.pool.own.cache.policy
         refuse(f"the target's context policy {policy}", "fail, which drops no tokens", "Load it with the policy fail.")
-
-
-class StateDrafter(ModelDrafter):
-    """A drafter that reads what the target has run of the text.
-
-    Attributes:
-        session: the target's, which holds all but the last tokens of the text; None if none does.
-    """
-
-    session: Session | None = None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -142,7 +133,7 @@ class CacheDraftModel:
         return StaticGraph(bindings, run_by(self._engine, bundle.manifest), record, cache, rope_tables(bundle.manifest))
 
 
-class CacheDrafter(StateDrafter):
+class CacheDrafter(ModelDrafter):
     """Proposes the tokens that a drafter finds most likely behind what its target has run."""
 
     def __init__(self, model: CacheDraftModel, vocab: int) -> None:
@@ -179,9 +170,6 @@ class CacheDrafter(StateDrafter):
             found.append(token)
             unknown.append(token)
         return self._timed(started, found)
-
-    def accepted(self, n: int) -> None:
-        """No-op: a proposal begins with the target's own state."""
 
     def _read(self, graph: StaticGraph, hidden: NDArray[Any], encoding: Encoding) -> None:
         """Put a hidden state into the graph's input, in that one's encoding."""

@@ -1,24 +1,28 @@
-"""A smaller model with the same tokenizer that drafts for another."""
+"""Models that draft for others, and the model that they draft for."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from os import PathLike, fspath
 from time import perf_counter_ns
+from typing import Any
+from weakref import WeakSet
 
 from edgekv.bundle import Bundle
+from edgekv.draft import AdaptiveDrafter, CorpusDrafter, DraftRecord, FixedLimit, PromptLookup, Source, Speculation
 from edgekv.engine.pool import SessionPool
+from edgekv.engine.request import OWN
 from edgekv.engine.session import Session, common_tokens
-from edgekv.errors import UsageError
+from edgekv.engine.speculation import ModelDrafter, SpeculationRun
+from edgekv.errors import UsageError, refuse
 from edgekv.spec.text import begins_with
 from edgekv.text.texts import Texts
 
 _SESSIONS = 4
 _REJECTED = 64
 """Tokens at the end of a session that may differ from its text: drafts that were wrong."""
-_SAMPLES = 15
+EXPORT_FIX = "Export it with --draft-rows 8."
 _FIX = "Give a bundle of the same family, such as a smaller model with the same tokenizer.json."
 
 
@@ -35,7 +39,7 @@ class DraftModel:
     bundle: Bundle
     texts: Texts
     pool: SessionPool
-    _ids: list[int | None] = field(default_factory=lambda: [None])  # least recently used first; None is the own session
+    _ids: list[int] = field(default_factory=lambda: [OWN])  # least recently used first
 
     def check(self, target: DraftModel) -> None:
         """Refuse to draft for another model.
@@ -61,10 +65,10 @@ class DraftModel:
 
     def forget(self) -> None:
         """Free the caches of the texts that it drafted for, but its own, which is emptied. None if it was closed."""
-        ids, self._ids = self._ids, [None]
+        ids, self._ids = self._ids, [OWN]
         if not self.pool.is_closed:
             for each in ids:
-                if each is not None:
+                if each != OWN:
                     self.pool.free(each)
             self.pool.own.reset()
 
@@ -86,9 +90,9 @@ class DraftModel:
         held = {each: session for each in self._ids if (session := self.pool.touch(each)) is not None}
         chosen = self._holder(held, tokens)
         self._ids = [*(each for each in held if each != chosen), chosen]
-        return self.pool.own if chosen is None else held.get(chosen) or self.pool.get_or_create(chosen)
+        return held.get(chosen) or self.pool.get_or_create(chosen)
 
-    def _holder(self, held: dict[int | None, Session], tokens: Sequence[int]) -> int | None:
+    def _holder(self, held: dict[int, Session], tokens: Sequence[int]) -> int:
         common = {each: common_tokens(session.tokens, tokens) for each, session in held.items()}
         best = max(common, key=common.__getitem__)
         if held[best].is_empty or (common[best] > 0 and len(held[best].tokens) - common[best] <= _REJECTED):
@@ -99,32 +103,6 @@ class DraftModel:
         if len(held) < _SESSIONS and self.pool.has_room:
             return next(number for number in range(_SESSIONS) if number not in held)
         return next(iter(held))
-
-
-class ModelDrafter:
-    """What all models that draft for one text have in common.
-
-    Attributes:
-        name: for statistics.
-        support: 0: a proposal rests on no match.
-        ns_per_token: median time of a proposed token; 1 before the first.
-    """
-
-    name = "draft"
-    support = 0
-
-    def __init__(self, vocab: int) -> None:
-        """Args: vocab: number of the target's logits; a draft ends before a token beyond it."""
-        self.ns_per_token = 1.0
-        self._vocab = vocab
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
-
-    def _timed(self, started_ns: int, proposed: list[int]) -> list[int]:
-        """A proposal, whose time counts if it has tokens."""
-        if proposed:
-            self._samples.append((perf_counter_ns() - started_ns) / len(proposed))
-            self.ns_per_token = median(self._samples)
-        return proposed
 
 
 class BundleDrafter(ModelDrafter):
@@ -166,5 +144,98 @@ class BundleDrafter(ModelDrafter):
             unfed = [token]
         return self._timed(started, found)
 
-    def accepted(self, n: int) -> None:
-        """No-op: the next proposal compares the whole text."""
+
+@dataclass(frozen=True, slots=True)
+class DraftTarget:
+    """The model whose tokens are drafted.
+
+    Attributes:
+        model: as a draft model of others: its tokenizer and place.
+        engine: its name.
+        rows: tokens per inference of the graphs that check drafts, ascending; none if there is no such graph.
+        vocab: number of the logits.
+        takes_drafts: whether the engine gives a token the same bits beside drafts as alone.
+        only_chains: what does not let drafts branch; empty if they may.
+        record: what speculation has measured.
+        drafts: the models that have drafted for it.
+    """
+
+    model: DraftModel
+    engine: str
+    rows: Sequence[int]
+    vocab: int
+    takes_drafts: bool
+    only_chains: str
+    record: DraftRecord = field(default_factory=DraftRecord)
+    drafts: WeakSet[Any] = field(default_factory=WeakSet)
+
+    def close(self) -> None:
+        """Let models that drafted for it free what they hold for its texts."""
+        for draft in self.drafts:
+            draft.forget()
+        self.drafts.clear()
+
+    def check(self, wanted: Speculation) -> None:
+        """Refuse what the bundle cannot do.
+
+        Raises:
+            UsageError: a named drafter in a bundle without verify graphs or on an engine that cannot check drafts, more
+                drafts than the graphs have room for, a tree where drafts may not branch, or a draft bundle with another
+                tokenizer.
+        """
+        rows = self.rows
+        if not rows and wanted.mode not in ("auto", "off"):
+            refuse("mode", f"{wanted.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
+        if rows and not self.takes_drafts and wanted.mode not in ("auto", "off"):
+            found = f"{wanted.mode} on the engine {self.engine}, whose results depend on the number of tokens"
+            wanted_engine = "an engine that gives a token the same bits beside others, such as htp, or cpu on x86"
+            refuse("mode", found, wanted_engine, "Use auto, which drafts nothing here, or leave it out.")
+        if rows and wanted.tokens is not None and wanted.tokens >= rows[-1]:
+            found = f"{wanted.tokens} drafts of a pass"
+            most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
+            fix = f"Give less, or export with --draft-rows {wanted.tokens + 1}."
+            refuse("tokens", found, most, fix)
+        if rows and wanted.tree and self.only_chains:
+            wanted_bits = (
+                "a model and an engine that give a token the same bits in any column, such as attention on htp"
+            )
+            refuse("tree", self.only_chains, wanted_bits, "Leave it out.")
+        for name, given, fix in (
+            ("corpus", wanted.corpus, "Open it with Model.open_corpus."),
+            ("draft", wanted.draft, "Load it with edgekv.load."),
+        ):
+            if isinstance(given, str | PathLike):
+                refuse(name, f"the path {fspath(given)!r}", "what it leads to", fix)
+        if wanted.draft is not None and not isinstance(wanted.draft, str):
+            wanted.draft.draft_model.check(self.model)
+
+    def begin(self, wanted: Speculation | None) -> SpeculationRun | None:
+        """The speculation of one text; None for none, as with `auto` in a bundle without verify graphs.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        if wanted is None or wanted.mode == "off":
+            return None
+        self.check(wanted)
+        if wanted.drafter is not None:
+            return SpeculationRun(wanted.drafter, None if wanted.tokens is None else FixedLimit(wanted.tokens))
+        if not self.rows:
+            return None
+        sources: list[Source] = []
+        reader: ModelDrafter | None = None
+        if wanted.mode in ("lookup", "auto"):
+            sources.append(PromptLookup(tree=wanted.tree))
+        if wanted.corpus is not None and not isinstance(wanted.corpus, str):
+            sources.append(CorpusDrafter(wanted.corpus, tree=wanted.tree))
+        if wanted.draft is not None and not isinstance(wanted.draft, str):
+            drafter: ModelDrafter = wanted.draft.draft_model.drafter(self.vocab)
+            self.drafts.add(wanted.draft.draft_model)
+            sources.append(drafter)
+            reader = drafter
+        most = wanted.tokens or self.rows[-1] - 1
+        if wanted.mode == "auto":
+            adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
+            return SpeculationRun(adaptive, adaptive, reader)
+        (source,) = sources
+        return SpeculationRun(source, FixedLimit(most), reader)

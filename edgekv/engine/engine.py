@@ -1,42 +1,68 @@
-"""Requests in, events out: which requests run, in which caches, and what each step brings."""
+"""The engine: requests in, events out. The library's iterators and the server's thread drive it in the same way."""
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from time import perf_counter_ns
+from types import TracebackType
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from weakref import finalize, ref
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.engine.adapters import Adapters, BoundAdapter, LoraChoice
 from edgekv.engine.batch import Batch, make_batch
-from edgekv.engine.beams import BeamRun, check_beams
+from edgekv.engine.beams import BeamResult, BeamRun, check_beams
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.draft_model import DraftModel, DraftTarget
 from edgekv.engine.pictures import Pictures, check_pictured
 from edgekv.engine.pool import SessionPool
-from edgekv.engine.request import POOLED, Request
-from edgekv.engine.sequence import Event, Resources, Scores, Sequence
+from edgekv.engine.request import OWN, Request
+from edgekv.engine.runner import Runner
+from edgekv.engine.scheduler import Scheduler
+from edgekv.engine.sequence import Event, Scores, Sequence, Status
 from edgekv.engine.session import Graphs, Session
-from edgekv.engine.speculation import DraftTarget
+from edgekv.engine.stats import GenerationStats
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
-from edgekv.runtime import Engine as Backend, StepTimes
+from edgekv.runtime import Engine as Backend
 from edgekv.spec import CHECKPOINT_TOKENS
-from edgekv.text.output import AnswerReaders, Output
+from edgekv.text.output import AnswerReaders, Output, StopReason, Token
 from edgekv.text.params import BeamParams
 from edgekv.text.sampler import Sampler
 from edgekv.text.texts import Texts
+from edgekv.text.tools import ToolCall
 
-MOST_SEQUENCES = 4
+if TYPE_CHECKING:
+    from typing import Self
+
+    from edgekv.pictures import Picture
+
+_MAX_SEQUENCES = 4
+_POLL_S = 0.5
+"""A thread that died without closing its generation notifies nobody."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_E = TypeVar("_E", bound=Token | Scores | BeamResult)
 
 
 class Engine:
-    """Runs requests on a bundle. Single-threaded: the driver holds the lock, if there is one.
+    """Runs requests on a bundle: `add` queues one, `step` advances all or one of them, `abort` ends one.
 
-    `add` queues a request and `step` advances all, or `start` begins one and `Sequence.advance` brings its next event.
-    A sequence holds its cache until it ends; a later request for the same cache that is started displaces it.
+    One step at a time: threads that share an engine call these three with `lock` held; nothing else locks. The garbage
+    collector may end a call in the middle of a step of the same thread, so such an end is deferred to the end of the
+    step. Ctrl-C may come between any two lines: the lock is only ever taken by a `with` on the lock itself, which no
+    signal divides, and what was deferred is removed once it is done.
+
+    A sequence holds its cache until it ends.
 
     Attributes:
         bundle: the bundle.
@@ -48,22 +74,18 @@ class Engine:
         pool: the caches of sequences, and the engine's own.
         target: for drafts.
         draft_model: for models that it drafts for.
-        most_sequences: pooled sequences that run at once, and caches that are kept for the next turns of their texts.
         waiting: added and not begun, in the order of their arrival.
         running: begun and not ended.
         used_batch: `batch`, once it was needed.
         verify_rows: tokens per inference of the graphs that check drafts, ascending.
         is_reproducible: whether a prompt has the same answer whatever is cached of it.
         shares_passes: whether a pass of `step` advances all sequences that have room in it.
+        is_closed: whether it was closed.
+        lock: of a step; not reentrant.
     """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        backend: Backend,
-        caches: CacheSetup,
-        prefix_cache: PrefixCache | None = None,
-        lock: AbstractContextManager[object] | None = None,
+        self, bundle: Bundle, backend: Backend, caches: CacheSetup, prefix_cache: PrefixCache | None = None
     ) -> None:
         """Load no graph yet.
 
@@ -72,11 +94,14 @@ class Engine:
             backend: computes its graphs.
             caches: options of its caches.
             prefix_cache: see `edgekv.load`.
-            lock: of its driver; see `SessionPool`.
 
         Raises:
             EdgeKVError: as `edgekv.load`.
         """
+        self.is_closed = False
+        self.lock = threading.Lock()
+        self._deferred: deque[Callable[[], object]] = deque()
+        self._freed: list[SimpleQueue[None]] = []  # one for each thread that waits for a cache
         self.bundle = bundle
         self.name: str = backend.name
         self.texts = Texts(bundle, caches.policy.name)
@@ -87,7 +112,7 @@ class Engine:
         if caches.reproducible and graphs.batch_invariance != "equal":
             self.window = CHECKPOINT_TOKENS if graphs.sees_later_tokens else graphs.most("prefill")
         own = Session(graphs.cache, graphs, self.window)
-        self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, lock)
+        self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, self.lock)
         self.draft_model = DraftModel(bundle, self.texts, self.pool)
         verify = sorted({graph.ar for graph in bundle.manifest.graphs if graph.role == "verify"})
         spec, invariance = bundle.manifest.model, graphs.batch_invariance
@@ -100,9 +125,6 @@ class Engine:
         self.target = DraftTarget(self.draft_model, self.name, verify, spec.vocab, takes_drafts, only_chains)
         self.verify_rows = verify
         self.is_reproducible = self.window > 0 or graphs.batch_invariance == "equal"
-        self.most_sequences = MOST_SEQUENCES
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
         self.used_batch: Batch | None = None
         self.shares_passes = False
         keeps_all = caches.mode.recomputed_tokens == 0
@@ -111,18 +133,23 @@ class Engine:
             raise UsageError("cache mode", got=found, expected="always or adaptive", fix=fix)
         least_block = self.window if graphs.sees_later_tokens else 0
         stored = bundle, self.name, graphs.cache, prefix_cache, self.window, least_block
-        self._store = open_store(*stored) if keeps_all else None
+        self._store = store = open_store(*stored) if keeps_all else None
         self._adapters = Adapters(bundle)
-        logits = bundle.manifest.encodings["logits"]
-        self._resources = Resources(self.pool, graphs, self.texts, logits, caches.described(backend), self.abort)
-        self._alone_tokens = graphs.cache.ar[-1]
-        self._beside_tokens = max(graph.ar for graph in bundle.manifest.graphs)
+        self._setup = caches.described(backend)
+        self._encoding = bundle.manifest.encodings["logits"]
+        self._runner = Runner(self.pool, graphs, self.texts, self._encoding)
+        pieces = graphs.cache.ar[-1], max(graph.ar for graph in bundle.manifest.graphs)
+        self._scheduler = Scheduler(self.pool, pieces, shares_prompts=store is not None and store.writes)
+        self.waiting, self.running = self._scheduler.waiting, self._scheduler.running
 
     def close(self) -> None:
-        """End all sequences, store their prefixes, and free graphs and caches. It is not used afterwards.
+        """End all sequences, store their prefixes, and free graphs and caches; later requests are refused.
 
         A prefix store that the caller opened stays open.
         """
+        if self.is_closed:
+            return
+        self.is_closed = True
         for sequence in (*self.running, *self.waiting):
             self.abort(sequence)
         if self._store is not None:
@@ -132,7 +159,22 @@ class Engine:
         self.target.close()
         self.graphs.close()
         self.pool.close()
-        del self.graphs, self.pool, self.draft_model, self.target, self._resources, self._store
+        del self.graphs, self.pool, self.draft_model, self.target, self._runner, self._scheduler, self._store
+        self._wake()
+
+    def check_open(self) -> None:
+        """Raise UsageError if it was closed."""
+        if self.is_closed:
+            raise UsageError("model", got="a closed model", expected="an open one", fix="Load the bundle again.")
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that run at once in caches that the pool chooses; as many are kept for the next turns of texts."""
+        return self._scheduler.max_sequences
+
+    @max_sequences.setter
+    def max_sequences(self, count: int) -> None:
+        self._scheduler.max_sequences = count
 
     @property
     def prefix_store(self) -> PrefixStore | None:
@@ -160,7 +202,7 @@ class Engine:
         """
         return None if lora is None else self._adapters.open(LoraChoice.parse(lora))
 
-    # ------------------------------------------------------------------ requests
+    # ------------------------------------------------------------------ the way of a request
 
     def add(self, request: Request) -> Sequence:
         """Queue a request; `step` begins it once it has a cache.
@@ -168,60 +210,114 @@ class Engine:
         Raises:
             EdgeKVError: see `Model.generate`.
         """
+        self.check_open()
         sequence = self._made(request)
         self.waiting.append(sequence)
         return sequence
 
-    def start(self, request: Request) -> Sequence:
-        """Begin a request now. A sequence that runs in its cache is displaced.
+    def step(self, only: Sequence | None = None) -> list[tuple[Sequence, Event]]:
+        """Begin what has a cache now, and advance every running sequence by a pass; or bring the next event of one.
+
+        A pass runs a piece of a prompt, or brings all tokens that need no further one. The next event of one sequence
+        alone, `only`, is a token or scores, after all of its prompt has run.
+
+        Returns:
+            What that brought, in order. A sequence whose event is an exception has ended; the others go on. Nothing
+            for one sequence that has ended or has no cache, or within a beam search.
 
         Raises:
-            EdgeKVError: see `Model.generate`.
+            EdgeKVError: of one sequence, which has ended; see `Model.generate`.
+            ValueError: one sequence was displaced.
         """
-        sequence = self._made(request)
-        self._displace(sequence.cache)
-        self._begin(sequence)
-        return sequence
+        if only is None:
+            return self._step_all()
+        if only.status >= Status.ENDED:
+            self._check_kept(only)
+            return []
+        started, runner, sequence = perf_counter_ns(), self._runner, only
+        try:
+            if sequence.status == Status.WAITING and not self._begin(sequence):
+                return []
+            event: Event | None
+            output = sequence.output
+            if sequence.unscored is not None:
+                event = runner.score(sequence, sequence.unscored)
+                has_ended = sequence.unscored is None and sequence.request.params is None
+            elif output is None:
+                event = runner.search(sequence)
+                has_ended = event is not None
+            else:
+                logits, logits_ns = None, 0
+                if output.needs_logits:
+                    if (logits := sequence.ready_logits) is not None:
+                        sequence.ready_logits = None
+                    elif sequence.speculation is None or not output.tokens:
+                        logits = runner.run(sequence)
+                    else:
+                        logits = runner.run_with_drafts(sequence, sequence.speculation)
+                    logits_ns = perf_counter_ns() - started
+                choosing = perf_counter_ns()
+                token = output.choose(logits)
+                if sequence.speculation is not None and len(output.tokens) > 1:
+                    sequence.speculation.chose(perf_counter_ns() - choosing)
+                sequence.tokens.append(token)
+                room = sequence.room_tokens
+                is_full = room is not None and room < len(sequence.tokens) - sequence.known_tokens
+                event = output.say(token, logits, is_full=is_full)
+                has_ended = output.stop_reason is not None
+                token_ns = perf_counter_ns() - started
+                if sequence.first_ns == 0:
+                    sequence.status = Status.DECODING
+                    sequence.first_ns = sequence.prefill_ns + token_ns
+                    sequence.prefill_ns += logits_ns
+                    sequence.prefill_steps = sequence.times.steps
+                else:
+                    sequence.decode_ns += token_ns
+        except BaseException:
+            self.abort(sequence)
+            raise
+        if has_ended:
+            self.abort(sequence)
+        return [] if event is None else [(sequence, event)]
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: Sequence, status: Status = Status.ENDED) -> None:
         """End a sequence; computed rows are stored in the prefix cache. Nothing happens if it has ended."""
         if sequence.has_ended:
             return
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        if sequence in self.running:
-            self.running.remove(sequence)
-        sequence.has_ended = True  # last: an interrupted call of this is made again
         try:
-            if sequence.has_begun:
-                sequence.finish()
+            if sequence.status != Status.WAITING:
+                self._runner.finish(sequence)
         finally:
-            if sequence.request.cache == POOLED and sequence.cache is not None:
-                self.pool.give_back(sequence.cache)
+            self.pool.release(sequence, sequence.cache)
+            self.pool.release(sequence, OWN)
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            if sequence in self.running:
+                self.running.remove(sequence)
+            sequence.status = status  # last: an interrupted call of this is made again
+            self._wake()
 
-    def holder(self, cache: int | None) -> Sequence | None:
+    def holder(self, cache: int) -> Sequence | None:
         """The sequence that runs in a cache; None if it is free."""
-        return next((each for each in self.running if each.uses(cache)), None)
+        return self.pool.holder(cache)
 
     def _made(self, request: Request) -> Sequence:
-        manifest, params = self.bundle.manifest, request.params
+        manifest, params, setup = self.bundle.manifest, request.params, self._setup
         adapter = self.open_lora(request.lora)
         key = None if adapter is None else adapter.key
         if params is None:
-            return Sequence(request, self._resources, adapter)
+            return Sequence(request, setup, adapter)
         if request.pictures:
             check_pictured(request)
         prefixes = open_prefixes(self._store, request.salt, request.retention, key, len(request.tokens))
         if isinstance(params, BeamParams):
             check_beams(manifest, self.caches, request)
-            sequence = Sequence(request, self._resources, adapter, prefixes)
-            sequence.beams = BeamRun(request, params, self.graphs, manifest)
-            return sequence
+            return Sequence(request, setup, adapter, prefixes, beams=BeamRun(request, params, self.graphs, manifest))
         constraint, calls = self.texts.bind(params.grammar, request.tools, request.salt)
         thoughts = None
         if request.reads_thoughts:
             thoughts = self.texts.thoughts(request.tokens, params.grammar, request.tools)
-        encoding, eos = self._resources.encoding, manifest.tokens.eos
+        encoding, eos = self._encoding, manifest.tokens.eos
         sampler = Sampler.of(params, encoding, manifest.model.vocab, request.processors, eos)
         speculation = self.target.begin(request.speculation)
         output = Output(
@@ -234,7 +330,7 @@ class Engine:
             AnswerReaders(calls, thoughts, self.texts.special_texts if params.stop else {}),
             returns_logits=request.returns_logits,
         )
-        return Sequence(request, self._resources, adapter, prefixes, output, speculation)
+        return Sequence(request, setup, adapter, prefixes, output, speculation)
 
     def _as_text(self, request: Request) -> tuple[int, ...]:
         """The tokens of a prompt in the vocabulary: rows of pictures as the token that stands for them."""
@@ -244,54 +340,57 @@ class Engine:
         vocab, stands = self.bundle.manifest.model.vocab, vision.pictures.token_id
         return tuple(token if token < vocab else stands for token in request.tokens)
 
-    def _displace(self, cache: int | None) -> None:
-        if (holder := self.holder(cache)) is not None:
-            holder.is_displaced = True
-            self.abort(holder)
+    def _begin(self, sequence: Sequence) -> bool:
+        """Give a sequence its cache; False if another one has it.
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Give a sequence its cache, which nobody holds."""
+        Raises:
+            EdgeKVError: see `Runner.begin`; the sequence has ended.
+        """
+        if not self._scheduler.has_cache(sequence):
+            return False
         try:
-            sequence.begin()
+            self._scheduler.begin(sequence)
+            self._runner.begin(sequence)
         except BaseException:
             self.abort(sequence)
             raise
-        self.running.append(sequence)
+        return True
 
-    # ------------------------------------------------------------------ steps
+    def _check_kept(self, sequence: Sequence) -> None:
+        """Raise if something else than its end has ended a sequence."""
+        if sequence.status == Status.DISPLACED or (self.is_closed and sequence.stop_reason is None):
+            self.check_open()
+            raise ValueError("generation: its cache is used by a later call of the model; finish one before the next")
 
-    def step(self) -> list[tuple[Sequence, Event]]:
-        """Begin what has a cache now, and advance every running sequence by a pass.
+    # ------------------------------------------------------------------ steps of all
 
-        Returns:
-            What that brought, in order. A sequence whose event is an exception has ended; the others go on.
-        """
-        events: list[tuple[Sequence, Event]] = self._admit()
+    def _step_all(self) -> list[tuple[Sequence, Event]]:
+        events: list[tuple[Sequence, Event]] = []
+        while (sequence := self._scheduler.next()) is not None:
+            try:
+                self._begin(sequence)
+            except BaseException as error:  # panics of Rust libraries are no Exception
+                events.append((sequence, error))
         running = [*self.running]
         if self.shares_passes:
+            decoding = [sequence for sequence in running if sequence.status == Status.DECODING]
             try:
-                self.run_together([each for each in running if each.is_prefilled])
-            except BaseException as error:  # panics of Rust libraries are no Exception
-                events += [(each, self._failed(each, error)) for each in running if each.is_prefilled]
-        # Beside other texts a prompt is read in pieces as short as the bundle's graphs.
-        most = self._alone_tokens if len(self.running) == 1 else self._beside_tokens
+                self._runner.run_together(decoding, self.batch)
+            except BaseException as error:
+                events += [(sequence, self._failed(sequence, error)) for sequence in decoding]
+        piece_tokens = self._scheduler.piece_tokens
         for sequence in running:
-            events += self._turn(sequence, most)
-        return events
-
-    def _turn(self, sequence: Sequence, most: int) -> Iterable[tuple[Sequence, Event]]:
-        """A pass of a sequence: a piece of its prompt, or the tokens that need no further pass."""
-        events: list[tuple[Sequence, Event]] = []
-        while not sequence.has_ended:
             try:
-                event = sequence.advance(most)
+                while not sequence.has_ended:
+                    is_read = sequence.status != Status.PREFILLING or sequence.unscored is not None
+                    if not is_read and self._runner.prefill(sequence, piece_tokens):
+                        break
+                    brought = self.step(sequence)
+                    events += brought
+                    if sequence.output is None or sequence.needs_pass or isinstance(brought[0][1], Scores):
+                        break
             except BaseException as error:
                 events.append((sequence, self._failed(sequence, error)))
-                break
-            if event is not None:
-                events.append((sequence, event))
-            if event is None or sequence.output is None or sequence.needs_pass or isinstance(event, Scores):
-                break
         return events
 
     def _failed(self, sequence: Sequence, error: BaseException) -> BaseException:
@@ -301,62 +400,224 @@ class Engine:
             traceback.print_exc()
         return error
 
-    def run_together(self, sequences: Iterable[Sequence]) -> None:
-        """Run the next pass of several sequences as one, as far as they can; `advance` of each then needs none.
+    # ------------------------------------------------------------------ threads
 
-        Those that need none, that speculate, or whose tokens find no room beside the others' run by themselves. A pass
-        has one adapter, so those with the same share passes.
+    def locked(self, work: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+        """Do some work under the lock, and then what was deferred meanwhile. It is not reentrant."""
+        try:
+            with self.lock:
+                return work(*arguments, **options)
+        finally:
+            self.do_deferred()
+
+    def defer(self, work: Callable[[], object]) -> None:
+        """Do some work under the lock: now if it is free, otherwise after the current step.
+
+        Work that Ctrl-C interrupts is done again after the next step.
+        """
+        self._deferred.append(work)
+        self.do_deferred()
+
+    def do_deferred(self) -> None:
+        """Do what was deferred, unless a step runs: its end does it, as it looks for it without the lock."""
+        while self._deferred and not self.lock.locked():
+            with self.lock:
+                self._do_all()
+
+    def _do_all(self) -> None:
+        while self._deferred:
+            try:
+                self._deferred[0]()
+            except Exception:
+                self._deferred.popleft()
+                raise
+            self._deferred.popleft()
+
+    def free(self, cache: int) -> None:
+        """Free the cache of an id, and end what runs in it, from anywhere."""
+
+        def free() -> None:
+            if not self.is_closed:
+                if (held := self.holder(cache)) is not None:
+                    self.abort(held)
+                self.pool.free(cache)
+
+        self.defer(free)
+
+    def drop(self, request: Request) -> None:
+        """End what runs for a request: the garbage collector may call this while the lock is held."""
+
+        def drop() -> None:
+            for sequence in (*self.running, *self.waiting):
+                if sequence.request is request:
+                    self.abort(sequence)
+
+        self.defer(drop)
+
+    def claim(self, request: Request, owner: ref[object]) -> Sequence:
+        """Add a request of this thread and begin it once its cache is free.
+
+        An earlier sequence of this thread, or of one that has ended, is displaced; one of another thread is waited for.
+
+        Args:
+            request: it names its cache.
+            owner: ends it when it is dropped.
 
         Raises:
-            UsageError: see `batch`.
-            EngineError: the runtime failed; the sequences of that pass have not changed.
+            EdgeKVError: see `Model.generate`.
         """
-        batch = self.batch
-        ready: dict[BoundAdapter | None, list[tuple[Sequence, Session]]] = {}
-        for each in sequences:
-            if (session := each.shareable) is not None:
-                ready.setdefault(each.adapter, []).append((each, session))
-        for alike in ready.values():
-            for at in range(0, len(alike), batch.most):
-                if len(some := alike[at : at + batch.most]) > 1:  # a step of its own reads less
-                    self._run_pass(batch, some)
+        freed: SimpleQueue[None] = SimpleQueue()
+        while (sequence := self.locked(self._claim, request, owner, freed)) is None:
+            with suppress(Empty):
+                freed.get(timeout=_POLL_S)
+        return sequence
 
-    def _run_pass(self, batch: Batch, some: list[tuple[Sequence, Session]]) -> None:
-        started, times = perf_counter_ns(), self.graphs.times
-        rows = batch.advance([session for _, session in some], [sequence.tokens[-1] for sequence, _ in some])
-        spent, ns = self.graphs.times - times, perf_counter_ns() - started
-        count = sum(row is not None for row in rows)
-        for (sequence, session), row in zip(some, rows, strict=True):
-            if row is not None:
-                sequence.take_part(session, row, StepTimes(1, spent.run_ns // count, spent.host_ns // count), ns)
+    def _claim(self, request: Request, owner: ref[object], freed: SimpleQueue[None]) -> Sequence | None:
+        """As `claim`; None if a sequence of another thread has its cache, whose end `freed` gets."""
+        self.check_open()
+        assert request.cache is not None, "it names its cache"
+        if (held := self.holder(request.cache)) is not None:
+            if _is_elsewhere(held):
+                if freed not in self._freed:
+                    self._freed.append(freed)
+                return None
+            self.abort(held, Status.DISPLACED)
+        sequence = self.add(request)
+        self._begin(sequence)
+        sequence.thread, sequence.owner = threading.current_thread(), owner
+        return sequence
 
-    # ------------------------------------------------------------------ waiting
+    def _wake(self) -> None:
+        """Let those who wait for a cache look again."""
+        while self._freed:
+            self._freed.pop().put(None)
 
-    def _admit(self) -> list[tuple[Sequence, Event]]:
-        """Begin the sequences that have a cache, in the order of their arrival."""
-        failed: list[tuple[Sequence, Event]] = []
-        for sequence in [*self.waiting]:
-            if self._waits(sequence):
-                continue
-            request = sequence.request
-            if request.cache == POOLED and request.params is not None:
-                sequence.cache = self.pool.best(request.tokens, request.salt, request.lora, self.most_sequences)
-                if sequence.cache is None:
-                    break
-            self.waiting.remove(sequence)
+
+def _is_elsewhere(sequence: Sequence) -> bool:
+    """Whether another thread may go on with a sequence."""
+    thread, owner = sequence.thread, sequence.owner
+    if thread is None or owner is None:
+        return False
+    return thread is not threading.current_thread() and thread.is_alive() and owner() is not None
+
+
+class Call(Iterator[_E]):
+    """A request of a thread, as its events. It owns its cache until it ends, is closed, or is dropped.
+
+    Attributes:
+        sequence: what the engine runs.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        """Begin a request; this may wait for other threads.
+
+        Raises:
+            EdgeKVError: see `Engine.claim`.
+        """
+        self._engine = engine
+        self._drop = finalize(self, engine.drop, request)  # first: what has begun is ended, whatever comes between
+        self.sequence = engine.claim(request, ref(self))
+
+    def __next__(self) -> _E:
+        """The next event.
+
+        Raises:
+            StopIteration: it has ended or was closed.
+            ValueError: a later call in the same thread has claimed its cache.
+            UsageError: the model was closed, or a logits processor left nothing to choose from.
+            EngineError: the runtime failed.
+        """
+        engine, sequence = self._engine, self.sequence
+        while True:
             try:
-                self._begin(sequence)
-            except BaseException as error:
-                failed.append((sequence, error))
-        return failed
+                with engine.lock:
+                    sequence.thread = threading.current_thread()
+                    for _, event in engine.step(sequence):
+                        return event  # type: ignore[return-value]  # what its request asks for
+                    if sequence.status >= Status.ENDED:
+                        raise StopIteration
+            finally:
+                engine.do_deferred()
 
-    def _waits(self, sequence: Sequence) -> bool:
-        """Whether it waits for another one: for its cache, or for the rows of a prompt that both have."""
-        request = sequence.request
-        own = request.scores or request.cache != POOLED
-        if own and self.holder(None if request.scores else sequence.cache) is not None:
-            return True
-        if self._store is None or not self._store.writes or request.params is None:
-            return False
-        reading = (each for each in self.running if each.output is not None and not each.output.tokens)
-        return any(each.request.has_prompt_of(request) for each in reading)
+    def close(self) -> None:
+        """End it here and store the computed rows in the prefix cache. Closing twice is harmless."""
+        self._engine.locked(self._engine.abort, self.sequence)
+        self._drop.detach()
+
+
+class Generation(Call[Token]):
+    """A stream of tokens. The prompt is run when the first token is requested.
+
+    It owns its cache until it ends, is closed (`close`, or a `with` block), or is dropped; then the computed rows are
+    stored in the prefix cache, even if it was interrupted. `stats.stop_reason` says why it has ended.
+
+    Attributes:
+        sequence: what the engine runs.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        return self.sequence.request.tokens
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """The pictures of the prompt."""
+        return self.sequence.request.pictures
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why it ended; None while it runs or if it was interrupted."""
+        return self.sequence.stop_reason
+
+    @property
+    def is_whole_text(self) -> bool:
+        """Whether the text given so far is that of all tokens generated.
+
+        Not if one of them ends a text, if a stop text was found, if it was cut within a character, or if text is
+        withheld that may become either.
+        """
+        output = self.sequence.output
+        return output is not None and output.stream.is_whole
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools so far."""
+        output = self.sequence.output
+        return () if output is None else output.stream.tool_calls
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Statistics so far."""
+        return self.sequence.stats
+
+
+class Scoring(Iterator[NDArray[np.float32]]):
+    """Logits `[rows, V]` of the next tokens, teacher forced; other calls of the model can have a step in between.
+
+    It owns the model's own cache until it ends, is closed or is dropped.
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        """As `Call`."""
+        self._call = Call[Scores](engine, request)
+
+    def __next__(self) -> NDArray[np.float32]:
+        """The logits of the next step; first those of the sink, if there is one.
+
+        Raises:
+            EdgeKVError: as of `Call`.
+        """
+        return next(self._call).rows
+
+    def close(self) -> None:
+        """End it here. Closing twice is harmless."""
+        self._call.close()

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
-from edgekv.engine.cache_drafter import REPEAT_FIX, StateDrafter, check_states
+from edgekv.engine.cache_drafter import REPEAT_FIX, check_states
 from edgekv.engine.draft_model import DraftModel
 from edgekv.engine.session import Graphs, Session, common_tokens
+from edgekv.engine.speculation import ModelDrafter
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
 from edgekv.runtime import Engine, StaticGraph
@@ -153,7 +154,7 @@ class HeadDraftModel:
         return graph
 
 
-class HeadDrafter(StateDrafter):
+class HeadDrafter(ModelDrafter):
     """Proposes the tokens that a model's own head finds most likely behind what the model has run."""
 
     def __init__(self, model: HeadDraftModel, vocab: int) -> None:
@@ -195,6 +196,3 @@ class HeadDrafter(StateDrafter):
             assert hidden is not None, "a drafter gives it"
             graph = model.run(rows, [unread.pop(0)], np.array(hidden[-1:]), guessed)
         return self._timed(started, found)
-
-    def accepted(self, n: int) -> None:
-        """No-op: the rows of drafts are dropped before the next proposal."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence as Tokens
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 
 from edgekv.engine.cache_mode import Always, Mode
+from edgekv.engine.request import OWN
+from edgekv.engine.sequence import Sequence
 from edgekv.engine.session import Session, common_tokens
 from edgekv.errors import MemoryBudgetError, UsageError
 
 _IDS = 1 << 64
+_FIRST_CHOSEN = 1 << 63
+"""Callers choose the first ids, or hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +57,29 @@ class PoolStats:
 
 
 @dataclass(slots=True)
-class _Taken:
-    """A sequence that the pool has chosen an id for.
+class _Row:
+    """A cache, and who has it.
 
     Attributes:
-        owner: only texts of the same owner continue it.
-        is_busy: whether it is taken.
-        used: when it was taken last; a larger number is later.
+        session: the cache and its tokens; None while nothing is kept.
+        owner: only texts of the same owner go on in it; None for a cache whose id callers choose.
+        sequence: what runs in it; None while it is idle.
     """
 
-    owner: Hashable
-    is_busy: bool = True
-    used: int = 0
+    session: Session | None = None
+    owner: Hashable = None
+    sequence: Sequence | None = None
 
 
 class SessionPool:
-    """Sessions by a 64-bit id, kept until they are dropped or evicted. Callers choose the ids, or `best` does.
+    """Sessions by a 64-bit id, kept until they are dropped or evicted. Callers choose the ids, or `choose` does.
 
-    The session looked up last is in use; all others may be evicted: first those of calls that have ended, the least
+    The session looked up last is in use; all others may be evicted: first those in which no sequence runs, the least
     recently used first. Memory pressure is checked at every lookup that could free another. Other threads may only
     call `drop` and `clear` of a model's pool.
 
     Attributes:
-        own: the session of calls without an id, and of all steps that recompute a sequence.
+        own: the session of the id `OWN`, and of all steps that recompute a sequence.
         mode: the cache mode, which includes the budget.
         is_closed: whether its sessions were let go.
     """
@@ -93,7 +97,7 @@ class SessionPool:
             make_session: allocates a session; all sessions need the same memory.
             mode: None for `always`.
             own: the own session; None makes one.
-            lock: of the engine's driver, so that `drop` and `clear` wait for the end of a step; None for one thread.
+            lock: of the engine, so that `drop` and `clear` wait for the end of a step; None for one thread.
         """
         self.own = make_session() if own is None else own
         self.mode: Mode = Always() if mode is None else mode
@@ -101,36 +105,39 @@ class SessionPool:
         self._lock = nullcontext() if lock is None else lock
         self._make_session = make_session
         self._bytes_per_session = self.own.cache.bytes_held
-        self._held: dict[int, Session] = {}  # least recently used first
+        self._own_row = _Row(self.own)
+        self._rows: dict[int, _Row] = {}  # least recently used first
+        self._chosen_ids = count(_FIRST_CHOSEN)
         self.is_closed = False
         self._lookups = 0
         self._hits = 0
         self._evictions = 0
-        self._taken: dict[int, _Taken] = {}
-        self._clock = count(1)
 
     def close(self) -> None:
         """Let all sessions go, also its own. Nothing is looked up afterwards."""
         self.is_closed = True
-        self._held.clear()
-        self._taken.clear()
-        del self.own, self._make_session
+        self._rows.clear()
+        del self.own, self._own_row, self._make_session
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __contains__(self, sequence: object) -> bool:
-        return sequence in self._held
+        return sequence in self.ids
+
+    @property
+    def _held(self) -> dict[int, Session]:
+        return {id: row.session for id, row in self._rows.items() if row.session is not None}
 
     @property
     def ids(self) -> list[int]:
         """The sequences held, the least recently used first."""
-        return list(self._held)
+        return [*self._held]
 
     @property
     def memory_bytes(self) -> int:
         """Bytes allocated for all sequences."""
-        return sum([held.bytes_held for held in self._held.values()])
+        return sum([session.bytes_held for session in self._held.values()])
 
     @property
     def stats(self) -> PoolStats:
@@ -152,90 +159,113 @@ class SessionPool:
         budget, held_bytes = self.mode.budget, self.memory_bytes
         return budget is None or held_bytes + self._bytes_per_session <= budget.allowance_bytes(held_bytes)
 
+    # ------------------------------------------------------------------ who has which
+
     @property
     def taken(self) -> int:
-        """How many sequences are taken."""
-        return sum(each.is_busy for each in self._taken.values())
+        """How many of the caches that the pool chose have a sequence that runs in them."""
+        return sum(row.owner is not None and row.sequence is not None for row in self._rows.values())
 
-    def best(self, tokens: Sequence[int], salt: str | None, adapter: str | None, most: int) -> int | None:
-        """The id of the cache in which a text goes on; nobody else takes it until `give_back`.
+    def holder(self, cache: int) -> Sequence | None:
+        """The sequence that runs in a cache; None if it is free."""
+        row = self._own_row if cache == OWN else self._rows.get(cache)
+        return None if row is None else row.sequence
 
-        It is that of the idle sequence that has most of the text, if more of it is kept than lost. Otherwise it is a
-        new one, in place of the idle sequence used least recently if there are too many.
+    def choose(self, tokens: Tokens[int], owner: Hashable, most: int) -> int | None:
+        """The id of the cache in which a text goes on; `take` it.
+
+        It is that of the idle cache that has most of the text, if more of it is kept than lost. Otherwise it is a new
+        one, in place of the idle cache used least recently if there are too many.
 
         Args:
             tokens: the text.
-            salt: only texts with the same salt go on in each other's caches.
-            adapter: the adapters of the text, and of the cache.
-            most: sequences that may be taken or idle at once.
+            owner: only texts of the same owner go on in each other's caches.
+            most: caches that may be taken or idle at once.
 
         Returns:
             None if all are taken, or the memory has no room for another.
         """
-        owner = salt, adapter
         best = self._best(tokens, owner)
-        while best is None and (len(self._taken) >= most or (self._taken and not self.has_room)):
-            idle = {id: each.used for id, each in self._taken.items() if not each.is_busy}
-            if not idle:
+        while best is None and ((chosen := self._chosen_count) >= most or (chosen and not self.has_room)):
+            idle = (id for id, row in self._rows.items() if row.owner is not None and row.sequence is None)
+            if (oldest := next(idle, None)) is None:
                 return None
-            self._forget(min(idle, key=idle.__getitem__))
-        now = next(self._clock)  # also an id that was never used
-        found = now if best is None else best
-        self._taken[found] = _Taken(owner, used=now)
-        return found
-
-    def give_back(self, sequence: int) -> None:
-        """The text of a taken sequence has ended; its tokens stay in the cache."""
-        self._taken[sequence].is_busy = False
-        held = self._held.get(sequence)
-        if held is None or not held.tokens:
-            self._forget(sequence)
-
-    def forget_idle(self) -> None:
-        """Free all sequences that were taken and given back."""
-        for sequence in [id for id, each in self._taken.items() if not each.is_busy]:
-            self._forget(sequence)
-
-    def _best(self, tokens: Sequence[int], owner: Hashable) -> int | None:
-        best, most = None, 0
-        for sequence, each in self._taken.items():
-            held = self._held.get(sequence)
-            if each.is_busy or each.owner != owner or held is None:
-                continue
-            common = common_tokens(held.tokens, tokens)
-            if common > most and common >= len(held.tokens) - common:
-                best, most = sequence, common
+            self._forget(oldest)
+        if best is None:
+            best = next(self._chosen_ids)
+            self._rows[best] = _Row(owner=owner)
         return best
 
-    def _forget(self, sequence: int) -> None:
-        del self._taken[sequence]
-        self.drop(sequence)
+    def take(self, cache: int, sequence: Sequence) -> None:
+        """Let a sequence run in a cache, which nobody else has, until `release`."""
+        if cache == OWN:
+            self._own_row.sequence = sequence
+        else:
+            check_id(cache)
+            self._rows.setdefault(cache, _Row()).sequence = sequence
+
+    def release(self, sequence: Sequence, cache: int | None) -> None:
+        """Let a cache go in which a sequence ran, if it still does; what it has computed stays there."""
+        if cache is None:
+            return
+        row = self._own_row if cache == OWN else self._rows.get(cache)
+        if row is None or row.sequence is not sequence:
+            return
+        row.sequence = None
+        if cache != OWN and (row.session is None or (row.owner is not None and not row.session.tokens)):
+            self._forget(cache)
+
+    def forget_idle(self) -> None:
+        """Free all caches that `choose` has chosen and in which nothing runs."""
+        for cache in [id for id, row in self._rows.items() if row.owner is not None and row.sequence is None]:
+            self._forget(cache)
+
+    @property
+    def _chosen_count(self) -> int:
+        return sum(row.owner is not None for row in self._rows.values())
+
+    def _best(self, tokens: Tokens[int], owner: Hashable) -> int | None:
+        best, most = None, 0
+        for cache, row in self._rows.items():
+            session = row.session
+            if row.owner is None or row.owner != owner or row.sequence is not None or session is None:
+                continue
+            common = common_tokens(session.tokens, tokens)
+            if common > most and common >= len(session.tokens) - common:
+                best, most = cache, common
+        return best
+
+    def _forget(self, cache: int) -> None:
+        self.free(cache)
+        self._rows.pop(cache, None)
+
+    # ------------------------------------------------------------------ sessions
 
     def keeps(self, tokens: int) -> bool:
         """Whether the mode keeps the keys and values of a sequence of this length."""
         return self._recomputed_tokens is not None and tokens > self._recomputed_tokens
 
-    def claim(self, sequence: int | None, tokens: int) -> None:
+    def claim(self, sequence: int, tokens: int) -> None:
         """Allocate the memory of a sequence of this length, so that it fails before any work.
 
         Raises:
             UsageError: the id is not a 64-bit integer.
             MemoryBudgetError: it does not fit.
         """
-        if sequence is None:
+        if sequence == OWN:
             return
         if self.keeps(tokens):
             self.get_or_create(sequence)
         else:
             self.free(sequence)  # recomputed sequences need no memory
 
-    def place(self, sequence: int | None, tokens: int) -> Session:
+    def place(self, sequence: int, tokens: int) -> Session:
         """The session for the next step of a sequence of this length.
 
         Raises:
             MemoryBudgetError: the sequence needs a new cache, which does not fit.
         """
-        if sequence is None or not self.keeps(tokens):
+        if sequence == OWN or not self.keeps(tokens):
             return self.own
         return self.touch(sequence) or self.get_or_create(sequence)
 
@@ -245,7 +275,7 @@ class SessionPool:
         Raises:
             UsageError: the id is not a 64-bit integer.
         """
-        _check_id(sequence)
+        check_id(sequence)
         self._lookups += 1
         held = self.touch(sequence)
         self._hits += held is not None
@@ -261,19 +291,24 @@ class SessionPool:
         held = self.get(sequence)
         if held is None:
             self._make_room(self._bytes_per_session, None)
-            held = self._held[sequence] = self._make_session()
-        elif self.mode.evicts and len(self._held) > 1:  # with one, nothing could be freed
+            held = self._make_session()
+            row = self._rows.pop(sequence, None) or _Row()
+            row.session = held
+            self._rows[sequence] = row
+        elif self.mode.evicts and len(self) > 1:  # with one, nothing could be freed
             self._make_room(0, sequence)
         return held
 
-    def touch(self, sequence: int | None) -> Session | None:
-        """As `get` without counting, for later steps of a call. None is the own session."""
-        if sequence is None:
+    def touch(self, sequence: int) -> Session | None:
+        """As `get` without counting, for later steps of a call; also of the id `OWN`."""
+        if sequence == OWN:
             return self.own
-        held = self._held.pop(sequence, None)
-        if held is not None:
-            self._held[sequence] = held
-        return held
+        row = self._rows.get(sequence)
+        if row is None or row.session is None:
+            return None
+        del self._rows[sequence]
+        self._rows[sequence] = row
+        return row.session
 
     def drop(self, sequence: int) -> bool:
         """Free a session, between two steps; False if it was not held.
@@ -292,11 +327,15 @@ class SessionPool:
 
     def free(self, sequence: int) -> bool:
         """As `drop`, for a caller that has the lock."""
-        _check_id(sequence)
-        held = self._held.pop(sequence, None)
-        if held is not None:
-            held.yield_to(self.own)
-        return held is not None
+        check_id(sequence)
+        row = self._rows.get(sequence)
+        if row is None or row.session is None:
+            return False
+        session, row.session = row.session, None
+        if row.sequence is None:
+            del self._rows[sequence]
+        session.yield_to(self.own)
+        return True
 
     def _make_room(self, wanted_bytes: int, in_use: int | None) -> None:
         budget, evicts = self.mode.budget, self.mode.evicts
@@ -314,16 +353,22 @@ class SessionPool:
                 if evicts
                 else "Drop a sequence, give a larger budget, or choose the cache mode adaptive.",
             )
-        for sequence in sorted(self.ids, key=lambda each: self._held[each].is_busy):  # what runs now comes last
+        held_sessions = self._held
+        for sequence in sorted(held_sessions, key=lambda id: self._rows[id].sequence is not None):  # what runs is last
             if held_bytes + wanted_bytes <= allowance_bytes:
                 return
             if sequence != in_use:
-                held_bytes -= self._held[sequence].bytes_held
+                held_bytes -= held_sessions[sequence].bytes_held
                 self.free(sequence)
                 self._evictions += 1
 
 
-def _check_id(sequence: int) -> None:
+def check_id(sequence: int) -> int:
+    """An id that a caller gives.
+
+    Raises:
+        UsageError: it is not a 64-bit integer.
+    """
     if isinstance(sequence, bool) or not isinstance(sequence, int) or not 0 <= sequence < _IDS:
         wanted, fix = "a whole number of 64 bits, from 0 on", "Use 0, 1, 2, ... or a 64-bit hash."
         is_huge = isinstance(sequence, int) and sequence.bit_length() > 4 * 64
@@ -333,3 +378,4 @@ def _check_id(sequence: int) -> None:
             expected=wanted,
             fix=fix,
         )
+    return sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from edgekv.draft import Speculation
 from edgekv.pictures import Picture
@@ -13,8 +13,10 @@ from edgekv.text.params import BeamParams, SamplingParams
 from edgekv.text.sampler import LogitsProcessor
 from edgekv.text.tools import Tools
 
-POOLED: Final = "pooled"
+POOLED: Final = None
 """The pool chooses the cache: the idle one that has most of the prompt, or a new one."""
+OWN: Final = -1
+"""The engine's own cache, which is emptied for each request, and in which all scores are computed."""
 
 _SEEDS = 1 << 64
 
@@ -26,7 +28,7 @@ class Request:
     Attributes:
         tokens: the prompt, as `Texts.read` gives it.
         params: how to sample, or how to search with beams; None generates nothing.
-        cache: 64-bit id of the cache to run in, None for the engine's own, or `POOLED`.
+        cache: 64-bit id of the cache to run in, or `OWN`; None to let the pool choose.
         salt: prefixes and pooled caches are shared only between equal salts.
         retention: how long the prefix cache keeps the blocks of this call.
         processors: change the logits before a token is chosen.
@@ -42,7 +44,7 @@ class Request:
 
     tokens: tuple[int, ...]
     params: SamplingParams | BeamParams | None = None
-    cache: int | Literal["pooled"] | None = None
+    cache: int | None = POOLED
     salt: str | None = None
     retention: RetentionPolicy | None = None
     processors: tuple[LogitsProcessor, ...] = ()

@@ -315,7 +315,6 @@ class Session:
         tokens: the tokens run so far, oldest first; `len(tokens)` is the position of the next one. With a sliding
             window they include evicted ones.
         writer: the call that extends it; it can continue without comparing tokens.
-        is_busy: whether that call has not ended.
         adapter: the adapter that its rows were computed with, and the next ones will be; None for none.
         window: prompts are run in steps that end at multiples of this number of tokens; 0 if steps may end anywhere.
         hidden: the last hidden states of its newest tokens, if its graphs give some, for drafters.
@@ -334,7 +333,6 @@ class Session:
         self.tokens: list[int] = self._first
         self._stable = len(self.tokens)
         self.writer: Writer | None = None
-        self.is_busy = False
         self._use: CacheUse | None = None
         self._counted = cache.stats
         self.adapter: BoundAdapter | None = None
@@ -572,7 +570,7 @@ class Session:
     def lend(self, writer: Writer, use: CacheUse) -> None:
         """Let a call extend it from now on; `count` adds what the cache does for it to its record."""
         self.count()
-        self.writer, self._use, self.is_busy = writer, use, True
+        self.writer, self._use = writer, use
         writer.session = self
 
     def count(self) -> None:

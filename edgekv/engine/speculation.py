@@ -1,129 +1,58 @@
-"""Speculation: which drafters a text has, and what became of their drafts."""
+"""Speculation in one text: what its drafter proposes, and what became of the drafts."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike, fspath
+from statistics import median
 from time import perf_counter_ns
-from typing import Any
-from weakref import WeakSet
 
-from edgekv.draft import (
-    AdaptiveDrafter,
-    CorpusDrafter,
-    Drafter,
-    DraftRecord,
-    DraftTree,
-    FixedLimit,
-    Pacer,
-    PromptLookup,
-    Source,
-    Speculation,
-    as_tree,
-)
-from edgekv.engine.cache_drafter import StateDrafter
-from edgekv.engine.draft_model import DraftModel
+from edgekv.draft import Drafter, DraftTree, Pacer, as_tree
 from edgekv.engine.session import Session
 from edgekv.errors import refuse, shown
 
-EXPORT_FIX = "Export it with --draft-rows 8."
+_SAMPLES = 15
 
 
-@dataclass(frozen=True, slots=True)
-class DraftTarget:
-    """The model whose tokens are drafted.
+class ModelDrafter(ABC):
+    """What all models that draft for one text have in common.
 
     Attributes:
-        model: as a draft model of others: its tokenizer and place.
-        engine: its name.
-        rows: tokens per inference of the graphs that check drafts, ascending; none if there is no such graph.
-        vocab: number of the logits.
-        takes_drafts: whether the engine gives a token the same bits beside drafts as alone.
-        only_chains: what does not let drafts branch; empty if they may.
-        record: what speculation has measured.
-        drafts: the models that have drafted for it.
+        name: for statistics.
+        support: 0: a proposal rests on no match.
+        ns_per_token: median time of a proposed token; 1 before the first.
+        session: of the model that it drafts for, which holds all but the last tokens of the text; None if none does.
     """
 
-    model: DraftModel
-    engine: str
-    rows: Sequence[int]
-    vocab: int
-    takes_drafts: bool
-    only_chains: str
-    record: DraftRecord = field(default_factory=DraftRecord)
-    drafts: WeakSet[Any] = field(default_factory=WeakSet)
+    name = "draft"
+    support = 0
+    session: Session | None = None
 
-    def close(self) -> None:
-        """Let models that drafted for it free what they hold for its texts."""
-        for draft in self.drafts:
-            draft.forget()
-        self.drafts.clear()
+    def __init__(self, vocab: int) -> None:
+        """Args: vocab: number of the target's logits; a draft ends before a token beyond it."""
+        self.ns_per_token = 1.0
+        self._vocab = vocab
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
-    def check(self, wanted: Speculation) -> None:
-        """Refuse what the bundle cannot do.
+    @abstractmethod
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
+        """At most `k` tokens that follow a text.
 
         Raises:
-            UsageError: a named drafter in a bundle without verify graphs or on an engine that cannot check drafts, more
-                drafts than the graphs have room for, a tree where drafts may not branch, or a draft bundle with another
-                tokenizer.
+            EngineError: the runtime failed.
         """
-        rows = self.rows
-        if not rows and wanted.mode not in ("auto", "off"):
-            refuse("mode", f"{wanted.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
-        if rows and not self.takes_drafts and wanted.mode not in ("auto", "off"):
-            found = f"{wanted.mode} on the engine {self.engine}, whose results depend on the number of tokens"
-            wanted_engine = "an engine that gives a token the same bits beside others, such as htp, or cpu on x86"
-            refuse("mode", found, wanted_engine, "Use auto, which drafts nothing here, or leave it out.")
-        if rows and wanted.tokens is not None and wanted.tokens >= rows[-1]:
-            found = f"{wanted.tokens} drafts of a pass"
-            most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
-            fix = f"Give less, or export with --draft-rows {wanted.tokens + 1}."
-            refuse("tokens", found, most, fix)
-        if rows and wanted.tree and self.only_chains:
-            wanted_bits = (
-                "a model and an engine that give a token the same bits in any column, such as attention on htp"
-            )
-            refuse("tree", self.only_chains, wanted_bits, "Leave it out.")
-        for name, given, fix in (
-            ("corpus", wanted.corpus, "Open it with Model.open_corpus."),
-            ("draft", wanted.draft, "Load it with edgekv.load."),
-        ):
-            if isinstance(given, str | PathLike):
-                refuse(name, f"the path {fspath(given)!r}", "what it leads to", fix)
-        if wanted.draft is not None and not isinstance(wanted.draft, str):
-            wanted.draft.draft_model.check(self.model)
 
-    def begin(self, wanted: Speculation | None) -> SpeculationRun | None:
-        """The speculation of one text; None for none, as with `auto` in a bundle without verify graphs.
+    def accepted(self, n: int) -> None:  # noqa: B027  # nothing is to be done
+        """No-op: a proposal begins with what its model has of the text."""
 
-        Raises:
-            UsageError: see `check`.
-        """
-        if wanted is None or wanted.mode == "off":
-            return None
-        self.check(wanted)
-        if wanted.drafter is not None:
-            return SpeculationRun(wanted.drafter, None if wanted.tokens is None else FixedLimit(wanted.tokens))
-        if not self.rows:
-            return None
-        sources: list[Source] = []
-        reader: StateDrafter | None = None
-        if wanted.mode in ("lookup", "auto"):
-            sources.append(PromptLookup(tree=wanted.tree))
-        if wanted.corpus is not None and not isinstance(wanted.corpus, str):
-            sources.append(CorpusDrafter(wanted.corpus, tree=wanted.tree))
-        if wanted.draft is not None and not isinstance(wanted.draft, str):
-            drafter: Source = wanted.draft.draft_model.drafter(self.vocab)
-            self.drafts.add(wanted.draft.draft_model)
-            sources.append(drafter)
-            reader = drafter if isinstance(drafter, StateDrafter) else None
-        most = wanted.tokens or self.rows[-1] - 1
-        if wanted.mode == "auto":
-            adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
-            return SpeculationRun(adaptive, adaptive, reader)
-        (source,) = sources
-        return SpeculationRun(source, FixedLimit(most), reader)
+    def _timed(self, started_ns: int, proposed: list[int]) -> list[int]:
+        """A proposal, whose time counts if it has tokens."""
+        if proposed:
+            self._samples.append((perf_counter_ns() - started_ns) / len(proposed))
+            self.ns_per_token = median(self._samples)
+        return proposed
 
 
 @dataclass(slots=True)
@@ -196,12 +125,12 @@ class SpeculationRun:
     Attributes:
         drafter: guesses.
         pacer: decides how many tokens to guess; None for as many as the graphs take.
-        reader: the drafter that reads the cache or the hidden states of the text; None if none does.
+        reader: the drafter if it is a model, or the one among others that is; None if none is.
     """
 
     drafter: Drafter
     pacer: Pacer | None = None
-    reader: StateDrafter | None = None
+    reader: ModelDrafter | None = None
     _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
     _passes: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)

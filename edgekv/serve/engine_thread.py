@@ -237,7 +237,7 @@ class EngineThread:
             batches: whether a pass advances all sequences that have room in it.
         """
         self._engine = engine
-        engine.most_sequences, engine.shares_passes = limits.sessions, batches
+        engine.max_sequences, engine.shares_passes = limits.sessions, batches
         self._limits = limits
         self._metrics = metrics
         self._changed = threading.Condition()
