@@ -36,7 +36,7 @@ from edgekv.pictures import Picture
 from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
 from edgekv.runtime import Engine as Backend
 from edgekv.spec.chat import ChatTemplates, Message
-from edgekv.text import Prompt, Tools
+from edgekv.text import PromptInput, Tools
 from edgekv.text.params import BeamParams, SamplingParams, choose_params, default_params
 from edgekv.text.sampler import LogitsProcessor
 
@@ -180,7 +180,7 @@ class Model:
         """The tokens of a rendered chat template; see `Texts.encode_chat`."""
         return self._texts.encode_chat(text)
 
-    def read(self, prompt: Prompt, field: str = "prompt") -> list[int]:
+    def read(self, prompt: PromptInput, field: str = "prompt") -> list[int]:
         """The tokens that `generate` runs for a prompt: text or ids, with the sink in front if the bundle has one.
 
         Raises:
@@ -218,15 +218,17 @@ class Model:
     # ------------------------------------------------------------------ calls
 
     @overload
-    def generate(self, prompt: Prompt, params: int | None = None, *, num_beams: int, **keywords: Any) -> BeamResult: ...
+    def generate(
+        self, prompt: PromptInput, params: int | None = None, *, num_beams: int, **keywords: Any
+    ) -> BeamResult: ...
 
     @overload
-    def generate(self, prompt: Prompt, params: BeamParams, **keywords: Any) -> BeamResult: ...
+    def generate(self, prompt: PromptInput, params: BeamParams, **keywords: Any) -> BeamResult: ...
 
     @overload
     def generate(
         self,
-        prompt: Prompt | None = None,
+        prompt: PromptInput | None = None,
         params: SamplingParams | int | None = None,
         *,
         messages: abc.Sequence[Message] | None = None,
@@ -236,7 +238,7 @@ class Model:
 
     def generate(
         self,
-        prompt: Prompt | None = None,
+        prompt: PromptInput | None = None,
         params: SamplingParams | BeamParams | int | None = None,
         *,
         messages: abc.Sequence[Message] | None = None,

@@ -7,8 +7,9 @@ import pytest
 
 from edgekv.graphs.decoder import attention
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.fold import EVERY, Rows
 from exporters.quantize.attention import PROJECTIONS, attention_costs, projection_name, weighed_projections
-from exporters.quantize.reference import EVERY, Floats, NumpyOps, Rows, Weights
+from exporters.quantize.reference import Floats, NumpyOps, Weights
 from tests.checkpoints import write_checkpoint
 
 TOKENS, LAYER = 48, 1
