@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from devices import Device
 from edgekv.bundle.formats import GraphFormat
@@ -26,6 +26,20 @@ if TYPE_CHECKING:
 
 KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tflite": ("s8", "s16")}
 """Integer types of the cache for each format; the first is the default."""
+
+
+def unsaid(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `ExportOptions` that nobody gave, and whose default follows from others.
+
+    Keys are columns, which NPUs read faster: but LiteRT's graphs read rows, and where drafts are verified, graphs of
+    several AR alternate, each of which has another stride.
+    """
+    graph_format: GraphFormat = given.get("graph_format", "onnx")
+    is_verified = given.get("draft_rows") or given.get("give_hidden")
+    key_layout: KeyLayout = "rows" if graph_format == "tflite" or is_verified else "columns"
+    defaults = {"kv_dtype": KV_DTYPES[graph_format][0], "key_layout": key_layout}
+    return {name: value for name, value in defaults.items() if name not in given}
+
 
 LOCAL = "local"
 """The scheduler that stands for processes on this machine."""
@@ -120,7 +134,11 @@ class ExportOptions:
     ] = 16
     key_layout: Annotated[
         KeyLayout,
-        Option("Key layout: rows [S, D], or columns [D, S], which Genie requires and NPUs read faster.", group=_GRAPHS),
+        Option(
+            "Key layout: rows [S, D], or columns [D, S], which NPUs read faster.",
+            shown="columns; rows with graphs that verify drafts and with --format tflite",
+            group=_GRAPHS,
+        ),
     ] = "rows"
     calibration: Annotated[
         Path | None,

@@ -11,15 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+import edgekv
+from edgekv import BeamParams
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.graphs.build import emulated
 from edgekv.graphs.graph_cache import emulated_bytes
+from edgekv.kv import STRATEGIES
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.binding import MemoryBinding
 from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, write_checkpoint
 from tests.cpu_graphs import any_step, as_built, outputs, source_of
 from tests.exports import export_options, exported, exported_architecture
 from tests.thorough import variants
+
+PROMPT = [*range(5, 24)]
 
 
 def assert_same_bits(bundle: Bundle) -> None:
@@ -58,6 +63,32 @@ def test_keys_as_columns_have_the_bits_of_the_exported_graph(tmp_path: Path, sha
     checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["gemma3"])
     options = export_options(context=64, ar=(1, 8), key_layout="columns", **shape)
     assert_same_bits(open_bundle(exported(checkpoint, options)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [*({"kv_update": each} for each in STRATEGIES), {"kv_growth": "staggered"}], ids=str
+)
+def test_exported_graphs_run_where_none_can_be_built(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """They read keys as columns, over two contexts and two AR; the graphs that are built read rows."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    bundle = exported(checkpoint, export_options(context=(32, 64), ar=(1, 8), key_layout="columns"))
+    found = []
+    for builds in (True, False):
+        for module in ("runtime.cpu", "graphs.kept"):
+            monkeypatch.setattr(f"edgekv.{module}.can_build", lambda builds=builds: builds)
+        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / f"{builds}"))
+        with edgekv.load(bundle, **options) as model:
+            layouts = {group.geometry.key_layout for group in model.cache.groups}
+            assert layouts == {"rows" if builds else "columns"}
+            texts = [[token.id for token in model.generate(PROMPT, 40, ignore_eos=True)]]
+            if "kv_growth" not in options:
+                beams = model.generate(PROMPT, BeamParams(3, 3, max_new_tokens=25))
+                texts += [[*each.tokens] for each in beams.sequences]
+            found.append(texts)
+    assert found[0] == found[1] and len(found[0][0]) == 40
 
 
 @pytest.mark.slow

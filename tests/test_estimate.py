@@ -182,6 +182,7 @@ def test_a_plan_simulates_from_the_config_alone(bundle: Path, embedded: Path, tm
         recipe="w8a16",
         kv="u8",
         ar=(1, 32),
+        key_layout=open_bundle(bundle).manifest.key_layout,
         run=RunOptions(cache_dir=tmp_path),
     )
     exported = estimate_bundle(open_bundle(bundle), find("SM8650"), RunOptions(cache_dir=tmp_path), in_slices=True)

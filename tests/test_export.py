@@ -271,6 +271,26 @@ def test_options_that_would_change_nothing_are_refused(tmp_path, monkeypatch, ca
     assert said in capsys.readouterr().err and not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "layout"),
+    [
+        ([], "columns"),
+        (["--key-layout", "rows"], "rows"),
+        (["--draft-rows", "4"], "rows"),
+        (["--draft-rows", "4", "--key-layout", "columns"], "columns"),
+        (["--format", "tflite"], "rows"),
+    ],
+    ids=" ".join,
+)
+def test_keys_are_columns_where_nothing_speaks_for_rows(tmp_path, given, layout):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    command = ["export", str(checkpoint), "-o", str(tmp_path / "bundle"), "--device", "SM8650", "--context", "64", "-q"]
+    short = ["--ar", "1,16", "--calibration-tokens", "256", "--skip-htp-check", "--no-quality-check"]
+    assert run([*command, *short, *given]) == 0
+    assert open_bundle(tmp_path / "bundle").manifest.key_layout == layout
+
+
 @pytest.mark.htp
 def test_the_float_check_names_the_node(tmp_path):
     (found, *_) = [node for node in floating_nodes([float_model(tmp_path / "silu.onnx")], DEVICE) if "gate" in node]

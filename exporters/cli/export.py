@@ -20,7 +20,7 @@ from exporters.cli.compile import show_compiled
 from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line
 from exporters.cli.stages import resumable
-from exporters.options import ALLOCATED_RECIPE, KV_DTYPES, ExportOptions, RunOptions, read_recipe
+from exporters.options import ALLOCATED_RECIPE, ExportOptions, RunOptions, read_recipe, unsaid
 from exporters.progress import progress_bars
 
 _RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster.scheduler")
@@ -79,8 +79,7 @@ def export(
             raise UsageError("--estimate", got="it with --draft-for", expected="edgekv estimate", fix="Leave it out.")
         _export_drafter(checkpoint, draft_for, target, given, run, output, lora=lora, force=force)
         return
-    kv_dtype = KV_DTYPES[given.get("graph_format", "onnx")][0]
-    options = ExportOptions(**{"kv_dtype": kv_dtype, **given})
+    options = ExportOptions(**unsaid(given), **given)
     run = ready_to_run(run)
     with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
         opened = open_checkpoint(checkpoint, lora)

@@ -170,7 +170,7 @@ def estimate_config(
     recipe: str,
     kv: str,
     ar: tuple[int, ...],
-    key_layout: KeyLayout = "rows",
+    key_layout: KeyLayout = "columns",
     run: RunOptions = _PLAIN,
     progress: Progress = silent,
     options: HtpOptions = COMPILER_DEFAULTS,

@@ -19,7 +19,7 @@ from edgekv.option import Argument, Option, OptionGroup, check_place, find_devic
 from edgekv.plan.options import DEFAULT_CONTEXT
 from edgekv.spec.geometry import KvDtype
 from exporters.cli.common import ready_cluster
-from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe
+from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe, unsaid
 from exporters.progress import progress_bars
 from exporters.sweep.options import SweepOptions
 
@@ -142,7 +142,7 @@ def sweep(
     compiles = common.get("check_on_htp", True) if compiles is None else compiles
     if (calibration := common.get("calibration")) is not None:
         common["calibration"] = calibration.absolute()
-    template = ExportOptions(**{"device": axes.devices[0], "compile": compiles, **common})
+    template = ExportOptions(**{"device": axes.devices[0], "compile": compiles, **unsaid(common), **common})
     wanted = combinations(axes.recipes, axes.kv, axes.devices, axes.contexts, axes.splits, axes.rotations)
     content = read_text_file(text, "--text")
     _make_folder(folder)
