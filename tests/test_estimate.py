@@ -15,6 +15,8 @@ from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, EngineError, UsageError
 from exporters.estimate import estimate_bundle, estimate_config, simulate_bundle
+from exporters.estimate.estimate import _form, _part
+from exporters.graphs.parts import build_part
 from exporters.htp import estimate as simulation
 from exporters.htp.costs import read_costs
 from exporters.htp.estimate import Simulation
@@ -71,6 +73,15 @@ def test_slices_add_up_to_the_whole(bundle: Path, tmp_path: Path) -> None:
     assert summed.is_sliced and not whole.is_sliced
     for a, b in zip(whole.graphs, summed.graphs, strict=True):
         assert b.us == pytest.approx(a.us, rel=0.03)
+
+
+def test_layers_that_differ_in_values_alone_are_compiled_once(bundle: Path) -> None:
+    """Scales that happen to be equal are one tensor of a graph."""
+    opened = open_bundle(bundle)
+    (graph,) = (each for each in opened.manifest.graphs if each.role == "decode")
+    pairs = [build_part(opened.manifest, graph, _part(graph, layers)).finish() for layers in (range(2), range(2, 4))]
+    assert len({len(each.graph.initializer) for each in pairs}) == 2
+    assert len({_form(each) for each in pairs}) == 1
 
 
 @pytest.mark.htp

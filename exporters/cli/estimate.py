@@ -38,7 +38,7 @@ def estimate(
         Option(
             "Compile slices of layers and the head, and add their times.",
             "--slices/--no-slices",
-            shown="slices from 300 M parameters on",
+            shown="slices for more than 8 layers",
         ),
     ] = None,
     htp: Annotated[
