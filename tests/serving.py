@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import edgekv
 from edgekv.bundle import open_bundle
-from edgekv.engine import Adaptive
+from edgekv.engine import CacheMode
 from edgekv.prefix import StoreConfig
 from edgekv.serve import Limits, ServeOptions, Serving
 from exporters.checkpoint.lora import AdapterChoice
@@ -128,7 +128,7 @@ def served(
     **options: Any,
 ) -> Iterator[Server]:
     """Serve a bundle on a free port until the block ends."""
-    mode = Adaptive() if budget is None else Adaptive(budget)
+    mode = CacheMode("adaptive", budget=budget)
     store = StoreConfig(disk_folder=prefix_cache)
     threads = 1 if engine == "cpu" else None
     kept: dict[str, Any] = {"cache_mode": mode, "prefix_cache": store, "reproducible": reproducible}

@@ -6,7 +6,6 @@ import json
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 
 import edgekv
 from edgekv.cli import run
-from edgekv.engine import Adaptive, ByteBudget, FreeMemoryBudget
+from edgekv.engine import CacheMode
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import KVCache
 from edgekv.text import Token
@@ -194,7 +193,7 @@ def test_a_later_call_ends_an_earlier_one_of_its_sequence_alone(model: edgekv.Mo
 
 def test_a_sequence_that_gave_way_is_computed_anew(bundle: Path, wanted: list[int]) -> None:
     size_bytes = _load(bundle).cache.stats.bytes_held
-    model = edgekv.load(bundle, threads=1, verify=False, cache_mode=Adaptive(ByteBudget(size_bytes)))
+    model = edgekv.load(bundle, threads=1, verify=False, cache_mode=CacheMode("adaptive", budget=size_bytes))
     one = model.generate(PROMPT, NEW_TOKENS, sequence=1)
     tokens = [next(one).id for _ in range(5)]
     memory = weakref.ref(model.sequences.get_or_create(1).cache)
@@ -208,7 +207,7 @@ def test_a_sequence_that_gave_way_is_computed_anew(bundle: Path, wanted: list[in
 
 
 def test_a_sequence_beyond_the_budget_is_refused_before_anything_runs(bundle: Path) -> None:
-    for mode in (Adaptive(FreeMemoryBudget(Fraction(1, 2), lambda: 1000)), "always(1000)"):
+    for mode in (CacheMode("adaptive", free_bytes=lambda: 1000), "always(1000)"):
         model = edgekv.load(bundle, threads=1, verify=False, cache_mode=mode)
         with pytest.raises(MemoryBudgetError, match="expected at most "):
             model.generate(PROMPT, 1, sequence=1)

@@ -21,7 +21,7 @@ import pytest
 from msgspec import structs
 
 import edgekv
-from edgekv.engine import ByteBudget, Sequence
+from edgekv.engine import Sequence
 from edgekv.engine.runner import Runner
 from edgekv.errors import EngineError, UsageError
 from edgekv.serve import Limits, answers
@@ -359,11 +359,11 @@ def test_caches_stay_within_the_budget(talking: Path):
     with served(talking) as server:
         _ask(server, "One")
         size = int(_metric(server, "session_bytes"))
-    with served(talking, budget=ByteBudget(2 * size + 1)) as server:
+    with served(talking, budget=2 * size + 1) as server:
         texts = [_ask(server, f"{at} is a conversation").choices[0].text for at in range(6)]
         assert _metric(server, "sessions") == 2 and _metric(server, "session_bytes") == 2 * size
         assert texts == [_ask(server, f"{at} is a conversation").choices[0].text for at in range(6)]
-    with served(talking, budget=ByteBudget(size - 1)) as server:
+    with served(talking, budget=size - 1) as server:
         with pytest.raises(openai.InternalServerError, match="memory budget") as refused:
             _ask(server, "One")
         assert refused.value.status_code == 503

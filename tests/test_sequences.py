@@ -1,32 +1,25 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.engine import (
-    Adaptive,
-    Always,
-    ByteBudget,
-    CacheBudget,
-    Disabled,
-    FreeMemoryBudget,
-    LongSequenceOnly,
-    Mode,
+    CacheMode,
     Request,
     Sequence,
     Session,
     SessionPool,
     Setup,
-    check_mode,
     parse_budget,
-    parse_mode,
 )
 from edgekv.engine.session import common_tokens
 from edgekv.errors import MemoryBudgetError, UsageError
 from edgekv.kv import Geometry, KVCache
+from edgekv.machine.system import free_memory_bytes
 from tests.thorough import at_most
 
 GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=4, context=16)
@@ -49,8 +42,10 @@ def _session(policy: str = "fail") -> Session:
     return Session(_cache(policy), NoGraphs())
 
 
-def _manager(budget: CacheBudget | None = None, *, evicts: bool = False) -> SessionPool:
-    mode = Adaptive(budget or ByteBudget(1 << 40)) if evicts else Always(budget)
+def _manager(
+    budget: int | Fraction | None = None, free_bytes: Callable[[], int] = free_memory_bytes, *, evicts: bool = False
+) -> SessionPool:
+    mode = CacheMode("adaptive" if evicts else "always", 0, (budget or 1 << 40) if evicts else budget, free_bytes)
     return SessionPool(_session, mode)
 
 
@@ -65,18 +60,18 @@ def _run(held: Session, tokens: list[int]) -> None:
 @pytest.mark.parametrize(
     ("text", "mode"),
     [
-        ("always", Always()),
-        ("always(64MiB)", Always(ByteBudget(64 << 20))),
-        ("long-sequence-only(256)", LongSequenceOnly(256)),
-        ("adaptive", Adaptive(FreeMemoryBudget(Fraction(1, 2)))),
-        ("adaptive(1.5GB)", Adaptive(ByteBudget(1_500_000_000))),
-        ("adaptive(25%)", Adaptive(FreeMemoryBudget(Fraction(1, 4)))),
-        ("disabled", Disabled()),
+        ("always", CacheMode("always")),
+        ("always(64MiB)", CacheMode("always", budget=64 << 20)),
+        ("long-sequence-only(256)", CacheMode("long-sequence-only", 256)),
+        ("adaptive", CacheMode("adaptive")),
+        ("adaptive(1.5GB)", CacheMode("adaptive", budget=1_500_000_000)),
+        ("adaptive(25%)", CacheMode("adaptive", budget=Fraction(1, 4))),
+        ("disabled", CacheMode("disabled")),
     ],
 )
-def test_a_mode_is_what_its_text_says(text: str, mode: Mode) -> None:
-    assert parse_mode(text) == mode
-    assert parse_mode(str(mode)) == mode
+def test_a_mode_is_what_its_text_says(text: str, mode: CacheMode) -> None:
+    assert CacheMode.parse(text) == mode
+    assert CacheMode.parse(str(mode)) == mode
 
 
 @pytest.mark.parametrize(
@@ -84,7 +79,7 @@ def test_a_mode_is_what_its_text_says(text: str, mode: Mode) -> None:
 )
 def test_what_is_no_mode_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"cache mode: got .* expected always, long-sequence-only"):
-        parse_mode(text)
+        CacheMode.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1", "1e9", "5 parsecs", "0", "0%", "101%"])
@@ -95,16 +90,16 @@ def test_what_is_no_budget_is_refused(text: str) -> None:
 
 def test_a_threshold_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match=r"got long-sequence-only\(0\); expected a threshold of at least 1"):
-        parse_mode("long-sequence-only(0)")
+        CacheMode.parse("long-sequence-only(0)")
 
 
 def test_computing_anew_beyond_a_sliding_window_is_refused() -> None:
     sliding = _cache("sliding-window")
-    check_mode(LongSequenceOnly(12), sliding)
-    check_mode(Disabled(), _cache())
-    for mode in (LongSequenceOnly(13), Disabled()):
+    CacheMode("long-sequence-only", 12).check(sliding)
+    CacheMode("disabled").check(_cache())
+    for mode in (CacheMode("long-sequence-only", 13), CacheMode("disabled")):
         with pytest.raises(UsageError, match="got the context policy sliding-window; expected fail, or at most 12"):
-            check_mode(mode, sliding)
+            mode.check(sliding)
 
 
 def test_a_sequence_is_found_again() -> None:
@@ -143,7 +138,7 @@ def test_a_dropped_sequence_is_gone_with_its_memory() -> None:
 
 
 def test_beyond_the_budget_a_new_sequence_is_refused() -> None:
-    manager = _manager(ByteBudget(2 * BYTES))
+    manager = _manager(2 * BYTES)
     manager.get_or_create(1)
     manager.get_or_create(2)
     with pytest.raises(MemoryBudgetError, match=f"got {BYTES:,} bytes for a new one beside {2 * BYTES:,} held"):
@@ -152,7 +147,7 @@ def test_beyond_the_budget_a_new_sequence_is_refused() -> None:
 
 
 def test_under_pressure_the_least_recently_used_give_way() -> None:
-    manager = _manager(ByteBudget(2 * BYTES), evicts=True)
+    manager = _manager(2 * BYTES, evicts=True)
     for sequence in (1, 2, 1, 3):
         manager.get_or_create(sequence)
     assert manager.ids == [1, 3]
@@ -161,7 +156,7 @@ def test_under_pressure_the_least_recently_used_give_way() -> None:
 
 def test_what_never_fits_is_refused_before_anything_gives_way() -> None:
     free = 4 * BYTES
-    manager = _manager(FreeMemoryBudget(Fraction(1, 2), lambda: free), evicts=True)
+    manager = _manager(Fraction(1, 2), lambda: free, evicts=True)
     manager.get_or_create(1)
     free = 0
     with pytest.raises(MemoryBudgetError, match=f"got {BYTES:,} bytes for a new one; expected at most {BYTES // 2:,}"):
@@ -171,7 +166,7 @@ def test_what_never_fits_is_refused_before_anything_gives_way() -> None:
 
 def test_memory_that_others_take_is_made_up_for() -> None:
     free = 100 * BYTES
-    manager = _manager(FreeMemoryBudget(Fraction(1, 2), lambda: free), evicts=True)
+    manager = _manager(Fraction(1, 2), lambda: free, evicts=True)
     for sequence in range(4):
         manager.get_or_create(sequence)
     free = 0  # half of the four that are held
@@ -192,7 +187,7 @@ def test_free_memory_is_read_only_where_a_cache_is_made_or_could_be_freed() -> N
         reads += 1
         return 100 * BYTES
 
-    manager = _manager(FreeMemoryBudget(Fraction(1, 2), free), evicts=True)
+    manager = _manager(Fraction(1, 2), free, evicts=True)
     counts = []
     for sequence in (1, 1, 1, 2, 1):
         manager.get_or_create(sequence)
@@ -203,7 +198,7 @@ def test_free_memory_is_read_only_where_a_cache_is_made_or_could_be_freed() -> N
 @given(st.lists(st.tuples(st.sampled_from(["get", "create", "drop"]), st.integers(0, 5)), max_size=40))
 @at_most(60)
 def test_a_manager_does_what_an_ordered_list_does(calls: list[tuple[str, int]]) -> None:
-    manager = _manager(ByteBudget(3 * BYTES), evicts=True)
+    manager = _manager(3 * BYTES, evicts=True)
     held: list[int] = []
     for call, sequence in calls:
         if call == "drop":
@@ -255,7 +250,7 @@ RUNNING = Sequence(Request((1,)), Setup("cpu", "slot", None, "always"))
 
 
 def _roomy(sessions: int = 99) -> SessionPool:
-    return _manager(ByteBudget(max(1, sessions * BYTES)))
+    return _manager(max(1, sessions * BYTES))
 
 
 def _take(pool: SessionPool, tokens: list[int], owner: str | None = None, most: int = MOST) -> int:

@@ -3,19 +3,7 @@
 from edgekv.engine.adapters import BoundAdapter, LoraChoice
 from edgekv.engine.batch import Batch
 from edgekv.engine.beams import BeamResult, BeamSequence, BeamStats
-from edgekv.engine.cache_mode import (
-    Adaptive,
-    Always,
-    ByteBudget,
-    CacheBudget,
-    Disabled,
-    FreeMemoryBudget,
-    LongSequenceOnly,
-    Mode,
-    check_mode,
-    parse_budget,
-    parse_mode,
-)
+from edgekv.engine.cache_mode import CacheMode, parse_budget
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel, DraftTarget
 from edgekv.engine.engine import Call, Engine, Generation, Scoring
@@ -34,32 +22,25 @@ from edgekv.engine.stats import GenerationStats, GenerationTimes, Setup
 __all__ = [
     "OWN",
     "POOLED",
-    "Adaptive",
-    "Always",
     "Batch",
     "BeamResult",
     "BeamSequence",
     "BeamStats",
     "BoundAdapter",
-    "ByteBudget",
-    "CacheBudget",
+    "CacheMode",
     "CacheSetup",
     "CacheUse",
     "Call",
-    "Disabled",
     "DraftModel",
     "DraftTarget",
     "DrafterStats",
     "Engine",
     "Event",
-    "FreeMemoryBudget",
     "Generation",
     "GenerationStats",
     "GenerationTimes",
     "Graphs",
-    "LongSequenceOnly",
     "LoraChoice",
-    "Mode",
     "PoolStats",
     "Request",
     "Scores",
@@ -71,8 +52,6 @@ __all__ = [
     "SpeculationRun",
     "SpeculationStats",
     "Status",
-    "check_mode",
     "parse_budget",
-    "parse_mode",
     "read_sink",
 ]

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Manifest
 from edgekv.engine.beam_search import BeamSearch, Hypothesis
-from edgekv.engine.cache_mode import Always
 from edgekv.engine.caches import CacheSetup
 from edgekv.engine.request import OWN, Request
 from edgekv.engine.session import CacheUse, Graphs
@@ -244,7 +243,7 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
         refuse("speculate", "drafts", "none with num_beams", "Leave one of them out.")
     if caches.policy.name != "fail":
         refuse("context policy", caches.policy.name, "fail", "Choose the policy fail, or leave num_beams out.")
-    if not isinstance(caches.mode, Always):
+    if caches.mode.name != "always":
         refuse("cache mode", caches.mode, "always", "Choose the mode always, or leave num_beams out.")
     if caches.growth is not None:
         refuse("growth", caches.growth.name, "none with num_beams", "Leave one of them out.")

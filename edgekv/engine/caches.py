@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from edgekv.bundle import Bundle, Manifest
-from edgekv.engine.cache_mode import Mode, check_mode, parse_mode
+from edgekv.engine.cache_mode import CacheMode
 from edgekv.engine.sink import read_sink
 from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
@@ -52,7 +52,7 @@ class CacheSetup:
     reserve: Fraction
     policy: Policy
     growth: Growth | None
-    mode: Mode
+    mode: CacheMode
     sink: Sink | None
     ar: frozenset[int]
     allocate: Allocate = HeapMemory
@@ -82,7 +82,7 @@ class CacheSetup:
                 expected=f"rows of a multiple of {engine.alignment_bytes} bytes, which it can be bound to anywhere",
                 fix="Use slot, which stays at one address.",
             )
-        mode = parse_mode(cache_mode) if isinstance(cache_mode, str) else cache_mode
+        mode = CacheMode.parse(cache_mode) if isinstance(cache_mode, str) else cache_mode
         chosen = (
             parse_policy(policy, manifest.rotations[""].inverse_frequencies.tolist())
             if isinstance(policy, str)
@@ -124,7 +124,7 @@ class CacheSetup:
             sink=self.sink,
             allocate=self.allocate,
         )
-        check_mode(self.mode, cache)
+        self.mode.check(cache)
         return cache
 
     def make_window(self) -> KVCache:

@@ -127,7 +127,7 @@ class Engine:
         self.is_reproducible = self.window > 0 or graphs.batch_invariance == "equal"
         self.used_batch: Batch | None = None
         self.shares_passes = False
-        keeps_all = caches.mode.recomputed_tokens == 0
+        keeps_all = caches.mode.keeps_all
         if prefix_cache is not None and not keeps_all:
             found, fix = f"{caches.mode} with a prefix cache", "Choose the mode always, or leave the prefix cache out."
             raise UsageError("cache mode", got=found, expected="always or adaptive", fix=fix)
@@ -282,7 +282,7 @@ class Engine:
 
     def abort(self, sequence: Sequence, status: Status = Status.ENDED) -> None:
         """End a sequence; computed rows are stored in the prefix cache. Nothing happens if it has ended."""
-        if sequence.has_ended:
+        if sequence.status >= Status.ENDED:
             return
         try:
             if sequence.status != Status.WAITING:
@@ -381,7 +381,7 @@ class Engine:
         piece_tokens = self._scheduler.piece_tokens
         for sequence in running:
             try:
-                while not sequence.has_ended:
+                while sequence.status < Status.ENDED:
                     is_read = sequence.status != Status.PREFILLING or sequence.unscored is not None
                     if not is_read and self._runner.prefill(sequence, piece_tokens):
                         break

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 
-from edgekv.engine.cache_mode import Always, Mode
+from edgekv.engine.cache_mode import CacheMode
 from edgekv.engine.request import OWN
 from edgekv.engine.sequence import Sequence
 from edgekv.engine.session import Session, common_tokens
@@ -87,7 +87,7 @@ class SessionPool:
     def __init__(
         self,
         make_session: Callable[[], Session],
-        mode: Mode | None = None,
+        mode: CacheMode | None = None,
         own: Session | None = None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
@@ -100,8 +100,7 @@ class SessionPool:
             lock: of the engine, so that `drop` and `clear` wait for the end of a step; None for one thread.
         """
         self.own = make_session() if own is None else own
-        self.mode: Mode = Always() if mode is None else mode
-        self._recomputed_tokens = self.mode.recomputed_tokens
+        self.mode = CacheMode() if mode is None else mode
         self._lock = nullcontext() if lock is None else lock
         self._make_session = make_session
         self._bytes_per_session = self.own.cache.bytes_held
@@ -156,8 +155,9 @@ class SessionPool:
     @property
     def has_room(self) -> bool:
         """Whether the budget has room for another session beside all that are held."""
-        budget, held_bytes = self.mode.budget, self.memory_bytes
-        return budget is None or held_bytes + self._bytes_per_session <= budget.allowance_bytes(held_bytes)
+        held_bytes = self.memory_bytes
+        allowance_bytes = self.mode.allowance_bytes(held_bytes)
+        return allowance_bytes is None or held_bytes + self._bytes_per_session <= allowance_bytes
 
     # ------------------------------------------------------------------ who has which
 
@@ -243,7 +243,7 @@ class SessionPool:
 
     def keeps(self, tokens: int) -> bool:
         """Whether the mode keeps the keys and values of a sequence of this length."""
-        return self._recomputed_tokens is not None and tokens > self._recomputed_tokens
+        return self.mode.keeps(tokens)
 
     def claim(self, sequence: int, tokens: int) -> None:
         """Allocate the memory of a sequence of this length, so that it fails before any work.
@@ -338,11 +338,11 @@ class SessionPool:
         return True
 
     def _make_room(self, wanted_bytes: int, in_use: int | None) -> None:
-        budget, evicts = self.mode.budget, self.mode.evicts
-        if budget is None:
+        if self.mode.budget is None:
             return
-        held_bytes = self.memory_bytes
-        allowance_bytes = budget.allowance_bytes(held_bytes)
+        held_bytes, evicts = self.memory_bytes, self.mode.evicts
+        allowance_bytes = self.mode.allowance_bytes(held_bytes)
+        assert allowance_bytes is not None, "there is a budget"
         if wanted_bytes and wanted_bytes + (0 if evicts else held_bytes) > allowance_bytes:
             held = "" if evicts else f" beside {held_bytes:,} held"
             raise MemoryBudgetError(

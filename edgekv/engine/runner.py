@@ -39,7 +39,7 @@ class Runner:
         self._graphs = graphs
         self._texts = texts
         self._encoding = encoding
-        self._recomputes = pool.mode.recomputed_tokens != 0  # any
+        self._recomputes = not pool.mode.keeps_all
         self._unkept: Sequence | None = None  # whose last step may have filled blocks that are not in the prefix cache
 
     # ------------------------------------------------------------------ begin and end

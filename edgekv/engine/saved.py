@@ -33,7 +33,7 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
         UsageError: a cache mode that does not keep every sequence.
         MemoryBudgetError: there is no memory for the sequence.
     """
-    if engine.caches.mode.recomputed_tokens != 0:
+    if not engine.caches.mode.keeps_all:
         fix = "Use the cache mode always or adaptive."
         raise UsageError(
             "session", got=f"the cache mode {engine.caches.mode}", expected="one that keeps sequences", fix=fix

@@ -87,7 +87,7 @@ class CacheOptions:
         ),
     ] = "fail"
     cache_mode: Annotated[
-        str | Any,  # a mode of edgekv.engine
+        str | Any,  # a `CacheMode` of edgekv.engine
         Option(
             "What is kept from step to step: always, long-sequence-only(TOKENS), adaptive, adaptive(64MiB), "
             "adaptive(25%), or disabled, which computes the whole sequence again for every token."
