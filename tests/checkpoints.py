@@ -342,6 +342,128 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 6,
     },
     "gemma4-multimodal": {"model_type": "gemma4", "text_config": GEMMA4, "vision_config": None, "audio_config": None},
+    "gemma": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1, "head_dim": 32},
+    "vaultgemma": {
+        "model_type": "vaultgemma",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "exaone": {
+        "model_type": "exaone",
+        "num_hidden_layers": None,
+        "num_layers": 2,
+        "rms_norm_eps": None,
+        "layer_norm_epsilon": 1e-5,
+        "hidden_act": None,
+        "activation_function": "silu",
+        "rope_theta": 1e6,
+        "rope_scaling": LLAMA3,
+    },
+    "ministral": {
+        "model_type": "ministral",
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": WINDOW,
+        "head_dim": 32,
+        "rope_theta": 1e8,
+        "tie_word_embeddings": False,
+    },
+    "internlm3": {
+        "model_type": "internlm3",
+        "qkv_bias": True,
+        "bias": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 6.0, "rope_theta": 5e7},
+    },
+    "seed_oss": {"model_type": "seed_oss", "attention_bias": True, "head_dim": 32, "rope_theta": 1e7},
+    "hyperclovax": {
+        "model_type": "hyperclovax",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 0.2,
+    },
+    "iquestcoder": {"model_type": "iquestcoder", "rope_theta": 5e5, "tie_word_embeddings": False},
+    "qwen2_vl": {
+        "model_type": "qwen2_vl",
+        "text_config": {
+            "model_type": "qwen2_vl_text",
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+            "rope_theta": 1e6,
+        },
+        "vision_config": {
+            "model_type": "qwen2_vl_vision",
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 64,
+            "num_heads": 2,
+            "mlp_ratio": 1,
+        },
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {
+            "model_type": "qwen2_5_vl_text",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {
+            "model_type": "qwen2_5_vl_vision",
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [0],
+        },
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl_vision",
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    "lfm2_vl": {
+        "model_type": "lfm2_vl",
+        "projector_hidden_size": 64,
+        "text_config": {
+            "model_type": "lfm2",
+            "hidden_act": None,
+            "rms_norm_eps": None,
+            "norm_eps": 1e-5,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        },
+        "vision_config": {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 14,
+            "num_patches": 16,
+        },
+    },
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 
@@ -434,19 +556,29 @@ def _weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.nda
     """`random_weights`; those of a text model beside a vision model have the prefixes of the hub's two forms."""
     if "text_config" not in config:
         return random_weights(config, seed, gain)
-    text = random_weights(config["text_config"], seed, gain)
+    listed = config["text_config"]["model_type"] in _LISTED
+    text = random_weights(config["text_config"], seed, gain) if listed else _described_weights(config, seed, gain)
     if config["model_type"] == "gemma3":
         found = {f"language_model.{name}": value for name, value in text.items()}
         return found | {"vision_tower.vision_model.embeddings.patch_embedding.bias": np.zeros(16, np.float32)}
     found = {name.replace("model.", "model.language_model.", 1): value for name, value in text.items()}
+    if config["model_type"] in ("qwen2_vl", "qwen2_5_vl"):
+        return found | {"model.visual.norm.weight": np.ones(16, np.float32)}
     if config["model_type"] == "gemma4":
         return found | {"model.audio_tower.norm.weight": np.ones(16, np.float32)}
     return found | {"model.multi_modal_projector.norm.weight": np.ones(16, np.float32)}
 
 
+_LISTED = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "smollm3", "granite", "olmo2", "olmo3",
+    "ministral3", "exaone4",
+)  # fmt: skip
+"""Architectures whose tensors are listed here; those of others are what their descriptions say."""
+
+
 def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
-    if config["model_type"] in ("granitemoehybrid", "lfm2", "lfm3", "gemma4_text", "qwen3_5_text"):
+    if config["model_type"] not in _LISTED:
         return _described_weights(config, seed, gain)
     random = np.random.Generator(np.random.PCG64(seed))
     more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have

@@ -98,11 +98,15 @@ def test_the_reference_reads_what_transformers_saves(tmp_path, name):
         ("lfm2-adjusted", {"full_attn_idxs": [3]}, ["full_attn_idxs", "from 0 to 2"]),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, ["self_attn", "no such tensor"]),
         ("llama-2", {"layer_types": ["conv", "full_attention"]}, ["layer_types", "conv", "full_attention alone"]),
+        ("exaone", {"num_hidden_layers": 3}, ["num_layers", "got 2", "the same as num_hidden_layers"]),
+        ("gemma", {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
+        ("ministral", {"sliding_window": None}, ["sliding_window", "since layers slide"]),
+        ("qwen2_vl", {"text_config": {"model_type": "llama"}}, ["text_config: model_type", "'llama'"]),
         ("lfm3", {"use_sandwich_norm": False}, ["use_sandwich_norm", "False"]),
         (
             "llama-2",
             {"model_type": "mamba"},
-            ["'mamba'", "gemma4_text, granite, granitemoehybrid, i"],
+            ["'mamba'", "gemma4_text, granite, granitemoehybrid, h"],
         ),
         (
             "gemma4",
@@ -160,6 +164,11 @@ OTHERS = [
     "mistral3",
     "exaone4",
     "gemma3-multimodal",
+    "gemma",
+    "vaultgemma",
+    "ministral",
+    "internlm3",
+    "hyperclovax",
 ]
 DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."

@@ -74,6 +74,11 @@ class Config:
         """Names of the fields."""
         return tuple(self._fields)
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that are not null, as they are."""
+        return dict(self._fields)
+
     def is_given(self, name: str) -> bool:
         """Whether a field is there, null included."""
         return name in self._fields or name in self._none
@@ -294,6 +299,24 @@ class Config:
     def changed(self, **fields: object) -> Config:
         """The configuration with other values of some fields."""
         return Config({**dict.fromkeys(self._none), **self._fields, **fields}, self._path, self._read)
+
+    def with_names(self, **others: str) -> Config:
+        """The configuration whose fields may have other names, too.
+
+        Args:
+            others: the other name of each field.
+
+        Raises:
+            CheckpointError: a field has both names and two values.
+        """
+        found = {}
+        for name, other in others.items():
+            if other in self:
+                self.ignore(other)
+                found[name] = self._fields[other]
+                if self._fields.get(name, found[name]) != found[name]:
+                    raise self.refusal(other, f"the same as {name}, which means the same")
+        return self.changed(**found)
 
     def text_decoder(self) -> Config:
         """The configuration of the language model: `text_config` of a multimodal model, else this one.

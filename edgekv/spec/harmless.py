@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _TRAINING = """
-attention_dropout hidden_dropout hidden_dropout_prob resid_pdrop embd_pdrop attn_pdrop classifier_dropout
+attention_dropout residual_dropout hidden_dropout hidden_dropout_prob resid_pdrop embd_pdrop attn_pdrop classifier_dropout
 projection_dropout dropout initializer_range initializer_factor layer_scale_init_value gradient_checkpointing
 use_reentrant_checkpoints neftune_noise_alpha pretraining_tp router_aux_loss_coef output_router_logits init_method
 tf_legacy_loss problem_type id2label label2id num_labels finetuning_task task_specific_params
@@ -52,7 +52,9 @@ _GEMMA4 = (
     f"{_GEMMA} num_experts top_k_experts moe_intermediate_size expert_intermediate_size num_global_key_value_heads"
 )
 """Of experts and of `attention_k_eq_v`, which are refused."""
-_MULTIMODAL = ("gemma3", "gemma4", "internvl", "mistral3", "qwen3_5", "smolvlm")
+_MULTIMODAL = (
+    "gemma3", "gemma4", "internvl", "lfm2_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm"
+)  # fmt: skip
 _OWN: Mapping[str, str] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
@@ -65,6 +67,9 @@ _OWN: Mapping[str, str] = {
     "lfm2": "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu hidden_act "
     "block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc full_attn_idxs",
     "lfm3": "hidden_act",
+    "lfm2_vl": "projector_hidden_size projector_bias projector_use_layernorm downsample_factor do_image_splitting "
+    "encoder_patch_size max_image_tokens min_image_tokens max_num_patches max_pixels_tolerance max_tiles min_tiles "
+    "tile_size use_image_special_tokens use_thumbnail",
     "phi3": "original_max_position_embeddings",
     "qwen3_5": "mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers",
     "smollm3": "max_window_layers no_rope_layer_interval",

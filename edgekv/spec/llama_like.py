@@ -73,6 +73,21 @@ def text_config(config: Config, *model_types: str, tied: bool = True) -> Config:
     return text.changed(tie_word_embeddings=tied)
 
 
+def text_positions(config: Config) -> Config:
+    """The text model's configuration with a rotary embedding of one position instead of sections (`mrope`).
+
+    Where there is only text, all sections have the same position.
+    """
+    changed = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if name in config:
+            table = config.table(name)
+            table.ignore("mrope_section", "mrope_interleaved")
+            if table.text("rope_type", table.text("type", "default")) == "mrope":
+                changed[name] = table.fields | {"rope_type": "default"}
+    return config.changed(**changed)
+
+
 def biases(config: Config) -> frozenset[str]:
     """The projections with a bias, as `attention_bias` and `mlp_bias` say."""
     attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")

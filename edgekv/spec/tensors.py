@@ -239,7 +239,7 @@ def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
 def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     hidden, inner = spec.hidden, spec.of_layer(layer).intermediate
     for name in _norms(spec):
-        yield _norm(spec, layer, name, hidden, "norm")
+        yield _norm(spec, layer, name, hidden, "norm", gain=_post_gain(spec, name))
     if spec.is_convolution(layer):
         yield from _convolution(spec, layer)
     elif spec.is_delta_rule(layer):
@@ -250,7 +250,7 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     fused = "mlp.gate_up_proj" if "mlp" in spec.fused else None
     norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
     yield from _projections(spec, layer, gates, hidden, fused, norm=norm)
-    yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=spec.residual_gain)
+    yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=_branch_gain(spec))
     if spec.layer_inputs:
         yield from _projections(spec, layer, {"per_layer_input_gate": spec.layer_inputs}, hidden)
         yield from _projections(spec, layer, {"per_layer_projection": hidden}, spec.layer_inputs)
@@ -283,7 +283,7 @@ def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
             yield view
     if spec.head_gates:
         yield from _projections(spec, layer, {"self_attn.g_proj": spec.heads}, hidden, norm=norm)
-    yield from _projections(spec, layer, {"self_attn.o_proj": hidden}, query, gain=spec.residual_gain)
+    yield from _projections(spec, layer, {"self_attn.o_proj": hidden}, query, gain=_branch_gain(spec))
 
 
 def _convolution(spec: DecoderSpec, layer: int) -> Iterator[View]:
@@ -294,7 +294,7 @@ def _convolution(spec: DecoderSpec, layer: int) -> Iterator[View]:
     yield from _projections(spec, layer, inputs, hidden, "conv.in_proj", norm=norm)
     name = convolution_kernel(layer)
     yield View(name, (hidden, 1, spec.convolution.kernel), name, hidden, "kernel", layer)
-    yield from _projections(spec, layer, {"conv.out_proj": hidden}, hidden, gain=spec.residual_gain)
+    yield from _projections(spec, layer, {"conv.out_proj": hidden}, hidden, gain=_branch_gain(spec))
 
 
 def _delta_rule(spec: DecoderSpec, layer: int) -> Iterator[View]:
@@ -313,7 +313,7 @@ def _delta_rule(spec: DecoderSpec, layer: int) -> Iterator[View]:
     yield View(rates, (heads,), rates, heads, "delta_rate", layer, is_logarithm=True)
     gated = f"{prefix}linear_attn.norm.weight"
     yield View(gated, (rule.value_dim,), gated, rule.value_dim, "delta_norm", layer)
-    yield from _projections(spec, layer, {"linear_attn.out_proj": hidden}, rule.values, gain=spec.residual_gain)
+    yield from _projections(spec, layer, {"linear_attn.out_proj": hidden}, rule.values, gain=_branch_gain(spec))
 
 
 def _norms(spec: DecoderSpec) -> tuple[str, ...]:
@@ -322,17 +322,29 @@ def _norms(spec: DecoderSpec) -> tuple[str, ...]:
     `post_attention_layernorm` normalizes the output of attention if there are post-norms, else the input of the
     feed-forward.
     """
-    post = ("post_attention_layernorm", "post_feedforward_layernorm")
     if not spec.post_norms:
         return ("input_layernorm", "post_attention_layernorm")
     if not spec.pre_norms:
-        return post
-    return ("input_layernorm", post[0], "pre_feedforward_layernorm", post[1])
+        return _POST_NORMS
+    return ("input_layernorm", _POST_NORMS[0], "pre_feedforward_layernorm", _POST_NORMS[1])
 
 
-def _norm(spec: DecoderSpec, layer: int, part: str, width: int, role: TensorRole) -> View:
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def _post_gain(spec: DecoderSpec, norm: str) -> float:
+    """What multiplies the weights of a norm: of one behind a block, the gain of what is added to the residual."""
+    return spec.residual_gain if spec.post_norms and norm in _POST_NORMS else 1.0
+
+
+def _branch_gain(spec: DecoderSpec) -> float:
+    """What multiplies a matrix that writes to the residual: a norm behind it would undo the gain."""
+    return 1.0 if spec.post_norms else spec.residual_gain
+
+
+def _norm(spec: DecoderSpec, layer: int, part: str, width: int, role: TensorRole, *, gain: float = 1.0) -> View:
     name = f"model.layers.{layer}.{part}.weight"
-    return View(name, (width,), name, width, role, layer, offset=spec.norm_offset)
+    return View(name, (width,), name, width, role, layer, offset=spec.norm_offset, gain=gain)
 
 
 def _projections(
