@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from devices.device import Device
 from devices.memory import Memory
-from devices.speed import SA8775P, SC8380XP, SC8480XP, SM8650, SM8750, SM8850, V73
+from devices.speed import QCS9100, SA8255, SC8380XP, SC8480XP, SM8650, SM8750, SM8850, V73
 
 _BINARY = "arch and VTCM: read from a context binary (QAIRT 2.51)"
 
@@ -317,7 +317,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 96),
-        speed=SA8775P,
+        speed=QCS9100,
         source=_source("the maker's pages on the IQ-9075 evaluation kit: six 16-bit channels at 3200 MHz"),
         aliases=("QCS9075", "IQ-9075", "Dragonwing IQ9"),
     ),
@@ -327,7 +327,7 @@ CATALOGUE: tuple[Device, ...] = (
         arch=73,
         vtcm_mb=8,
         memory=Memory("LPDDR5", 6400, 96),
-        speed=SA8775P,
+        speed=SA8255,
         source=_source("a published comparison of cockpit chips: six 16-bit channels at 3200 MHz"),
         aliases=("SA8255P",),
     ),

@@ -218,13 +218,15 @@ def _further_sentences(
 def _speed_basis(device: Device, speed: Speed) -> str:
     share = speed.reached_gb_per_s[1] / speed.dram_gb_per_s
     low, high = speed.reached_gb_per_s
-    chips = " and ".join(speed.measured_on)
+    chips = " and ".join(filter(None, (", ".join(speed.measured_on[:-1]), speed.measured_on[-1])))
     whose = "this chip" if device.has_own_speed else f"{chips}; none were found for {device.soc}"
     if FASTEST_PASS_S * speed.tokens_per_s[1] > 0.999:
         return "speed: too small a model for published figures; a pass takes at least 0.6 ms, the fastest one published"
+    geniex = device.speed.geniex_gb_per_s
+    with_geniex = "" if geniex is None else f", with GenieX at {span(geniex.low, geniex.high)} GB/s"
     return (
-        f"speed: published decoders read at {span(low, high)} GB/s, at most {share:.0%} of the peak DRAM bandwidth; "
-        f"figures of {whose}: {speed.source}"
+        f"speed: published decoders read at {span(low, high)} GB/s, at most {share:.0%} of the peak DRAM bandwidth"
+        f"{with_geniex}; figures of {whose}: {speed.source}"
     )
 
 
