@@ -87,3 +87,10 @@ def test_the_sample_of_a_long_text_stays_small_and_has_every_element() -> None:
     assert 40_000 < len(found.sample) <= 1 << 17
     counts = np.bincount(found.sample.astype(np.int64), minlength=64)
     assert counts.min() > 0.8 * counts.max()
+
+
+def test_a_result_times_a_constant_keeps_its_integers() -> None:
+    """On the HTP another encoding is rounded in another way for one row than for several."""
+    results = {"x": Result("tanh", ("x",)), "y": Result("product", ("y",), scaled=("x", 30.0))}
+    found = result_encodings(results, {"x": Range(-0.5, 0.5), "y": Range(-15.0, 15.0)}, EncodingTypes("u16", "u8"))
+    assert found["y"] == found["x"].times(30.0)

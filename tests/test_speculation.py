@@ -18,7 +18,7 @@ from edgekv.draft import DraftTree, Speculation
 from edgekv.engine import Generation
 from edgekv.errors import UsageError
 from edgekv.kv import STRATEGIES, CacheState
-from tests.checkpoints import NEWER, write_checkpoint
+from tests.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.drafts import Oracle, with_drafts
 from tests.exports import export_options, exported
 from tests.thorough import variants
@@ -141,6 +141,25 @@ def test_text_and_cache_are_those_of_plain_decoding(verifying: Path, engine: str
                 assert [token.id for token in generation] == plain
             assert same(model.cache.state, wanted)
             assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.htp
+@pytest.mark.parametrize(
+    "name", variants(["gemma2", "gemma4", "granite", "olmo2", "qwen3", "lfm3", "qwen3_5"], ["gemma2", "lfm3"])
+)
+def test_no_operation_of_a_decoder_rounds_drafts_otherwise_on_the_htp(tmp_path: Path, name: str) -> None:
+    """Caps of scores and logits, gates of heads and of channels, factors of layers; heads as rows, and heads alone."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name], gain=1.0)
+    bundle = exported(checkpoint, export_options(context=128, ar=(1, 8), draft_rows=(4, 8)))
+    with edgekv.load(bundle, "htp") as model:
+        plain = [token.id for token in model.generate(PROMPT, LONG)]
+        wanted = model.cache.state
+        speculation, _ = oracle(model, PROMPT + plain, 0.8)
+        with with_drafts(model, PROMPT, LONG, speculation) as generation:
+            assert [token.id for token in generation] == plain
+        assert same(model.cache.state, wanted)
+        assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
 
 
 SHAPES = {

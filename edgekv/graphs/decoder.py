@@ -209,11 +209,8 @@ FOLDED_AR = 4
 
 
 def folds_heads(graph: GraphRecord, spec: DecoderSpec) -> bool:
-    """Whether a graph multiplies all query heads of a group at once, as the rows of one operand; see `fold_heads`.
-
-    Not in models with states: with drafts, LFM3 and Qwen3.5 then had other bits on the HTP than without.
-    """
-    return graph.ar <= FOLDED_AR and not spec.has_states
+    """Whether a graph multiplies all query heads of a group at once, as the rows of one operand; see `fold_heads`."""
+    return graph.ar <= FOLDED_AR
 
 
 def drafter_input(ops: Ops[V], spec: DecoderSpec, embedding: V) -> V:
@@ -314,12 +311,17 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
             scores = _scores(ops, spec, layer, query, keys, kv)
             probabilities = ops.softmax(ops.masked(scores, layer, f"{at}masked.g{kv}"), "probabilities")
             outputs_of_group.append(ops.attend(probabilities, values, at + "attention"))
-        if spec.head_gates or spec.output_gates:
-            of_group = [gates[head] if gates else _output_gate(ops, spec, x, layer, head) for head in heads]
-            pairs = zip(outputs_of_group, ops.fold_heads(of_group), strict=True)
-            outputs_of_group = [ops.multiply(attended, gate, at + "gated") for attended, gate in pairs]
-        outputs += ops.unfold_heads(outputs_of_group, group)
-    return ops.join(outputs, at + ("gated" if spec.head_gates or spec.output_gates else "attention"))
+        unfolded = ops.unfold_heads(outputs_of_group, group)
+        if gates:
+            apart = (
+                unfolded if len(unfolded) == group else ops.split(*unfolded, [spec.of_layer(layer).head_dim] * group)
+            )
+            unfolded = [
+                ops.multiply(attended, gates[head], at + "gated") for head, attended in zip(heads, apart, strict=True)
+            ]
+        outputs += unfolded
+    joined = ops.join(outputs, at + ("gated" if gates else "attention"))
+    return ops.multiply(joined, _output_gates(ops, spec, x, layer), at + "gated") if spec.output_gates else joined
 
 
 def _cached_heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> Iterator[tuple[V, V]]:
@@ -530,11 +532,11 @@ def _head_gates(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> list[V]:
     return ops.heads_of(ops.sigmoid(gates, at + "head_gate_sigmoid"), spec.heads)
 
 
-def _output_gate(ops: Ops[V], spec: DecoderSpec, x: V, layer: int, head: int) -> V:
-    """What multiplies the output of a head, `[1, 1, AR, D]`."""
+def _output_gates(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> V:
+    """What multiplies the outputs of all heads, `[1, 1, AR, heads * D]`."""
     at = f"layers.{layer}.output_gate"
-    gate = _linear(ops, spec, x, layer, "self_attn.g_proj", f"{at}.h{head}", head=head)
-    return ops.sigmoid(gate, at + "_sigmoid")
+    heads = (_linear(ops, spec, x, layer, "self_attn.g_proj", f"{at}.h{head}", head=head) for head in range(spec.heads))
+    return ops.join([ops.sigmoid(gate, at + "_sigmoid") for gate in heads], at + "_sigmoid")
 
 
 def _scores(ops: Ops[V], spec: DecoderSpec, layer: int, query: V, keys: V, kv: int) -> V:

@@ -40,11 +40,14 @@ class Result:
         sources: the names of the results whose ranges it covers: its own, the scores' if it is masked, or those of all
             queries that share keys.
         by_chunk: whether the reference computes it chunk by chunk of a text, so that its rows are not a text's tokens.
+        scaled: of a result times a constant, that result's name and the constant: it has the same integers. On the HTP
+            another encoding is rounded in another way for one row than for several.
     """
 
     kind: ResultKind
     sources: tuple[str, ...]
     by_chunk: bool = False
+    scaled: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

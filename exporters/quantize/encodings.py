@@ -100,7 +100,14 @@ def result_encodings(
             together.cover(found)
         return together
 
-    return {name: RULES[result.kind](seen(result), types, depth) for name, result in results.items()}
+    found = dict[str, Encoding]()
+    for name, result in results.items():
+        if result.scaled is None:
+            found[name] = RULES[result.kind](seen(result), types, depth)
+        else:
+            source, factor = result.scaled
+            found[name] = found[source].times(factor)
+    return found
 
 
 class ResultRecorder(DeltaOps[str]):
@@ -155,7 +162,9 @@ class ResultRecorder(DeltaOps[str]):
         return self._record("product", name)
 
     def scale(self, x: str, factor: float, name: str) -> str:
-        return self._record("product", name)
+        self._record("product", name)
+        self.results[name] = replace(self.results[name], scaled=(x, factor))
+        return name
 
     def scale_by(self, x: str, weight: str, name: str) -> str:
         return self._record("sum", name)
