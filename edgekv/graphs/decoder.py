@@ -313,12 +313,11 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
             outputs_of_group.append(ops.attend(probabilities, values, at + "attention"))
         unfolded = ops.unfold_heads(outputs_of_group, group)
         if gates:
-            apart = (
-                unfolded if len(unfolded) == group else ops.split(*unfolded, [spec.of_layer(layer).head_dim] * group)
-            )
-            unfolded = [
-                ops.multiply(attended, gates[head], at + "gated") for head, attended in zip(heads, apart, strict=True)
-            ]
+            # Heads as rows times their gates would be rounded in another way on the HTP than each head alone.
+            width = spec.of_layer(layer).head_dim
+            apart = unfolded if len(unfolded) == group else ops.split(*unfolded, [width] * group)
+            pairs = zip(apart, heads, strict=True)
+            unfolded = [ops.multiply(attended, gates[head], at + "gated") for attended, head in pairs]
         outputs += unfolded
     joined = ops.join(outputs, at + ("gated" if gates else "attention"))
     return ops.multiply(joined, _output_gates(ops, spec, x, layer), at + "gated") if spec.output_gates else joined
