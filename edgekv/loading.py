@@ -8,8 +8,7 @@ from typing import Any
 
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.engine import CacheSetup
-from edgekv.engine.cache_drafter import CacheDraftModel
-from edgekv.engine.head_drafter import HeadDraftModel
+from edgekv.engine.target_drafters import CacheDraftModel, HeadDraftModel, TargetDraftModel
 from edgekv.errors import UsageError
 from edgekv.model import Model
 from edgekv.prefix import PrefixCache, StoreConfig
@@ -18,7 +17,6 @@ from edgekv.qnn.options import HtpOptions
 from edgekv.runtime import make_engine
 from edgekv.runtime.load_options import CacheOptions, EngineOptions
 
-TargetDraftModel = CacheDraftModel | HeadDraftModel
 _PLAIN = CacheOptions()
 _CPU = EngineOptions()
 

@@ -37,7 +37,7 @@ class Run:
             right = next((n for n, token in enumerate(drafts) if text[at + n : at + n + 1] != [token]), len(drafts))
             if drafts:
                 drafter.accepted(right)
-            drafter.ran(rows, right + 1, int(ms[rows] * MS))
+            drafter.costs.add(rows, int(ms[rows] * MS))
             at += right + 1
             self.passes += 1
             self.with_drafts += bool(drafts)

@@ -24,7 +24,7 @@ from edgekv import SamplingParams
 from edgekv.bundle import Manifest, open_bundle, read_manifest, write_manifest
 from edgekv.cli import run
 from edgekv.draft import Speculation
-from edgekv.engine.cache_drafter import CacheDraftModel
+from edgekv.engine.target_drafters import CacheDraftModel
 from edgekv.errors import BundleError, CheckpointError, EdgeKVError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
 from edgekv.graphs.decoder import decoder_layer, drafter_input, last_norm, logits

@@ -232,7 +232,7 @@ def test_auto_learns_how_deep_trees_reach() -> None:
         while at < len(text):
             draft = as_tree(drafter.propose(text[:at], 7))
             right = len(draft.path(text[at : at + 7]))
-            drafter.ran(8 if len(draft) else 1, right + 1, 1100 if len(draft) else 1000)
+            record.costs.add(8 if len(draft) else 1, 1100 if len(draft) else 1000)
             at, count = at + right + 1, count + 1
         return count
 

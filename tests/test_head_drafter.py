@@ -23,8 +23,8 @@ from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.draft import Speculation
-from edgekv.engine.head_drafter import HeadDraftModel
 from edgekv.engine.hidden_states import HiddenStates
+from edgekv.engine.target_drafters import HeadDraftModel
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
 from edgekv.graphs.decoder import decoder_layer, drafter_input, last_norm, logits

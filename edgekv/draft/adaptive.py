@@ -1,34 +1,146 @@
-"""Speculation where it pays."""
+"""Speculation where it pays, by what drafts were worth and what passes cost."""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from edgekv.draft.acceptance import MOST_TOKENS, Acceptance
-from edgekv.draft.drafter import Drafter
-from edgekv.draft.record import DraftRecord
+from edgekv.draft.speculation import Drafter
 from edgekv.draft.tree import DraftTree, as_tree
 
 _MARGIN = 1.1
 """A pass with drafts has to be expected to be faster by this factor."""
 _PROBE_TOKENS = 256
 """A drafter that takes time and does not pay is tried again after as many tokens of a text."""
+_DECAY = 0.95
+"""Weight of a draft after the next one of its kind."""
+_PRIOR_WEIGHT = 2.0
+_PRIOR = ((0.6, 0.6), (0.25, 0.65), (0.6, 0.78), (0.8, 0.87), (0.85, 0.9), (0.95, 0.96))
+"""How likely the first token of a draft is right, and a further one after right ones, by the draft's class: as measured
+with prompt lookup in SmolLM2-135M (`benchmarks.speculation`)."""
+MOST_TOKENS = 31
+"""Tokens of a draft that are counted."""
+_SAMPLES = 31
+_MANY = 8
+_PATIENCE = 256
+_MOST_PATIENCE = 4096
+_COST_OF_A_ROW = 1 / 64
+"""Of a pass of one row; assumed of a graph that has not run yet. 8 to 16 rows cost an NPU some 1.1 to 1.2 passes."""
 
 
-class FixedLimit:
-    """A pacer that is always the same."""
+class Acceptance:
+    """Right tokens of the drafts of one drafter, with less weight the longer ago.
 
-    def __init__(self, tokens: int) -> None:
-        """Args: tokens: drafts of a pass at most."""
-        self._tokens = tokens
+    Drafts are divided by the matched tokens of context: none, 1, 2 to 3, 4 to 7, 8 to 15, and more.
+    """
 
-    def most(self, k: int) -> int:
-        return min(k, self._tokens)
+    def __init__(self) -> None:
+        """Start with what is usual."""
+        self._right = [[_PRIOR_WEIGHT * first * more**n for n in range(MOST_TOKENS)] for first, more in _PRIOR]
+        self._weight = [_PRIOR_WEIGHT] * len(_PRIOR)
 
-    def ran(self, rows: int, tokens: int, ns: int) -> None:
-        """No-op."""
+    def add(self, support: int, right: int) -> None:
+        """Count a draft whose first `right` tokens were right."""
+        kind = _kind(support)
+        self._weight[kind] = self._weight[kind] * _DECAY + 1
+        self._right[kind] = [each * _DECAY + (at < right) for at, each in enumerate(self._right[kind])]
+
+    def expected(self, support: int, tokens: int) -> float:
+        """How many of a draft's first tokens are expected to be right."""
+        kind = _kind(support)
+        return sum(self._right[kind][:tokens]) / self._weight[kind]
+
+
+def _kind(support: int) -> int:
+    return min(support.bit_length(), len(_PRIOR) - 1)
+
+
+@dataclass(slots=True)
+class _Graph:
+    """Passes of one size.
+
+    Attributes:
+        samples_ns: of the last passes.
+        ns: what is expected; None before it was measured.
+        has_loaded: whether it has run before: the first pass also loads the graph.
+        last: number of the last pass.
+        patience: passes of other graphs after which its cost is forgotten.
+    """
+
+    samples_ns: deque[int] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    ns: float | None = None
+    has_loaded: bool = False
+    last: int = 0
+    patience: int = _PATIENCE
+
+    def add(self, ns: int) -> None:
+        if not self.has_loaded:
+            self.has_loaded = True
+            return
+        self.samples_ns.append(ns)
+        self.ns = sorted(self.samples_ns)[(len(self.samples_ns) - 1) // 4]
+        if len(self.samples_ns) >= _MANY:
+            self.patience = _PATIENCE
+
+    def forget(self) -> None:
+        self.samples_ns.clear()
+        self.ns = None
+        self.patience = min(2 * self.patience, _MOST_PATIENCE)
+
+
+class PassCosts:
+    """Lower quartiles of the last passes of each size, which all texts of a model share.
+
+    On a busy machine more than half of the long passes can be interrupted, and few of the short ones.
+    More rows never cost less: where a size seems to, the smaller one was disturbed, and is tried again.
+    The cost of a size that has not run for 256 passes is forgotten, so that it is tried again; for twice as many if it
+    then runs only a few times, and so on up to 4,096.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._graphs: dict[int, _Graph] = {}
+        self._passes = 0
+
+    def add(self, rows: int, ns: int) -> None:
+        """Count a pass of a graph of this many rows. The first one of each size does not count: it loads the graph."""
+        self._passes += 1
+        graph = self._graphs.setdefault(rows, _Graph())
+        graph.last = self._passes
+        graph.add(ns)
+
+    def ns(self, rows: int) -> float:
+        """Time of a pass; if it is not known, what can be hoped for from passes of fewer and of more rows."""
+        known_ns = self._measured_ns(rows)
+        larger = [(more, ns) for more in sorted(self._graphs) if more > rows and (ns := self._measured_ns(more))]
+        if known_ns is not None and (rows == 1 or all(known_ns <= ns for _, ns in larger)):
+            return known_ns
+        step_ns = self._measured_ns(1) or 1.0
+        if larger:
+            more, ns = larger[0]
+            return step_ns + max(ns - step_ns, 0) * (rows - 1) / (more - 1)
+        return step_ns * (1 + (rows - 1) * _COST_OF_A_ROW)
+
+    def _measured_ns(self, rows: int) -> float | None:
+        graph = self._graphs.get(rows)
+        if graph is not None and graph.ns is not None and rows != 1 and self._passes - graph.last >= graph.patience:
+            graph.forget()
+        return None if graph is None else graph.ns
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRecord:
+    """Measurements that all texts of a model share, so that a new one need not begin without.
+
+    Attributes:
+        costs: of passes.
+        acceptance: of drafts, by the name of their drafter.
+    """
+
+    costs: PassCosts = field(default_factory=PassCosts)
+    acceptance: defaultdict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
 
 
 class Source(Drafter, Protocol):
@@ -80,6 +192,10 @@ class AdaptiveDrafter:
 
     Proposals that are not used are compared with the text too, so that acceptance is measured while speculation is
     off. A pass's time is that of the last ones, see `PassCosts`. One object serves one text, as its drafters do.
+
+    Attributes:
+        name: of the drafter whose draft was taken last.
+        costs: of passes; who runs them adds theirs.
     """
 
     def __init__(self, sources: Sequence[Source], rows: Sequence[int], record: DraftRecord, most: int) -> None:
@@ -94,22 +210,14 @@ class AdaptiveDrafter:
         self.name = ""
         self._tried = [_Tried(each, record.acceptance[each.name]) for each in sources]
         self._rows = sorted(rows)
-        self._costs = record.costs
+        self.costs = record.costs
         self._most = min(most, self._rows[-1] - 1, MOST_TOKENS)
         self._taken: Source | None = None
-
-    def most(self, k: int) -> int:
-        """All that have room: `propose` decides, since it depends on the draft."""
-        return k
-
-    def ran(self, rows: int, tokens: int, ns: int) -> None:
-        """Note what a pass cost."""
-        self._costs.add(rows, ns)
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
         """The draft that promises most, as long as pays; none if a plain step promises more."""
         best = DraftTree.chain(())
-        best_rate = _MARGIN / self._costs.ns(1)
+        best_rate = _MARGIN / self.costs.ns(1)
         self._taken = None
         for each in self._tried:
             each.compare(tokens)
@@ -151,7 +259,7 @@ class AdaptiveDrafter:
             length = min(most, rows - 1)
             depth = length if draft is None else draft.first(length).depth
             promised = 1 + tried.acceptance.expected(support, depth)
-            rate = promised / (self._costs.ns(rows) + tried.source.ns_per_token * length)
+            rate = promised / (self.costs.ns(rows) + tried.source.ns_per_token * length)
             if rate > best_rate:
                 best, best_rate = length, rate
             if length == most:

@@ -1,14 +1,121 @@
-"""Drafts copied from the prompt and the text so far."""
+"""Drafts copied from the prompt and the text so far, whose repetitions a suffix automaton finds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, nlargest
 
-from edgekv.draft.automaton import Match, SuffixAutomaton
-from edgekv.draft.tree import DraftTree
+from edgekv.draft.tree import LATER, DraftTree
 
+_BRANCHES = 4
+_REFRESHED = 8
+"""States whose latest occurrence is noted for each token; all of them could be as many as there are tokens."""
 _RESUMED_FROM = 2
 """Tokens of a match that are enough to go on behind a token that broke it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An earlier occurrence of the end of a sequence.
+
+    Attributes:
+        length: tokens that are equal, as many as possible.
+        end: index of the token that followed them.
+    """
+
+    length: int
+    end: int
+
+
+class SuffixAutomaton:
+    """All substrings of a sequence of tokens (Blumer et al., 1985), built online in amortized constant time a token.
+
+    A state stands for the substrings that end at the same places.
+    """
+
+    def __init__(self) -> None:
+        """Start with an empty sequence."""
+        self._next: list[dict[int, int]] = [{}]
+        self._link: list[int] = [-1]
+        self._length: list[int] = [0]
+        self._end: list[int] = [0]  # index behind a late occurrence of each state
+        self._last = 0
+        self._size = 0
+        self._match = Match(0, 0)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def match(self) -> Match:
+        """The longest suffix that occurred before; one of its latest occurrences. Its length is 0 if there is none."""
+        return self._match
+
+    def tree(self, most: int) -> DraftTree:
+        """What followed the longest suffix that occurred before, wherever it did: at most `most` tokens.
+
+        The latest continuations come first. At the end of the sequence they go on as after an earlier occurrence.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        waiting: list[tuple[int, int, int, int]] = []  # order, token, its state, node before it
+        self._branch(self._link[self._last], -1, 0, waiting)
+        while waiting and len(tokens) < most:
+            order, token, state, parent = heappop(waiting)
+            tokens.append(token)
+            parents.append(parent)
+            self._branch(state, len(tokens) - 1, order, waiting)
+        return DraftTree(tuple(tokens), tuple(parents))
+
+    def _branch(self, state: int, node: int, order: int, waiting: list[tuple[int, int, int, int]]) -> None:
+        """Add what followed a state's substrings to what waits for a place in a tree, behind a node of this order."""
+        while state > 0 and not self._next[state]:
+            state = self._link[state]
+        if state <= 0:
+            return
+        latest = nlargest(_BRANCHES, self._next[state].items(), key=lambda item: self._end[item[1]])
+        for rank, (token, after) in enumerate(latest):
+            heappush(waiting, (order + 1 + LATER * rank, token, after, node))
+
+    def append(self, token: int) -> None:
+        """Add a token."""
+        following, link, length, end = self._next, self._link, self._length, self._end
+        self._size += 1
+        new = self._new_state(self._size, {}, 0, self._size)
+        state = self._last
+        while state >= 0 and token not in following[state]:
+            following[state][token] = new
+            state = link[state]
+        if state >= 0:
+            found = following[state][token]
+            if length[found] > length[state] + 1:
+                found = self._split(found, state, token)
+            link[new] = found
+        self._last = new
+        earlier = link[new]
+        self._match = Match(length[earlier], end[earlier] if earlier else 0)
+        for _ in range(_REFRESHED):
+            if earlier <= 0:
+                break
+            end[earlier] = self._size
+            earlier = link[earlier]
+
+    def _split(self, found: int, state: int, token: int) -> int:
+        """A state for those of a state's substrings that also end at the new token."""
+        clone = self._new_state(self._length[state] + 1, self._next[found].copy(), self._link[found], self._end[found])
+        self._link[found] = clone
+        while state >= 0 and self._next[state].get(token) == found:
+            self._next[state][token] = clone
+            state = self._link[state]
+        return clone
+
+    def _new_state(self, length: int, following: dict[int, int], link: int, end: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._link) - 1
 
 
 class PromptLookup:

@@ -1,4 +1,4 @@
-"""How a call drafts tokens: the value that Python takes, and the options of commands."""
+"""How a call drafts tokens: the value that Python takes, the options of commands, and what a drafter is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,31 @@ from edgekv.errors import UsageError, refuse
 from edgekv.option import Option, check_place
 
 if TYPE_CHECKING:
-    from edgekv.draft.corpus_index import CorpusIndex
-    from edgekv.draft.drafter import Drafter
+    from collections.abc import Sequence
+
+    from edgekv.draft.corpus import CorpusIndex
+    from edgekv.draft.tree import DraftTree
 
 SpeculationMode = Literal["auto", "lookup", "corpus", "draft", "off"]
+
+
+class Drafter(Protocol):
+    """Guesses the tokens that follow a text. The text never depends on the guesses: wrong ones only cost time."""
+
+    @property
+    def name(self) -> str:
+        """Who made the last proposal, for statistics. A drafter that asks others gives the name of the one it took."""
+
+    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
+        """Tokens that may follow, at most k of them, in one continuation or several; none if it has no guess.
+
+        Args:
+            tokens: the whole text, prompt and output. Within one generation it only grows.
+            k: at least 1.
+        """
+
+    def accepted(self, n: int) -> None:
+        """So many tokens of the last proposal were right; called once after each proposal that was not empty."""
 
 
 class HasDraftModel(Protocol):

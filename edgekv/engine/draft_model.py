@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 from edgekv.bundle import Bundle
-from edgekv.draft import AdaptiveDrafter, CorpusDrafter, DraftRecord, FixedLimit, PromptLookup, Source, Speculation
+from edgekv.draft import AdaptiveDrafter, CorpusDrafter, DraftRecord, PromptLookup, Source, Speculation
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.request import OWN
 from edgekv.engine.session import Session, common_tokens
@@ -219,7 +219,7 @@ class DraftTarget:
             return None
         self.check(wanted)
         if wanted.drafter is not None:
-            return SpeculationRun(wanted.drafter, None if wanted.tokens is None else FixedLimit(wanted.tokens))
+            return SpeculationRun(wanted.drafter, wanted.tokens)
         if not self.rows:
             return None
         sources: list[Source] = []
@@ -236,6 +236,6 @@ class DraftTarget:
         most = wanted.tokens or self.rows[-1] - 1
         if wanted.mode == "auto":
             adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
-            return SpeculationRun(adaptive, adaptive, reader)
+            return SpeculationRun(adaptive, costs=adaptive.costs, reader=reader)
         (source,) = sources
-        return SpeculationRun(source, FixedLimit(most), reader)
+        return SpeculationRun(source, most, reader=reader)

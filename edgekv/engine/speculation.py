@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter_ns
 
-from edgekv.draft import Drafter, DraftTree, Pacer, as_tree
+from edgekv.draft import Drafter, DraftTree, PassCosts, as_tree
 from edgekv.engine.session import Session
 from edgekv.errors import refuse, shown
 
@@ -124,12 +124,14 @@ class SpeculationRun:
 
     Attributes:
         drafter: guesses.
-        pacer: decides how many tokens to guess; None for as many as the graphs take.
+        max_drafts: of a pass; None for as many as the graphs take.
+        costs: of passes, which are noted there; None if nobody asks for them.
         reader: the drafter if it is a model, or the one among others that is; None if none is.
     """
 
     drafter: Drafter
-    pacer: Pacer | None = None
+    max_drafts: int | None = None
+    costs: PassCosts | None = None
     reader: ModelDrafter | None = None
     _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
     _passes: int = field(default=0, init=False)
@@ -161,8 +163,8 @@ class SpeculationRun:
         if self.reader is not None:
             self.reader.session = session
         started = perf_counter_ns()
-        most = k if self.pacer is None else min(k, self.pacer.most(k))
-        found = self.drafter.propose(tokens, most) if most > 0 else ()
+        most = k if self.max_drafts is None else min(k, self.max_drafts)
+        found = self.drafter.propose(tokens, most)
         try:
             drafts = as_tree(found).first(most).within(vocab)
         except TypeError:
@@ -210,13 +212,13 @@ class SpeculationRun:
             self.reader.session = None
 
     def end(self) -> None:
-        """Tell drafter and pacer about the last pass, if they do not know yet."""
+        """Tell the drafter about the last pass, if it does not know yet, and note its cost."""
         last, self._last = self._last, None
         if last is None:
             return
         started = perf_counter_ns()
         if len(last.drafts):
             self.drafter.accepted(last.right)
-        if self.pacer is not None:
-            self.pacer.ran(last.rows, last.right + 1, last.ns)
+        if self.costs is not None:
+            self.costs.add(last.rows, last.ns)
         self._draft_ns += perf_counter_ns() - started
