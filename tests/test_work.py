@@ -248,6 +248,23 @@ def test_nobody_waits_for_the_pictures_of_others(server: Server, gate: Gate):
     assert [_status(each) for each in clients] == [200] * 5
 
 
+def test_a_text_waits_for_no_templates(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """All templates of a model are rendered one after the other."""
+    go, begun, real = threading.Event(), list[int](), ChatTemplates.render
+
+    def held(*given: Any, **more: Any) -> str:
+        begun.append(1)
+        go.wait()
+        return real(*given, **more)
+
+    monkeypatch.setattr(ChatTemplates, "render", held)
+    clients = [_send(server, HELLO) for _ in range(6)]
+    until(lambda: len(begun) == 4 and server.serving.service.work.waiting == 2)
+    assert server.post("/v1/completions", {"model": NAME, "prompt": "x", "max_tokens": 1})[0] == 200
+    go.set()
+    assert [_status(client) for client in clients] == [200] * 6
+
+
 def test_pictures_of_clients_that_left_are_not_decoded(server: Server, gate: Gate):
     first = [_send(server, _shown(png(photo(9, 9, 20 + number)))) for number in range(2)]
     queue = server.serving.service.work
@@ -344,7 +361,7 @@ def test_pictures_that_do_not_fit_are_refused_undecoded(server: Server, monkeypa
 
 def test_the_pixels_of_a_request_are_limited(server: Server, monkeypatch: pytest.MonkeyPatch):
     """Files of few bytes may have many of them."""
-    monkeypatch.setattr("edgekv.serve.chat.MOST_PIXELS", 2 * 70 * 45)
+    monkeypatch.setattr("edgekv.serve.chat.MAX_PIXELS", 2 * 70 * 45)
     two = [png(photo(70, 45, 60 + number)) for number in range(2)]
     assert server.post(CHAT, _shown(*two))[0] == 200
     status, answer = server.post(CHAT, _shown(*two, png(photo(1, 1))))

@@ -44,11 +44,11 @@ from edgekv.text.tools import render_with_tools
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TAKEN = {"messages", "tools", "add_generation_prompt", "name"}
 URL_PART = "image_url"
-MOST_PICTURES = 32
+MAX_PICTURES = 32
 """Of a request: more than any context has room for."""
-MOST_PIXELS = 1 << 26
+MAX_PIXELS = 1 << 26
 """Of all pictures of a prompt: five photos of 12 million pixels. Decoding them takes seconds."""
-MOST_MESSAGES = 10_000
+MAX_MESSAGES = 10_000
 """Of a conversation, with the turns that a full context drops."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]+(;[^;,]{0,80}){0,4};base64,", re.IGNORECASE | re.ASCII)
 _PICTURE = "a data URI: data:image/png;base64,..."
@@ -90,8 +90,8 @@ class MessagePictures:
             found = url[:40] if isinstance(url, str) else type(url).__name__
             fix = "Send the picture itself: the server fetches nothing."
             raise refused(at, got=repr(found), expected=_PICTURE, fix=fix)
-        if len(self.sent) == MOST_PICTURES:
-            raise refused(at, got="one more", expected=f"at most {MOST_PICTURES} pictures", fix="Send fewer.")
+        if len(self.sent) == MAX_PICTURES:
+            raise refused(at, got="one more", expected=f"at most {MAX_PICTURES} pictures", fix="Send fewer.")
         try:
             encoded = "".join(unquote(url[start.end() :]).split())  # as browsers read such a URI
             content = b64decode(encoded, validate=True)
@@ -107,8 +107,8 @@ def check_count(field: str, count: int) -> None:
     Raises:
         ApiError: naming the field.
     """
-    if count > MOST_MESSAGES:
-        found, wanted = f"{count:,} messages", f"at most {MOST_MESSAGES:,}"
+    if count > MAX_MESSAGES:
+        found, wanted = f"{count:,} messages", f"at most {MAX_MESSAGES:,}"
         raise refused(field, got=found, expected=wanted, fix="Leave the oldest ones out.")
 
 
@@ -503,7 +503,7 @@ async def answer_chat(service: Service, exchange: Exchange, read: Callable[[], _
                 return reply, is_bound, [], opened
             return reply, is_bound, fitted(pictures), None
 
-    reply, is_bound, requests, opened = await service.work.run(exchange, "text", begin)
+    reply, is_bound, requests, opened = await service.work.run(exchange, "chat", begin)
     if opened is not None:
         requests = await service.work.run(exchange, "pictures", opened)
     if not is_bound:
@@ -576,8 +576,8 @@ def _check_pixels(opening: PictureOpening, grids: Mapping[int, TileGrid]) -> Non
     total = 0
     for number, grid in grids.items():
         total += grid.size[0] * grid.size[1]
-        if total > MOST_PIXELS:
-            found, wanted = f"pictures of {total:,} pixels up to this one", f"at most {MOST_PIXELS:,} in a prompt"
+        if total > MAX_PIXELS:
+            found, wanted = f"pictures of {total:,} pixels up to this one", f"at most {MAX_PIXELS:,} in a prompt"
             raise refused(opening.sent[number].field, got=found, expected=wanted, fix="Resize them first.")
 
 

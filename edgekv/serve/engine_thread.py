@@ -23,10 +23,8 @@ from edgekv.serve.metrics import Held, Metrics
 from edgekv.serve.options import Limits
 from edgekv.text import StopReason, Token
 
-_WRITE: Callable[[int, bytes, int], int] | None = None
-"""`write` of the C library, called with the interpreter's lock."""
-if sys.platform != "win32":
-    _WRITE = ctypes.PyDLL(None).write
+_C = None if sys.platform == "win32" else ctypes.PyDLL(None)
+"""The C library, called with the interpreter's lock."""
 
 _GIVE_WAY_S = 50e-6
 """How long the thread lets that of the connections send first tokens; later ones are sent while the engine computes."""
@@ -166,7 +164,7 @@ class LoopWaker:
 
     asyncio's own way gives up the interpreter's lock while it writes to the loop: the loop's thread takes it, and the
     engine's waits for its work in front of every step. Here the lock is kept during the write, so that the loop's
-    thread gets it once the engine computes.
+    thread gets it once the engine computes; and during the read, so that it need not get it twice.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -176,7 +174,8 @@ class LoopWaker:
         self._is_woken = False
         self._lock = threading.Lock()
         self._pipe: tuple[int, int] | None = None
-        if _WRITE is not None:
+        self._buffer = ctypes.create_string_buffer(64)
+        if _C is not None:
             self._pipe = os.pipe()
             for descriptor in self._pipe:
                 os.set_blocking(descriptor, False)
@@ -189,8 +188,8 @@ class LoopWaker:
             return
         self._is_woken = True
         with self._lock:  # nobody closes the descriptor meanwhile
-            if self._pipe is not None and _WRITE is not None:
-                _WRITE(self._pipe[1], b"\0", 1)
+            if self._pipe is not None and _C is not None:
+                _C.write(self._pipe[1], b"\0", 1)
                 return
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._deliver)
@@ -205,8 +204,8 @@ class LoopWaker:
                 os.close(descriptor)
 
     def _read(self) -> None:
-        if self._pipe is not None:
-            os.read(self._pipe[0], 64)
+        if self._pipe is not None and _C is not None:
+            _C.read(self._pipe[0], self._buffer, len(self._buffer))
         self._deliver()
 
     def _deliver(self) -> None:

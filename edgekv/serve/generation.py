@@ -22,10 +22,10 @@ from edgekv.text import SamplingParams, Tools
 from edgekv.text.grammar import Grammar
 from edgekv.text.sampler import check_ids
 
-MOST_ANSWERS = 32
-MOST_STOPS = 16
-MOST_TOP_LOGPROBS = 20
-_MOST_TOKENS = 2**31 - 1
+MAX_ANSWERS = 32
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+_MAX_TOKENS = 2**31 - 1
 _ALL = (0, -1)
 """What other servers call a `top_k` of all tokens."""
 _SEEDS = 1 << 64
@@ -195,7 +195,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             ApiError: no answer, too many, or a best of more than are wanted.
         """
         n = 1 if self.n is None else self.n
-        most = min(MOST_ANSWERS, limits.sessions + limits.queue)
+        most = min(MAX_ANSWERS, limits.sessions + limits.queue)
         if prompts > most:
             found, wanted = f"{prompts} prompts", f"at most {most}, which run or wait together"
             raise refused("prompt", got=found, expected=wanted, fix="Send several requests.")
@@ -228,9 +228,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             given["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed
         if self.stop is not None:
             given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
-            if len(given["stop"]) > MOST_STOPS:
+            if len(given["stop"]) > MAX_STOPS:
                 found, fix = f"{len(given['stop'])} texts", "Give fewer."
-                raise refused("stop", got=found, expected=f"at most {MOST_STOPS}", fix=fix)
+                raise refused("stop", got=found, expected=f"at most {MAX_STOPS}", fix=fix)
         if self.logit_bias is not None:
             given["logit_bias"] = {_token(text): bias for text, bias in self.logit_bias.items()}
         if given.get("temperature", defaults.temperature) == 0:
@@ -245,8 +245,8 @@ def check_top_logprobs(name: str, value: int) -> int:
     Raises:
         ApiError: out of range.
     """
-    if not 0 <= value <= MOST_TOP_LOGPROBS:
-        raise refused(name, got=value, expected=f"0 to {MOST_TOP_LOGPROBS}", fix="Ask for fewer.")
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise refused(name, got=value, expected=f"0 to {MAX_TOP_LOGPROBS}", fix="Ask for fewer.")
     return value
 
 
@@ -256,8 +256,8 @@ def check_max_tokens(name: str, value: int | None) -> int | None:
     Raises:
         ApiError: out of range.
     """
-    if value is not None and not 1 <= value <= _MOST_TOKENS:
-        raise refused(name, got=value, expected=f"1 to {_MOST_TOKENS:,}", fix="Ask for a token or more.")
+    if value is not None and not 1 <= value <= _MAX_TOKENS:
+        raise refused(name, got=value, expected=f"1 to {_MAX_TOKENS:,}", fix="Ask for a token or more.")
     return value
 
 

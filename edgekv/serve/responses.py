@@ -29,9 +29,9 @@ _INCLUDED = ("reasoning.encrypted_content", "message.input_image.image_url", "fi
 _TRUNCATIONS: dict[str, OnFull] = {"auto": "drop-oldest", "disabled": "stop"}
 _PLACE: dict[str, Any] = {"content_index": 0}
 """An item of text has one part; `_event` of a reply adds the number of the item."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of all keys together, shared evenly."""
-_LEAST_BYTES = 4 << 20
+_MIN_BYTES = 4 << 20
 """Of a key, however many there are: a conversation of the longest request."""
 
 
@@ -187,15 +187,15 @@ class Stored:
 class ResponseStore:
     """The newest answers of each API key, in memory. No key takes the room of another."""
 
-    def __init__(self, most: int, keys: int = 1) -> None:
+    def __init__(self, max_responses: int, keys: int = 1) -> None:
         """Start with none.
 
         Args:
-            most: answers of a key.
+            max_responses: answers of a key.
             keys: API keys that there are; without authentication all clients are one.
         """
-        self._most = most
-        self._most_bytes = max(_LEAST_BYTES, MOST_BYTES // max(keys, 1))
+        self._max_responses = max_responses
+        self._max_bytes = max(_MIN_BYTES, MAX_BYTES // max(keys, 1))
         self._held: dict[str | None, OrderedDict[str, Stored]] = {}
 
     def __len__(self) -> int:
@@ -204,11 +204,11 @@ class ResponseStore:
     def add(self, salt: str | None, record: ResponseRecord, messages: tuple[dict[str, Any], ...]) -> None:
         """Keep an answer; the oldest ones of the key go if there are too many."""
         size = len(msgspec.json.encode((record, messages)))
-        if size > self._most_bytes:
+        if size > self._max_bytes:
             return
         held = self._held.setdefault(salt, OrderedDict())
         held[record.id] = Stored(record, messages, size)
-        while len(held) > self._most or sum(each.size_bytes for each in held.values()) > self._most_bytes:
+        while len(held) > self._max_responses or sum(each.size_bytes for each in held.values()) > self._max_bytes:
             held.popitem(last=False)
 
     def get(self, salt: str | None, name: str, param: str | None = None) -> Stored:

@@ -14,15 +14,16 @@ from typing import Any, Literal, TypeVar
 
 from edgekv.serve.errors import ApiError, queue_full, stopping
 from edgekv.serve.http import Exchange
-from edgekv.text.constraint import MOST_COMPILING
+from edgekv.text.constraint import MAX_COMPILING
 
 T = TypeVar("T")
 
-Kind = Literal["text", "pictures", "grammar"]
-"""JSON, templates and tokens; the decoding of pictures; the compilation of a grammar."""
-_THREADS: Mapping[Kind, int] = MappingProxyType({"text": 4, "pictures": 2, "grammar": 2 * MOST_COMPILING})
+Kind = Literal["text", "chat", "pictures", "grammar"]
+"""JSON and tokens; the same with a template, which may take seconds; the decoding of pictures; the compilation of a
+grammar."""
+_THREADS: Mapping[Kind, int] = MappingProxyType({"text": 4, "chat": 4, "pictures": 2, "grammar": 2 * MAX_COMPILING})
 """At most, so that no kind waits for another. A picture is decoded in a child process that takes up to 1 GiB. Who waits
-for one of the `MOST_COMPILING` has a thread here too."""
+for one of the `MAX_COMPILING` has a thread here too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,14 +44,14 @@ class WorkQueue:
     event loop's thread. The threads do not keep the process from ending.
     """
 
-    def __init__(self, most_waiting: int, threads: Mapping[Kind, int] = _THREADS) -> None:
+    def __init__(self, max_waiting: int, threads: Mapping[Kind, int] = _THREADS) -> None:
         """Start no thread yet.
 
         Args:
-            most_waiting: pieces of work of a client that may wait.
+            max_waiting: pieces of work of a client that may wait.
             threads: of each kind of work, at most.
         """
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._threads = threads
         self._running: Counter[Kind] = Counter()
         self._started = 0
@@ -91,7 +92,7 @@ class WorkQueue:
             self._begin(item)
         else:
             queue = self._queues.setdefault(exchange.client, deque())
-            if len(queue) >= self._most_waiting:
+            if len(queue) >= self._max_waiting:
                 raise queue_full(len(queue), after_s=1)
             queue.append(item)
         self._exchanges.add(exchange)

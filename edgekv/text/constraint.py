@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _Key = tuple[str | None, Grammar]
 """A salt and a grammar."""
 COMPILE_LIMIT_S = 5.0
-MOST_COMPILING = 4
+MAX_COMPILING = 4
 """Threads that compile; one that takes too long cannot be stopped, and counts until it ends."""
 MAX_LEXER_STATES = 50_000
 """Of a text while it is generated; a state has 1 to 2 kB."""
@@ -217,13 +217,13 @@ class GrammarCompiler:
         """
 
         def is_free() -> bool:
-            return key in self._compiling or self.compiling < MOST_COMPILING
+            return key in self._compiling or self.compiling < MAX_COMPILING
 
         if any(not each.is_late for each in self._compiling.values()):
             self._changed.wait_for(is_free, COMPILE_LIMIT_S)
         if key not in self._compiling:
-            if self.compiling >= MOST_COMPILING:
-                found, wanted = f"{self.compiling} others that compile", f"fewer than {MOST_COMPILING}"
+            if self.compiling >= MAX_COMPILING:
+                found, wanted = f"{self.compiling} others that compile", f"fewer than {MAX_COMPILING}"
                 raise BusyError(key[1].field, got=found, expected=wanted, fix="Try again later.")
             self._compiling[key] = _Compilation(lambda: self._matcher(key[1]), lambda: self._end(key))
         return self._compiling[key]

@@ -25,7 +25,7 @@ MAX_DIVISOR = 100_000
 _ANY_OBJECT = '{"type": "object"}'
 _DIVISOR = re.compile(r'"multipleOf"\s*:\s*([-+.\deE]{1,40})')
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
-_MOST_DECADES = 12
+_MAX_DECADES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Grammar:
         states = 1
         for written in {match[1] for match in _DIVISOR.finditer(text)}:
             try:
-                if not -_MOST_DECADES < math.log10(abs(float(written))) < _MOST_DECADES:
+                if not -_MAX_DECADES < math.log10(abs(float(written))) < _MAX_DECADES:
                     raise ValueError
                 divisor = abs(Fraction(written))
             except (ValueError, ZeroDivisionError):

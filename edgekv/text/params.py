@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _MIN_TEMPERATURE = 1e-5
-_MOST_BIAS = 1e30
-_MOST_PENALTY = 1e6
+_MAX_BIAS = 1e30
+_MAX_PENALTY = 1e6
 """A biased and penalized logit stays within 32-bit floating point."""
 _MAX_INT = 2**31 - 1
 _MAX_SEED = 2**64 - 1
@@ -117,7 +117,7 @@ class SamplingParams:
             refuse("top_p", self.top_p, "above 0, at most 1", "Leave it out to consider all tokens.")
         if not 0 <= _check_real("min_p", self.min_p) <= 1:
             refuse("min_p", self.min_p, "0 to 1", "Leave it out to consider all tokens.")
-        if not 1 / _MOST_PENALTY <= _check_real("repetition_penalty", self.repetition_penalty) <= _MOST_PENALTY:
+        if not 1 / _MAX_PENALTY <= _check_real("repetition_penalty", self.repetition_penalty) <= _MAX_PENALTY:
             refuse("repetition_penalty", self.repetition_penalty, "0.000001 to 1,000,000", "Use 1 for none.")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= _check_real(name, getattr(self, name)) <= 2:
@@ -317,7 +317,7 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     checked = {}
     for token, value in dict(bias).items():
         _check_int("logit_bias", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
-        if abs(number := _check_real("logit_bias", value)) > _MOST_BIAS and number != -math.inf:
+        if abs(number := _check_real("logit_bias", value)) > _MAX_BIAS and number != -math.inf:
             found, wanted = f"{value} for token {token}", "at most 1e30 in magnitude, or -inf"
             refuse("logit_bias", found, wanted, "Use 100 to force a token.")
         checked[index(token)] = float(value)
