@@ -295,6 +295,16 @@ def test_clients_of_other_versions_are_answered(server: Server):
         assert (b"transfer-encoding: chunked" in answer.lower()) is (version == "1.1")
 
 
+def test_no_token_waits_for_the_clients_acknowledgement(server: Server):
+    """Nagle's algorithm would hold it back: 40 ms on a connection that has been used before."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+        connections: Any = server.serving._server.server_state.connections
+        accepted = [each.transport.get_extra_info("socket") for each in connections]
+        assert accepted and all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in accepted)
+
+
 def test_slow_clients_are_cut_off(server: Server):
     """Those that send their headers byte by byte, also after a request that was answered."""
     request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
