@@ -13,12 +13,12 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KVCache
+from edgekv.kv import GROWTHS, Growth, GrowthName, KVCache, RowSpec
 
 MEBIBYTE = 1 << 20
 
 
-def run(geometry: Geometry, contexts: tuple[int, ...], name: GrowthName | None) -> tuple[list[int], KVCache]:
+def run(geometry: RowSpec, contexts: tuple[int, ...], name: GrowthName | None) -> tuple[list[int], KVCache]:
     """Bytes held when each context is half full, and the cache at the end."""
     cache = KVCache(geometry, ar=[1], strategy="slot", growth=name and Growth(contexts, name))
     held = []
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
     contexts = tuple(sorted(set(options.contexts)))
-    geometry = Geometry(options.layers, options.kv_heads, options.head_dim, contexts[-1])
+    geometry = RowSpec(options.layers, options.kv_heads, options.head_dim, contexts[-1])
     halves = [f"at {context // 2}" for context in contexts]
     table = Table("growth", *halves, "end", "peak", "excess", "reallocations", "copied by them", title="MiB")
     appended = contexts[-1] * geometry.tensors * geometry.row_bytes

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.turns import by_turns
-from edgekv.kv import KINDS, STRATEGIES, Geometry, KeyLayout, KVCache, StrategyName
+from edgekv.kv import KINDS, STRATEGIES, KeyLayout, KVCache, RowSpec, StrategyName
 
 CONTEXT, KV_HEADS = 2048, 8
 RESERVES = {"pointer-shift": (2.0, 1.5)}
@@ -64,13 +64,13 @@ class Contender:
 
     name: str
     keys: KeyLayout
-    build: Callable[[Geometry], tuple[Step, Callable[[], int]]]
+    build: Callable[[RowSpec], tuple[Step, Callable[[], int]]]
 
 
-def managed(strategy: StrategyName, reserve: float) -> Callable[[Geometry], tuple[Step, Callable[[], int]]]:
+def managed(strategy: StrategyName, reserve: float) -> Callable[[RowSpec], tuple[Step, Callable[[], int]]]:
     """Builds a cache with this strategy, full but for the step's own token."""
 
-    def build(geometry: Geometry) -> tuple[Step, Callable[[], int]]:
+    def build(geometry: RowSpec) -> tuple[Step, Callable[[], int]]:
         cache = KVCache(geometry, ar=(1,), strategy=strategy, reserve=reserve, policy="sliding-window")
         held = geometry.past_rows(1)
         rows = np.full((held, geometry.head_dim), geometry.zero_point, cache.arenas[0].dtype)
@@ -104,7 +104,7 @@ def managed(strategy: StrategyName, reserve: float) -> Callable[[Geometry], tupl
     return build
 
 
-def naive(geometry: Geometry) -> tuple[Step, Callable[[], int]]:
+def naive(geometry: RowSpec) -> tuple[Step, Callable[[], int]]:
     """A full cache of numpy arrays that is copied as a whole in every step."""
     past = [np.zeros((1, 1, geometry.past_rows(1), geometry.head_dim), np.uint8) for _ in geometry.names()]
     new = [np.zeros((1, 1, 1, geometry.head_dim), np.uint8) for _ in geometry.names()]
@@ -134,7 +134,7 @@ def contenders() -> list[Contender]:
 def run(contender: Contender, tensors: int, head_dim: int) -> Turn:
     """Build a cache, time one lap of steps (or steady ones, if the window stays), and free it."""
     layers = tensors // (len(KINDS) * KV_HEADS)
-    step, copied = contender.build(Geometry(layers, KV_HEADS, head_dim, CONTEXT, key_layout=contender.keys))
+    step, copied = contender.build(RowSpec(layers, KV_HEADS, head_dim, CONTEXT, key_layout=contender.keys))
     # The first step after the fill stands where a slide would leave the window, so a lap begins behind it.
     start = row = step()
     before, times_us = copied(), list[float]()

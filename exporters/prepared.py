@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.errors import UsageError
 from edgekv.plan import EncoderPlan, calibration_window, default_calibration_tokens
-from edgekv.spec import DecoderInterface, EncoderSpec, Geometry, LayeredGeometry, Vocabulary
+from edgekv.spec import DecoderInterface, EncoderSpec, Geometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
@@ -252,7 +252,7 @@ def _for_pictures(options: ExportOptions) -> ExportOptions:
     return replace(options, embedding="host")
 
 
-def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry | LayeredGeometry:
+def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
     """The cache of the graphs for the longest context.
 
     Raises:

@@ -7,18 +7,16 @@ import struct
 
 import numpy as np
 
-from edgekv.kv import Arena, Geometry, KVCache, Window
+from edgekv.kv import Arena, KVCache, RowSpec, Window
 
 GARBAGE = 0xFFFFFFFF
 ROW_BYTES = 8
 
 
-def geometry_of(context: int, kv_dtype: str = "u8", *, row_bytes: int = ROW_BYTES, **sizes: object) -> Geometry:
+def geometry_of(context: int, kv_dtype: str = "u8", *, row_bytes: int = ROW_BYTES, **sizes: object) -> RowSpec:
     """Two heads whose rows have room for a token's number and its tensor's."""
     head_dim = row_bytes if kv_dtype == "u8" else row_bytes // 2
-    return Geometry(
-        **{"layers": 1, "kv_heads": 2, "head_dim": head_dim, "context": context, **sizes}, kv_dtype=kv_dtype
-    )
+    return RowSpec(**{"layers": 1, "kv_heads": 2, "head_dim": head_dim, "context": context, **sizes}, kv_dtype=kv_dtype)
 
 
 def memory(store: Arena, address: int, shape: list[int]) -> np.ndarray:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from edgekv.kv import Geometry
+from edgekv.kv import RowSpec
 from edgekv.prefix import GroupRows, Match, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
 from edgekv.prefix.rows import Rows
 from edgekv.prefix.table import Row, Table, file_name
 
-GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=2, context=64)
+GEOMETRY = RowSpec(layers=1, kv_heads=1, head_dim=2, context=64)
 STEP = 2
 TOKEN_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
 BLOCK_BYTES = STEP * TOKEN_BYTES
@@ -24,7 +24,7 @@ LONG = tuple(range(12))
 Tokens = tuple[int, ...]
 
 
-def rows_of(tokens: Tokens, salt: str | None = None, geometry: Geometry = GEOMETRY) -> Rows:
+def rows_of(tokens: Tokens, salt: str | None = None, geometry: RowSpec = GEOMETRY) -> Rows:
     """Rows that differ for every beginning and salt, as real keys and values do."""
     rows = np.empty((geometry.tensors, len(tokens), geometry.head_dim), np.uint8)
     digest = zlib.crc32(repr(salt).encode())

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import ContextFullError
-from edgekv.kv import STRATEGIES, Geometry, KVCache, Window
+from edgekv.kv import STRATEGIES, KVCache, RowSpec, Window
 from edgekv.kv.beam_cache import BeamCache
 from tests.kv_graph import rows_of
 
-GEOMETRY = Geometry(layers=1, kv_heads=2, head_dim=8, context=16)
+GEOMETRY = RowSpec(layers=1, kv_heads=2, head_dim=8, context=16)
 ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
 KINDS = [*product(STRATEGIES, ("rows", "columns"))]
 ALL = pytest.mark.parametrize("kind", KINDS, ids=",".join)

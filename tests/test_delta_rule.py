@@ -26,7 +26,7 @@ from edgekv.plan.cache import CHOICES, Choice, count_traffic
 from edgekv.prefix import PrefixStore, StoreConfig
 from edgekv.runtime import make_engine
 from edgekv.runtime.load_options import EngineOptions
-from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule
+from edgekv.spec import CHECKPOINT_TOKENS, ConvolutionStates, DeltaRule, DeltaSpec
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed_as
 from exporters.cli.exported import export_lines
@@ -116,7 +116,7 @@ def run(cache: KVCache, plain: Plain, random: np.random.Generator, ar: int, kept
             for at, tensor in enumerate(arena.tensors):
                 if not tensor.is_written:
                     continue
-                width, low = group.geometry.head_dim, -3000 if tensor.kind == "decay" else -9000
+                width, low = group.geometry.width, -3000 if tensor.kind == "decay" else -9000
                 rows = ZERO + random.integers(low, 1 if tensor.kind == "decay" else 9000, (ar, width))
                 rows = rows.astype(arena.dtype)
                 place = arena.array if window.in_place else arena.scratch
@@ -175,8 +175,8 @@ def test_a_cache_holds_what_a_list_of_tokens_holds(seed: int, calls: list[tuple[
 def test_a_plan_counts_the_memory_and_the_copies_that_a_cache_makes(choice: Choice) -> None:
     cache, plain, random = cache_of(strategy=choice.strategy, reserve=choice.reserve), Plain(), np.random.default_rng(0)
     assert choice.held_bytes(cache.geometry, cache.ar) == cache.stats.bytes_held
-    deltas = [group for group in cache.groups if group.geometry.is_delta]
-    wanted = [count_traffic(choice, group.geometry, 512, 24).filling_rows for group in deltas]
+    deltas = [group for group in cache.groups if isinstance(group.geometry, DeltaSpec)]
+    wanted = [count_traffic(group.geometry, choice, 512, 24).filling_rows for group in deltas]
     for _ in range(511):
         run(cache, plain, random, 1, 1)
     copied = [sum(arena.bytes_copied for arena in group.arenas) for group in deltas]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from edgekv.kv import Geometry, Layout, Move, PointerShift, RowArena, Slot
+from edgekv.kv import Layout, Move, PointerShift, RowArena, RowSpec, Slot
 from edgekv.kv.memory import aligned_zeros
 
 SIZES = st.builds(
-    Geometry,
+    RowSpec,
     layers=st.integers(1, 3),
     kv_heads=st.integers(1, 3),
     head_dim=st.integers(1, 80),
@@ -57,7 +57,7 @@ def test_addresses_views_and_the_array_are_the_same_memory(geometry):
 )
 def test_a_move_copies_as_if_the_source_were_read_first(src, dst, rows, places, kv_dtype):
     rows = min(rows, 20 - max(src, dst))
-    geometry = Geometry(layers=1, kv_heads=2, head_dim=3, context=20, kv_dtype=kv_dtype)
+    geometry = RowSpec(layers=1, kv_heads=2, head_dim=3, context=20, kv_dtype=kv_dtype)
     arena = RowArena(Layout(geometry, 20, 20))
     for seed, array in enumerate((arena.array, arena.scratch)):
         array[:] = np.random.default_rng(seed).integers(0, 127, array.shape)
@@ -73,7 +73,7 @@ def test_a_move_copies_as_if_the_source_were_read_first(src, dst, rows, places, 
 
 @pytest.mark.parametrize(("src", "dst"), [(1, 0), (0, 1), (500, 0), (1000, 0)])
 def test_a_move_needs_no_second_cache(src, dst):
-    geometry = Geometry(layers=4, kv_heads=4, head_dim=64, context=1001)
+    geometry = RowSpec(layers=4, kv_heads=4, head_dim=64, context=1001)
     arena = RowArena(Layout(geometry, 2000))
     tracemalloc.start()
     arena.execute(Move(src, dst, 1000))
@@ -86,7 +86,7 @@ def test_a_move_needs_no_second_cache(src, dst):
     "move", [Move(0, 3, 2), Move(3, 0, 2), Move(0, 0, 2, src="scratch"), Move(3, 2, 2), Move(-1, 0, 1), Move(0, -1, 1)]
 )
 def test_a_move_of_rows_that_are_not_there_is_refused_before_a_byte_is_copied(move):
-    arena = RowArena(Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), 4, 1))
+    arena = RowArena(Layout(RowSpec(layers=1, kv_heads=1, head_dim=2, context=4), 4, 1))
     arena.array[:] = np.arange(16, dtype=np.uint8).reshape(2, 4, 2)
     before = arena.array.copy()
     with pytest.raises(ValueError, match="move: got"):
@@ -96,7 +96,7 @@ def test_a_move_of_rows_that_are_not_there_is_refused_before_a_byte_is_copied(mo
 
 
 def test_the_layout_tells_the_bytes_of_a_strategy_without_allocating_them():
-    geometry = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
+    geometry = RowSpec(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
     strip = Layout.of(geometry, PointerShift(geometry, 2, max_ar=32))
     assert strip.stride_bytes == (2 * 2047 + 32) * 256
     assert strip.allocated_bytes == 2048 * (2 * 2047 + 32) * 256 + 64
@@ -105,14 +105,14 @@ def test_the_layout_tells_the_bytes_of_a_strategy_without_allocating_them():
 
 
 def test_strides_are_rounded_up_to_whole_boundaries():
-    layout = Layout(Geometry(layers=1, kv_heads=1, head_dim=10, context=8), 7, 1)
+    layout = Layout(RowSpec(layers=1, kv_heads=1, head_dim=10, context=8), 7, 1)
     assert (layout.stride_bytes, layout.scratch_stride_bytes, layout.scratch_offset_bytes) == (128, 64, 256)
 
 
 @pytest.mark.parametrize("rows", [(0, 0), (1, -1)])
 def test_a_layout_needs_rows(rows):
     with pytest.raises(ValueError, match="layout: got"):
-        Layout(Geometry(layers=1, kv_heads=1, head_dim=2, context=4), *rows)
+        Layout(RowSpec(layers=1, kv_heads=1, head_dim=2, context=4), *rows)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.sampled_from(["uint8", "int32"]))

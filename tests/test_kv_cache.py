@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from edgekv.errors import ContextFullError, UsageError
-from edgekv.kv import DEFAULT_STRATEGY, STRATEGIES, Geometry, KVCache, PointerShift, make_strategy
+from edgekv.kv import DEFAULT_STRATEGY, STRATEGIES, KVCache, PointerShift, RowSpec, make_strategy
 from tests.kv_graph import Graph, feed, geometry_of, held, image
 from tests.thorough import at_most
 
@@ -95,7 +95,7 @@ def test_every_schedule_agrees_with_a_list(strategy, reserve, policy, schedule, 
         assert held(cache) == wanted
 
 
-SMALL = Geometry(layers=1, kv_heads=1, head_dim=8, context=8)
+SMALL = RowSpec(layers=1, kv_heads=1, head_dim=8, context=8)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -217,5 +217,5 @@ def test_a_cache_has_the_default_strategy_unless_its_reserve_says_pointer_shift(
 
 def test_unused_rows_hold_the_zero_point():
     assert np.all(KVCache(SMALL, ar=[1]).arena.array == 128)
-    signed = Geometry(layers=1, kv_heads=1, head_dim=8, context=8, kv_dtype="s16")
+    signed = RowSpec(layers=1, kv_heads=1, head_dim=8, context=8, kv_dtype="s16")
     assert not KVCache(signed, ar=[1]).arena.array.any()

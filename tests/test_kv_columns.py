@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from edgekv.kv import ColumnArena, ColumnLayout, Geometry, KVCache, Move, PointerShift, ShiftConcat, Slot
+from edgekv.kv import ColumnArena, ColumnLayout, KVCache, Move, PointerShift, RowSpec, ShiftConcat, Slot
 from tests.kv_graph import feed, geometry_of, held
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, context=65, key_layout="columns")
+GEOMETRY = RowSpec(layers=2, kv_heads=2, head_dim=8, context=65, key_layout="columns")
 ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
 
 
 @given(context=st.integers(2, 3000), head_dim=st.integers(1, 256))
 def test_a_pointer_shift_of_reserve_2_needs_a_strip_of_d_plus_1_pasts(context, head_dim):
-    geometry = Geometry(1, 1, head_dim, context, key_layout="columns")
+    geometry = RowSpec(1, 1, head_dim, context, key_layout="columns")
     overhang = 1
     layout = ColumnLayout.of(geometry, PointerShift(geometry, 2, max_ar=1), [1])
     assert layout.strip_elements == (head_dim + 1) * (context - 1) + overhang

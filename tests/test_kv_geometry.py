@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgekv.kv import Geometry, KvTensor
+from edgekv.kv import KvTensor, RowSpec
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=64, context=512)
+GEOMETRY = RowSpec(layers=2, kv_heads=2, head_dim=64, context=512)
 
 
 def test_tensors_stand_by_layer_then_kind_then_head():
@@ -26,7 +26,7 @@ def test_tensors_stand_by_layer_then_kind_then_head():
 
 def test_bytes_of_a_row():
     assert (GEOMETRY.row_bytes, GEOMETRY.zero_point) == (64, 128)
-    signed = Geometry(layers=2, kv_heads=2, head_dim=64, context=512, kv_dtype="s16")
+    signed = RowSpec(layers=2, kv_heads=2, head_dim=64, context=512, kv_dtype="s16")
     assert (signed.row_bytes, signed.zero_point) == (128, 0)
 
 
@@ -44,4 +44,4 @@ def test_a_graph_sees_the_context_less_its_own_tokens():
 def test_sizes_that_make_no_cache_are_refused(wrong):
     sizes = {"layers": 1, "kv_heads": 1, "head_dim": 1, "context": 2, **wrong}
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got"):
-        Geometry(**sizes)
+        RowSpec(**sizes)

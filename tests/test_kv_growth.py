@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.kv import GROWTHS, Geometry, Growth, GrowthName, KeyLayout, KVCache, LayeredGeometry, parse_growth
+from edgekv.kv import GROWTHS, Growth, GrowthName, KeyLayout, KVCache, LayeredGeometry, RowSpec, parse_growth
 from edgekv.kv.policies.text import parse_policy
 from edgekv.kv.rows import RowGroup
 from edgekv.spec import ConvolutionStates, DeltaRule
@@ -34,7 +34,7 @@ def make(
 
 
 def large(growth: GrowthName, strategy: str = "slot") -> KVCache:
-    return KVCache(Geometry(LAYERS, 2, 64, 512), ar=[1], strategy=strategy, growth=Growth((128, 256, 512), growth))
+    return KVCache(RowSpec(LAYERS, 2, 64, 512), ar=[1], strategy=strategy, growth=Growth((128, 256, 512), growth))
 
 
 def least_context(cache: KVCache, ar: int) -> int:
@@ -140,7 +140,7 @@ def test_no_two_layers_grow_at_the_same_token():
 def test_layers_take_turns_for_any_number_of_them(layers, gaps):
     contexts = tuple(np.cumsum([max(2, layers) + gap for gap in gaps] + [max(2, layers)]).tolist())
     growth = Growth(contexts)
-    growth.check([Geometry(layers, 1, 8, contexts[-1])], contexts[-1], 1, "slot")
+    growth.check([RowSpec(layers, 1, 8, contexts[-1])], contexts[-1], 1, "slot")
     for columns in range(1, contexts[-1]):
         now, after = growth.contexts_of(layers, columns), growth.contexts_of(layers, columns + 1)
         assert sum(a != b for a, b in zip(now, after, strict=True)) <= 1

@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.kv import STRATEGIES, Geometry, KeyDiff, KVCache, LayeredGeometry, Sinks
+from edgekv.kv import STRATEGIES, KeyDiff, KVCache, LayeredGeometry, RowSpec, Sinks
 from tests.kv_graph import row_of, rows_of, tokens
 from tests.thorough import at_most
 
 
 def test_lists_are_repeated_and_layers_that_are_alike_stand_together():
     local, wide = LayeredGeometry(6, 4096, (2,), (64,), windows=(512, 512, 4096)).groups()
-    assert local == Geometry(4, 2, 64, 512, numbers=(0, 1, 3, 4))
-    assert wide == Geometry(2, 2, 64, 4096, numbers=(2, 5))
+    assert local == RowSpec(4, 2, 64, 512, numbers=(0, 1, 3, 4))
+    assert wide == RowSpec(2, 2, 64, 4096, numbers=(2, 5))
     assert [tensor.past for tensor in wide.names()][::4] == ["past_key_2_h0_in", "past_key_5_h0_in"]
 
 
 def test_layers_that_are_all_alike_are_a_plain_geometry():
-    assert LayeredGeometry(6, 512, (2,), (64,), windows=(9999,)).groups() == (Geometry(6, 2, 64, 512),)
+    assert LayeredGeometry(6, 512, (2,), (64,), windows=(9999,)).groups() == (RowSpec(6, 2, 64, 512),)
     cache = KVCache(LayeredGeometry(6, 512, (2,), (64,)), ar=[1])
     assert len(cache.window(1)) == 1
     assert cache.arena.array.shape[0] == 6 * 2 * 2
@@ -83,7 +83,7 @@ def test_what_makes_no_cache_is_refused():
     with pytest.raises(ValueError, match="ar: got 8; expected 1 to 7"):
         KVCache(LayeredGeometry(2, 64, (1,), (8,), windows=(8, 64)), ar=[8])
     with pytest.raises(ValueError, match="numbers: got"):
-        Geometry(2, 1, 8, 64, numbers=(1,))
+        RowSpec(2, 1, 8, 64, numbers=(1,))
 
 
 def test_sinks_need_layers_that_attend_alike_and_keydiff_does_not():

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import EngineError, UsageError
-from edgekv.kv import Geometry, KVCache, Layout, Mirror, Move, RowArena
+from edgekv.kv import KVCache, Layout, Mirror, Move, RowArena, RowSpec
 from edgekv.kv.memory import MirrorMemory
 from tests.kv_graph import feed, geometry_of, held
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=64, context=512)
+GEOMETRY = RowSpec(layers=2, kv_heads=2, head_dim=64, context=512)
 
 
 def mappings() -> int:
@@ -50,7 +50,7 @@ def test_every_window_is_one_contiguous_piece_wherever_the_head_is():
     page_bytes=st.sampled_from([4096, 16384]),
 )
 def test_a_ring_is_the_fewest_rows_that_fill_whole_pages(head_dim, context, max_ar, kv_dtype, page_bytes):
-    geometry = Geometry(1, 1, head_dim, context, kv_dtype)
+    geometry = RowSpec(1, 1, head_dim, context, kv_dtype)
     rows = Mirror(geometry, max_ar=max_ar, page_bytes=page_bytes).rows
     assert rows * geometry.row_bytes % page_bytes == 0
     needed = context - 1 + max_ar

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.kv import Geometry, KVCache, PointerShift, Window, parse_reserve
+from edgekv.kv import KVCache, PointerShift, RowSpec, Window, parse_reserve
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, context=65)
+GEOMETRY = RowSpec(layers=2, kv_heads=2, head_dim=8, context=65)
 ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
 
 
@@ -101,7 +101,7 @@ def test_a_cache_rewound_to_its_start_is_as_good_as_new():
     max_ar=st.integers(1, 199),
 )
 def test_any_reserve_makes_room_for_a_step_after_a_slide(reserve, context, max_ar):
-    geometry = Geometry(layers=1, kv_heads=1, head_dim=1, context=context)
+    geometry = RowSpec(layers=1, kv_heads=1, head_dim=1, context=context)
     rows = PointerShift(geometry, reserve, max_ar=max_ar).rows
     assert rows == ceil(reserve * (context - 1)) + max_ar
     assert rows > context - 1 + max_ar

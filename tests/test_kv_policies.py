@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.kv import Geometry, KeyDiff, KVCache, Sinks
+from edgekv.kv import KeyDiff, KVCache, RowSpec, Sinks
 from quant import Encoding
 from tests.kv_graph import rows_of
 from tests.test_kv_state import MADE
@@ -22,7 +22,7 @@ class Model:
 
     def __init__(self, made=MADE[0], *, policy, kv_dtype="u8", ar=(1, 4), **options):
         strategy, key_layout = made
-        geometry = Geometry(2, 2, D, CONTEXT, kv_dtype, key_layout)
+        geometry = RowSpec(2, 2, D, CONTEXT, kv_dtype, key_layout)
         self.cache = KVCache(geometry, ar=ar, strategy=strategy, policy=policy, **options)
         self.zero, self.reach = (128, 70) if kv_dtype == "u8" else (0, 20000)
         self.random = np.random.default_rng(0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgekv.kv import Geometry, KVCache, ShiftConcat, Window
+from edgekv.kv import KVCache, RowSpec, ShiftConcat, Window
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, context=65)
+GEOMETRY = RowSpec(layers=2, kv_heads=2, head_dim=8, context=65)
 
 
 @pytest.mark.parametrize("policy", ["fail", "sliding-window"])

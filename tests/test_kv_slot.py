@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgekv.kv import Geometry, KVCache, Move, Slot, Window
+from edgekv.kv import KVCache, Move, RowSpec, Slot, Window
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=8, context=65, kv_dtype="s16")
+GEOMETRY = RowSpec(layers=2, kv_heads=2, head_dim=8, context=65, kv_dtype="s16")
 ROW_BYTES = GEOMETRY.tensors * GEOMETRY.row_bytes
 
 

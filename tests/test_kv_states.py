@@ -22,15 +22,15 @@ from edgekv.kv import (
     state_rows,
     write_state,
 )
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import ConvSpec, DeltaSpec
 from edgekv.spec.layers import ConvolutionStates
 
 WIDTH = 16
 CONTEXT = 24
 
 
-def states(kernel: int, kv_dtype: str = "u8", width: int = WIDTH) -> Geometry:
-    return Geometry(2, 1, width, kernel, kv_dtype, "rows", (0, 2), ("conv",))
+def states(kernel: int, kv_dtype: str = "u8", width: int = WIDTH) -> ConvSpec:
+    return ConvSpec(2, width, kernel, kv_dtype, (0, 2))
 
 
 def hybrid(kernel: int = 3, context: int = CONTEXT, **changes) -> LayeredGeometry:
@@ -226,11 +226,22 @@ def test_a_saved_state_of_other_kinds_or_sizes_is_refused_and_nothing_changes(sa
 def test_policies_evict_tokens_and_leave_states_alone(policy):
     cache = KVCache(hybrid(), ar=(1, 4), policy=policy)
     filled(cache, 100)
-    (state,) = [group for group in cache.groups if group.geometry.is_state]
+    (state,) = [group for group in cache.groups if group not in cache.row_groups]
     assert cache.length < CONTEXT and state.length > CONTEXT
     assert cache.rewind_to(99) == 0
 
 
-def test_a_state_has_no_heads():
-    with pytest.raises(ValueError, match="kinds"):
-        Geometry(2, 2, WIDTH, 3, kinds=("conv",))
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: ConvSpec(2, WIDTH, 1), "kernel"),
+        (lambda: ConvSpec(2, 0, 3), "width"),
+        (lambda: DeltaSpec(2, "delta_key", 2, WIDTH), "kind"),
+        (lambda: DeltaSpec(2, "conv", 1, WIDTH), "kind"),
+        (lambda: DeltaSpec(2, "recurrent", 1, WIDTH, 0), "rows"),
+        (lambda: DeltaSpec(2, "decay", 3, 1, numbers=(1,)), "numbers"),
+    ],
+)
+def test_sizes_that_make_no_state_are_refused(make, field):
+    with pytest.raises(ValueError, match=f"{field}: got"):
+        make()

@@ -13,12 +13,12 @@ from hypothesis import given, strategies as st
 from edgekv.kv import (
     POLICIES,
     STRATEGIES,
-    Geometry,
     Mirror,
     Move,
     PointerShift,
     Policy,
     RowGroup,
+    RowSpec,
     ShiftConcat,
     Slot,
     Strategy,
@@ -153,9 +153,9 @@ def explore(strategy: Strategy, policy: Policy, context: int, ars: Sequence[int]
     ids=["pointer-shift-2", "pointer-shift-1.5", "pointer-shift-1.1", "slot", "shift-concat", "mirror", "mirror-pages"],
 )
 def test_every_transition_of_every_reachable_state(
-    make: Callable[[Geometry, int], Strategy], context: int, policy: Policy
+    make: Callable[[RowSpec, int], Strategy], context: int, policy: Policy
 ) -> None:
-    geometry = Geometry(layers=1, kv_heads=1, head_dim=1, context=context)
+    geometry = RowSpec(layers=1, kv_heads=1, head_dim=1, context=context)
     for max_ar in range(1, context):
         for ars in {(max_ar,), (1, max_ar), tuple(range(1, max_ar + 1))}:
             assert explore(make(geometry, max_ar), policy, context, ars) > 1
@@ -167,7 +167,7 @@ def test_a_step_that_reads_only_rows_in_use_reads_the_same_tokens(
     window: int, name: str, tokens: int, ar: int, block: int
 ) -> None:
     """In a context of 30, also of layers that see 12 tokens."""
-    geometry = Geometry(layers=1, kv_heads=1, head_dim=1, context=window)
+    geometry = RowSpec(layers=1, kv_heads=1, head_dim=1, context=window)
     group = RowGroup(geometry, partial(make_strategy, name, max_ar=4), (1, 4), window - 1, 30)
     for _ in range(tokens):
         group.window(1, 30)

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from paged_cases import cases, int32
 from paged_naive import Case, attend_naively
 
-from edgekv.kv import Geometry, KVCache
+from edgekv.kv import KVCache, RowSpec
 from edgekv.paged import PagedInputError, attention, paged_attention, rotation_trig_lut
 
 
@@ -175,7 +175,7 @@ def test_caches_may_be_views_of_one_array():
 def test_blocks_cut_from_the_kv_manager_give_the_attention_of_its_windows(strategy):
     """Contiguous: all S columns of a graph with its mask. Paged: the rows held, in blocks of 4, shuffled."""
     rng = np.random.default_rng(3)
-    geometry = Geometry(layers=1, kv_heads=2, head_dim=8, context=24)
+    geometry = RowSpec(layers=1, kv_heads=2, head_dim=8, context=24)
     cache = KVCache(geometry, ar=[1, 5], strategy=strategy, policy="sliding-window")
     arena = cache.arena
     for ar in (5, 5, 5, 1, 5, 5, 1, 5, 1):

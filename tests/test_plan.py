@@ -43,8 +43,8 @@ from edgekv.spec import (
     Config,
     Decoder,
     DecoderInterface,
-    Geometry,
     LayeredGeometry,
+    RowSpec,
     Weights,
     describe,
     read_config,
@@ -98,7 +98,7 @@ def write_config(folder, **changes):
 
 
 def cost_of(decoder, context=512, ar=(1, 32)):
-    geometry = Geometry(decoder.layers, decoder.kv_heads, decoder.head_dim, context)
+    geometry = RowSpec(decoder.layers, decoder.kv_heads, decoder.head_dim, context)
     return export_cost.export_cost(decoder, recipe_weights(decoder, "w8a16"), geometry, ar)
 
 
@@ -292,7 +292,7 @@ def test_the_fewest_parts_that_stay_inside_all_limits_are_made(layers, head, gra
 
 @given(st.integers(2, 4096), st.integers(1, 64))
 def test_activations_grow_with_context_and_ar(steps, ar):
-    shorter, longer = (Geometry(16, 8, 64, context) for context in (steps * ar + 1, (steps + 1) * ar + 1))
+    shorter, longer = (RowSpec(16, 8, 64, context) for context in (steps * ar + 1, (steps + 1) * ar + 1))
     assert activation_bytes(LLAMA_1B, shorter, ar) < activation_bytes(LLAMA_1B, longer, ar)
     assert activation_bytes(LLAMA_1B, shorter, ar) < activation_bytes(LLAMA_1B, shorter, ar + 1)
 
@@ -518,13 +518,13 @@ def test_an_acceptance_that_is_no_probability_is_refused(llama, acceptance):
 
 
 def test_a_mask_above_one_mebibyte_warns_and_names_a_smaller_ar(llama):
-    assert mask_bytes(Geometry(16, 8, 64, 4096), 128) == 1_048_576 == MASK_BYTES
+    assert mask_bytes(RowSpec(16, 8, 64, 4096), 128) == 1_048_576 == MASK_BYTES
     assert make_plan(llama, device=find("SM8850"), context=4096, ar=(1, 128)).warnings == []
     (warning,) = make_plan(llama, device=find("SM8850"), context=8192, ar=(1, 128)).warnings
     assert "mask of 2,097,152 bytes" in warning and "HTP V81 is reported" in warning
     assert warning.endswith("Use --ar with 64 instead of 128.")
     assert make_plan(llama, device=find("SM8850"), context=8192, ar=(1, 64)).warnings == []
-    (decode,) = mask_warnings(Geometry(16, 8, 64, 1 << 20), (1,), SM8650)
+    (decode,) = mask_warnings(RowSpec(16, 8, 64, 1 << 20), (1,), SM8650)
     assert decode.endswith("No AR is small enough: use a smaller --context.")
     (elsewhere,) = make_plan(llama, device=SM8650, context=8192, ar=(1, 128)).warnings
     assert "HTP V81 (other versions: unknown)" in elsewhere
@@ -546,7 +546,7 @@ def test_export_warns_by_the_same_rule(tmp_path, capsys, ar, warned):
 def test_the_proposed_ar_is_the_largest_with_a_small_mask(blocks, ar, window):
     context = blocks * ar
     is_narrow = window is not None and ar < window < context
-    plain = Geometry(1, 1, 64, context)
+    plain = RowSpec(1, 1, 64, context)
     geometry = LayeredGeometry(1, context, (1,), (64,), (window,)) if is_narrow else plain
     columns = min(window - 1, context - ar) + ar if is_narrow else context
     assert mask_bytes(geometry, ar) == 2 * ar * columns

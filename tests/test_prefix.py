@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import EngineError, PrefixError, UsageError
-from edgekv.kv import Geometry, LayeredGeometry
+from edgekv.kv import LayeredGeometry, RowSpec
 from edgekv.prefix import (
     GroupRows,
     PrefixStore,
@@ -245,7 +245,7 @@ def test_what_was_counted_since_a_copy_adds_up() -> None:
 # ---------------------------------------------------------------------- layers with an attention window
 
 TWO_WINDOWS = LayeredGeometry(4, 16, (1,), (2,), (16, 4))
-ALL_TENSORS = Geometry(layers=4, kv_heads=1, head_dim=2, context=16)
+ALL_TENSORS = RowSpec(layers=4, kv_heads=1, head_dim=2, context=16)
 
 
 def limited_store(blocks: int) -> PrefixStore:
@@ -261,18 +261,18 @@ def test_layers_share_blocks_by_window_and_heads() -> None:
         (None, 1, (2,)),
         (8, 2, (1, 3)),
     ]
-    assert [g.window for g in split_layers(Geometry(2, 2, 8, 64))] == [None]
+    assert [g.window for g in split_layers(RowSpec(2, 2, 8, 64))] == [None]
 
 
 @given(st.integers(1, 40), st.integers(0, 60))
 def test_a_token_attends_to_itself_and_to_as_many_before_it_as_its_window_has(window: int, tokens: int) -> None:
-    geometry = Geometry(layers=1, kv_heads=1, head_dim=2, context=64)
+    geometry = RowSpec(layers=1, kv_heads=1, head_dim=2, context=64)
     assert tokens - BlockGroup(geometry, window).first_needed(tokens) == min(tokens, window - 1)
     assert BlockGroup(geometry, None).first_needed(tokens) == 0
 
 
 def test_large_blocks_begin_at_a_page_and_small_ones_take_no_more_than_their_rows() -> None:
-    group = BlockGroup(Geometry(layers=16, kv_heads=8, head_dim=64, context=64), None)
+    group = BlockGroup(RowSpec(layers=16, kv_heads=8, head_dim=64, context=64), None)
     large, small = (group.empty(tokens, np.dtype(np.int16)) for tokens in (32, 1))
     assert large.shape == (256, 32, 64) and large.ctypes.data % mmap.PAGESIZE == 0
     assert small.shape == (256, 1, 64) and small.base is None

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from edgekv.kv import Geometry, LayeredGeometry
+from edgekv.kv import Geometry, LayeredGeometry, RowSpec
 from edgekv.prefix import (
     GroupRows,
     Match,
@@ -228,7 +228,7 @@ def test_a_store_agrees_with_one_that_copies_everything() -> None:
 # ---------------------------------------------------------------------- restarts, damage, two processes, two groups
 
 TWO_WINDOWS = LayeredGeometry(2, 64, (1,), (2,), (64, 5))
-ALL_TENSORS = Geometry(layers=2, kv_heads=1, head_dim=2, context=64)
+ALL_TENSORS = RowSpec(layers=2, kv_heads=1, head_dim=2, context=64)
 
 
 class Restarted(RuleBasedStateMachine):
@@ -240,7 +240,7 @@ class Restarted(RuleBasedStateMachine):
         geometry=st.sampled_from([ALL_TENSORS, TWO_WINDOWS]),
         snapshots=st.booleans(),
     )
-    def start(self, blocks: int, disk_files: int, geometry: Geometry | LayeredGeometry, snapshots: bool) -> None:
+    def start(self, blocks: int, disk_files: int, geometry: Geometry, snapshots: bool) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.geometry, self.snapshots = geometry, snapshots
         self.config = StoreConfig(

@@ -16,7 +16,7 @@ import pytest
 import edgekv
 from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
-from edgekv.kv import Geometry, KVCache, LayeredGeometry
+from edgekv.kv import KVCache, LayeredGeometry, RowSpec
 from edgekv.loading import bake_prefix
 from edgekv.paged import paged_attention
 from edgekv.prefix import GroupRows, PrefixStore, RetentionPolicy, StoreConfig, TokenRangeRetentionConfig
@@ -391,7 +391,7 @@ def test_retention_reaches_the_store(model: edgekv.Model, text: list[int], seque
     [
         ({"prefix_cache": CONFIG, "cache_mode": "disabled"}, "cache mode: got disabled with a prefix cache"),
         ({"prefix_cache": StoreConfig(max_bytes=7)}, "max_bytes: got 7 bytes"),
-        ({"prefix_cache": PrefixStore(Geometry(1, 1, 8, 64))}, "prefix_cache: got a store of another bundle"),
+        ({"prefix_cache": PrefixStore(RowSpec(1, 1, 8, 64))}, "prefix_cache: got a store of another bundle"),
         ({"prefix_cache": __file__}, r"disk_folder .*test_reuse.py: got File exists"),
     ],
 )

@@ -18,11 +18,11 @@ from edgekv.engine import (
 )
 from edgekv.engine.session import common_tokens
 from edgekv.errors import MemoryBudgetError, UsageError
-from edgekv.kv import Geometry, KVCache
+from edgekv.kv import KVCache, RowSpec
 from edgekv.machine.system import free_memory_bytes
 from tests.thorough import at_most
 
-GEOMETRY = Geometry(layers=1, kv_heads=1, head_dim=4, context=16)
+GEOMETRY = RowSpec(layers=1, kv_heads=1, head_dim=4, context=16)
 
 
 def _cache(policy: str = "fail") -> KVCache:

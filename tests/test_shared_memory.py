@@ -23,7 +23,7 @@ from edgekv.qnn.vendor_libraries import Platform, rpc_memory
 from edgekv.runtime import HtpEngine
 from edgekv.runtime.htp import takes_shared_memory
 from edgekv.runtime.load_options import CacheOptions
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import RowSpec
 
 CHIP = find("SM8650")
 BOARD = Platform("linux", "arm64")
@@ -80,7 +80,7 @@ class Counting:
 @pytest.mark.parametrize("strategy", ["slot", "shift-concat", "pointer-shift"])
 @pytest.mark.parametrize("key_layout", ["rows", "columns"])
 def test_a_cache_is_where_its_allocator_says(strategy: str, key_layout: str) -> None:
-    geometry = Geometry(layers=2, kv_heads=2, head_dim=64, context=32, kv_dtype="u8", key_layout=key_layout)
+    geometry = RowSpec(layers=2, kv_heads=2, head_dim=64, context=32, kv_dtype="u8", key_layout=key_layout)
     allocate = Counting()
     cache = KVCache(geometry, ar=[1, 4], strategy=strategy, allocate=allocate)
     ranges = [(memory.address, memory.address + memory.held_bytes) for memory in allocate.made]
@@ -90,7 +90,7 @@ def test_a_cache_is_where_its_allocator_says(strategy: str, key_layout: str) -> 
 
 
 def test_memory_that_grows_is_from_the_allocator_too() -> None:
-    geometry = Geometry(layers=2, kv_heads=1, head_dim=64, context=64, kv_dtype="u8")
+    geometry = RowSpec(layers=2, kv_heads=1, head_dim=64, context=64, kv_dtype="u8")
     allocate = Counting()
     cache = KVCache(geometry, ar=[1], strategy="slot", growth=Growth((32, 64), "together"), allocate=allocate)
     before = len(allocate.made)

@@ -30,14 +30,16 @@ from edgekv.plan import (
     find_subject,
     make_size_report,
 )
-from edgekv.plan.cache import CHOICES, count_addresses, estimate
-from edgekv.spec import ConvolutionStates, DecoderSpec, Geometry, LayeredGeometry, Rope
+from edgekv.plan.cache import CHOICES, count_addresses, estimate, strategy_cost
+from edgekv.plan.fit import check_cache_type
+from edgekv.plan.size import GeometryRecord
+from edgekv.spec import ConvolutionStates, DecoderSpec, LayeredGeometry, Rope, RowSpec
 from quant import Encoding
 from tests.manifests import int8_recipe, places_in_one_file
 from tests.picture_models import write_smolvlm
 from tests.thorough import at_most
 
-NOTE = Geometry(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
+NOTE = RowSpec(layers=32, kv_heads=32, head_dim=128, context=2048, kv_dtype="s16")
 LLAMA_1B = {
     "model_type": "llama",
     "num_hidden_layers": 16,
@@ -51,7 +53,7 @@ LLAMA_1B = {
 }
 
 geometries = st.builds(
-    Geometry,
+    RowSpec,
     layers=st.integers(1, 2),
     kv_heads=st.integers(1, 3),
     head_dim=st.integers(1, 40),
@@ -219,14 +221,31 @@ def test_no_generation_meets_an_address_that_was_not_counted(geometry, max_ar, c
         met[window.ar][1].add(window.new_row)
         cache.commit(min(tokens, window.ar))
     for each, ends in met.items():
-        counted = count_addresses(choice, geometry, max_ar, each)
+        counted = count_addresses(geometry, choice, max_ar, each)
         assert sum(map(len, ends)) <= counted
+
+
+def test_states_are_not_counted_as_keys_or_columns():
+    states = ConvolutionStates(frozenset({0, 2}), 3, 16)
+    rows = LayeredGeometry(4, 64, (1,), (8,), states=states)
+    columns = replace(rows, key_layout="columns")
+    for choice in CHOICES:
+        of_states = [count_addresses(each.groups()[0], choice, 4, 1) for each in (rows, columns)]
+        assert of_states[0] == of_states[1]
+        added = [strategy_cost(choice, each, (1, 4)).sliding_bytes_per_token for each in (rows, columns)]
+        assert added[1] - added[0] == (16 if choice.strategy in ("pointer-shift", "mirror") else 0)  # 2 keys of 8 bytes
+    record = GeometryRecord.of(rows)
+    assert (record.kv_heads, record.head_dim, record.kv_bits) == (1, 8, 8)
+    assert [(each.layers, each.window) for each in record.windows] == [(2, 64)]
+    refused = replace(rows, kv_dtype="s16", states=replace(states, dtype="u8"))
+    with pytest.raises(UsageError, match="cache of 16 bits"):
+        check_cache_type(refused, find("SM8450"))
 
 
 def test_pointer_shift_registers_an_address_for_each_position_and_slot_one():
     # ExecuTorch's issue 4517: 144 heads of keys and as many of values, 128 positions, 55,444 registered tensors; there
     # the new keys have one address, so three of our four moving ends count: 144 x 128 x 3, and 148 that do not move.
-    heads = Geometry(layers=12, kv_heads=12, head_dim=64, context=128)
+    heads = RowSpec(layers=12, kv_heads=12, head_dim=64, context=128)
     slot, two, *_ = make_size_report(subject(heads, ar=(1,))).strategies
     assert two.registered_addresses == heads.tensors * 128 * 2 == 73_728
     assert two.registered_addresses * 3 // 4 == 144 * 128 * 3 == 55_444 - 148
@@ -288,7 +307,7 @@ def write_config(folder, **changes):
 
 def test_a_config_gives_the_sizes_and_every_assumption_is_said(tmp_path):
     found = find_subject(write_config(tmp_path), Overrides(context=4096))
-    assert found.geometry == Geometry(layers=16, kv_heads=8, head_dim=64, context=4096, kv_dtype="u8")
+    assert found.geometry == RowSpec(layers=16, kv_heads=8, head_dim=64, context=4096, kv_dtype="u8")
     assert found.ar == (1, 32)
     assert find_subject(tmp_path, Overrides(context=4096, kv_bits=8, ar=(32, 1))).geometry == found.geometry
     said = " ".join(found.assumptions)
@@ -424,7 +443,7 @@ def write_bundle(folder, context=64, limits=(), **changes):
         query_gain=0.5,
         limits=limits,
     )
-    geometry = Geometry(layers=2, kv_heads=1, head_dim=4, context=context)
+    geometry = RowSpec(layers=2, kv_heads=1, head_dim=4, context=context)
     activation, cache = Encoding("u16", 0.1, 32768), Encoding("u8", 0.1, 128)
     encodings = dict.fromkeys(
         ["embedding", "attention_mask", "position_ids_cos", "position_ids_sin", "logits"], activation
@@ -518,7 +537,7 @@ def test_a_broken_bundle_is_refused(tmp_path):
 @given(choices, st.integers(1, 40), st.integers(2_000, 200_000), st.sampled_from([None, 0, 1_000, 150_000]))
 def test_the_largest_context_fits_and_the_next_does_not(choice, max_ar, limit_bytes, weights_bytes):
     ar = tuple(sorted({1, max_ar}))
-    given_subject = subject(Geometry(1, 2, 8, 64), ar, weights_bytes)
+    given_subject = subject(RowSpec(1, 2, 8, 64), ar, weights_bytes)
     report = make_size_report(given_subject, limit=MemoryLimit(limit_bytes, "a test"))
     largest = report.strategies[CHOICES.index(choice)].largest_context
     room_bytes = limit_bytes - (weights_bytes or 0)

@@ -30,8 +30,8 @@ from edgekv.spec import (
     Role,
     Rotation,
 )
-from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.geometry import KeyLayout, KvDtype, RowSpec
+from edgekv.spec.layers import Geometry
 from quant import Dtype, Encoding
 
 MANIFEST = "manifest.json"
@@ -48,7 +48,7 @@ class Manifest(Record, frozen=True):
         device: part number of the target that the graphs were checked against.
         recipe: how every matrix was quantized.
         kv_dtype: integer type of the cache.
-        key_layout: how graphs read and write keys; see `Geometry`.
+        key_layout: how graphs read and write keys; see `RowSpec`.
         graph_format: format of the graphs' files.
         context: S of the largest graphs.
         model: the decoder that the graphs compute: with the attention windows of the export, and the residual's
@@ -103,9 +103,9 @@ class Manifest(Record, frozen=True):
         return self.model.windows_in(self.context)
 
     @property
-    def geometry(self) -> Geometry:
+    def geometry(self) -> RowSpec:
         """The sizes of a cache for the largest graphs whose layers all attend to the whole context."""
-        return Geometry(
+        return RowSpec(
             layers=self.model.layers,
             kv_heads=self.model.kv_heads,
             head_dim=self.model.head_dim,
@@ -115,7 +115,7 @@ class Manifest(Record, frozen=True):
         )
 
     @property
-    def cache_geometry(self) -> Geometry | LayeredGeometry:
+    def cache_geometry(self) -> Geometry:
         """The sizes of the cache that the largest graphs read."""
         return self.model.cache(self.context, self.kv_dtype, self.key_layout)
 

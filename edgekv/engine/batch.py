@@ -49,8 +49,7 @@ class Batch:
         context = cache.geometry.context
         with cache.hold(context - self.most):
             pass  # no row is read before one is written
-        attending = [group.geometry for group in cache.groups if not group.geometry.is_state]
-        columns = min(each.past_rows(self.most, context) for each in attending)
+        columns = min(each.past_rows(self.most, context) for each in cache.geometry.rows())
         self._columns = BatchColumns(columns)
         self._revisions: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self.passes = self.rows = self.bytes_copied = 0
@@ -116,7 +115,7 @@ class Batch:
             self._revisions.pop(session, None)  # until its rows are copied
             columns = self._columns.join(key, cache.length)
             for (_, group, theirs), (_, _, own) in zip(_attending(cache), _attending(self._cache), strict=True):
-                shape = len(own.tensors), cache.length, group.geometry.head_dim
+                shape = len(own.tensors), cache.length, group.geometry.width
                 rows = np.empty(shape, own.dtype)
                 theirs.copy_out(slice(None), group.strategy.held_rows(), rows)
                 own.copy_in(slice(None), columns, rows)
@@ -137,7 +136,7 @@ class Batch:
 def _attending(cache: KVCache) -> list[tuple[int, CacheGroup, Arena]]:
     """The arenas of the groups with attention, with their numbers in `arenas`."""
     pairs = ((group, arena) for group in cache.groups for arena in group.arenas)
-    return [(at, group, arena) for at, (group, arena) in enumerate(pairs) if not group.geometry.is_state]
+    return [(at, group, arena) for at, (group, arena) in enumerate(pairs) if group in cache.row_groups]
 
 
 def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:

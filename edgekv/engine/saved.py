@@ -41,7 +41,7 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
     if not file.exists():
         return 0
     groups = engine.bundle.manifest.geometry.groups()
-    most_bytes = sum(_ELEMENT_BYTES * each.tensors * each.context * each.head_dim for each in groups)
+    most_bytes = sum(_ELEMENT_BYTES * each.tensors * each.read_rows * each.width for each in groups)
     state = read_state(file, fingerprint=_fingerprint(engine), rows_bytes=most_bytes)
     if len(state.tokens) != state.tokens_seen:
         found = f"{len(state.tokens)} tokens of {state.tokens_seen}"

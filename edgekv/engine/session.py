@@ -146,7 +146,7 @@ class Graphs:
         if self.batch_invariance == "in-place" and not self._verifies_anywhere:
             if not self._load(next(iter(next(iter(verify.values())).values()))).row_block:
                 return 0
-            least = min(group.geometry.context for group in cache.groups if not group.geometry.is_state)
+            least = min(group.geometry.context for group in cache.row_groups)
         most = max((ar for ar in verify if ar <= least - cache.length), default=0)
         return min(most, cache.step_tokens)
 

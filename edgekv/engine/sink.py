@@ -24,7 +24,7 @@ def read_sink(bundle: Bundle) -> Sink | None:
         return None
     path, count = bundle.path / record.file, len(record.tokens)
     groups = manifest.cache_geometry.groups()
-    shapes = {tensor.past: (count, group.head_dim) for group in groups for tensor in group.names()}
+    shapes = {tensor.past: (count, group.width) for group in groups for tensor in group.names()}
     shapes[LOGITS] = (count, manifest.model.vocab)
     try:
         held = dict(decode_tensors(read_file(path, manifest.files[record.file].bytes)).arrays)

@@ -207,7 +207,7 @@ class CacheDrafter(ModelDrafter):
 
 def _cache_of(manifest: Manifest) -> str:
     sizes = ", ".join(
-        f"{len(group.numbers) or group.layers} x {group.head_dim}" for group in manifest.cache_geometry.groups()
+        f"{len(group.numbers) or group.layers} x {group.width}" for group in manifest.cache_geometry.groups()
     )
     return f"layers x elements {sizes}, {manifest.kv_dtype}, contexts {', '.join(map(str, manifest.contexts))}"
 

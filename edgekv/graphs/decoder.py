@@ -25,6 +25,7 @@ from edgekv.spec import (
     DecoderSpec,
     GraphRecord,
     LoraTarget,
+    Mixer,
     PartRecord,
     attention_norm,
     convolution_kernel,
@@ -47,6 +48,13 @@ _TARGETS: dict[str, LoraTarget] = {
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
 }
+
+_MIXER_OUTPUTS: dict[Mixer, tuple[str, str]] = {
+    "attention": ("self_attn.o_proj", "o"),
+    "convolution": ("conv.out_proj", "conv.out"),
+    "delta_rule": ("linear_attn.out_proj", "delta.out"),
+}
+"""The projection back to the residual, and the name of its result."""
 
 
 class BlockOps(Protocol[V]):
@@ -266,9 +274,9 @@ def mixer_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
 
 def mixer(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     """The input of the projection back to the residual: o_proj, or out_proj of a convolution or a delta rule."""
-    if spec.is_delta_rule(layer):
+    if (kind := spec.mixer(layer)) == "delta_rule":
         return ops.delta_rule(spec, layer, x)
-    return (convolution if spec.is_convolution(layer) else attention)(ops, spec, layer, x)
+    return (convolution if kind == "convolution" else attention)(ops, spec, layer, x)
 
 
 def convolution(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
@@ -347,10 +355,7 @@ def _cached_heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> Iterator[
 def add_mixer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, mixed: V) -> V:
     """The residual after the mixer of tokens."""
     at = f"layers.{layer}."
-    if spec.is_delta_rule(layer):
-        projection, name = "linear_attn.out_proj", "delta.out"
-    else:
-        projection, name = ("conv.out_proj", "conv.out") if spec.is_convolution(layer) else ("self_attn.o_proj", "o")
+    projection, name = _MIXER_OUTPUTS[spec.mixer(layer)]
     mixed = _linear(ops, spec, mixed, layer, projection, at + name)
     if spec.post_norms:
         norm = f"model.layers.{layer}.post_attention_layernorm.weight"

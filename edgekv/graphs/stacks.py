@@ -35,7 +35,6 @@ from edgekv.graphs.source import PartSource, built_manifest
 from edgekv.spec import (
     CHECKPOINT_TOKENS,
     CONV_ROWS,
-    DELTA_KINDS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
     LAST_HIDDEN,
@@ -322,10 +321,9 @@ class StackedOps(DeltaOps[View]):
     # ------------------------------------------------------------------ attention
 
     def append_to_cache(self, new: View, tensor: KvTensor) -> View:
-        if tensor.kind in DELTA_KINDS:
-            append = self._appended_decays if tensor.kind == "decay" else self._appended_tail
-        else:
-            append = self._appended_state if tensor.is_state else self._appended
+        append = {"cache": self._appended, "state": self._appended_state, "tail": self._appended_tail}[tensor.result]
+        if tensor.kind == "decay":
+            append = self._appended_decays
         stack = self._once(("cache", tensor.layer, tensor.kind), lambda: append(new, tensor))
         return replace(stack, head=new.head)
 

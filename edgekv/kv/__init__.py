@@ -9,8 +9,9 @@ from edgekv.kv.batch_columns import BatchColumns
 from edgekv.kv.cache import CacheStats, KVCache
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
-from edgekv.kv.delta_group import CheckpointGroup, TailGroup, fold, tail_layout
+from edgekv.kv.delta_group import CheckpointGroup, TailGroup, fold
 from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
+from edgekv.kv.layers import allocated_bytes
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
@@ -24,8 +25,8 @@ from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift, pa
 from edgekv.kv.strategies.shift_concat import ShiftConcat
 from edgekv.kv.strategies.slot import Slot
 from edgekv.kv.strategies.strategy import Move, Place, Strategy, Window
-from edgekv.spec.geometry import KINDS, Geometry, KeyLayout, Kind, KvDtype, KvTensor
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.geometry import KINDS, ConvSpec, DeltaSpec, KeyLayout, Kind, KvDtype, KvTensor, LayerSpec, RowSpec
+from edgekv.spec.layers import Geometry, LayeredGeometry
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -38,12 +39,12 @@ __all__ = [
     "BatchColumns",
     "RowArena",
     "RowGroup",
+    "RowSpec",
     "StateGroup",
     "TAIL_TOKENS",
     "CheckpointGroup",
     "TailGroup",
     "fold",
-    "tail_layout",
     "Rows",
     "CacheGroup",
     "CacheState",
@@ -51,6 +52,8 @@ __all__ = [
     "ColumnArena",
     "ColumnLayout",
     "Fail",
+    "ConvSpec",
+    "DeltaSpec",
     "Geometry",
     "Growth",
     "GrowthName",
@@ -62,6 +65,7 @@ __all__ = [
     "KvEncoding",
     "KvTensor",
     "LayeredGeometry",
+    "LayerSpec",
     "Layout",
     "Mirror",
     "Move",
@@ -80,6 +84,7 @@ __all__ = [
     "Strategy",
     "StrategyName",
     "Window",
+    "allocated_bytes",
     "default_strategy",
     "find_policy",
     "make_strategy",

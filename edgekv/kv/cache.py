@@ -20,8 +20,8 @@ from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError
 from edgekv.kv.state_group import StateGroup
 from edgekv.kv.strategies.strategy import Window
-from edgekv.spec.geometry import CHECKPOINT_TOKENS, Geometry
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.geometry import CHECKPOINT_TOKENS, KINDS
+from edgekv.spec.layers import Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class KVCache:
         policy: the context policy.
         capacity: maximum number of tokens held.
         groups: groups of equal layers; one group for a plain geometry that does not grow.
+        row_groups: those of them with attention, which have a row per token.
         encodings: encoding of each tensor, in the order of the groups' names; empty if unknown.
         sink: the tokens that an empty cache holds; None if it holds none.
         dirty: whether a change was interrupted, so that rows may not be those of the tokens that the cache counts.
@@ -85,7 +86,7 @@ class KVCache:
 
     def __init__(
         self,
-        geometry: Geometry | LayeredGeometry,
+        geometry: Geometry,
         *,
         ar: Iterable[int],
         strategy: str | None = None,
@@ -117,23 +118,23 @@ class KVCache:
                 differ, a policy that would drop the sink, or a growth that does not fit; also what `RowArena` raises.
             ValueError: no AR, one out of range, a wrong number of encodings, or growth to another context.
         """
-        geometries = geometry.groups()
         self.geometry = geometry
         self.ar = tuple(sorted(set(ar)))
         if not self.ar:
             raise ValueError("ar: got none; expected the tokens per inference of at least one graph")
-        if encodings and len(encodings) != (tensors := sum(each.tensors for each in geometries)):
+        if encodings and len(encodings) != (tensors := geometry.tensors):
             raise ValueError(f"encodings: got {len(encodings)}; expected one for each of {tensors} tensors")
         self.encodings = tuple(encodings)
         self.sink = sink
         chosen = find_policy(policy) if sink is None else find_policy(policy).keeping(len(sink.tokens))
-        check_layers(chosen, geometries, geometry.context, self.ar[-1])
+        check_layers(chosen, geometry.rows(), geometry.context, self.ar[-1])
         self.policy: PolicyName = chosen.name
         self.capacity = chosen.capacity(geometry.context)
         self._evicts = chosen.evicts
         self._first = 0 if sink is None else len(sink.tokens)
         self._memory = CacheMemory(geometry, self.ar, strategy, reserve, chosen, growth, allocate, self.encodings)
         self.groups = self._memory.groups
+        self.row_groups = self._memory.rows
         self._states = [group for group in self.groups if isinstance(group, StateGroup | TailGroup | CheckpointGroup)]
         self._has_checkpoints = any(isinstance(group, CheckpointGroup) for group in self.groups)
         self._open_ar: int | None = None
@@ -154,7 +155,7 @@ class KVCache:
     @property
     def arena(self) -> RowArena:
         """The only arena of keys and values; ValueError if layers with attention differ or keys are columns."""
-        arenas = [arena for group in self.groups if not group.geometry.is_state for arena in group.arenas]
+        arenas = [arena for group in self.row_groups for arena in group.arenas]
         if len(arenas) != 1 or not isinstance(arenas[0], RowArena):
             raise ValueError(f"arena: got {len(arenas)} arenas; expected one that holds all keys and values row by row")
         return arenas[0]
@@ -458,7 +459,7 @@ class KVCache:
     def _sizes(self) -> dict[str, object]:
         """What a state and a cache must agree on: all sizes but the key layout."""
         layers = {
-            str(number): [each.kv_heads, each.head_dim, each.context, *(each.kinds if each.is_state else ())]
+            str(number): [each.heads, each.width, each.read_rows, *([] if each.kinds == KINDS else each.kinds)]
             for each in (group.geometry for group in self.groups)
             for number in each.numbers or range(each.layers)
         }
@@ -492,12 +493,10 @@ class KVCache:
             if not least <= number <= most:
                 wanted = f"{least} to {most}, for {held} tokens held with the context policy {self.policy}"
                 raise StateError(f"state: {part}", got=number, expected=wanted, fix="Run the prompt again.")
-        for group in self.groups:
-            if group.geometry.is_state:
-                group.check(state.rows, state.tokens_seen)
-            else:
-                is_wide = group.geometry.context == self.geometry.context
-                group.check(state.rows, len(state.positions) if is_wide else None)
+        for group in self._states:
+            group.check(state.rows, seen)
+        for rows in self.row_groups:
+            rows.check(state.rows, held if rows in self._memory.wide else None)
 
     def _make_room(self) -> None:
         """Evict the tokens that the policy selects; if it keeps positions below S, renumber and rotate the others."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.strategies.strategy import Window
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import LayerSpec
 
 
 class HeldRows(Protocol):
@@ -18,19 +18,21 @@ class HeldRows(Protocol):
 
 
 class CacheGroup(Protocol):
-    """Layers of one geometry: with a row per token (`RowGroup`), or with a state (`StateGroup`).
+    """Equal layers: with a row per token (`RowGroup`), or with a state (`StateGroup`, `TailGroup`, `CheckpointGroup`).
 
     Arguments are not checked: `KVCache` has checked them. Tokens are counted from the start of the text.
 
     Attributes:
-        geometry: the sizes, and the numbers of the layers.
         arenas: memory of all tensors.
         reallocations: number of reallocations, which change the arenas' addresses.
     """
 
-    geometry: Geometry
     arenas: tuple[Arena, ...]
     reallocations: int
+
+    @property
+    def geometry(self) -> LayerSpec:
+        """The sizes, and the numbers of the layers."""
 
     @property
     def strategy(self) -> HeldRows:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 
 from edgekv.kv.arena import Arena
 from edgekv.kv.cache_group import CacheGroup
-from edgekv.kv.delta_group import CheckpointGroup, TailGroup
 from edgekv.kv.growth import Growth, single_layers
+from edgekv.kv.layers import GroupSetup, make_group
 from edgekv.kv.memory import Allocate, HeapMemory
-from edgekv.kv.policies.policy import Policy, SlidingWindow
+from edgekv.kv.policies.policy import Policy
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.rows import RowGroup
-from edgekv.kv.state_group import StateGroup, state_rows
-from edgekv.kv.strategies import default_strategy, make_strategy
+from edgekv.kv.strategies import default_strategy
 from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE
-from edgekv.spec.geometry import Geometry
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.layers import Geometry
 
 
 class CacheMemory:
@@ -28,6 +25,7 @@ class CacheMemory:
 
     Attributes:
         groups: all groups.
+        rows: those with attention.
         wide: those that attend to the whole context, in the order of their layers.
         grows: whether memory is reallocated; otherwise all of it is allocated at the start.
         bytes_held: bytes allocated now.
@@ -36,7 +34,7 @@ class CacheMemory:
 
     def __init__(
         self,
-        geometry: Geometry | LayeredGeometry,
+        geometry: Geometry,
         ar: Sequence[int],
         strategy: str | None,
         reserve: Fraction | float | None,
@@ -61,41 +59,31 @@ class CacheMemory:
             UsageError: an unknown strategy, a growth that it or the layers do not allow; also what `RowArena` raises.
             ValueError: an AR out of range, or growth to another context.
         """
-        geometries, whole = geometry.groups(), geometry.context
-        for each in geometries:
+        specs, whole = geometry.groups(), geometry.context
+        for each in specs:
             for tokens in ar:
                 each.past_rows(tokens, whole)
         name = default_strategy(reserve) if strategy is None else strategy
         if growth is not None:
-            growth.check(geometries, whole, ar[-1], name)
-            geometries = single_layers(geometries, whole)
+            growth.check(geometry.rows(), whole, ar[-1], name)
+            specs = single_layers(specs, whole)
         # No closure over the cache: dropping the last reference to it must free its memory.
-        chosen = DEFAULT_RESERVE if reserve is None else reserve
-        make = partial(make_strategy, name, max_ar=ar[-1], reserve=chosen)
-        narrow = SlidingWindow()
-        groups: list[CacheGroup] = []
-        tails: list[TailGroup] = []
-        for each in geometries:
-            if each.kinds == ("recurrent",):
-                count = each.tensors + sum(tail.geometry.tensors for tail in tails)
-                groups.append(CheckpointGroup(each, tails, encodings[-count:], allocate))
-                continue
-            if each.is_delta:
-                groups.append(tail := TailGroup(each, ar[-1], allocate))
-                tails.append(tail)
-                continue
-            if each.is_state:
-                rows = state_rows(name, each, max_ar=ar[-1], reserve=chosen)
-                groups.append(StateGroup(each, rows, ar[-1], allocate))
-                continue
-            is_wide = each.context == whole
-            capacity = (policy if is_wide else narrow).capacity(each.context)
-            least = growth.contexts[0] if growth and is_wide else whole
-            groups.append(RowGroup(each, make, ar, capacity, least, allocate))
-        self.groups = tuple(groups)
-        self.wide = tuple(
-            group for group in self.groups if isinstance(group, RowGroup) and group.geometry.context == whole
+        setup = GroupSetup(
+            ar,
+            whole,
+            whole if growth is None else growth.contexts[0],
+            name,
+            DEFAULT_RESERVE if reserve is None else reserve,
+            policy,
+            allocate,
+            tuple(encodings),
         )
+        groups: list[CacheGroup] = []
+        for each in specs:
+            groups.append(make_group(each, setup, groups))
+        self.groups = tuple(groups)
+        self.rows = tuple(group for group in self.groups if isinstance(group, RowGroup))
+        self.wide = tuple(group for group in self.rows if group.geometry.context == whole)
         self.grows = growth is not None
         self._growth = growth
         self._outgrown: list[Arena] = []

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgekv.kv.arena import DTYPES, Rows, as_index
 from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, MirrorMemory, aligned
 from edgekv.kv.strategies.strategy import Move, Strategy, Window
-from edgekv.spec.geometry import Geometry, KvTensor
+from edgekv.spec.geometry import KvTensor, RowSpec
 
 _Indexes = NDArray[np.int64]
 
@@ -39,7 +39,7 @@ class ColumnLayout:
         mirrored: whether each strip is a ring of whole pages that is mapped twice.
     """
 
-    geometry: Geometry
+    geometry: RowSpec
     rows: int
     widest: int
     max_ar: int
@@ -89,7 +89,7 @@ class ColumnLayout:
         return self.tensors * self.stride_bytes + ALIGNMENT_BYTES
 
     @classmethod
-    def of(cls, geometry: Geometry, strategy: Strategy, ar: Sequence[int], context: int | None = None) -> ColumnLayout:
+    def of(cls, geometry: RowSpec, strategy: Strategy, ar: Sequence[int], context: int | None = None) -> ColumnLayout:
         """The layout for a strategy, with graphs of these AR and a largest context of S."""
         rows = strategy.rows * (geometry.head_dim if strategy.mirrored else 1)
         return cls(geometry, rows, geometry.past_rows(min(ar), context), max(ar), strategy.mirrored)

@@ -14,7 +14,7 @@ from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.state import StateError
 from edgekv.kv.strategies.strategy import Move, Window
-from edgekv.spec.geometry import CHECKPOINT_TOKENS, Geometry
+from edgekv.spec.geometry import CHECKPOINT_TOKENS, DeltaSpec
 
 Floats = NDArray[np.float32]
 _FOLDED_ELEMENTS = 1 << 18
@@ -52,12 +52,10 @@ def _checkpoint_window(ar: int, rows: int) -> Window:
     return Window(ar, rows, 0, 0, in_place=True, first=0, stop=rows)
 
 
-def tail_layout(geometry: Geometry, max_ar: int) -> Layout:
-    """The memory of the rows of these layers, or of two matrices S of each."""
-    rows = geometry.context - 1
-    if geometry.kinds == ("recurrent",):
-        return Layout(geometry, 2 * rows, kinds=geometry.kinds)
-    return Layout(geometry, 2 * rows, max_ar, kinds=geometry.kinds)
+def tail_layout(geometry: DeltaSpec, max_ar: int) -> Layout:
+    """The memory of the rows of these layers, or of two matrices S of each, which no step writes."""
+    scratch_rows = 0 if geometry.kind == "recurrent" else max_ar
+    return Layout(geometry, 2 * geometry.rows, scratch_rows, kinds=geometry.kinds)
 
 
 class TailGroup:
@@ -78,7 +76,7 @@ class TailGroup:
         before: rows held of those before the checkpoint, 0 or 64.
     """
 
-    def __init__(self, geometry: Geometry, max_ar: int, allocate: Allocate = HeapMemory) -> None:
+    def __init__(self, geometry: DeltaSpec, max_ar: int, allocate: Allocate = HeapMemory) -> None:
         """Allocate; see `RowArena` for what is raised."""
         self.geometry = geometry
         self.reallocations = 0
@@ -153,7 +151,7 @@ class TailGroup:
         for tensor in self.arena.tensors:
             found = rows.get(tensor.past, np.empty(0))
             held = len(found) if tokens is None else tokens % CHECKPOINT_TOKENS
-            shape = (held, self.geometry.head_dim)
+            shape = (held, self.geometry.width)
             if found.dtype != self.arena.dtype or found.shape != shape or held >= CHECKPOINT_TOKENS:
                 raise _refusal(tensor.past, found, f"{self.arena.dtype} {[*shape]}")
 
@@ -183,7 +181,7 @@ class CheckpointGroup:
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: DeltaSpec,
         tails: Sequence[TailGroup],
         encodings: Sequence[KvEncoding],
         allocate: Allocate = HeapMemory,
@@ -207,7 +205,7 @@ class CheckpointGroup:
         self._scales = np.array([each.scale for each in encodings], np.float32)
         self._arena = RowArena(tail_layout(geometry, 1), allocate)
         self.arenas: tuple[Arena, ...] = (self._arena,)
-        rows = geometry.context - 1
+        rows = geometry.rows
         self._has_older = False
         self._newer, self._older = self._arena.array[:, :rows], self._arena.array[:, rows:]
 
@@ -222,10 +220,10 @@ class CheckpointGroup:
     @property
     def nbytes(self) -> int:
         matrices = 1 + self._has_older
-        return matrices * self.geometry.tensors * (self.geometry.context - 1) * self.geometry.row_bytes
+        return matrices * self.geometry.tensors * self.geometry.rows * self.geometry.row_bytes
 
     def window(self, ar: int, context: int, block: int = 0) -> Window:
-        return _checkpoint_window(ar, self.geometry.context - 1)
+        return _checkpoint_window(ar, self.geometry.rows)
 
     def compact(self, first: int, rows: Sequence[int]) -> None:
         """Nothing: no step writes matrices."""
@@ -257,7 +255,7 @@ class CheckpointGroup:
         return {tensor.past: held[at].copy() for at, tensor in enumerate(self._arena.tensors)}
 
     def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
-        shape = (self.geometry.context - 1, self.geometry.head_dim)
+        shape = (self.geometry.rows, self.geometry.width)
         for tensor in self._arena.tensors:
             found = rows.get(tensor.past, np.empty(0))
             if found.dtype != self._arena.dtype or found.shape != shape:
@@ -269,7 +267,7 @@ class CheckpointGroup:
             self._newer[at] = rows[tensor.past]
 
     def _fold(self) -> None:
-        layers, key_dim, heads = self.geometry.layers, self.geometry.context - 1, self._decays.geometry.kv_heads
+        layers, key_dim, heads = self.geometry.layers, self.geometry.rows, self._decays.geometry.heads
         counts = np.cumsum([layers, layers, layers * heads])
         key_scales, value_scales, decay_scales, scales = np.split(self._scales, counts)
         tokens, zero = CHECKPOINT_TOKENS, np.float32(self.geometry.zero_point)

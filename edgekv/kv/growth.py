@@ -8,7 +8,7 @@ from typing import Literal
 
 from edgekv.errors import UsageError
 from edgekv.kv.strategies import GROWING_STRATEGIES
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import LayerSpec, RowSpec
 
 GrowthName = Literal["staggered", "together"]
 GROWTHS: tuple[GrowthName, ...] = ("staggered", "together")
@@ -45,11 +45,11 @@ class Growth:
                 fix="Leave it out, or export with several, as --context 512,1024,4096.",
             )
 
-    def check(self, geometries: Sequence[Geometry], context: int, max_ar: int, strategy: str) -> None:
+    def check(self, geometries: Sequence[RowSpec], context: int, max_ar: int, strategy: str) -> None:
         """Reject a cache that cannot grow like this.
 
         Args:
-            geometries: of its layers.
+            geometries: of its layers with attention.
             context: S of the largest graphs.
             max_ar: the most tokens per inference.
             strategy: by name.
@@ -64,7 +64,7 @@ class Growth:
             names = " or ".join(GROWING_STRATEGIES)
             fix = f"Use {names}, or leave growth out."
             raise UsageError(f"growth {self.name}", got=strategy, expected=f"the update strategy {names}", fix=fix)
-        layers = sum(each.layers for each in geometries if each.context == context and not each.is_state)
+        layers = sum(each.layers for each in geometries if each.context == context)
         steps = [above - below for below, above in zip((0, *self.contexts), self.contexts[:-1], strict=False)]
         if self.name == "staggered" and min(steps) < layers:
             raise UsageError(
@@ -89,14 +89,14 @@ class Growth:
         return [self.context(layer, layers, columns) for layer in range(layers)]
 
 
-def single_layers(geometries: Sequence[Geometry], context: int) -> tuple[Geometry, ...]:
+def single_layers(geometries: Sequence[LayerSpec], context: int) -> tuple[LayerSpec, ...]:
     """The same layers, with one geometry for each that attends to the whole context, so that each grows separately."""
-    alone: list[Geometry] = []
+    alone: list[LayerSpec] = []
     for each in geometries:
-        if each.context < context or each.is_state:  # states have rows of their own, of which none are added
-            alone.append(each)
-        else:
+        if isinstance(each, RowSpec) and each.context == context:
             alone += (replace(each, layers=1, numbers=(n,)) for n in each.numbers or range(each.layers))
+        else:
+            alone.append(each)
     return tuple(alone)
 
 

@@ -17,7 +17,7 @@ from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, Mirr
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.state import StateError
 from edgekv.kv.strategies.strategy import Move, Place, Strategy, Window
-from edgekv.spec.geometry import KINDS, Geometry, Kind, KvTensor
+from edgekv.spec.geometry import KINDS, Kind, KvTensor, LayerSpec, RowSpec
 
 T = TypeVar("T")
 
@@ -40,14 +40,14 @@ class Layout:
     """Tensors of `rows` rows, then as many scratch tensors of `scratch_rows` rows, each on a 64-byte boundary.
 
     Attributes:
-        geometry: the sizes of the cache.
+        geometry: the sizes of the layers.
         rows: rows of each tensor; at least 1.
         scratch_rows: rows of each scratch tensor, or 0 for none.
         mirrored: whether each tensor is a ring of whole pages that is mapped twice; then there is no scratch.
         kinds: the kinds of tensors: keys, values or both; or states.
     """
 
-    geometry: Geometry
+    geometry: LayerSpec
     rows: int
     scratch_rows: int = 0
     mirrored: bool = False
@@ -58,7 +58,7 @@ class Layout:
             raise ValueError(f"layout: got {self}; expected rows >= 1 and scratch_rows >= 0, 0 if mirrored")
 
     @classmethod
-    def of(cls, geometry: Geometry, strategy: _Sizes, kinds: tuple[Kind, ...] | None = None) -> Layout:
+    def of(cls, geometry: LayerSpec, strategy: _Sizes, kinds: tuple[Kind, ...] | None = None) -> Layout:
         """The layout for a strategy."""
         return cls(geometry, strategy.rows, strategy.scratch_rows, strategy.mirrored, kinds or geometry.kinds)
 
@@ -100,7 +100,7 @@ class Layout:
 
 
 class RowArena:
-    """Memory for a layout, filled with the zero point; an `Arena`. Tensors are in the order of `Geometry.names()`.
+    """Memory for a layout, filled with the zero point; an `Arena`. Tensors are in the order of the geometry's names.
 
     Attributes:
         layout: sizes and offsets in bytes.
@@ -133,7 +133,7 @@ class RowArena:
 
         def tensors(start: int, rows: int, stride_bytes: int) -> Rows:
             return np.ndarray(
-                (layout.tensors, rows, geometry.head_dim),
+                (layout.tensors, rows, geometry.width),
                 dtype,
                 memory.buffer,
                 memory.offset + start,
@@ -168,10 +168,10 @@ class RowArena:
         return self.array.dtype
 
     def past_shape(self, columns: int) -> list[int]:
-        return [1, 1, columns, self.layout.geometry.head_dim]
+        return [1, 1, columns, self.layout.geometry.width]
 
     def new_shape(self, ar: int) -> list[int]:
-        return [1, 1, ar, self.layout.geometry.head_dim]
+        return [1, 1, ar, self.layout.geometry.width]
 
     def past_offset_bytes(self, window: Window) -> int:
         return window.past_row % self.layout.rows * self.row_bytes
@@ -290,8 +290,8 @@ class RowGroup:
 
     def __init__(
         self,
-        geometry: Geometry,
-        make_strategy: Callable[[Geometry], Strategy],
+        geometry: RowSpec,
+        make_strategy: Callable[[RowSpec], Strategy],
         ar: Sequence[int],
         capacity: int,
         context: int,

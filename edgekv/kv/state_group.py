@@ -14,7 +14,7 @@ from edgekv.kv.rows import Layout, RowArena
 from edgekv.kv.state import StateError
 from edgekv.kv.strategies import OrderedSlot, make_strategy
 from edgekv.kv.strategies.strategy import Move, Window
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import ConvSpec, KvDtype, RowSpec
 
 TAIL_TOKENS = 64
 """Tokens beyond a step that a state can be rewound by, so that blocks of tokens can still be stored after it."""
@@ -48,12 +48,17 @@ class _Rows(Protocol):
     def held_rows(self) -> list[int]: ...
 
 
-def state_strip(geometry: Geometry, max_ar: int) -> Geometry:
-    """The rows that are kept of a state, as the window of a layer: the state itself, and a tail for rewinds."""
-    return replace(geometry, context=geometry.context + max_ar + TAIL_TOKENS)
+def state_strip(geometry: ConvSpec, max_ar: int) -> RowSpec:
+    """The rows that are kept of a state, as the window of a layer: the state itself, and a tail for rewinds.
+
+    Strategies read the bytes of a row, so that the type is any of as many bytes.
+    """
+    dtype: KvDtype = "s16" if geometry.element_bytes == 2 else "u8"
+    context = geometry.kernel + max_ar + TAIL_TOKENS
+    return RowSpec(geometry.layers, 1, geometry.width, context, dtype, numbers=geometry.numbers)
 
 
-def state_rows(name: str, geometry: Geometry, *, max_ar: int, reserve: object) -> _Rows:
+def state_rows(name: str, geometry: ConvSpec, *, max_ar: int, reserve: object) -> _Rows:
     """Where the rows of states are, for the update strategy of the cache that they belong to.
 
     Args:
@@ -67,8 +72,8 @@ def state_rows(name: str, geometry: Geometry, *, max_ar: int, reserve: object) -
     """
     strip = state_strip(geometry, max_ar)
     if name == "slot":
-        return OrderedSlot(strip.context - 1, geometry.context - 1, max_ar=max_ar)
-    return make_strategy(name, replace(strip, key_layout="rows"), max_ar=max_ar, reserve=reserve)  # type: ignore[arg-type]
+        return OrderedSlot(strip.context - 1, geometry.state_rows, max_ar=max_ar)
+    return make_strategy(name, strip, max_ar=max_ar, reserve=reserve)  # type: ignore[arg-type]
 
 
 class StateGroup:
@@ -86,7 +91,7 @@ class StateGroup:
     the first token are 0.
 
     Attributes:
-        geometry: the sizes, and the numbers of the layers; its context is K.
+        geometry: the sizes, and the numbers of the layers.
         strategy: row positions and copies.
         arenas: all states.
         reallocations: always 0.
@@ -94,7 +99,7 @@ class StateGroup:
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: ConvSpec,
         strategy: _Rows,
         max_ar: int,
         allocate: Allocate = HeapMemory,
@@ -110,7 +115,7 @@ class StateGroup:
         self.geometry = geometry
         self.strategy = strategy
         self.reallocations = 0
-        self._past_rows = geometry.context - 1
+        self._past_rows = geometry.state_rows
         self._capacity = state_strip(geometry, max_ar).context - 1
         self._arena = RowArena(Layout.of(geometry, strategy), allocate)
         self.arenas: tuple[Arena, ...] = (self._arena,)
@@ -166,7 +171,7 @@ class StateGroup:
     def newest(self) -> Rows:
         """A copy of what the next token reads, `[N, K-1, H]`: 0 where there was no token."""
         held = self.strategy.held_rows()[-self._past_rows :]
-        shape = len(self._arena.tensors), self._past_rows, self.geometry.head_dim
+        shape = len(self._arena.tensors), self._past_rows, self.geometry.width
         rows = np.full(shape, self.geometry.zero_point, self._arena.dtype)
         if held:
             rows[:, -len(held) :] = self._arena.array[:, held]
@@ -176,11 +181,11 @@ class StateGroup:
         wanted = self._past_rows if tokens is None else min(tokens, self._past_rows)
         for tensor in self._arena.tensors:
             found = rows.get(tensor.past, np.empty(0))
-            if found.dtype != self._arena.dtype or found.shape != (wanted, self.geometry.head_dim):
+            if found.dtype != self._arena.dtype or found.shape != (wanted, self.geometry.width):
                 raise StateError(
                     f"state: {tensor.past}",
                     got=f"{found.dtype} {list(found.shape)}",
-                    expected=f"{self._arena.dtype} {[wanted, self.geometry.head_dim]}",
+                    expected=f"{self._arena.dtype} {[wanted, self.geometry.width]}",
                     fix="Save the state again from a cache of this kind.",
                 )
 

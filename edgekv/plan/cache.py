@@ -5,25 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import singledispatch
 
 import msgspec
 
 from edgekv.kv import (
     DEFAULT_RESERVE,
     DEFAULT_STRATEGY,
-    KINDS,
     STRATEGIES,
-    ColumnLayout,
     Layout,
     Strategy,
     StrategyName,
+    allocated_bytes,
     make_strategy,
-    state_rows,
     state_strip,
-    tail_layout,
 )
-from edgekv.spec import DecoderInterface, Geometry, GraphRecord, LayeredGeometry, Role, RotaryInputs
-from edgekv.spec.geometry import CHECKPOINT_TOKENS
+from edgekv.spec import (
+    CHECKPOINT_TOKENS,
+    ConvSpec,
+    DecoderInterface,
+    DeltaSpec,
+    Geometry,
+    GraphRecord,
+    LayerSpec,
+    Role,
+    RotaryInputs,
+    RowSpec,
+)
 
 _POINTER_SHIFT: StrategyName = "pointer-shift"
 _RESERVES = (DEFAULT_RESERVE, Fraction(3, 2))
@@ -46,15 +54,15 @@ class Choice:
         """Such as `pointer-shift 1.5`."""
         return self.strategy if self.reserve is None else f"{self.strategy} {float(self.reserve)}"
 
-    def make(self, geometry: Geometry, max_ar: int) -> Strategy:
+    def make(self, geometry: RowSpec, max_ar: int) -> Strategy:
         """The strategy itself, empty, as the runtime creates it for layers with attention."""
         return make_strategy(self.strategy, geometry, max_ar=max_ar, reserve=self.reserve or DEFAULT_RESERVE)
 
-    def held_bytes(self, geometry: Geometry | LayeredGeometry, ar: Sequence[int]) -> int:
+    def held_bytes(self, geometry: Geometry, ar: Sequence[int]) -> int:
         """Bytes that a cache for graphs of these AR allocates."""
         return sum(self._group_bytes(group, ar, geometry.context) for group in geometry.groups())
 
-    def layer_bytes(self, geometry: Geometry | LayeredGeometry, ar: Sequence[int]) -> tuple[int, ...]:
+    def layer_bytes(self, geometry: Geometry, ar: Sequence[int]) -> tuple[int, ...]:
         """Bytes of each layer, rounded up."""
         found = [0] * geometry.layers
         for group in geometry.groups():
@@ -63,28 +71,18 @@ class Choice:
                 found[layer] += share
         return tuple(found)
 
-    def formula_bytes(self, geometry: Geometry | LayeredGeometry) -> int | None:
+    def formula_bytes(self, geometry: Geometry) -> int | None:
         """Bytes by the formula of Qualcomm's HTP note; None for other strategies.
 
         reserve x 2 x layers x heads x (S-1) x D x bits/8: the note writes 2 x 2 for a reserve of 2.0, and 3 for 1.5.
         """
         if self.reserve is None:
             return None
-        attending = (group for group in geometry.groups() if not group.is_state)
-        rows_bytes = sum(group.tensors * group.past_rows(1) * group.row_bytes for group in attending)
+        rows_bytes = sum(group.tensors * group.past_rows(1) * group.row_bytes for group in geometry.rows())
         return int(self.reserve * rows_bytes)
 
-    def _group_bytes(self, group: Geometry, ar: Sequence[int], context: int) -> int:
-        if group.is_delta:
-            return tail_layout(group, max(ar)).allocated_bytes
-        if group.is_state:
-            rows = state_rows(self.strategy, group, max_ar=max(ar), reserve=self.reserve or DEFAULT_RESERVE)
-            return Layout.of(group, rows).allocated_bytes
-        strategy = self.make(group, max(ar))
-        if group.key_layout == "rows":
-            return Layout.of(group, strategy).allocated_bytes
-        keys = ColumnLayout.of(group, strategy, ar, context)
-        return keys.allocated_bytes + Layout.of(group, strategy, ("value",)).allocated_bytes
+    def _group_bytes(self, group: LayerSpec, ar: Sequence[int], context: int) -> int:
+        return allocated_bytes(group, self.strategy, ar, context, self.reserve or DEFAULT_RESERVE)
 
 
 def _choices() -> tuple[Choice, ...]:
@@ -118,13 +116,11 @@ class GraphPorts(msgspec.Struct, frozen=True, kw_only=True):
     kv_outputs: int
 
 
-def graph_ports(
-    geometry: Geometry | LayeredGeometry, role: Role, ar: int, rotary: Sequence[RotaryInputs]
-) -> GraphPorts:
+def graph_ports(geometry: Geometry, role: Role, ar: int, rotary: Sequence[RotaryInputs]) -> GraphPorts:
     """The ports of the graph for `ar` tokens per inference, as one part."""
     record = GraphRecord.whole("", "", layers=geometry.layers, ar=ar, context=geometry.context, role=role)
     # All heads of a layer have the same ports, so one is enough to count the others.
-    cache = replace(geometry, kv_heads=1) if isinstance(geometry, Geometry) else replace(geometry, kv_heads=(1,))
+    cache = replace(geometry, kv_heads=1) if isinstance(geometry, RowSpec) else replace(geometry, kv_heads=(1,))
     ports = DecoderInterface(hidden=1, vocab=1, cache=cache, rotary=tuple(rotary)).graph(record)
     return GraphPorts(
         role=role,
@@ -180,77 +176,92 @@ class Traffic:
     moving_ends: int
 
 
-def count_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int) -> Traffic:
+@singledispatch
+def count_traffic(spec: LayerSpec, choice: Choice, context: int, max_ar: int) -> Traffic:
     """The copies of one group of layers.
 
     Args:
+        spec: of the layers.
         choice: the update strategy.
-        geometry: of layers that attend to the same number of tokens, W.
         context: S of the graphs.
         max_ar: the largest AR of the graphs.
     """
-    if geometry.is_delta:
-        return _tail_traffic(geometry, context, max_ar)
-    if geometry.is_state:
-        return _state_traffic(choice, geometry, context, max_ar)
-    held, tokens = geometry.past_rows(1), context - 1
+    raise TypeError(f"spec: got {type(spec).__name__}; expected a RowSpec, ConvSpec or DeltaSpec")
+
+
+@count_traffic.register
+def _(spec: RowSpec, choice: Choice, context: int, max_ar: int) -> Traffic:
+    held, tokens = spec.past_rows(1), context - 1
     if choice.strategy == "slot":
         # A step of AR copies its AR rows. Before it, at most AR-1 newest rows behind the graph's past are exchanged
         # with the oldest: three copies of each pair.
-        hidden = max(0, held - geometry.past_rows(max_ar, context))
+        hidden = max(0, held - spec.past_rows(max_ar, context))
         return Traffic(0, tokens, Fraction(1), max_ar + 3 * hidden, 0)
     if choice.strategy == "shift-concat":
         return Traffic(0, tokens * held, Fraction(held), held, 0)
     if choice.strategy == "mirror":
         return Traffic(None, 0, Fraction(0), 0, 2)
     # pointer-shift: the window reaches the end of the strip every `between` tokens; then all held rows move down.
-    between = choice.make(geometry, max_ar).rows - held
+    between = choice.make(spec, max_ar).rows - held
     slides = (tokens - 1) // between
     partial = min(slides, held // between)
     filling = between * partial * (partial + 1) // 2 + (slides - partial) * held
     return Traffic(between, filling, Fraction(held, between), held, 2)
 
 
-def _state_traffic(choice: Choice, geometry: Geometry, context: int, max_ar: int) -> Traffic:
-    """The copies of states: `slot` moves the state itself, and the new rows to its tail; others, the tail of a text."""
+@count_traffic.register
+def _(spec: ConvSpec, choice: Choice, context: int, max_ar: int) -> Traffic:
+    """`slot` moves the state itself, and the new rows to its tail; others, the tail of a text."""
     if choice.strategy == "slot":
-        kernel = geometry.context
-        return Traffic(0, (context - 1) * kernel, Fraction(kernel), max_ar + kernel - 1, 0)
-    # Rows are counted, whose type is no matter; those of keys and values have no u16.
-    strip = replace(state_strip(geometry, max_ar), kinds=KINDS, kv_dtype="s16")
-    traffic = count_traffic(choice, strip, context, max_ar)
+        return Traffic(0, (context - 1) * spec.kernel, Fraction(spec.kernel), max_ar + spec.state_rows, 0)
+    strip = state_strip(spec, max_ar)
+    traffic = count_traffic(strip, choice, context, max_ar)
     if choice.strategy != "shift-concat":
         return traffic
-    tokens, held, state = context - 1, strip.past_rows(1), geometry.context - 1
-    growing = sum(max(each, state) for each in range(1, min(tokens, held) + 1))
+    tokens, held = context - 1, strip.past_rows(1)
+    growing = sum(max(each, spec.state_rows) for each in range(1, min(tokens, held) + 1))
     return replace(traffic, filling_rows=growing + max(0, tokens - held) * held)
 
 
-def _tail_traffic(geometry: Geometry, context: int, max_ar: int) -> Traffic:
-    """The copies of the tail of a delta rule: each new row, and 64 rows at each checkpoint; none of its matrices."""
-    if geometry.kinds == ("recurrent",):
+@count_traffic.register
+def _(spec: DeltaSpec, choice: Choice, context: int, max_ar: int) -> Traffic:
+    """Each new row of a tail, and 64 rows at each checkpoint; none of the matrices."""
+    if spec.kind == "recurrent":
         return Traffic(None, 0, Fraction(0), 0, 0)
     tokens = context - 1
     filling = tokens + tokens // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
     return Traffic(0, filling, Fraction(2), min(max_ar, CHECKPOINT_TOKENS) + CHECKPOINT_TOKENS, 0)
 
 
-def count_addresses(choice: Choice, geometry: Geometry, max_ar: int, ar: int) -> int:
+@singledispatch
+def count_addresses(spec: LayerSpec, choice: Choice, max_ar: int, ar: int) -> int:
     """Number of distinct start rows of past and new rows of the AR-`ar` graph in an endless generation.
 
     A runtime that registers each address of an input or output as a separate tensor registers this many per cache
     tensor.
     """
-    if geometry.is_delta:
-        return 2
-    geometry = state_strip(geometry, max_ar) if geometry.is_state else geometry
-    layout = Layout.of(geometry, choice.make(geometry, max_ar))
+    raise TypeError(f"spec: got {type(spec).__name__}; expected a RowSpec, ConvSpec or DeltaSpec")
+
+
+@count_addresses.register
+def _(spec: RowSpec, choice: Choice, max_ar: int, ar: int) -> int:
+    layout = Layout.of(spec, choice.make(spec, max_ar))
     if choice.strategy == "mirror":
-        in_columns = geometry.key_layout == "columns"
+        in_columns = spec.key_layout == "columns"
         # Keys as columns move on by an element, and new ones are written to one address: the mean of keys and values.
-        return -(-(layout.rows * (geometry.head_dim + 2) + 1) // 2) if in_columns else 2 * layout.rows
+        return -(-(layout.rows * (spec.head_dim + 2) + 1) // 2) if in_columns else 2 * layout.rows
     if choice.strategy == "pointer-shift":
-        return 2 * (layout.rows - ar - geometry.past_rows(1) + 1)
+        return 2 * (layout.rows - ar - spec.past_rows(1) + 1)
+    return 2
+
+
+@count_addresses.register
+def _(spec: ConvSpec, choice: Choice, max_ar: int, ar: int) -> int:
+    return count_addresses(state_strip(spec, max_ar), choice, max_ar, ar)
+
+
+@count_addresses.register
+def _(spec: DeltaSpec, choice: Choice, max_ar: int, ar: int) -> int:
     return 2
 
 
@@ -299,18 +310,18 @@ class StrategyCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.strategy if self.reserve is None else f"{self.strategy} {self.reserve}"
 
 
-def strategy_cost(choice: Choice, geometry: Geometry | LayeredGeometry, ar: Sequence[int]) -> StrategyCost:
+def strategy_cost(choice: Choice, geometry: Geometry, ar: Sequence[int]) -> StrategyCost:
     """The cost of one choice, without saying whether it fits."""
     context, max_ar = geometry.context, max(ar)
     groups = geometry.groups()
-    counted = [(group, count_traffic(choice, group, context, max_ar)) for group in groups]
+    counted = [(group, count_traffic(group, choice, context, max_ar)) for group in groups]
     row_bytes = [group.tensors * group.row_bytes for group in groups]
     extra_bytes = _key_column_bytes(choice, geometry)
     filling = sum(size * traffic.filling_rows for size, (_, traffic) in zip(row_bytes, counted, strict=True))
     sliding = sum(size * traffic.sliding_rows_per_token for size, (_, traffic) in zip(row_bytes, counted, strict=True))
     worst = sum(size * traffic.worst_step_rows for size, (_, traffic) in zip(row_bytes, counted, strict=True))
     starts = [traffic.tokens_before_copy for _, traffic in counted if traffic.tokens_before_copy is not None]
-    widest = max(groups, key=lambda group: group.context)
+    widest = max(geometry.rows(), key=lambda group: group.context)
     layout = Layout.of(widest, choice.make(widest, max_ar))
     return StrategyCost(
         strategy=choice.strategy,
@@ -326,16 +337,16 @@ def strategy_cost(choice: Choice, geometry: Geometry | LayeredGeometry, ar: Sequ
         worst_step_bytes=worst + max_ar * extra_bytes,
         rebound_tensors_per_step=sum(group.tensors * traffic.moving_ends for group, traffic in counted),
         registered_addresses=sum(
-            group.tensors * count_addresses(choice, group, max_ar, each) for group in groups for each in ar
+            group.tensors * count_addresses(group, choice, max_ar, each) for group in groups for each in ar
         ),
     )
 
 
-def _key_column_bytes(choice: Choice, geometry: Geometry | LayeredGeometry) -> int:
+def _key_column_bytes(choice: Choice, geometry: Geometry) -> int:
     """Bytes that keys as columns add to every token: graphs write new key columns to a scratch first."""
     if geometry.key_layout == "rows" or choice.strategy not in ("pointer-shift", "mirror"):
         return 0
-    return sum(group.tensors // 2 * group.row_bytes for group in geometry.groups())
+    return sum(group.tensors // 2 * group.row_bytes for group in geometry.rows())
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):

@@ -181,9 +181,7 @@ def layer_graph_bytes(decoder: Decoder) -> int:
     return heads_bytes + _LAYER_GRAPH_BYTES
 
 
-def export_cost(
-    decoder: Decoder, weights: Weights, geometry: Geometry | LayeredGeometry, ar: Sequence[int]
-) -> ExportCost:
+def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int]) -> ExportCost:
     """The cost of exporting graphs of these AR, with a calibration text that fills all windows."""
     has_delta_rule = isinstance(geometry, LayeredGeometry) and geometry.delta_rule is not None
     window = calibration_window(geometry.context, has_delta_rule=has_delta_rule)

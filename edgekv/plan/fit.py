@@ -15,8 +15,7 @@ from edgekv.plan.export_cost import layer_graph_bytes
 from edgekv.plan.options import HTP_CONTEXT_BYTES, MOST_CONTEXT
 from edgekv.plan.parts import Load, Part, are_runnable, lay_out, least_splits, smallest_parts
 from edgekv.plan.subject import Subject
-from edgekv.spec.geometry import Geometry
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.layers import Geometry
 from edgekv.spec.sizes import Decoder
 
 MASK_BYTES = 1 << 20
@@ -26,13 +25,13 @@ _ELEMENT_BYTES = 2  # every activation is uint16
 _REPORTED_ARCH = 81
 
 
-def mask_bytes(geometry: Geometry | LayeredGeometry, ar: int) -> int:
+def mask_bytes(geometry: Geometry, ar: int) -> int:
     """Bytes of the largest mask operand of the AR-`ar` graph; each attention window has its own mask."""
-    columns = max(group.past_rows(ar, geometry.context) for group in geometry.groups()) + ar
+    columns = max(group.past_rows(ar, geometry.context) for group in geometry.rows()) + ar
     return _ELEMENT_BYTES * ar * columns
 
 
-def mask_warnings(geometry: Geometry | LayeredGeometry, ar: Sequence[int], device: Device) -> list[str]:
+def mask_warnings(geometry: Geometry, ar: Sequence[int], device: Device) -> list[str]:
     """A sentence for each graph whose mask is above `MASK_BYTES`, with the AR to use instead.
 
     Args:
@@ -57,14 +56,14 @@ def mask_warnings(geometry: Geometry | LayeredGeometry, ar: Sequence[int], devic
     return sentences
 
 
-def _safe_ar(geometry: Geometry | LayeredGeometry, ar: int) -> int | None:
+def _safe_ar(geometry: Geometry, ar: int) -> int | None:
     """The largest smaller AR that divides the context and has a mask within the limit, if there is one."""
     context = geometry.context
     smaller = (tokens for tokens in range(ar - 1, 0, -1) if context % tokens == 0)
     return next((tokens for tokens in smaller if mask_bytes(geometry, tokens) <= MASK_BYTES), None)
 
 
-def activation_bytes(decoder: Decoder, geometry: Geometry | LayeredGeometry, ar: int) -> int:
+def activation_bytes(decoder: Decoder, geometry: Geometry, ar: int) -> int:
     """Bytes that the largest layer of the AR-`ar` graph needs at once: an upper estimate.
 
     It assumes that nothing is freed within either half of a layer, and that all heads run at once:
@@ -78,7 +77,7 @@ def activation_bytes(decoder: Decoder, geometry: Geometry | LayeredGeometry, ar:
     and spills the rest; its schedule is not modelled.
     """
     context = geometry.context
-    attending = [group for group in geometry.groups() if not group.is_state]
+    attending = geometry.rows()
     columns = [group.past_rows(ar, context) + ar for group in attending]
     both_halves = 2 * ar * decoder.hidden + ar * sum(columns) + decoder.vocab
     joined_bytes = max(
@@ -171,7 +170,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     largest_in_one: int | None
 
 
-def check_cache_type(geometry: Geometry | LayeredGeometry, device: Device) -> None:
+def check_cache_type(geometry: Geometry, device: Device) -> None:
     """Reject a cache that the device's HTP does not support.
 
     Raises:
@@ -180,7 +179,7 @@ def check_cache_type(geometry: Geometry | LayeredGeometry, device: Device) -> No
     if not device.supports_kv(geometry.kv_dtype):
         raise UsageError(
             "--device",
-            got=f"{device.soc} (V{device.arch}) for a cache of {8 * geometry.groups()[0].element_bytes} bits",
+            got=f"{device.soc} (V{device.arch}) for a cache of {8 * geometry.rows()[0].element_bytes} bits",
             expected="V73 or later for a cache of 16 bits",
             fix="Use --kv-bits 8 (export with --kv u8), or a later device.",
         )

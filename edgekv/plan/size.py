@@ -27,7 +27,7 @@ from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, 
 from edgekv.plan.parts import EncoderPlan
 from edgekv.plan.subject import Subject, cache_geometry
 from edgekv.plan.wording import fit_sentences
-from edgekv.spec import Geometry, KvDtype, LayeredGeometry
+from edgekv.spec import Geometry, KvDtype
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,17 +60,17 @@ class GeometryRecord(msgspec.Struct, frozen=True, kw_only=True):
     windows: list[LayersRecord]
 
     @classmethod
-    def of(cls, geometry: Geometry | LayeredGeometry) -> GeometryRecord:
-        groups = geometry.groups()
+    def of(cls, geometry: Geometry) -> GeometryRecord:
+        rows = geometry.rows()
         return cls(
             layers=geometry.layers,
-            kv_heads=groups[0].kv_heads,
-            head_dim=groups[0].head_dim,
+            kv_heads=rows[0].kv_heads,
+            head_dim=rows[0].head_dim,
             context=geometry.context,
-            kv_bits=8 * groups[0].element_bytes,
+            kv_bits=8 * rows[0].element_bytes,
             kv_dtype=geometry.kv_dtype,
             tensors=geometry.tensors,
-            windows=[LayersRecord(layers=each.layers, window=each.context, tensors=each.tensors) for each in groups],
+            windows=[LayersRecord(layers=each.layers, window=each.context, tensors=each.tensors) for each in rows],
         )
 
 

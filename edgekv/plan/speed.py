@@ -7,7 +7,7 @@ import msgspec
 from devices import FASTEST_PASS_S, PUBLISHED_SOURCE, Device, nearest_published
 from edgekv.errors import UsageError
 from edgekv.plan.subject import Subject
-from edgekv.spec import Decoder, Geometry, LayeredGeometry, Weights
+from edgekv.spec import Decoder, Geometry, Weights
 
 _SHORT_PROMPT = 128
 
@@ -132,26 +132,24 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
     )
 
 
-def macs_per_token(decoder: Decoder, geometry: Geometry | LayeredGeometry) -> int:
+def macs_per_token(decoder: Decoder, geometry: Geometry) -> int:
     """Multiply-adds of one more token in a pass: every layer's matrices, and its attention or convolution.
 
     The head runs once a pass, not once a token.
     """
-    groups = geometry.groups()
-    owners = sum(group.layers for group in groups if not group.is_state)
+    attending = geometry.rows()
+    owners = sum(group.layers for group in attending)
     deltas = 0 if decoder.delta_rule is None else len(decoder.delta_rule.layers)
     readers = decoder.layers - decoder.convolutions - deltas
+    # Layers that read the cache of another are taken to be of all kinds alike.
     attention = sum(
-        group.layers * group.context * group.head_dim
-        if group.is_state
-        # Layers that read the cache of another are taken to be of all kinds alike.
-        else readers * group.layers * group.context * 2 * decoder.heads * group.head_dim // owners
-        for group in groups
+        readers * group.layers * group.context * 2 * decoder.heads * group.head_dim // owners for group in attending
     )
-    return decoder.all_layer_parameters + attention
+    states = (group for group in geometry.groups() if group not in attending)
+    return decoder.all_layer_parameters + attention + sum(each.layers * each.read_rows * each.width for each in states)
 
 
-def _mean_cache_bytes(geometry: Geometry | LayeredGeometry) -> int:
+def _mean_cache_bytes(geometry: Geometry) -> int:
     """Rows held on average while the context fills: min(t, W-1) over the first S-1 tokens."""
     tokens = geometry.context - 1
     total = 0

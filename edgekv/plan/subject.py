@@ -24,6 +24,7 @@ from edgekv.spec import (
     LayeredGeometry,
     Role,
     RotaryInputs,
+    RowSpec,
     Weights,
     describe_cache,
     head_type,
@@ -57,7 +58,7 @@ class Subject:
     """
 
     source: str
-    geometry: Geometry | LayeredGeometry
+    geometry: Geometry
     ar: tuple[int, ...]
     weights_bytes: int | None
     max_positions: int | None
@@ -95,10 +96,10 @@ def cache_geometry(
     context: int,
     kv_dtype: KvDtype,
     windows: tuple[int | None, ...] = (),
-) -> Geometry | LayeredGeometry:
+) -> Geometry:
     """The geometry of layers that attend to the whole context, or to `windows` if there are any."""
     if not windows:
-        return Geometry(layers, kv_heads, head_dim, context, kv_dtype)
+        return RowSpec(layers, kv_heads, head_dim, context, kv_dtype)
     return LayeredGeometry(layers, context, (kv_heads,), (head_dim,), windows, kv_dtype)
 
 

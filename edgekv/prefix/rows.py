@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.kv import KVCache
-from edgekv.spec.geometry import Geometry
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.geometry import RowSpec
+from edgekv.spec.layers import Geometry
 
 Rows = NDArray[Any]
 _ALIGNED_PAGES = 64  # of a smaller block, a page more would be too much
@@ -32,7 +32,7 @@ class BlockGroup:
         window: tokens that a token attends to, including itself; None for full attention.
     """
 
-    geometry: Geometry
+    geometry: RowSpec
     window: int | None
 
     @property
@@ -61,10 +61,9 @@ class BlockGroup:
         return 0 if self.window is None else max(0, tokens - self.window + 1)
 
 
-def split_layers(geometry: Geometry | LayeredGeometry) -> tuple[BlockGroup, ...]:
+def split_layers(geometry: Geometry) -> tuple[BlockGroup, ...]:
     """The groups of a geometry that have rows, full attention first, then the widest window first."""
-    attending = [each for each in geometry.groups() if not each.is_state]
-    ordered = sorted(attending, key=lambda each: (each.context, each.kv_heads, each.head_dim), reverse=True)
+    ordered = sorted(geometry.rows(), key=lambda each: (each.context, each.kv_heads, each.head_dim), reverse=True)
     return tuple(BlockGroup(each, None if each.context == geometry.context else each.context) for each in ordered)
 
 
@@ -113,8 +112,9 @@ class CacheRows:
     def __init__(self, cache: KVCache, groups: Sequence[BlockGroup]) -> None:
         """Find the groups' tensors in a cache of the same layers."""
         self._homes = cache.groups
-        self._rows = [() if home.geometry.is_state else home.strategy.held_rows() for home in cache.groups]
         self._spans = _spans(cache, tuple(groups))
+        homes = {span.home for spans in self._spans for span in spans}
+        self._rows = {home: cache.groups[home].strategy.held_rows() for home in homes}
         self._first = [cache.tokens_seen - cache.groups[spans[0].home].length for spans in self._spans]
 
     def first(self, group: int) -> int:

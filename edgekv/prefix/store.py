@@ -18,8 +18,7 @@ from edgekv.prefix.retention import RetentionPolicy
 from edgekv.prefix.rows import Rows, Source, Target, split_layers
 from edgekv.prefix.stats import StoreStats
 from edgekv.prefix.table import Row
-from edgekv.spec.geometry import Geometry
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.layers import Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class PrefixStore:
 
     def __init__(
         self,
-        geometry: Geometry | LayeredGeometry,
+        geometry: Geometry,
         config: StoreConfig | None = None,
         *,
         fingerprint: str = "",

@@ -328,12 +328,9 @@ class StepInputs:
         self._index = self.arrays.get(LOGITS_INDEX)
         others = [self.arrays[port.name][0, 0] for port in inputs if port.kind == "others"]
         self._taps = ConvolutionRows(self.arrays[CONV_ROWS], others, record.ar) if CONV_ROWS in self.arrays else None
-        first_group: dict[str, int] = {}  # groups with the same window share a mask
-        for group, geometry in enumerate(decoder.cache.groups()):
-            if geometry.is_state:
-                continue
-            first_group.setdefault(decoder.mask_of(geometry), group)
-        self.groups: Mapping[str, int] = {name: group for name, group in first_group.items() if name in self.arrays}
+        self.groups: Mapping[str, int] = {
+            name: group for name, group in decoder.mask_groups().items() if name in self.arrays
+        }
         self._masks = [
             (group, AttentionMask(self.arrays[name][0, 0], manifest.encodings[MASK]))
             for name, group in self.groups.items()

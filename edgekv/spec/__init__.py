@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Convolution as Convolution,
         DecoderSpec as DecoderSpec,
         LayerSizes as LayerSizes,
+        Mixer as Mixer,
         SplitChannel as SplitChannel,
         TargetState as TargetState,
         Vocabulary as Vocabulary,
@@ -32,14 +33,16 @@ if TYPE_CHECKING:
     from edgekv.spec.folders import FolderKind as FolderKind, identify as identify
     from edgekv.spec.geometry import (
         CHECKPOINT_TOKENS as CHECKPOINT_TOKENS,
-        DELTA_KINDS as DELTA_KINDS,
         KINDS as KINDS,
-        STATE_KINDS as STATE_KINDS,
-        Geometry as Geometry,
+        CacheResult as CacheResult,
+        ConvSpec as ConvSpec,
+        DeltaSpec as DeltaSpec,
         KeyLayout as KeyLayout,
         Kind as Kind,
         KvDtype as KvDtype,
         KvTensor as KvTensor,
+        LayerSpec as LayerSpec,
+        RowSpec as RowSpec,
     )
     from edgekv.spec.graph import (
         CONV_ROWS as CONV_ROWS,
@@ -57,7 +60,11 @@ if TYPE_CHECKING:
         mask_name as mask_name,
         rope_inputs as rope_inputs,
     )
-    from edgekv.spec.layers import ConvolutionStates as ConvolutionStates, LayeredGeometry as LayeredGeometry
+    from edgekv.spec.layers import (
+        ConvolutionStates as ConvolutionStates,
+        Geometry as Geometry,
+        LayeredGeometry as LayeredGeometry,
+    )
     from edgekv.spec.linear import DeltaRule as DeltaRule
     from edgekv.spec.lora import (
         LORA_A as LORA_A,

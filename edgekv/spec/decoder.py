@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype
-from edgekv.spec.layers import ConvolutionStates, LayeredGeometry
+from edgekv.spec.geometry import KeyLayout, KvDtype, RowSpec
+from edgekv.spec.layers import ConvolutionStates, Geometry, LayeredGeometry
 from edgekv.spec.linear import DeltaRule
 from edgekv.spec.rope import Rope
 from edgekv.spec.sizes import (
@@ -23,6 +23,7 @@ from edgekv.spec.sizes import (
 
 Activation = Literal["silu", "gelu-tanh"]
 QkNorm = Literal["head", "all-heads"]
+Mixer = Literal["attention", "convolution", "delta_rule"]
 Vocabulary = Literal["apart", "shared", "turned"]
 """Where embeddings are: in a table `apart` from the head's matrix, or `shared` with it; `turned`: between the last norm
 and the head, a matrix undoes what the head's own copy of the table had folded in."""
@@ -233,10 +234,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if owner > layer or self.cache_layer(owner) != owner:
             raise ValueError(f"cache_owners: got {owner} of layer {layer}; expected an earlier layer with a cache")
         cached = [
-            (each.kv_heads, each.head_dim, self._own_window(number), self.is_convolution(number))
+            (each.kv_heads, each.head_dim, self._own_window(number), self.mixer(number))
             for number, each in ((layer, sizes), (owner, self.of_layer(owner)))
         ]
-        if cached[0] != cached[1] or cached[0][-1]:
+        if cached[0] != cached[1] or not self.has_attention(layer):
             raise ValueError(f"cache_owners: got {owner} of layer {layer}; expected a layer of the same kind and sizes")
 
     @property
@@ -303,9 +304,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _matrices(self, layer: int) -> tuple[LayerMatrix, ...]:
         sizes, hidden = self.of_layer(layer), self.hidden
         mixer = convolution_matrices(hidden)
-        if self.delta_rule is not None and self.is_delta_rule(layer):
+        if self.delta_rule is not None and layer in self.delta_rule.layers:
             mixer = delta_matrices(hidden, self.delta_rule)
-        elif not self.is_convolution(layer):
+        elif self.has_attention(layer):
             queries, keys = self.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
             gates = self.heads if self.head_gates else queries if self.output_gates else 0
             mixer = attention_matrices(hidden, queries, keys, owns_cache=self.owns_cache(layer), gates=gates)
@@ -333,17 +334,15 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Query heads of a layer that share one key/value head."""
         return self.heads // self.of_layer(layer).kv_heads
 
-    def is_convolution(self, layer: int) -> bool:
-        """Whether a layer has a short convolution in place of attention."""
-        return self.convolution is not None and layer in self.convolution.layers
-
-    def is_delta_rule(self, layer: int) -> bool:
-        """Whether a layer has a gated delta rule in place of attention."""
-        return self.delta_rule is not None and layer in self.delta_rule.layers
+    def mixer(self, layer: int) -> Mixer:
+        """How a layer mixes tokens: with attention, a short convolution or a gated delta rule."""
+        if self.convolution is not None and layer in self.convolution.layers:
+            return "convolution"
+        return "delta_rule" if self.delta_rule is not None and layer in self.delta_rule.layers else "attention"
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return not self.is_convolution(layer) and not self.is_delta_rule(layer)
+        return self.mixer(layer) == "attention"
 
     @property
     def has_states(self) -> bool:
@@ -352,9 +351,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def cache_tensors(self, layer: int) -> int:
         """Number of tensors of keys and values, or of states, that a layer has in the cache."""
-        if self.is_convolution(layer):
+        if self.mixer(layer) == "convolution":
             return 1
-        if self.is_delta_rule(layer) and self.delta_rule is not None:
+        if self.delta_rule is not None and layer in self.delta_rule.layers:
             return 4 + self.delta_rule.value_heads
         return 2 * self.of_layer(layer).kv_heads if self.owns_cache(layer) else 0
 
@@ -363,7 +362,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The layers with attention."""
         return [layer for layer in range(self.layers) if self.has_attention(layer)]
 
-    def cache(self, context: int, kv_dtype: KvDtype, key_layout: KeyLayout) -> Geometry | LayeredGeometry:
+    def cache(self, context: int, kv_dtype: KvDtype, key_layout: KeyLayout) -> Geometry:
         """The sizes of a cache for graphs of a context of S.
 
         Raises:
@@ -371,7 +370,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """
         windows, states = self.windows_in(context), self.convolution_states
         if not windows and states is None and not self.layer_sizes and not self.cache_owners:
-            return Geometry(self.layers, self.kv_heads, self.head_dim, context, kv_dtype, key_layout)
+            return RowSpec(self.layers, self.kv_heads, self.head_dim, context, kv_dtype, key_layout)
         if states is not None and states.kernel >= context:
             raise ValueError(f"context: got {context}; expected more than the kernel of {states.kernel} tokens")
         return LayeredGeometry(

@@ -1,4 +1,4 @@
-"""The sizes of a KV cache, in integers; used by all of `edgekv.kv`."""
+"""What layers keep of past tokens, in integers: `RowSpec | ConvSpec | DeltaSpec`; used by all of `edgekv.kv`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ELEMENT_BYTES: dict[KvDtype, int] = {"u8": 1, "s8": 1, "s16": 2, "u16": 2}
 ZERO_POINTS: dict[KvDtype, int] = {"u8": 128, "s8": 0, "s16": 0, "u16": 32768}
 KINDS: tuple[Kind, Kind] = ("key", "value")
 """Of layers with attention: a row per token and head."""
-STATE_KINDS: tuple[Kind] = ("conv",)
-"""Of layers with a short convolution: the rows before the next token that its kernel reads, of all channels."""
-DELTA_KINDS: tuple[Kind, ...] = ("delta_key", "delta_value", "decay", "recurrent")
+DeltaKind = Literal["delta_key", "delta_value", "decay", "recurrent"]
+DELTA_KINDS: tuple[DeltaKind, ...] = ("delta_key", "delta_value", "decay", "recurrent")
 """Of layers with a gated delta rule: rows of keys and of corrections of all heads, and of the decays of one head; and
 the matrices S of all heads, beside each other. The convolution before it has a state too."""
 CHECKPOINT_TOKENS = 64
 """Tokens between two checkpoints of a gated delta rule, and P, the rows that a step reads of its tail. No step crosses
 a checkpoint: results would depend on how a text is divided into steps."""
+CacheResult = Literal["cache", "state", "tail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class KvTensor:
         return f"{self._stem}_others"
 
     @property
-    def is_state(self) -> bool:
-        """Whether it is the state of a layer without attention."""
-        return self.kind not in KINDS
+    def result(self) -> CacheResult:
+        """The kind of result whose rows it holds: of all tokens, before the next token, or since a checkpoint."""
+        return "cache" if self.kind in KINDS else "tail" if self.kind in DELTA_KINDS else "state"
 
     @property
     def is_written(self) -> bool:
@@ -59,31 +59,82 @@ class KvTensor:
         return self.kind != "recurrent"
 
     @property
+    def has_heads(self) -> bool:
+        """Whether each head has a tensor of its own."""
+        return self.kind in (*KINDS, "decay")
+
+    @property
     def _stem(self) -> str:
-        if self.kind in DELTA_KINDS:
-            stem = f"{self.kind}_state_{self.layer}"
-            return f"{stem}_h{self.head}" if self.kind == "decay" else stem
-        return f"{self.kind}_state_{self.layer}" if self.is_state else f"past_{self.kind}_{self.layer}_h{self.head}"
+        stem = f"past_{self.kind}_{self.layer}" if self.kind in KINDS else f"{self.kind}_state_{self.layer}"
+        return f"{stem}_h{self.head}" if self.has_heads else stem
+
+
+class _Tensors:
+    """What follows from the sizes of any layers."""
+
+    __slots__ = ()
+    layers: int
+    heads: int
+    width: int
+    kv_dtype: KvDtype
+    numbers: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+
+    def _check(self, *names: str) -> None:
+        for name in ("layers", *names):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}; expected at least 1")
+        if self.kv_dtype not in _ELEMENT_BYTES:
+            raise ValueError(f"kv_dtype: got {self.kv_dtype!r}; expected one of {', '.join(_ELEMENT_BYTES)}")
+        if self.numbers and (len(self.numbers) != self.layers or min(self.numbers) < 0):
+            raise ValueError(f"numbers: got {self.numbers}; expected those of {self.layers} layers, from 0 on")
+
+    @property
+    def tensors(self) -> int:
+        """N = layers x kinds x heads."""
+        return self.layers * len(self.kinds) * self.heads
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ELEMENT_BYTES[self.kv_dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of one tensor."""
+        return self.width * self.element_bytes
+
+    @property
+    def zero_point(self) -> int:
+        """The integer that represents 0.0, which fills unused rows."""
+        return ZERO_POINTS[self.kv_dtype]
+
+    def shape(self, kind: Kind, rows: int) -> tuple[int, int, int, int]:
+        """Shape of a graph's input or output of so many rows of a tensor."""
+        return 1, 1, rows, self.width
+
+    def names(self) -> Iterator[KvTensor]:
+        """All tensors in the order of the arena: by layer, keys before values, by head."""
+        for layer in self.numbers or range(self.layers):
+            for kind in self.kinds:
+                for head in range(self.heads):
+                    yield KvTensor(layer, kind, head)
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """A cache of `layers x 2 x kv_heads` tensors of `head_dim` columns for a context of S tokens.
-
-    States of short convolutions are the case of one tensor a layer: rows of all H channels, in a context of K tokens.
+class RowSpec(_Tensors):
+    """Layers with attention: `layers x 2 x kv_heads` tensors of a row per token, of `head_dim` elements.
 
     Attributes:
         layers: decoder layers.
-        kv_heads: key/value heads of a layer; 1 for states, but for decays.
-        head_dim: D, elements of one head's row; all channels for states.
+        kv_heads: key/value heads of a layer.
+        head_dim: D, elements of one head's row.
         context: the tokens that a token attends to, including itself: S of the largest graphs, or the smaller window of
-            these layers, or the kernel K of a convolution; at least 2. Of a gated delta rule, 1 more than the rows of
-            a tail or of S.
-        kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0); of states also `u16` (zero point 32768).
+            these layers; at least 2.
+        kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie requires. Values are always rows.
         numbers: the numbers of these layers in the model; empty for all, from 0 on.
-        kinds: the tensors of a layer and head.
     """
 
     layers: int
@@ -93,82 +144,155 @@ class Geometry:
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
     numbers: tuple[int, ...] = ()
-    kinds: tuple[Kind, ...] = KINDS
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}; expected at least 1")
+        self._check("kv_heads", "head_dim")
         if self.context < 2:
             raise ValueError(f"context: got {self.context}; expected at least 2 tokens")
-        if self.kv_dtype not in _ELEMENT_BYTES:
-            raise ValueError(f"kv_dtype: got {self.kv_dtype!r}; expected one of {', '.join(_ELEMENT_BYTES)}")
-        if self.kv_dtype == "u16" and not self.is_state:
+        if self.kv_dtype == "u16":
             raise ValueError("kv_dtype: got 'u16' of keys and values; expected u8, s8 or s16")
         if self.key_layout not in ("rows", "columns"):
             raise ValueError(f"key_layout: got {self.key_layout!r}; expected rows or columns")
-        if self.numbers and (len(self.numbers) != self.layers or min(self.numbers) < 0):
-            raise ValueError(f"numbers: got {self.numbers}; expected those of {self.layers} layers, from 0 on")
-        heads = self.kv_heads if self.kinds in (KINDS, ("decay",)) else 1
-        if self.kinds not in (KINDS, STATE_KINDS, *((kind,) for kind in DELTA_KINDS)) or self.kv_heads != heads:
-            raise ValueError(
-                f"kinds: got {self.kinds} of {self.kv_heads} heads; expected keys and values, or one state"
-            )
 
     @property
-    def is_state(self) -> bool:
-        """Whether the tensors are states, so that these layers have no attention."""
-        return self.kinds != KINDS
+    def kinds(self) -> tuple[Kind, ...]:  # type: ignore[override]
+        """Of the tensors of a layer and head."""
+        return KINDS
 
     @property
-    def is_delta(self) -> bool:
-        """Whether the tensors are of a gated delta rule: rows since a checkpoint, or its matrices S."""
-        return self.kinds[0] in DELTA_KINDS
+    def heads(self) -> int:  # type: ignore[override]
+        """Tensors of each kind in a layer."""
+        return self.kv_heads
 
     @property
-    def tensors(self) -> int:
-        """N = layers x 2 x kv_heads; one for each layer with a state."""
-        return self.layers * len(self.kinds) * self.kv_heads
+    def width(self) -> int:  # type: ignore[override]
+        """Elements of a row."""
+        return self.head_dim
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of one element."""
-        return _ELEMENT_BYTES[self.kv_dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's row in one tensor."""
-        return self.head_dim * self.element_bytes
-
-    @property
-    def zero_point(self) -> int:
-        """The integer that represents 0.0, which fills unused rows."""
-        return ZERO_POINTS[self.kv_dtype]
+    def read_rows(self) -> int:
+        """Rows that the result of a token depends on, its own included."""
+        return self.context
 
     def past_rows(self, ar: int, context: int | None = None) -> int:
         """The rows that a graph for AR new tokens reads of each tensor.
 
-        S-AR, or the W-1 rows that the first new token attends to if these layers' window is smaller. States have K-1
-        rows, whatever AR is: those of the kernel, of the tail, or of a matrix S.
+        S-AR, or the W-1 rows that the first new token attends to if these layers' window is smaller.
 
         Args:
             ar: tokens per inference.
-            context: S of the graph; None for the context of this geometry.
+            context: S of the graph; None for the context of these layers.
         """
-        if self.is_state:
-            return self.context - 1
         if not 1 <= ar < min(self.context, context or self.context):
             least = min(self.context, context or self.context)
             raise ValueError(f"ar: got {ar}; expected 1 to {least - 1}, below the context of {least}")
         return min(self.context - 1, (context or self.context) - ar)
 
-    def groups(self) -> tuple[Geometry, ...]:
+    def shape(self, kind: Kind, rows: int) -> tuple[int, int, int, int]:
+        """Shape of a graph's input or output of so many rows of a tensor; keys may be columns."""
+        if kind == "key" and self.key_layout == "columns":
+            return 1, 1, self.head_dim, rows
+        return 1, 1, rows, self.head_dim
+
+    def groups(self) -> tuple[LayerSpec, ...]:
         """Groups of equal layers: one with all layers; see `LayeredGeometry`."""
         return (self,)
 
-    def names(self) -> Iterator[KvTensor]:
-        """All tensors in the order of the arena: by layer, keys before values, by head."""
-        for layer in self.numbers or range(self.layers):
-            for kind in self.kinds:
-                for head in range(self.kv_heads):
-                    yield KvTensor(layer, kind, head)
+    def rows(self) -> tuple[RowSpec, ...]:
+        """The groups with attention."""
+        return (self,)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSpec(_Tensors):
+    """Layers with a short convolution: the rows before the next token that its kernel reads, of all channels.
+
+    Attributes:
+        layers: number of layers.
+        width: H, channels.
+        kernel: K, the tokens that the convolution reads, including the current one: K-1 rows are the state.
+        kv_dtype: `u16` (zero point 32768), or as of keys and values.
+        numbers: the numbers of these layers in the model; empty for all, from 0 on.
+    """
+
+    layers: int
+    width: int
+    kernel: int
+    kv_dtype: KvDtype = "u16"
+    numbers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check("width")
+        if self.kernel < 2:
+            raise ValueError(f"kernel: got {self.kernel}; expected at least 2 tokens")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:  # type: ignore[override]
+        """Of the only tensor of a layer."""
+        return ("conv",)
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """Tensors in a layer."""
+        return 1
+
+    @property
+    def read_rows(self) -> int:
+        """Rows that the result of a token depends on, its own included."""
+        return self.kernel
+
+    @property
+    def state_rows(self) -> int:
+        """K-1."""
+        return self.kernel - 1
+
+    def past_rows(self, ar: int, context: int | None = None) -> int:
+        """The rows that a graph reads of each tensor: K-1, whatever its AR and context are."""
+        return self.state_rows
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec(_Tensors):
+    """One kind of tensors of layers with a gated delta rule: rows since a checkpoint, or the matrices S at it.
+
+    Attributes:
+        layers: number of layers.
+        kind: of the tensors; see `DELTA_KINDS`.
+        heads: tensors in a layer: 1, but for decays, which have one for each head.
+        width: elements of a row.
+        rows: that a step reads: 64 of a tail, or those of a matrix.
+        numbers: the numbers of these layers in the model; empty for all, from 0 on.
+        kv_dtype: `u16` (zero point 32768).
+    """
+
+    layers: int
+    kind: DeltaKind
+    heads: int
+    width: int
+    rows: int = CHECKPOINT_TOKENS
+    numbers: tuple[int, ...] = ()
+    kv_dtype: KvDtype = "u16"
+
+    def __post_init__(self) -> None:
+        self._check("heads", "width", "rows")
+        if self.kind not in DELTA_KINDS or (self.heads != 1 and self.kind != "decay"):
+            found = f"{self.kind!r} of {self.heads} heads"
+            raise ValueError(f"kind: got {found}; expected one of {', '.join(DELTA_KINDS)}, of 1 head but for decays")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:  # type: ignore[override]
+        """`kind` alone."""
+        return (self.kind,)
+
+    @property
+    def read_rows(self) -> int:
+        """Rows that the result of a token depends on, its own included."""
+        return self.rows + 1
+
+    def past_rows(self, ar: int, context: int | None = None) -> int:
+        """The rows that a graph reads of each tensor, whatever its AR and context are."""
+        return self.rows
+
+
+LayerSpec = RowSpec | ConvSpec | DeltaSpec
+"""What equal layers keep: the tensors, their names, shapes and bytes."""

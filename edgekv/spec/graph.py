@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import Literal
 
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.geometry import Geometry, KeyLayout, KvDtype, KvTensor
-from edgekv.spec.layers import LayeredGeometry
+from edgekv.spec.geometry import DeltaSpec, KeyLayout, KvDtype, KvTensor, LayerSpec, RowSpec
+from edgekv.spec.layers import Geometry
 from edgekv.spec.lora import LoraSlots
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord
 from edgekv.spec.ports import GraphInterface, Port, PortKind
@@ -83,7 +83,7 @@ class DecoderInterface:
 
     hidden: int
     vocab: int
-    cache: Geometry | LayeredGeometry
+    cache: Geometry
     rotary: tuple[RotaryInputs, ...]
     activations: Dtype = "u16"
     lora: LoraSlots | None = None
@@ -163,7 +163,7 @@ class DecoderInterface:
 
     def mask(self, layer: int) -> str:
         """Name of the attention mask of a layer."""
-        return self.mask_of(self._groups[self.cache_layer(layer)])
+        return self.mask_of(self._attending[self.cache_layer(layer)])
 
     def cache_layer(self, layer: int) -> int:
         """As `DecoderSpec.cache_layer`."""
@@ -173,14 +173,22 @@ class DecoderInterface:
         """The layers of earlier parts whose caches the layers of a part read."""
         return sorted({self.cache_layer(layer) for layer in part.layers} - {*part.layers})
 
-    def mask_of(self, group: Geometry) -> str:
+    def mask_of(self, group: RowSpec) -> str:
         """Name of the attention mask of a group of layers."""
         return mask_name(None if group.context == self.cache.context else group.context)
 
     def masks(self) -> dict[str, int | None]:
         """The attention masks by name, and how many tokens each covers, the current one included; None for all."""
-        contexts = {self.mask_of(group): group.context for group in self.cache.groups() if not group.is_state}
+        contexts = {self.mask_of(group): group.context for group in self.cache.rows()}
         return {name: None if name == MASK else context for name, context in contexts.items()}
+
+    def mask_groups(self) -> dict[str, int]:
+        """The attention masks by name, and the number of the first group of layers that reads each."""
+        numbers = {group: number for number, group in enumerate(self.cache.groups())}
+        first: dict[str, int] = {}
+        for group in self.cache.rows():
+            first.setdefault(self.mask_of(group), numbers[group])
+        return first
 
     def rotary_of(self, layer: int) -> RotaryInputs | None:
         """The rotary embedding of a layer; None if it has none."""
@@ -190,14 +198,14 @@ class DecoderInterface:
         """The cache tensors of these layers, in the order of the graphs' inputs."""
         for layer in (each for each in layers if each in self._all_groups):
             for group in self._all_groups[layer]:
-                for head in range(group.kv_heads):
+                for head in range(group.heads):
                     for kind in group.kinds:
                         yield KvTensor(layer, kind, head)
 
     def _inputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
         ar, rows = graph.ar, graph.ar if part.layers else graph.logit_rows
         owners = {layer: self.cache_layer(layer) for layer in part.layers}
-        attending = [layer for layer, owner in owners.items() if not self._groups[owner].is_state]
+        attending = [layer for layer, owner in owners.items() if owner in self._attending]
         masks = {self.mask(layer): self._past_rows(owners[layer], graph) for layer in attending}
         read = {self.rotary_of(layer) for layer in attending}
         if part.embeds:
@@ -224,7 +232,7 @@ class DecoderInterface:
         if states and graph.role == "verify":
             rows = self._past_rows(states[0], graph) * ar
             yield Port(CONV_ROWS, "int32", (rows,), "conv_rows")
-            for tensor in self.tensors(states) if not self._has_delta_rule else ():
+            for tensor in () if self._has_delta_rule else self.tensors(states):
                 yield self._cached("others", tensor, rows)
         if self.lora is not None:
             for layer in part.layers:
@@ -251,32 +259,32 @@ class DecoderInterface:
 
     def _cached(self, kind: Literal["past", "borrowed", "new", "others"], tensor: KvTensor, rows: int) -> Port:
         group = self._group_of(tensor)
-        is_column = tensor.kind == "key" and group.key_layout == "columns"
-        shape = (1, 1, group.head_dim, rows) if is_column else (1, 1, rows, group.head_dim)
         names = {"past": tensor.past, "others": tensor.others}
-        name = names.get(kind, tensor.new)
-        port_kind: PortKind = "state" if kind == "past" and tensor.is_state else kind
+        name, shape = names.get(kind, tensor.new), group.shape(tensor.kind, rows)
+        port_kind: PortKind = "state" if kind == "past" and tensor.result != "cache" else kind
         return Port(name, DTYPES[group.kv_dtype].name, shape, port_kind, tensor.past)
 
     def _past_rows(self, layer: int, graph: GraphRecord) -> int:
-        return self._groups[layer].past_rows(graph.ar, graph.context)
+        return self._all_groups[layer][0].past_rows(graph.ar, graph.context)
 
-    def _group_of(self, tensor: KvTensor) -> Geometry:
+    def _group_of(self, tensor: KvTensor) -> LayerSpec:
         return next(group for group in self._all_groups[tensor.layer] if tensor.kind in group.kinds)
 
     @property
     def _has_delta_rule(self) -> bool:
-        return any(group.is_delta for group in self.cache.groups())
+        return any(isinstance(group, DeltaSpec) for group in self.cache.groups())
 
     @cached_property
-    def _groups(self) -> dict[int, Geometry]:
-        """The sizes of each layer's keys and values, or of its convolution."""
-        return {layer: groups[0] for layer, groups in self._all_groups.items()}
+    def _attending(self) -> dict[int, RowSpec]:
+        """The sizes of the layers that have keys and values."""
+        return {
+            layer: group for layer, groups in self._all_groups.items() for group in groups if isinstance(group, RowSpec)
+        }
 
     @cached_property
-    def _all_groups(self) -> dict[int, list[Geometry]]:
-        """The sizes of everything that is kept of each layer."""
-        found: dict[int, list[Geometry]] = {}
+    def _all_groups(self) -> dict[int, list[LayerSpec]]:
+        """The sizes of everything that is kept of each layer, its keys and values or its convolution first."""
+        found: dict[int, list[LayerSpec]] = {}
         for group in self.cache.groups():
             for layer in group.numbers or range(group.layers):
                 found.setdefault(layer, []).append(group)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from edgekv.spec.geometry import (
     CHECKPOINT_TOKENS,
     DELTA_KINDS,
-    KINDS,
-    STATE_KINDS,
-    Geometry,
+    ConvSpec,
+    DeltaSpec,
     KeyLayout,
-    Kind,
     KvDtype,
     KvTensor,
+    LayerSpec,
+    RowSpec,
 )
 from edgekv.spec.linear import DeltaRule
 
@@ -52,8 +52,8 @@ class LayeredGeometry:
         kv_heads: key/value heads by layer.
         head_dim: D by layer.
         windows: tokens that a layer attends to, including the current one; None for all. Values above S mean S.
-        kv_dtype: see `Geometry`.
-        key_layout: see `Geometry`.
+        kv_dtype: see `RowSpec`.
+        key_layout: see `RowSpec`.
         states: the layers with a short convolution, and what their state is, if there are any.
         delta_rule: the layers with a gated delta rule, which `states` has too, if there are any.
         without: the layers without a cache of their own, which read another layer's.
@@ -76,20 +76,22 @@ class LayeredGeometry:
                 raise ValueError(f"{name}: got an empty list; expected a number at least")
         self.groups()
 
-    def groups(self) -> tuple[Geometry, ...]:
+    def groups(self) -> tuple[LayerSpec, ...]:
         """Groups of layers with equal heads, width and window, in the order of their first layers."""
-        found: dict[tuple[int, int, int, tuple[Kind, ...]], list[int]] = {}
+        alike: dict[LayerSpec, list[int]] = {}
         for layer in (each for each in range(self.layers) if each not in self.without):
-            found.setdefault(self._sizes(layer), []).append(layer)
-        groups = []
-        for (kv_heads, head_dim, window, kinds), numbers in found.items():
-            dtype = self.states.dtype if self.states is not None and kinds == STATE_KINDS else self.kv_dtype
-            sizes = len(numbers), kv_heads, head_dim, window
-            groups.append(Geometry(*sizes, dtype, self.key_layout, tuple(numbers), kinds))
+            alike.setdefault(self._alone(layer), []).append(layer)
+        groups: list[LayerSpec] = [
+            replace(spec, layers=len(numbers), numbers=tuple(numbers)) for spec, numbers in alike.items()
+        ]
         if self.delta_rule is not None:
             groups += self._delta_groups(self.delta_rule)
         # One group of all layers equals a plain geometry.
         return tuple(groups) if len(groups) > 1 or self.without else (replace(groups[0], numbers=()),)
+
+    def rows(self) -> tuple[RowSpec, ...]:
+        """The groups with attention."""
+        return tuple(group for group in self.groups() if isinstance(group, RowSpec))
 
     @property
     def tensors(self) -> int:
@@ -100,21 +102,24 @@ class LayeredGeometry:
         """All tensors in the order of the groups."""
         return (tensor for group in self.groups() for tensor in group.names())
 
-    def _delta_groups(self, rule: DeltaRule) -> Iterator[Geometry]:
+    def _delta_groups(self, rule: DeltaRule) -> Iterator[DeltaSpec]:
         widths = {"delta_key": rule.keys, "delta_value": rule.values, "decay": 1, "recurrent": rule.values}
         for kind in DELTA_KINDS:
             heads = rule.value_heads if kind == "decay" else 1
             rows = rule.key_dim if kind == "recurrent" else CHECKPOINT_TOKENS
-            numbers = tuple(sorted(rule.layers))
-            yield Geometry(len(numbers), heads, widths[kind], rows + 1, "u16", self.key_layout, numbers, (kind,))
+            yield DeltaSpec(len(rule.layers), kind, heads, widths[kind], rows, tuple(sorted(rule.layers)))
 
-    def _sizes(self, layer: int) -> tuple[int, int, int, tuple[Kind, ...]]:
-        """Heads, width, window and kinds of tensors."""
+    def _alone(self, layer: int) -> RowSpec | ConvSpec:
+        """What one layer keeps of its tokens, apart from a delta rule."""
         if self.states is not None and layer in self.states.layers:
-            return 1, self.states.width, self.states.kernel, STATE_KINDS
+            return ConvSpec(1, self.states.width, self.states.kernel, self.states.dtype)
         heads, width = (each[layer % len(each)] for each in (self.kv_heads, self.head_dim))
-        return heads, width, self._window(layer), KINDS
+        return RowSpec(1, heads, width, self._window(layer), self.kv_dtype, self.key_layout)
 
     def _window(self, layer: int) -> int:
         window = self.windows[layer % len(self.windows)] if self.windows else None
         return self.context if window is None else min(window, self.context)
+
+
+Geometry = RowSpec | LayeredGeometry
+"""A whole cache: of layers that are all alike, or of groups of layers."""

@@ -240,12 +240,8 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     hidden, inner = spec.hidden, spec.of_layer(layer).intermediate
     for name in _norms(spec):
         yield _norm(spec, layer, name, hidden, "norm", gain=_post_gain(spec, name))
-    if spec.is_convolution(layer):
-        yield from _convolution(spec, layer)
-    elif spec.is_delta_rule(layer):
-        yield from _delta_rule(spec, layer)
-    else:
-        yield from _attention(spec, layer)
+    mixers = {"attention": _attention, "convolution": _convolution, "delta_rule": _delta_rule}
+    yield from mixers[spec.mixer(layer)](spec, layer)
     gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
     fused = "mlp.gate_up_proj" if "mlp" in spec.fused else None
     norm = feed_forward_norm(spec, layer) if spec.pre_norms else None

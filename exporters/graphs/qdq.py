@@ -304,7 +304,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
             new = self._nodes.emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=TRANSPOSED)
         rows_axis = 3 if is_columns else 2
         parts = self._past(tensor, rows_axis)
-        is_whole = tensor.is_state and self._form.whole_states
+        is_whole = tensor.result != "cache" and self._form.whole_states
         written = tensor.new + ".row" if is_whole else tensor.new
         self._nodes.quantize(new.name, written, encoding)
         added = self._nodes.dequantize(written, tensor.new + "_dq", encoding)
@@ -323,12 +323,11 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def _joined(self, tensor: KvTensor, parts: Sequence[str], rows_axis: int) -> Tensor:
         """Past and new rows."""
-        has_heads = not tensor.is_state or tensor.kind == "decay"
-        name = f"{tensor.kind}_{tensor.layer}" + (f"_h{tensor.head}" if has_heads else "")
+        name = f"{tensor.kind}_{tensor.layer}" + (f"_h{tensor.head}" if tensor.has_heads else "")
         if tensor.others in self._ports:
             parts = [*parts, self._read(self._ports[tensor.others]).name]
         encoding = self._encodings[tensor.past]
-        if tensor.is_state and self._form.whole_states:
+        if tensor.result != "cache" and self._form.whole_states:
             self._nodes.node("Concat", parts, [name + "_f"], axis=rows_axis)
             self._nodes.quantize(name + "_f", tensor.new, encoding)
             rows = self._nodes.dequantize(tensor.new, name, encoding)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from edgekv.errors import UsageError
 from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, least_splits
 from edgekv.plan.cache import CHOICES
-from edgekv.spec import Geometry, LayeredGeometry
+from edgekv.spec import Geometry
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, matrices
 from exporters.graphs.places import EmbeddingPlace, HeadPlace
@@ -47,7 +47,7 @@ def choose_split(
     splits: int | None,
     embedding: EmbeddingPlace | None,
     head: HeadPlace | None,
-    geometry: Geometry | LayeredGeometry,
+    geometry: Geometry,
     ar: Sequence[int],
     graphs: int,
 ) -> Split:

@@ -21,7 +21,6 @@ from edgekv.runtime import CpuEngine, Engine, HtpEngine
 from edgekv.runtime.graph import rope_tables
 from edgekv.spec import (
     CHECKPOINT_TOKENS,
-    DELTA_KINDS,
     EMBEDDINGS,
     IDS,
     LAYER_INPUTS_PORT,
@@ -293,7 +292,7 @@ class Probe:
             target = feeds[tensor.past][0, 0]
             target[:] = manifest.encodings[tensor.past].zero_point
             target = target.T if self._is_turned(tensor) else target
-            if tensor.kind in DELTA_KINDS:
+            if tensor.result == "tail":
                 rows = held if tensor.kind == "recurrent" else held[position // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS :]
                 target[: len(rows)] = rows
                 continue

@@ -435,7 +435,7 @@ class Inputs:
         rows = found.rows
         if heads is not None:
             rows = {
-                each: row if each.is_state else heads[each.layer, each.head].cached(each.kind, row)
+                each: heads[each.layer, each.head].cached(each.kind, row) if each.result == "cache" else row
                 for each, row in rows.items()
             }
         past = {tensor.past: each for tensor, each in rows.items()}

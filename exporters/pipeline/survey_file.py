@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from edgekv.spec import DELTA_KINDS, DecoderInterface, DecoderSpec
+from edgekv.spec import DecoderInterface, DecoderSpec
 from exporters.checkpoint.head_range import HeadRange
 from exporters.quantize.survey import Outlier, Survey
 
@@ -34,9 +34,9 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
         return None
     tensors = load_file(folder / _TENSORS)
     tensors_of = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
-    cache = [tensor for tensor in tensors_of if tensor.kind not in DELTA_KINDS]
+    cache = [tensor for tensor in tensors_of if tensor.result != "tail"]
     reach = {}
-    for layer, head in dict.fromkeys((tensor.layer, tensor.head) for tensor in cache if not tensor.is_state):
+    for layer, head in dict.fromkeys((tensor.layer, tensor.head) for tensor in cache if tensor.result == "cache"):
         at = f"reach.{layer}.{head}"
         reach[layer, head] = HeadRange(tensors[f"{at}.pairs"], tensors[f"{at}.rest"], float(tensors[f"{at}.value"][0]))
     return Survey(

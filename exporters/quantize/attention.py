@@ -39,8 +39,8 @@ def weighed_projections(spec: DecoderSpec) -> list[str]:
     """
     if spec.qk_norm is not None or spec.attention_cap is not None or spec.output_gates or spec.value_norm:
         return []
-    mixed = (layer for layer in range(spec.layers) if not spec.is_convolution(layer) and not spec.is_delta_rule(layer))
-    return [projection_name(layer, each) for layer in mixed if spec.owns_cache(layer) for each in PROJECTIONS]
+    owners = [layer for layer in spec.attention_layers if spec.owns_cache(layer)]
+    return [projection_name(layer, each) for layer in owners for each in PROJECTIONS]
 
 
 def projection_name(layer: int, projection: str) -> str:

@@ -10,7 +10,6 @@ from edgekv.errors import UsageError
 from edgekv.graphs.decoder import decoder_layer, drafter_input, logits
 from edgekv.graphs.delta_rule import DeltaInputs, DeltaOps
 from edgekv.spec import (
-    DELTA_KINDS,
     LAYER_INPUTS_PORT,
     LOGITS,
     MASK,
@@ -213,11 +212,9 @@ class ResultRecorder(DeltaOps[str]):
         return x
 
     def append_to_cache(self, new: str, tensor: KvTensor) -> str:
-        if tensor.kind in DELTA_KINDS:
-            if tensor.kind == "delta_value":  # cached as they are
-                self.results[new] = Result("tail", (tensor.past,))
-            return self._record("tail", tensor.past)
-        return self._record("state" if tensor.is_state else "cache", tensor.past)
+        if tensor.kind == "delta_value":  # cached as they are
+            self.results[new] = Result("tail", (tensor.past,))
+        return self._record(tensor.result, tensor.past)
 
     def tap(self, rows: str, weight: str, tap: int, name: str) -> str:
         return self._record("product", name)

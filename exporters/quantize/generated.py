@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.graphs.delta_rule import DeltaInputs, recall
 from edgekv.kv import KvTensor
-from edgekv.spec.geometry import DELTA_KINDS
 from edgekv.spec.linear import DeltaRule
 from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.calibrate import CHAT_SHARE
@@ -128,7 +127,7 @@ class _DecodeOps(NumpyOps):
 
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         """The rows within the layer's attention window."""
-        if tensor.kind in DELTA_KINDS:
+        if tensor.result == "tail":
             return self._tail.append(tensor, new)
         if tensor not in self._cache:
             self._cache[tensor] = np.zeros((*self._shape, new.shape[-1]), np.float32)

@@ -91,9 +91,10 @@ def groups(spec: DecoderSpec) -> int:
 def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
     """Names of the matrices of a layer that have the same inputs; groups are in the order of computation."""
     mixer_group: tuple[Sequence[str], ...]
-    if spec.is_convolution(layer):
+    mixer = spec.mixer(layer)
+    if mixer == "convolution":
         mixer_group = (CONVOLUTION_INPUTS, ("conv.out_proj",))
-    elif spec.is_delta_rule(layer):
+    elif mixer == "delta_rule":
         mixer_group = (DELTA_INPUTS, ("linear_attn.out_proj",))
     else:
         own = _OWN_CACHE if spec.owns_cache(layer) else ()
@@ -106,7 +107,9 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
 
 def lora_groups(spec: DecoderSpec, layer: int) -> tuple[LoraGroup, ...]:
     """The projections of an adapter that read the inputs of each group of matrices; none read those of later groups."""
-    return ("conv_in", "conv_out", "gate_up", "down") if spec.is_convolution(layer) else ("qkv", "o", "gate_up", "down")
+    if spec.mixer(layer) == "convolution":
+        return "conv_in", "conv_out", "gate_up", "down"
+    return "qkv", "o", "gate_up", "down"
 
 
 def needs_quantized_pass(recipe: Recipe) -> bool:

@@ -16,7 +16,7 @@ from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, between_bl
 from edgekv.kv import KvTensor
 from edgekv.spec import LAYER_INPUTS_PORT, TARGET_HIDDEN
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.geometry import CHECKPOINT_TOKENS, DELTA_KINDS
+from edgekv.spec.geometry import CHECKPOINT_TOKENS
 from edgekv.spec.linear import DeltaRule
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
@@ -284,7 +284,7 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         self._seen(tensor.past, new)
         if tensor.layer in self._spec.shared_layers:
             self._shared[self._window[0], tensor] = new
-        return self._tail.append(tensor, new) if tensor.kind in DELTA_KINDS else new
+        return self._tail.append(tensor, new) if tensor.result == "tail" else new
 
     def read_target(self, hidden: Floats, rows: Mapping[KvTensor, Floats]) -> None:
         """What a drafter reads of its target in the window from now on.

@@ -116,7 +116,7 @@ class _Seen:
 
     def _keep(self, tensor: KvTensor, values: Floats) -> None:
         self.rows.setdefault(tensor, values[: self._first].copy())
-        if tensor.is_state:
+        if tensor.result != "cache":
             return
         others, at = values[self._first :], (tensor.layer, tensor.head)
         if at not in self.reach:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol
 
 from edgekv.errors import UsageError
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import RowSpec
 
 PolicyName = Literal["fail", "sliding-window", "sinks", "keydiff"]
 
@@ -27,7 +27,7 @@ class Policy(Protocol):
     def evicts(self) -> bool:
         """Whether a step that has no room may run, because tokens are evicted for it."""
 
-    def check(self, geometry: Geometry, max_ar: int) -> None:
+    def check(self, geometry: RowSpec, max_ar: int) -> None:
         """Reject a policy that cannot work with these graphs.
 
         Raises:
@@ -65,7 +65,7 @@ class Fail:
     inverse_frequencies: tuple[float, ...] = ()
     evicts: ClassVar[bool] = False
 
-    def check(self, geometry: Geometry, max_ar: int) -> None:
+    def check(self, geometry: RowSpec, max_ar: int) -> None:
         pass
 
     def keeping(self, tokens: int) -> Fail:
@@ -86,7 +86,7 @@ class SlidingWindow:
     inverse_frequencies: tuple[float, ...] = ()
     evicts: ClassVar[bool] = True
 
-    def check(self, geometry: Geometry, max_ar: int) -> None:
+    def check(self, geometry: RowSpec, max_ar: int) -> None:
         pass
 
     def keeping(self, tokens: int) -> SlidingWindow:
@@ -125,7 +125,7 @@ class Sinks:
     name: Literal["sinks"] = "sinks"
     evicts: ClassVar[bool] = True
 
-    def check(self, geometry: Geometry, max_ar: int) -> None:
+    def check(self, geometry: RowSpec, max_ar: int) -> None:
         most = geometry.past_rows(max_ar)
         if self.tokens < 1 or self.window < 1 or self.tokens + self.window > most:
             raise UsageError(
@@ -179,7 +179,7 @@ class KeyDiff:
     inverse_frequencies: tuple[float, ...] = ()
     evicts: ClassVar[bool] = True
 
-    def check(self, geometry: Geometry, max_ar: int) -> None:
+    def check(self, geometry: RowSpec, max_ar: int) -> None:
         most = geometry.past_rows(max_ar)
         if not 1 <= self.recent <= self.budget - self.first <= most - self.first:
             kept = f", {self.first} of them first" if self.first else ""
@@ -226,19 +226,18 @@ def find_policy(policy: str | Policy) -> Policy:
     )
 
 
-def check_layers(policy: Policy, geometries: Sequence[Geometry], context: int, max_ar: int) -> None:
+def check_layers(policy: Policy, geometries: Sequence[RowSpec], context: int, max_ar: int) -> None:
     """Reject a policy that does not fit these layers.
 
     Args:
         policy: the policy.
-        geometries: of the layers.
+        geometries: of the layers with attention: to others the positions of tokens are no matter.
         context: S.
         max_ar: the most tokens per inference of the graphs.
 
     Raises:
         UsageError: naming the layers, or what `Policy.check` names.
     """
-    geometries = [geometry for geometry in geometries if not geometry.is_state]  # the positions of tokens are no matter
     narrow = [geometry for geometry in geometries if geometry.context != context]
     for geometry in geometries:
         if geometry.context == context:

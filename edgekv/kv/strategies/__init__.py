@@ -12,7 +12,7 @@ from edgekv.kv.strategies.pointer_shift import DEFAULT_RESERVE, PointerShift
 from edgekv.kv.strategies.shift_concat import ShiftConcat
 from edgekv.kv.strategies.slot import Slot
 from edgekv.kv.strategies.strategy import Strategy
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import RowSpec
 
 StrategyName = Literal["pointer-shift", "slot", "mirror", "shift-concat"]
 STRATEGIES: tuple[StrategyName, ...] = ("pointer-shift", "slot", "mirror", "shift-concat")
@@ -28,7 +28,7 @@ def default_strategy(reserve: Fraction | float | str | None = None) -> StrategyN
 
 
 def make_strategy(
-    name: str, geometry: Geometry, *, max_ar: int, reserve: Fraction | float = DEFAULT_RESERVE
+    name: str, geometry: RowSpec, *, max_ar: int, reserve: Fraction | float = DEFAULT_RESERVE
 ) -> Strategy:
     """An update strategy by name; only `pointer-shift` uses `reserve`.
 

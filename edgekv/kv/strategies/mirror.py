@@ -7,7 +7,7 @@ from math import gcd
 from mmap import PAGESIZE
 
 from edgekv.kv.strategies.strategy import Move, Window, close_gaps
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import RowSpec
 
 
 class Mirror:
@@ -27,7 +27,7 @@ class Mirror:
     D * P, once around that ring; in the values' they are taken modulo P.
     """
 
-    def __init__(self, geometry: Geometry, *, max_ar: int, page_bytes: int = PAGESIZE) -> None:
+    def __init__(self, geometry: RowSpec, *, max_ar: int, page_bytes: int = PAGESIZE) -> None:
         whole_rows = page_bytes // gcd(page_bytes, geometry.row_bytes)
         self._rows = -(-(geometry.past_rows(1) + max_ar) // whole_rows) * whole_rows
         self._cycle = self._rows * (geometry.head_dim if geometry.key_layout == "columns" else 1)

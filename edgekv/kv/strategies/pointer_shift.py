@@ -8,7 +8,7 @@ from math import ceil
 
 from edgekv.errors import UsageError
 from edgekv.kv.strategies.strategy import Move, Window, close_gaps
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import RowSpec
 
 DEFAULT_RESERVE = Fraction(2)
 
@@ -47,7 +47,7 @@ class PointerShift:
     A rewind after a slide can leave `head` below S-AR; the next step then first slides the rows up.
     """
 
-    def __init__(self, geometry: Geometry, reserve: Fraction | float = DEFAULT_RESERVE, *, max_ar: int) -> None:
+    def __init__(self, geometry: RowSpec, reserve: Fraction | float = DEFAULT_RESERVE, *, max_ar: int) -> None:
         self._home = geometry.past_rows(1)
         self._rows = ceil(parse_reserve(reserve) * self._home) + max_ar
         self._head = self._home

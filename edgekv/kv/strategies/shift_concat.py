@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgekv.kv.strategies.strategy import Move, Window, close_gaps
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import RowSpec
 
 
 class ShiftConcat:
@@ -18,7 +18,7 @@ class ShiftConcat:
     No graph reads row 0, but the first token of a full context is kept there.
     """
 
-    def __init__(self, geometry: Geometry, *, max_ar: int) -> None:
+    def __init__(self, geometry: RowSpec, *, max_ar: int) -> None:
         self._context = geometry.context
         self._max_ar = max_ar
         self._columns = geometry.past_rows(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from edgekv.kv.strategies.strategy import Move, Window, moves_of
-from edgekv.spec.geometry import Geometry
+from edgekv.spec.geometry import RowSpec
 
 
 class Slot:
@@ -26,7 +26,7 @@ class Slot:
     Each tensor has S rows: no graph reads the last one, but the last token of a full context is kept there.
     """
 
-    def __init__(self, geometry: Geometry, *, max_ar: int) -> None:
+    def __init__(self, geometry: RowSpec, *, max_ar: int) -> None:
         self._context = geometry.context
         self._max_ar = max_ar
         self._order: deque[int] = deque()  # rows of the tokens held, oldest token first

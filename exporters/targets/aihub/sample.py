@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, ServiceError, UsageError
-from edgekv.kv import Geometry, KvTensor, Window
+from edgekv.kv import KvTensor, LayerSpec, Window
 from edgekv.runtime import CpuEngine
 from edgekv.runtime.graph import StepInputs, rope_tables
 from edgekv.spec import LOGITS
@@ -137,12 +137,12 @@ class _Steps:
         self._done += graph.ar
         return inputs, outputs
 
-    def _window(self, group: Geometry, graph: GraphRecord) -> Window:
+    def _window(self, group: LayerSpec, graph: GraphRecord) -> Window:
         """The newest rows are at the right end; the last new token of a narrow layer sees fewer than the first."""
         columns = group.past_rows(graph.ar, graph.context)
         held = min(self._done, columns)
         first = columns - held
-        leaving = range(first, first + max(0, held - (group.context - graph.ar)))
+        leaving = range(first, first + max(0, held - (group.read_rows - graph.ar)))
         return Window(graph.ar, columns, 0, 0, False, first, columns, tuple(leaving))
 
     def _padded(self, tensor: KvTensor, shape: tuple[int, ...], manifest: Manifest) -> NDArray[Any]:
