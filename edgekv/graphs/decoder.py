@@ -323,7 +323,7 @@ def attention(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
         if gates:
             # Heads as rows times their gates would be rounded in another way on the HTP than each head alone.
             width = spec.of_layer(layer).head_dim
-            apart = unfolded if len(unfolded) == group else ops.split(*unfolded, [width] * group)
+            apart = unfolded if len(unfolded) == group else ops.split(unfolded[0], [width] * group)
             pairs = zip(apart, heads, strict=True)
             unfolded = [ops.multiply(attended, gates[head], at + "gated") for attended, head in pairs]
         outputs += unfolded

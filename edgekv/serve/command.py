@@ -67,7 +67,7 @@ def serve(
     if missing := [each for each in _NEEDED if find_spec(each) is None]:
         wanted, fix = "starlette and uvicorn", 'Run pip install "edgekv[serve]".'
         raise UsageError("packages", got=f"no {' and no '.join(missing)}", expected=wanted, fix=fix)
-    from edgekv.engine import Adaptive, parse_budget
+    from edgekv.engine import CacheMode, parse_budget
     from edgekv.loading import open_model
     from edgekv.serve import Serving
     from edgekv.serve.serving import StuckEngineError
@@ -76,7 +76,7 @@ def serve(
     if not (options.is_local or options.keys):
         warning = f"anyone who reaches this address may use the model. Set {KEY_VARIABLE}, or give --api-key-file."
         click.echo(f"edgekv: warning: --host {options.host} without API keys: {warning}", err=True)
-    cache = replace(cache, cache_mode=Adaptive(parse_budget(cache_budget)))
+    cache = replace(cache, cache_mode=CacheMode("adaptive", budget=parse_budget(cache_budget)))
     chosen = interactive(engine)
     with open_model(bundle, chosen, cache, prefixes) as model, opened_drafts(drafts, model, chosen) as speculate:
         serving = Serving(model, replace(options, speculate=speculate))
