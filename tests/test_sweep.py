@@ -41,7 +41,14 @@ from tests.test_page import Page
 from tests.test_pipeline import files_of_at_most
 
 TEXT = "def area(width, height):\n    return width * height\n" * 20
-COMMON = ExportOptions(find("SM8650"), ar=(1, 16), calibration_tokens=512, check_on_htp=False, check_quality=False)
+COMMON = ExportOptions(
+    find("SM8650"),
+    ar=(1, 16),
+    key_layout="columns",
+    calibration_tokens=512,
+    check_on_htp=False,
+    check_quality=False,
+)
 
 
 @pytest.fixture(scope="module")

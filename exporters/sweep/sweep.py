@@ -220,6 +220,8 @@ def _command(member: Member, checkpoint: str, bundle: Path, template: ExportOpti
     if combination.rotation is not None:
         recipe = str(bundle.parent.parent / "recipes" / f"{combination.recipe.name}.json")
     options = option_words(combination.options(template), device=combination.device.soc, recipe=recipe)
+    if "--key-layout" not in options:  # the command's default depends on other options
+        options += ["--key-layout", template.key_layout]
     return shlex.join(["edgekv", "export", checkpoint, "-o", combination.name, *options])
 
 
