@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -134,6 +135,20 @@ def test_sampling_follows_the_request(client: OpenAI, alone: edgekv.Model):
     # Clients send these with temperature 0 too, where they change nothing.
     greedy = client.chat.completions.create(model=NAME, messages=USER, max_tokens=5, temperature=0, seed=1, top_p=0.5)
     assert greedy.choices[0].message.content == _text(alone, PROMPT, max_new_tokens=5)
+
+
+def test_an_event_that_cannot_be_written_ends_its_request(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """And its connection, as the status has been sent; not at the end of its 400 tokens."""
+    left, metrics = [0] * 40, server.serving.service.metrics
+    monkeypatch.setattr("edgekv.serve.completions.CompletionLogprobs.add", lambda *_: left.pop())
+    body = json.dumps({"prompt": "Once", "max_tokens": 400, "logprobs": 1, "stream": True, "ignore_eos": True})
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    before = metrics.generated_tokens
+    answer = server.raw(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"[DONE]" not in answer
+    while '"running":0' not in server.get("/health"):  # it ends with the current step
+        time.sleep(0.01)
+    assert 40 <= metrics.generated_tokens - before < 400
 
 
 def test_an_answer_ends_before_a_stop_text(client: OpenAI, alone: edgekv.Model):

@@ -153,6 +153,7 @@ class _Reading:
             events = await self._queue.take()
             self._exchange.check()
             self._add(events)
+            self._data = b""
 
     async def stream(self) -> None:
         """Send all events.

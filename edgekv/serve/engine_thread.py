@@ -54,6 +54,7 @@ class AnswerQueue:
         self._sink: Sink | None = None
         self._events: list[tuple[int, ServerEvent]] = []
         self._arrived = asyncio.Event()
+        self._failure: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, index: int, event: ServerEvent) -> None:
@@ -62,10 +63,14 @@ class AnswerQueue:
 
     def deliver(self) -> None:
         """Give what was put to the sink, or wake the reader."""
-        if self._sink is not None and not self._arrived.is_set() and self._sink(self._events):
-            self._events = []
-        else:
-            self._arrived.set()
+        if self._sink is not None and not self._arrived.is_set():
+            try:
+                if self._sink(self._events):
+                    self._events = []
+                    return
+            except Exception as error:  # the reader's: nobody else would end the request
+                self._failure = error
+        self._arrived.set()
 
     async def take(self, within_s: float | None = None, sink: Sink | None = None) -> list[tuple[int, ServerEvent]]:
         """All events that have arrived; none only if `wake` was called, or once within some seconds.
@@ -73,6 +78,9 @@ class AnswerQueue:
         Args:
             within_s: None to wait without end.
             sink: takes events while this waits, which saves a task switch for each.
+
+        Raises:
+            Exception: as the sink.
         """
         if within_s is not None and self._timer is None:  # it runs on over several calls: setting it costs time
             self._timer = asyncio.get_running_loop().call_later(within_s, self._end_wait)
@@ -80,6 +88,8 @@ class AnswerQueue:
         await self._arrived.wait()
         self._sink = None
         self._arrived.clear()
+        if self._failure is not None:
+            raise self._failure
         events, self._events = self._events, []
         return events
 
