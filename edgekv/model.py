@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle
 from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
 from edgekv.engine import (
-    OWN,
+    DEFAULT_CACHE,
     Batch,
     BeamResult,
     BoundAdapter,
@@ -126,7 +126,7 @@ class Model:
     @property
     def session(self) -> Session:
         """The model's own cache and its tokens, of calls without `sequence`."""
-        return self._open_engine.pool.own
+        return self._open_engine.pool.default
 
     @property
     def sequences(self) -> SessionPool:
@@ -309,7 +309,7 @@ class Model:
         request = Request(
             self._pictures.put(self._texts.read(text), opened, field),
             chosen,
-            cache=OWN if sequence is None else check_id(sequence),
+            cache=DEFAULT_CACHE if sequence is None else check_id(sequence),
             salt=cache_salt,
             retention=retention,
             processors=tuple(processors),
@@ -365,4 +365,4 @@ class Model:
         """
         self.engine.check_open()
         whole = self._texts.read(tokens, "tokens")
-        return Scoring(self.engine, Request(tuple(whole), cache=OWN, lora=lora, scores=True))
+        return Scoring(self.engine, Request(tuple(whole), cache=DEFAULT_CACHE, lora=lora, scores=True))

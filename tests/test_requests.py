@@ -11,7 +11,7 @@ import pytest
 
 import edgekv
 from edgekv import SamplingParams
-from edgekv.engine import OWN, Engine, Request, Scores, Sequence, Status
+from edgekv.engine import DEFAULT_CACHE, Engine, Request, Scores, Sequence, Status
 from edgekv.engine.runner import Runner
 from edgekv.errors import EngineError, UsageError
 from edgekv.prefix import StoreConfig
@@ -83,7 +83,7 @@ def test_any_order_of_requests_steps_and_aborts_gives_each_its_own_tokens(model:
     whole = [each for each in found if each.stop_reason == "length"]
     assert len(whole) > 30 and len(found) > len(whole)
     assert all(tokens == alone[each.request.tokens][: len(tokens)] for each, tokens in found.items())
-    assert engine.pool.taken == 0 and engine.holder(OWN) is None
+    assert engine.pool.taken == 0 and engine.holder(DEFAULT_CACHE) is None
 
 
 def test_a_failing_step_ends_its_request_alone(
@@ -131,6 +131,7 @@ def test_requests_that_pin_one_cache_run_one_after_another(model: edgekv.Model, 
     first, second, other = (engine.add(request(number, cache=cache)) for number, cache in ((0, 3), (1, 3), (2, 4)))
     engine.step()
     assert [*engine.running] == [first, other] and engine.holder(3) is first
+    assert engine.step(second) == [] and second.status is Status.WAITING
     found = run(engine)
     assert found[second] == alone[PROMPTS[1]] and engine.pool.ids == [4, 3]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import Manifest
 from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.request import OWN, Request
+from edgekv.engine.request import DEFAULT_CACHE, Request
 from edgekv.engine.session import CacheUse, Graphs
 from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
@@ -231,7 +231,7 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
     def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
         raise UsageError(field, got=f"{found} with num_beams", expected=wanted, fix=fix)
 
-    if request.cache != OWN:
+    if request.cache != DEFAULT_CACHE:
         refuse("sequence", request.cache, "none with num_beams", "Leave one of them out.")
     if request.processors:
         refuse("processors", len(request.processors), "none with num_beams", "Leave one of them out.")

@@ -12,7 +12,7 @@ from weakref import WeakSet
 from edgekv.bundle import Bundle
 from edgekv.draft import AdaptiveDrafter, CorpusDrafter, DraftRecord, PromptLookup, Source, Speculation
 from edgekv.engine.pool import SessionPool
-from edgekv.engine.request import OWN
+from edgekv.engine.request import DEFAULT_CACHE
 from edgekv.engine.session import Session, common_tokens
 from edgekv.engine.speculation import ModelDrafter, SpeculationRun
 from edgekv.errors import UsageError, refuse
@@ -39,7 +39,7 @@ class DraftModel:
     bundle: Bundle
     texts: Texts
     pool: SessionPool
-    _ids: list[int] = field(default_factory=lambda: [OWN])  # least recently used first
+    _ids: list[int] = field(default_factory=lambda: [DEFAULT_CACHE])  # least recently used first
 
     def check(self, target: DraftModel) -> None:
         """Refuse to draft for another model.
@@ -59,18 +59,18 @@ class DraftModel:
         if ours.to_str() != theirs.to_str():
             found = f"{self.bundle.path}: a tokenizer that divides texts in another way"
             raise UsageError(name, got=found, expected=f"that of {target.bundle.path}", fix=_FIX)
-        if self.pool.own.cache.room_tokens is None:
+        if self.pool.default.cache.room_tokens is None:
             fix = "Load it with the policy fail."
             raise UsageError(name, got="a context policy that drops tokens", expected="the policy fail", fix=fix)
 
     def forget(self) -> None:
         """Free the caches of the texts that it drafted for, but its own, which is emptied. None if it was closed."""
-        ids, self._ids = self._ids, [OWN]
+        ids, self._ids = self._ids, [DEFAULT_CACHE]
         if not self.pool.is_closed:
             for each in ids:
-                if each != OWN:
+                if each != DEFAULT_CACHE:
                     self.pool.free(each)
-            self.pool.own.reset()
+            self.pool.default.reset()
 
     def drafter(self, vocab: int) -> BundleDrafter:
         """What drafts for one text; see `BundleDrafter`."""
@@ -117,7 +117,7 @@ class BundleDrafter(ModelDrafter):
         """
         super().__init__(vocab)
         self._model = model
-        sink = model.pool.own.cache.sink
+        sink = model.pool.default.cache.sink
         self._first = [] if sink is None else [*sink.tokens]
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:

@@ -24,7 +24,7 @@ from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel, DraftTarget
 from edgekv.engine.pictures import Pictures, check_pictured
 from edgekv.engine.pool import SessionPool
-from edgekv.engine.request import OWN, Request
+from edgekv.engine.request import DEFAULT_CACHE, Request
 from edgekv.engine.runner import Runner
 from edgekv.engine.scheduler import Scheduler
 from edgekv.engine.sequence import Event, Scores, Sequence, Status
@@ -71,7 +71,7 @@ class Engine:
         caches: options of its caches.
         graphs: its graphs.
         pictures: opens them.
-        pool: the caches of sequences, and the engine's own.
+        pool: the caches of sequences.
         target: for drafts.
         draft_model: for models that it drafts for.
         waiting: added and not begun, in the order of their arrival.
@@ -111,8 +111,8 @@ class Engine:
         self.window = 0
         if caches.reproducible and graphs.batch_invariance != "equal":
             self.window = CHECKPOINT_TOKENS if graphs.sees_later_tokens else graphs.most("prefill")
-        own = Session(graphs.cache, graphs, self.window)
-        self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, own, self.lock)
+        default = Session(graphs.cache, graphs, self.window)
+        self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, default, self.lock)
         self.draft_model = DraftModel(bundle, self.texts, self.pool)
         verify = sorted({graph.ar for graph in bundle.manifest.graphs if graph.role == "verify"})
         spec, invariance = bundle.manifest.model, graphs.batch_invariance
@@ -289,7 +289,7 @@ class Engine:
                 self._runner.finish(sequence)
         finally:
             self.pool.release(sequence, sequence.cache)
-            self.pool.release(sequence, OWN)
+            self.pool.release(sequence, DEFAULT_CACHE)
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             if sequence in self.running:
@@ -346,7 +346,7 @@ class Engine:
         Raises:
             EdgeKVError: see `Runner.begin`; the sequence has ended.
         """
-        if not self._scheduler.has_cache(sequence):
+        if not self._scheduler.can_begin(sequence):
             return False
         try:
             self._scheduler.begin(sequence)

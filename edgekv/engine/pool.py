@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from edgekv.engine.cache_mode import CacheMode
-from edgekv.engine.request import OWN
+from edgekv.engine.request import DEFAULT_CACHE
 from edgekv.engine.sequence import Sequence
 from edgekv.engine.session import Session, common_tokens
 from edgekv.errors import MemoryBudgetError, UsageError
@@ -20,7 +20,7 @@ _FIRST_CHOSEN = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Current state, and counters since the pool was created, without the pool's own session.
+    """Current state, and counters since the pool was created, without the default one.
 
     Attributes:
         total_sequences: sequences held.
@@ -79,7 +79,7 @@ class SessionPool:
     call `drop` and `clear` of a model's pool.
 
     Attributes:
-        own: the session of the id `OWN`, and of all steps that recompute a sequence.
+        default: the session of the id `DEFAULT_CACHE`, and of all steps that recompute a sequence.
         mode: the cache mode, which includes the budget.
         is_closed: whether its sessions were let go.
     """
@@ -88,23 +88,23 @@ class SessionPool:
         self,
         make_session: Callable[[], Session],
         mode: CacheMode | None = None,
-        own: Session | None = None,
+        default: Session | None = None,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Start with only the own session.
+        """Start with only the default one.
 
         Args:
             make_session: allocates a session; all sessions need the same memory.
             mode: None for `always`.
-            own: the own session; None makes one.
+            default: that session; None makes one.
             lock: of the engine, so that `drop` and `clear` wait for the end of a step; None for one thread.
         """
-        self.own = make_session() if own is None else own
+        self.default = make_session() if default is None else default
         self.mode = CacheMode() if mode is None else mode
         self._lock = nullcontext() if lock is None else lock
         self._make_session = make_session
-        self._bytes_per_session = self.own.cache.bytes_held
-        self._own_row = _Row(self.own)
+        self._bytes_per_session = self.default.cache.bytes_held
+        self._default_row = _Row(self.default)
         self._rows: dict[int, _Row] = {}  # least recently used first
         self._chosen_ids = count(_FIRST_CHOSEN)
         self.is_closed = False
@@ -113,10 +113,10 @@ class SessionPool:
         self._evictions = 0
 
     def close(self) -> None:
-        """Let all sessions go, also its own. Nothing is looked up afterwards."""
+        """Let all sessions go, also the default one. Nothing is looked up afterwards."""
         self.is_closed = True
         self._rows.clear()
-        del self.own, self._own_row, self._make_session
+        del self.default, self._default_row, self._make_session
 
     def __len__(self) -> int:
         return len(self._held)
@@ -168,7 +168,7 @@ class SessionPool:
 
     def holder(self, cache: int) -> Sequence | None:
         """The sequence that runs in a cache; None if it is free."""
-        row = self._own_row if cache == OWN else self._rows.get(cache)
+        row = self._default_row if cache == DEFAULT_CACHE else self._rows.get(cache)
         return None if row is None else row.sequence
 
     def choose(self, tokens: Tokens[int], owner: Hashable, most: int) -> int | None:
@@ -198,8 +198,8 @@ class SessionPool:
 
     def take(self, cache: int, sequence: Sequence) -> None:
         """Let a sequence run in a cache, which nobody else has, until `release`."""
-        if cache == OWN:
-            self._own_row.sequence = sequence
+        if cache == DEFAULT_CACHE:
+            self._default_row.sequence = sequence
         else:
             check_id(cache)
             self._rows.setdefault(cache, _Row()).sequence = sequence
@@ -208,11 +208,11 @@ class SessionPool:
         """Let a cache go in which a sequence ran, if it still does; what it has computed stays there."""
         if cache is None:
             return
-        row = self._own_row if cache == OWN else self._rows.get(cache)
+        row = self._default_row if cache == DEFAULT_CACHE else self._rows.get(cache)
         if row is None or row.sequence is not sequence:
             return
         row.sequence = None
-        if cache != OWN and (row.session is None or (row.owner is not None and not row.session.tokens)):
+        if cache != DEFAULT_CACHE and (row.session is None or (row.owner is not None and not row.session.tokens)):
             self._forget(cache)
 
     def forget_idle(self) -> None:
@@ -252,7 +252,7 @@ class SessionPool:
             UsageError: the id is not a 64-bit integer.
             MemoryBudgetError: it does not fit.
         """
-        if sequence == OWN:
+        if sequence == DEFAULT_CACHE:
             return
         if self.keeps(tokens):
             self.get_or_create(sequence)
@@ -265,8 +265,8 @@ class SessionPool:
         Raises:
             MemoryBudgetError: the sequence needs a new cache, which does not fit.
         """
-        if sequence == OWN or not self.keeps(tokens):
-            return self.own
+        if sequence == DEFAULT_CACHE or not self.keeps(tokens):
+            return self.default
         return self.touch(sequence) or self.get_or_create(sequence)
 
     def get(self, sequence: int) -> Session | None:
@@ -300,9 +300,9 @@ class SessionPool:
         return held
 
     def touch(self, sequence: int) -> Session | None:
-        """As `get` without counting, for later steps of a call; also of the id `OWN`."""
-        if sequence == OWN:
-            return self.own
+        """As `get` without counting, for later steps of a call; also of the id `DEFAULT_CACHE`."""
+        if sequence == DEFAULT_CACHE:
+            return self.default
         row = self._rows.get(sequence)
         if row is None or row.session is None:
             return None
@@ -334,7 +334,7 @@ class SessionPool:
         session, row.session = row.session, None
         if row.sequence is None:
             del self._rows[sequence]
-        session.yield_to(self.own)
+        session.yield_to(self.default)
         return True
 
     def _make_room(self, wanted_bytes: int, in_use: int | None) -> None:

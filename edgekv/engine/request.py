@@ -15,8 +15,8 @@ from edgekv.text.tools import Tools
 
 POOLED: Final = None
 """The pool chooses the cache: the idle one that has most of the prompt, or a new one."""
-OWN: Final = -1
-"""The engine's own cache, which is emptied for each request, and in which all scores are computed."""
+DEFAULT_CACHE: Final = -1
+"""The default one of the pool, which is emptied for each request, and in which all scores are computed."""
 
 _SEEDS = 1 << 64
 
@@ -28,7 +28,7 @@ class Request:
     Attributes:
         tokens: the prompt, as `Texts.read` gives it.
         params: how to sample, or how to search with beams; None generates nothing.
-        cache: 64-bit id of the cache to run in, or `OWN`; None to let the pool choose.
+        cache: 64-bit id of the cache to run in, or `DEFAULT_CACHE`; None to let the pool choose.
         salt: prefixes and pooled caches are shared only between equal salts.
         retention: how long the prefix cache keeps the blocks of this call.
         processors: change the logits before a token is chosen.

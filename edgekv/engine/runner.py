@@ -14,7 +14,7 @@ from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.batch import Batch
 from edgekv.engine.beams import BeamResult
 from edgekv.engine.pool import SessionPool
-from edgekv.engine.request import OWN
+from edgekv.engine.request import DEFAULT_CACHE
 from edgekv.engine.sequence import Scores, Sequence, Status
 from edgekv.engine.session import Graphs, Session
 from edgekv.engine.speculation import SpeculationRun
@@ -45,31 +45,31 @@ class Runner:
     # ------------------------------------------------------------------ begin and end
 
     def begin(self, sequence: Sequence) -> None:
-        """Allocate its cache and load its graphs, so that errors occur before any work; the own cache is emptied.
+        """Allocate its cache and load its graphs, so that errors occur before any work; the default one is emptied.
 
         Raises:
             MemoryBudgetError: the cache does not fit.
             EngineError: the engine refused a graph.
         """
         self._keep_last()
-        own, request = self._pool.own, sequence.request
+        default, request = self._pool.default, sequence.request
         assert sequence.cache is not None, "it has a cache"
         if request.params is not None:
             self._pool.claim(sequence.cache, sequence.prompt_tokens)
             self._graphs.prepare("decode", *(() if sequence.speculation is None else ("verify",)))
             self._graphs.prepare_prompt("prefill", sequence.prompt_tokens)
         if request.scores:
-            sink = own.cache.sink
+            sink = default.cache.sink
             self._graphs.prepare_prompt("score", sequence.prompt_tokens - (0 if sink is None else len(sink.tokens)))
-        held = own.cache.stats
+        held = default.cache.stats
         sequence.own_use.bytes_held, sequence.own_use.bytes_peak = held.bytes_held, held.peak_bytes
         sequence.status = Status.PREFILLING
-        if sequence.cache == OWN or request.scores:
-            own.reset()
-            own.adapt(sequence.adapter)
-            self._graphs.use(own.cache, sequence.adapter)
+        if sequence.cache == DEFAULT_CACHE or request.scores:
+            default.reset()
+            default.adapt(sequence.adapter)
+            self._graphs.use(default.cache, sequence.adapter)
         if request.scores:
-            sequence.unscored = sequence.tokens[len(own.tokens) :]
+            sequence.unscored = sequence.tokens[len(default.tokens) :]
 
     def finish(self, sequence: Sequence) -> None:
         """End it, complete or interrupted: the end of its text is stored in the prefix cache."""
@@ -103,7 +103,7 @@ class Runner:
         if self._pool.keeps(len(sequence.tokens)):
             if sequence.known_tokens == 0:
                 _, sequence.known_tokens = self._enter(sequence, sequence.tokens)
-            if window := self._pool.own.window:
+            if window := self._pool.default.window:
                 most = window - sequence.known_tokens % window
             left = len(sequence.tokens) - sequence.known_tokens
             if left > most:
@@ -120,7 +120,7 @@ class Runner:
             ContextFullError: the context has no room.
             EngineError: the runtime failed.
         """
-        session = self._pool.own
+        session = self._pool.default
         done = sequence.tokens[: len(sequence.tokens) - len(left)]
         if not _has_run(session, sequence, len(done)):  # sequences that are recomputed run in it too
             session.reset()
@@ -143,7 +143,7 @@ class Runner:
         Raises:
             EdgeKVError: as `run`.
         """
-        started, beams, cache = perf_counter_ns(), sequence.beams, self._pool.own.cache
+        started, beams, cache = perf_counter_ns(), sequence.beams, self._pool.default.cache
         assert beams is not None, "it samples, searches or scores"
         if not beams.has_prompt:
             logits = self.run(sequence)

@@ -46,7 +46,7 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
     if len(state.tokens) != state.tokens_seen:
         found = f"{len(state.tokens)} tokens of {state.tokens_seen}"
         raise StateError(f"state {file}: tokens", got=found, expected="all", fix="Remove the file.")
-    engine.pool.own.cache.check_state(state)
+    engine.pool.default.cache.check_state(state)
     session = engine.pool.get_or_create(sequence)
     session.cache.restore(state)
     session.adopt(state.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from edgekv.engine.pool import SessionPool
-from edgekv.engine.request import OWN
+from edgekv.engine.request import DEFAULT_CACHE, Request
 from edgekv.engine.sequence import Sequence
 
 _MAX_SEQUENCES = 4
@@ -48,12 +48,14 @@ class Scheduler:
         that came later wait too.
         """
         for sequence in self.waiting:
-            if not self._waits(sequence):
-                return sequence if self.has_cache(sequence) else None
+            if self._is_free(sequence) and not self._is_read(sequence.request):
+                return sequence if self.can_begin(sequence) else None
         return None
 
-    def has_cache(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence has its cache; if its request names none, the pool chooses one."""
+    def can_begin(self, sequence: Sequence) -> bool:
+        """Whether nobody else has the cache of a waiting sequence; if its request names none, the pool chooses one."""
+        if not self._is_free(sequence):
+            return False
         if sequence.cache is None:
             request = sequence.request
             owner = request.salt, request.lora
@@ -71,15 +73,16 @@ class Scheduler:
         self.waiting.remove(sequence)  # at any time it is in one of them, so that it can be ended
         self._pool.take(sequence.cache, sequence)
         if sequence.request.scores:
-            self._pool.take(OWN, sequence)
+            self._pool.take(DEFAULT_CACHE, sequence)
 
-    def _waits(self, sequence: Sequence) -> bool:
-        """Whether it waits for another one: for its cache, or for the rows of a prompt that both have."""
-        request, holder = sequence.request, self._pool.holder
-        if sequence.cache is not None and holder(sequence.cache) is not None:
-            return True
-        if request.scores and holder(OWN) is not None:
-            return True
+    def _is_free(self, sequence: Sequence) -> bool:
+        """Whether no sequence runs in the caches that it is bound to: the named one, and the default one of scores."""
+        if sequence.cache is not None and self._pool.holder(sequence.cache) is not None:
+            return False
+        return not sequence.request.scores or self._pool.holder(DEFAULT_CACHE) is None
+
+    def _is_read(self, request: Request) -> bool:
+        """Whether another sequence is reading the same prompt, whose rows are restored once it has."""
         if request.params is None or not self._shares_prompts:
             return False
         reading = (each for each in self.running if each.output is not None and not each.output.tokens)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.beams import BeamResult, BeamRun
-from edgekv.engine.request import Request
+from edgekv.engine.request import DEFAULT_CACHE, Request
 from edgekv.engine.session import CacheUse, Session
 from edgekv.engine.speculation import SpeculationRun
 from edgekv.engine.stats import GenerationStats, GenerationTimes, Setup
@@ -65,7 +65,8 @@ class Sequence:
         beams: the beam search; None without one.
         status: `DECODING` once the next step runs all that is left of its prompt; `DISPLACED` if a later request took
             its cache over.
-        cache: id of the cache that it runs in; None until the pool has chosen one.
+        cache: id of the cache that it runs in, the default one if nothing is generated; None until the pool has chosen
+            one.
         tokens: prompt and output.
         known_tokens: how many of them are in a cache.
         unscored: tokens of the prompt that are still to be scored; None if none are wanted, or once all are.
@@ -104,7 +105,7 @@ class Sequence:
     decode_ns: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = self.request.cache
+        self.cache = DEFAULT_CACHE if self.request.params is None else self.request.cache
         self.tokens = [*self.request.tokens]
 
     @property

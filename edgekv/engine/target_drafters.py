@@ -61,8 +61,8 @@ def _check_states(drafter: Bundle, target: DraftModel) -> None:
     if (ours.target.rotation, ours.target.vocabulary) != form:
         found = f"one made for a rotation {ours.target.rotation} and embeddings {ours.target.vocabulary}"
         refuse(found, f"{form[0]} and {form[1]}, as in the target")
-    if target.pool.own.cache.room_tokens is None:
-        policy = target.pool.own.cache.policy
+    if target.pool.default.cache.room_tokens is None:
+        policy = target.pool.default.cache.policy
         refuse(f"the target's context policy {policy}", "fail, which drops no tokens", "Load it with the policy fail.")
 
 
