@@ -11,7 +11,7 @@ from edgekv.graphs.emulated import EmulatedOps
 from edgekv.graphs.float_encoder import float_encoder
 from edgekv.graphs.floats import FloatOps
 from edgekv.graphs.source import EncoderSource, PartSource, Source
-from edgekv.graphs.stacks import StackedOps
+from edgekv.graphs.stacked_decoder import StackedOps
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.graphs.wide import WideOps
 

@@ -9,7 +9,8 @@ from onnx import TensorProto
 
 from edgekv.graphs.decoder import folds_heads
 from edgekv.graphs.delta_rule import signed_operand
-from edgekv.graphs.stacks import StackedOps, View
+from edgekv.graphs.stacked_decoder import StackedOps
+from edgekv.graphs.stacks import View
 from quant import WEIGHT_TYPES, Encoding, WeightDtype
 
 _ELEMENTS = {"int8": TensorProto.INT8, "int4": TensorProto.INT4}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -13,29 +10,14 @@ from onnx import helper
 from edgekv.bundle import ENCODER, BundleWeights, VisionRecord
 from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
-from edgekv.graphs.nodes import Nodes
 from edgekv.graphs.products import Products, Rows
+from edgekv.graphs.stacks import HeadStacks, View
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.spec import PIXELS_PORT, ROWS_PORT
 from quant import DTYPES
 
 
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """A tensor under construction.
-
-    Attributes:
-        tensor: its name: `[1, rows, width]`, or `[1, heads, rows, width]` if it is one head of all.
-        is_normal: whether it is the result of a norm.
-        is_head: whether it stands for a head; the first of them has made the nodes for all.
-    """
-
-    tensor: str
-    is_normal: bool = False
-    is_head: bool = False
-
-
-class FloatEncoderOps(EncoderOps[Activation]):
+class FloatEncoderOps(HeadStacks, EncoderOps[View]):
     """Results stay float. All heads are one operation."""
 
     def __init__(self, vision: VisionRecord, weights: BundleWeights, mode: RenderedMode, file: WeightFile) -> None:
@@ -47,108 +29,75 @@ class FloatEncoderOps(EncoderOps[Activation]):
             mode: how activations are rounded in products.
             file: takes the integers as the products read them.
         """
-        self._spec, self._weights, self._vision = vision.encoder, weights, vision
-        self._nodes = Nodes()
+        super().__init__(weights, vision.encoder.inputs)
+        self._spec, self._vision = vision.encoder, vision
         self._products = Products(self._nodes, file, mode, is_scoring=False, batch_invariant=False)
-        self._made: dict[Hashable, str] = {}
+        self._normal: set[str] = set()
+        """Results of norms."""
         pixels = self._nodes.dequantize(PIXELS_PORT, [vision.encodings[PIXELS_PORT]], "pixels")
-        self.entry = Activation(self._nodes.reshape(pixels, [1, self._spec.inputs, self._spec.patch_values]))
+        self.entry = View(self._nodes.reshape(pixels, [1, self._spec.inputs, self._spec.patch_values]))
 
     def linear(
-        self,
-        x: Activation,
-        weight: str,
-        name: str,
-        *,
-        bias: str | None = None,
-        head: int | None = None,
-        gain: float = 1.0,
-    ) -> Activation:
+        self, x: View, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
+    ) -> View:
         def product() -> str:
-            count = self._spec.inputs
-            found = self._products.multiply(
-                Rows(x.tensor, count, x.is_normal, True), self._weights.matrix(weight), weight
-            )
+            rows = Rows(x.tensor, self._spec.inputs, x.tensor in self._normal, True)
+            found = self._products.multiply(rows, self._weights.matrix(weight), weight)
             if bias is not None:
                 added = self._nodes.constant(self._bias(bias, is_by_head=head is not None, gain=gain), f"{name}.bias")
                 found = self._nodes.add("Add", [found, added], name)
-            if head is None:
-                return found
-            return self._nodes.transpose(self._nodes.reshape(found, [0, 0, self._spec.heads, -1]), 0, 2, 1, 3)
+            return found if head is None else self._to_heads(found, self._spec.heads)
 
-        return Activation(self._once(weight, product), is_head=head is not None)
+        tensor = self._once(("linear", weight), product)
+        return View(tensor) if head is None else View(tensor, self._spec.heads, head)
 
     def _bias(self, name: str, *, is_by_head: bool, gain: float) -> NDArray[np.float32]:
         if is_by_head:
             return np.concatenate([self._values(f"{name}.h{head}", gain) for head in range(self._spec.heads)])
         return self._values(name, gain)
 
-    def _values(self, name: str, gain: float = 1.0) -> NDArray[np.float32]:
-        return self._weights.places.tensors[name].encoding.times(gain).dequantize(self._weights.tensor(name))
-
-    def normalize(self, x: Activation, width: int, name: str) -> Activation:
+    def normalize(self, x: View, width: int, name: str) -> View:
         return self._normalized(x, width, name, self._spec.eps)
 
-    def normalize_merged(self, x: Activation, name: str) -> Activation:
+    def normalize_merged(self, x: View, name: str) -> View:
         return self._normalized(x, self._spec.hidden * self._spec.merged, name, self._spec.projector_eps)
 
-    def _normalized(self, x: Activation, width: int, name: str, eps: float) -> Activation:
-        ones = self._nodes.constant(np.ones(width, np.float32), f"ones_{width}")
+    def _normalized(self, x: View, width: int, name: str, eps: float) -> View:
         attributes = {"axis": -1, "epsilon": eps, "stash_type": 1}
-        return Activation(self._nodes.add("SimplifiedLayerNormalization", [x.tensor, ones], name, **attributes), True)
+        found = self._each("SimplifiedLayerNormalization", [x], name, [self._unit_weights(width)], **attributes)
+        self._normal.add(found.tensor)
+        return found
 
-    def add(self, a: Activation, b: Activation, name: str) -> Activation:
-        if a.is_head:
-            key = "add", a.tensor, b.tensor
-            return replace(a, tensor=self._once(key, lambda: self._nodes.add("Add", [a.tensor, b.tensor], name)))
-        return Activation(self._nodes.add("Add", [a.tensor, b.tensor], name))
+    def plus(self, x: View, weight: str, name: str) -> View:
+        return self._each("Add", [x], name, [self._floats(weight)])
 
-    def plus(self, x: Activation, weight: str, name: str) -> Activation:
-        return Activation(self._nodes.add("Add", [x.tensor, self._nodes.constant(self._values(weight), weight)], name))
+    def exact_gelu(self, x: View, name: str) -> View:
+        return self._each("Gelu", [x], name)
 
-    def gelu(self, x: Activation, name: str) -> Activation:
-        return Activation(self._nodes.add("Gelu", [x.tensor], name, approximate="tanh"))
-
-    def exact_gelu(self, x: Activation, name: str) -> Activation:
-        return Activation(self._nodes.add("Gelu", [x.tensor], name))
-
-    def scores(self, query: Activation, keys: Activation, name: str) -> Activation:
-        nodes = self._nodes
-
-        def products() -> str:
-            return nodes.add("MatMul", [query.tensor, nodes.transpose(keys.tensor, 0, 1, 3, 2)], name)
-
-        return replace(query, tensor=self._once(("scores", query.tensor), products))
-
-    def softmax(self, x: Activation, name: str) -> Activation:
-        return replace(
-            x, tensor=self._once(("softmax", x.tensor), lambda: self._nodes.add("Softmax", [x.tensor], name))
-        )
-
-    def attend(self, weights: Activation, values: Activation, name: str) -> Activation:
-        def products() -> str:
-            return self._nodes.add("MatMul", [weights.tensor, values.tensor], name)
-
-        return replace(values, tensor=self._once(("attend", weights.tensor), products))
-
-    def join(self, parts: list[Activation], name: str) -> Activation:
-        assert {part.tensor for part in parts} == {parts[0].tensor}, "all heads"
-        by_row = self._nodes.transpose(parts[0].tensor, 0, 2, 1, 3)
-        return Activation(self._nodes.reshape(by_row, [1, -1, self._spec.hidden]))
-
-    def merged(self, x: Activation, rows: int) -> Activation:
+    def merged(self, x: View, rows: int) -> View:
         found = self._nodes.reshape(x.tensor, [1, self._spec.patches // rows, -1])
-        return Activation(found, x.is_normal)
+        if x.tensor in self._normal:
+            self._normal.add(found)
+        return View(found)
 
-    def unmerged(self, x: Activation) -> Activation:
-        return Activation(self._nodes.reshape(x.tensor, [1, -1, 1]))
+    def unmerged(self, x: View) -> View:
+        return View(self._nodes.reshape(x.tensor, [1, -1, 1]))
 
-    def patches(self, x: Activation) -> Activation:
+    def patches(self, x: View) -> View:
         if not self._spec.has_class:
             return x
-        return Activation(self._nodes.split(x.tensor, [self._spec.patches, 1], 1)[0])
+        return View(self._nodes.split(x.tensor, [self._spec.patches, 1], 1)[0])
 
-    def finish(self, rows: Activation) -> onnx.ModelProto:
+    def _rounded(self, x: str, name: str, heads: int = 0) -> View:
+        return View(x, heads)
+
+    def _by_keys(self, query: View, keys: View) -> str:
+        return self._multiply(query.tensor, keys.tensor, self._ar, transposed=True)
+
+    def _by_values(self, weights: View, values: View) -> str:
+        return self._multiply(weights.tensor, values.tensor, self._ar)
+
+    def finish(self, rows: View) -> onnx.ModelProto:
         """The model, with the last rows as its output."""
         spec, encodings = self._spec, self._vision.encodings
         last = self._nodes.reshape(rows.tensor, [1, 1, spec.rows, spec.output])
@@ -168,11 +117,6 @@ class FloatEncoderOps(EncoderOps[Activation]):
             for name, shape in shapes.items()
         )
         return self._nodes.model(ENCODER, [pixels], [features])
-
-    def _once(self, key: Hashable, make: Callable[[], str]) -> str:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
 
 
 def float_encoder(

@@ -13,7 +13,8 @@ from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.decoder import query_gain
 from edgekv.graphs.products import Products, Rows, beside
 from edgekv.graphs.source import PartSource
-from edgekv.graphs.stacks import StackedOps, View
+from edgekv.graphs.stacked_decoder import StackedOps
+from edgekv.graphs.stacks import View
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.spec import CONVOLUTION_INPUTS, DELTA_INPUTS, HEAD, DecoderSpec, LoraTarget, lora_b, table_key
 
