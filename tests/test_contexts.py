@@ -18,7 +18,7 @@ from edgekv.errors import UsageError
 from edgekv.qnn import provider as qnn
 from exporters.export import ExportOptions
 from exporters.quantize.recipe import find_recipe
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.exports import export_options, exported
 
 DEVICE = find("SM8650")
@@ -111,6 +111,19 @@ def test_a_cache_that_grows_gives_the_same_bits(bundles: dict[str, Path], strate
 @pytest.mark.htp
 def test_a_cache_that_grows_gives_the_same_bits_on_the_htp(compiled: dict[str, Path]) -> None:
     grown(compiled["three"], "htp", "pointer-shift")
+
+
+def test_layers_that_grow_apart_leave_the_others_their_windows(tmp_path: Path) -> None:
+    """Two layers that attend to the whole context, then one with a window: its group has another number then."""
+    sizes = ARCHITECTURES["qwen2-sliding"] | {"max_window_layers": 2}
+    bundle = exported(write_checkpoint(tmp_path / "checkpoint", sizes), export_options(context=(32, 64), ar=(1, 8)))
+    logits = {}
+    for growth in (None, "staggered", "together"):
+        model = edgekv.load(bundle, kv_growth=growth)
+        logits[growth] = [model.session.feed([(11 * t) % 200]).copy() for t in range(48)]
+        assert (model.cache.stats.reallocations > 0) is (growth is not None)
+    assert np.array_equal(logits[None], logits["staggered"])
+    assert np.array_equal(logits[None], logits["together"])
 
 
 @pytest.mark.slow

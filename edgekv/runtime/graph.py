@@ -24,6 +24,7 @@ from edgekv.spec import (
     MASK,
     STEP_KINDS,
     TARGET_HIDDEN,
+    LayerSpec,
     rope_inputs,
 )
 from quant import DTYPES, Encoding
@@ -140,7 +141,10 @@ class StaticGraph:
         self.steps = 0
         self.clock = StepTimes() if clock is None else clock
         self.takes_fewer = any(binding.takes_fewer for binding in bindings)
-        self._inputs = StepInputs(manifest, record, ropes, embeddings, layer_inputs, takes_fewer=self.takes_fewer)
+        groups = [group.geometry for group in cache.groups]
+        self._inputs = StepInputs(
+            manifest, record, ropes, embeddings, layer_inputs, takes_fewer=self.takes_fewer, groups=groups
+        )
         interfaces = manifest.interface.parts(record)
         own = ("hidden", "logits", "last_hidden")
         given = [port for each in interfaces for port in each.outputs if port.kind in own]
@@ -297,6 +301,7 @@ class StepInputs:
         layer_inputs: EmbeddingTable | None = None,
         *,
         takes_fewer: bool = False,
+        groups: Sequence[LayerSpec] = (),
     ) -> None:
         """Allocate.
 
@@ -307,6 +312,8 @@ class StepInputs:
             embeddings: the table, if the graph reads `inputs_embeds` instead of ids.
             layer_inputs: see `Bundle.layer_inputs`.
             takes_fewer: whether the graph has no row without a token.
+            groups: the layers that the windows of a step are of, which grow apart in some caches; those of the
+                bundle's cache by default.
         """
         self._takes_fewer = takes_fewer
         decoder = manifest.interface
@@ -329,7 +336,9 @@ class StepInputs:
         others = [self.arrays[port.name][0, 0] for port in inputs if port.kind == "others"]
         self._taps = ConvolutionRows(self.arrays[CONV_ROWS], others, record.ar) if CONV_ROWS in self.arrays else None
         self.groups: Mapping[str, int] = {
-            name: group for name, group in decoder.mask_groups().items() if name in self.arrays
+            name: group
+            for name, group in decoder.mask_groups(groups or decoder.cache.groups()).items()
+            if name in self.arrays
         }
         self._masks = [
             (group, AttentionMask(self.arrays[name][0, 0], manifest.encodings[MASK]))

@@ -5,7 +5,7 @@ A new input is one line in `DecoderInterface._inputs`, and the code that fills i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -182,12 +182,12 @@ class DecoderInterface:
         contexts = {self.mask_of(group): group.context for group in self.cache.rows()}
         return {name: None if name == MASK else context for name, context in contexts.items()}
 
-    def mask_groups(self) -> dict[str, int]:
-        """The attention masks by name, and the number of the first group of layers that reads each."""
-        numbers = {group: number for number, group in enumerate(self.cache.groups())}
+    def mask_groups(self, groups: Sequence[LayerSpec]) -> dict[str, int]:
+        """The attention masks by name, and the number of the first of these groups of layers that reads each."""
         first: dict[str, int] = {}
-        for group in self.cache.rows():
-            first.setdefault(self.mask_of(group), numbers[group])
+        for number, group in enumerate(groups):
+            if isinstance(group, RowSpec):
+                first.setdefault(self.mask_of(group), number)
         return first
 
     def rotary_of(self, layer: int) -> RotaryInputs | None:
