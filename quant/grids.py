@@ -22,6 +22,9 @@ _COLUMNS_AT_ONCE = 512
 _ROWS_AT_ONCE = 256  # with the columns, fits in a core's cache
 _WORKERS = min(8, os.cpu_count() or 1)
 _TINY = np.finfo(np.float32).tiny
+NARROWEST = 2.0**-14
+"""The narrowest channel, relative to the widest one of a matrix. The HTP computes something else with scales much
+smaller than the others, such as those of a channel that is 0 but for float32's rounding."""
 
 
 def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = None) -> Grid:
@@ -31,12 +34,13 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
     each input) it is the clipped grid with the smallest output error, assuming independent inputs.
     """
     limits, block = WEIGHT_TYPES[dtype].limits, WEIGHT_TYPES[dtype].block
+    least = max(float(_absmax(weight).max()) * NARROWEST / limits[1], _TINY)
 
     def part(start: int) -> tuple[Floats, NDArray[np.uint8] | None]:
         columns = weight[:, start : start + _COLUMNS_AT_ONCE]
         if block is None:
-            return _channels(columns, limits, importance), None
-        return _blocks(columns, block, limits, importance)
+            return _channels(columns, limits, importance, least), None
+        return _blocks(columns, block, limits, importance, least)
 
     with ThreadPoolExecutor(_WORKERS) as workers:
         parts = list(workers.map(part, range(0, weight.shape[1], _COLUMNS_AT_ONCE)))
@@ -54,9 +58,9 @@ def round_within(values: Floats, limits: Limits, *, out: Floats) -> Floats:
     return out
 
 
-def _channels(weight: Floats, limits: Limits, importance: Floats | None) -> Floats:
-    """`[out]`, a scale for each channel."""
-    covering = np.maximum(_absmax(weight) / np.float32(limits[1]), _TINY)
+def _channels(weight: Floats, limits: Limits, importance: Floats | None, least: float) -> Floats:
+    """`[out]`, a scale for each channel, of at least `least` before clipping."""
+    covering = np.maximum(_absmax(weight) / np.float32(limits[1]), np.float32(least))
     if importance is None:
         return covering
     errors = np.zeros((len(_CLIPS), weight.shape[1]), np.float32)
@@ -70,26 +74,29 @@ def _channels(weight: Floats, limits: Limits, importance: Floats | None) -> Floa
     return scales
 
 
-def _blocks(weight: Floats, block: int, limits: Limits, importance: Floats | None) -> tuple[Floats, NDArray[np.uint8]]:
+def _blocks(
+    weight: Floats, block: int, limits: Limits, importance: Floats | None, least: float
+) -> tuple[Floats, NDArray[np.uint8]]:
     """Scales `[out]` and block scales `[in / block, out]`; the widest block of a channel has block scale 15.
 
     With `importance`, the clipped scale of least error for each channel, each with its best block scales.
     """
     blocks = weight.reshape(-1, block, weight.shape[1])
     covering = np.maximum(np.stack([_absmax(each) for each in blocks]) / np.float32(limits[1]), _TINY)
-    scales = np.maximum(covering.max(axis=0) / np.float32(LPBQ_LEVELS), _TINY)
+    scales = np.maximum(covering.max(axis=0), np.float32(least)) / np.float32(LPBQ_LEVELS)
+    scales = np.maximum(scales, _TINY)
     if importance is None:
         return scales, _levels(covering / scales).astype(np.uint8)
     errors = _errors(blocks, covering, limits, importance.reshape(-1, block))
     best = scales
-    least = np.full_like(scales, np.inf)
+    lowest = np.full_like(scales, np.inf)
     chosen = np.zeros_like(covering)
     for clip in _CHANNEL_CLIPS:
         levels, error = _block_scales(errors, covering / (scales * clip))
-        better = error < least
-        best, least, chosen = (
+        better = error < lowest
+        best, lowest, chosen = (
             np.where(better, scales * clip, best),
-            np.minimum(error, least),
+            np.minimum(error, lowest),
             np.where(better, levels, chosen),
         )
     return best, chosen.astype(np.uint8)

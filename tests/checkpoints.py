@@ -464,6 +464,40 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "num_patches": 16,
         },
     },
+    "glm": {
+        "model_type": "glm",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "glm4": {
+        "model_type": "glm4",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "helium": {"model_type": "helium", "rope_theta": 2e4, "tie_word_embeddings": False},
+    "ernie4_5": {"model_type": "ernie4_5", "rope_theta": 5e5, "head_dim": 32, "use_bias": True},
+    "hunyuan": {
+        "model_type": "hunyuan_v1_dense",
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "alpha": 1000.0,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.0,
+        },
+    },
+    "olmo": {"model_type": "olmo", "rms_norm_eps": None},
+    "cohere": {"model_type": "cohere", "rms_norm_eps": None, "logit_scale": 0.3, "rope_theta": 1e4},
+    "cohere2": {
+        "model_type": "cohere2",
+        "rms_norm_eps": None,
+        "logit_scale": 0.25,
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "rope_theta": 5e4,
+    },
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 
@@ -657,7 +691,7 @@ def _described_weights(config: dict[str, Any], seed: int, gain: float) -> dict[s
     weights = {}
     spec = describe(Config(config))
     for view in views(spec):
-        if view.key not in weights:
+        if view.key not in weights and view.is_stored:
             is_gain = "norm" in view.role or view.role == "layer_scalar" or (view.is_gathered and len(view.shape) == 1)
             scale = 0.1 if is_gain else gain / np.sqrt(view.shape[-1])
             values = scale * random.standard_normal(view.stored_shape) + (is_gain and not view.offset)

@@ -88,10 +88,11 @@ class CacheSetup:
             if isinstance(policy, str)
             else policy
         )
-        if (manifest.model.local_rope is not None or manifest.model.unrotated) and chosen.inverse_frequencies:
+        obstacle = manifest.model.keys_cannot_move
+        if obstacle is not None and chosen.inverse_frequencies:
             raise UsageError(
                 f"context policy {chosen.name}",
-                got=f"layers with{'out a rotary embedding' if manifest.model.unrotated else ' two rotary embeddings'}",
+                got=obstacle,
                 expected="one, by which the keys of all layers can be moved",
                 fix="Use fail or sliding-window.",
             )

@@ -245,15 +245,18 @@ def target_inputs(ops: Ops[V], spec: DecoderSpec, state: V) -> V:
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     """One layer: a mixer of tokens (attention or what replaces it) and a feed-forward, each added to the residual.
 
+    The feed-forward reads the residual behind the mixer, or, with `spec.parallel`, the same as the mixer.
     `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
     With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
     normalizes the input of the feed-forward. The functions below are the parts of a layer: each begins with the
     matrices that read one input, or with that input.
     """
-    mixed = mixer(ops, spec, layer, mixer_inputs(ops, spec, layer, hidden))
-    hidden = add_mixer(ops, spec, layer, hidden, mixed)
-    inner = feed_forward(ops, spec, layer, feed_forward_inputs(ops, spec, layer, hidden))
-    hidden = add_feed_forward(ops, spec, layer, hidden, inner)
+    x = mixer_inputs(ops, spec, layer, hidden)
+    mixed, before = mixer(ops, spec, layer, x), hidden
+    hidden = add_mixer(ops, spec, layer, before, mixed)
+    if spec.parallel != "one-norm":
+        x = feed_forward_inputs(ops, spec, layer, before if spec.parallel else hidden)
+    hidden = add_feed_forward(ops, spec, layer, hidden, feed_forward(ops, spec, layer, x))
     if not spec.layer_inputs:
         return hidden
     return add_layer_input(ops, spec, layer, hidden, gated_layer_input(ops, spec, layer, hidden))
@@ -364,9 +367,11 @@ def add_mixer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, mixed: V) -
 
 
 def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """The input of gate_proj and up_proj."""
+    """The input of gate_proj and up_proj, of the residual that they read: see `decoder_layer`."""
     if not spec.pre_norms:
         return hidden
+    if spec.parallel == "one-norm":
+        return mixer_inputs(ops, spec, layer, hidden)
     return _residual_norm(ops, spec, hidden, feed_forward_norm(spec, layer), f"layers.{layer}.mlp_norm")
 
 
@@ -517,10 +522,12 @@ def _rotated_head(
     ops: Ops[V], spec: DecoderSpec, layer: int, kind: Literal["q", "k"], x: V, name: str, heads: int = 1
 ) -> V:
     """A query or key head, or several query heads as rows, as scores read them."""
-    if spec.qk_norm is not None and spec.qk_norm != "all-heads":
-        gain = query_gain(spec) if kind == "q" else 1.0
-        x = ops.rms_norm(x, _head_norm(layer, kind), name, gain=gain)
-    return ops.rotate(spec, layer, x, name, heads)
+    if spec.qk_norm is None or spec.qk_norm == "all-heads":
+        return ops.rotate(spec, layer, x, name, heads)
+    gain, norm = query_gain(spec) if kind == "q" else 1.0, _head_norm(layer, kind)
+    if spec.qk_norm_last:
+        return ops.rms_norm(ops.rotate(spec, layer, x, name + ".projected", heads), norm, name, gain=gain)
+    return ops.rotate(spec, layer, ops.rms_norm(x, norm, name, gain=gain), name, heads)
 
 
 def _head_norm(layer: int, kind: Literal["q", "k"]) -> str:

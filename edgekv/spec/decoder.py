@@ -24,6 +24,7 @@ from edgekv.spec.sizes import (
 Activation = Literal["silu", "gelu-tanh"]
 QkNorm = Literal["head", "all-heads"]
 Mixer = Literal["attention", "convolution", "delta_rule"]
+Parallel = Literal["one-norm", "two-norms"]
 Vocabulary = Literal["apart", "shared", "turned"]
 """Where embeddings are: in a table `apart` from the head's matrix, or `shared` with it; `turned`: between the last norm
 and the head, a matrix undoes what the head's own copy of the table had folded in."""
@@ -120,12 +121,19 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         query_gain: multiplies the scores, such as head_dim ** -0.5.
         local_rope: rotary embedding of the layers with an attention window, if they have their own.
         unrotated: layers without a rotary embedding.
+        interleaved: whether checkpoints store both elements of each pair that a rotary embedding turns beside each
+            other; see `View.interleaved`. Nothing else depends on it.
         windows: tokens that each layer attends to, including the current one; None for full attention; empty if no
             layer has a window.
         limits: upper bounds of the windows, None for no bound; a shorter list is repeated. Set by export options.
         activation: activation function of the gate.
         biased: projections with a bias, such as `self_attn.q_proj`.
         qk_norm: RMSNorm of queries and keys before their rotation: over each head, over all heads together, or None.
+        qk_norm_last: whether queries and keys are normalized behind their rotation instead.
+        layer_norms: whether norms of the residual take its mean away (LayerNorm). The decoder computes RMSNorm: what
+            writes the residual is read without its mean.
+        norm_weights: whether the norms have weights; without, they are 1.
+        parallel: whether attention and feed-forward read the same residual: the result of one norm, or each of its own.
         pre_norms: whether the inputs of attention and feed-forward are normalized.
         post_norms: whether their outputs are normalized before they are added to the residual.
         attention_cap: scores become cap * tanh(scores / cap).
@@ -169,11 +177,16 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     query_gain: _Positive
     local_rope: Rope | None = None
     unrotated: frozenset[_Layer] = frozenset()
+    interleaved: bool = False
     windows: tuple[_Tokens | None, ...] = ()
     limits: tuple[_Tokens | None, ...] = ()
     activation: Activation = "silu"
     biased: frozenset[str] = frozenset()
     qk_norm: QkNorm | None = None
+    qk_norm_last: bool = False
+    layer_norms: bool = False
+    norm_weights: bool = True
+    parallel: Parallel | None = None
     pre_norms: bool = True
     post_norms: bool = False
     attention_cap: _Positive | None = None
@@ -221,6 +234,12 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"delta_rule: layers: got {found}; expected some below {self.layers}, and one without")
         for layer in range(self.layers) if self.layer_sizes or self.cache_owners else (0,):
             self._check_layer(layer)
+        if self.layer_norms and (self.post_norms or not self.pre_norms or self.shares_vocabulary):
+            raise ValueError(
+                "layer_norms: got them; expected none with post_norms, without pre_norms, or a shared table"
+            )
+        if self.parallel and (self.post_norms or not self.pre_norms):
+            raise ValueError(f"parallel: got {self.parallel}; expected pre_norms alone beside it")
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
 
@@ -411,6 +430,15 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         found = [self.window(layer) for layer in range(self.layers)]
         narrow = [window if window is not None and window < context else None for window in found]
         return () if narrow.count(None) == self.layers else tuple(narrow)
+
+    @property
+    def keys_cannot_move(self) -> str | None:
+        """Why cached keys cannot be turned to other positions by one rotary embedding; None if they can."""
+        if self.unrotated:
+            return "layers without a rotary embedding"
+        if self.local_rope is not None:
+            return "layers with two rotary embeddings"
+        return "norms of keys behind their rotary embedding" if self.qk_norm_last else None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:

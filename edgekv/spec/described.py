@@ -9,6 +9,7 @@ from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families import ARCHITECTURES, DRAFTERS
 from edgekv.spec.harmless import OFF, harmless
+from edgekv.spec.lacking import LACKING
 
 LARGEST_PARAMETERS = 1 << 42
 """Maximum elements of all matrices, above every published model."""
@@ -17,10 +18,7 @@ LARGEST_HEADS = 1 << 18
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _CONVOLUTION, _DELTA_RULE = "conv", "linear_attention"
-_LACKING = {
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), "Laurel, AltUp and activation sparsity"),
-}
-"""What architectures have that cannot be exported."""
+_LISTED = "docs/reference/architectures.md lists those that can be exported."
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,10 @@ def describe(config: Config) -> DecoderSpec:
     family = ARCHITECTURES.get(model_type)
     if family is None:
         _check_no_drafter(config)
-        if model_type in _LACKING:
-            fix = f"It needs {_LACKING[model_type]}, which graphs do not have. Use Gemma 4, which dropped them."
-            raise config.refusal("model_type", "an architecture without them", fix=fix)
-        wanted = ", ".join(sorted(ARCHITECTURES))
-        raise config.refusal("model_type", wanted, fix="This architecture cannot be exported.")
+        if (lacking := LACKING.get(model_type)) is not None:
+            fix = f"Graphs have no such thing; {_LISTED}"
+            raise config.refusal("model_type", f"an architecture without {lacking}", fix=fix)
+        raise config.refusal("model_type", "an architecture that can be exported", fix=f"The page {_LISTED}")
     _check_attention(config)
     spec = family(config)
     config.check_read(harmless(model_type), OFF)

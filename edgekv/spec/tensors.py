@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec.decoder import DecoderSpec
@@ -83,6 +84,9 @@ class View:
         first: the first row of the part in the stored tensor.
         alternates: rows of the part's blocks, each followed in the stored tensor by as many of another part; 0 if the
             part's rows follow each other.
+        interleaved: R and D, if rows belong to heads of D rows, and both elements of each pair that a rotary embedding
+            turns, of the first R rows of a head, are stored beside each other; None if they are R/2 apart, as here.
+        is_stored: whether checkpoints have it; if not, its elements are 1.
         is_logarithm: whether the part is minus the exponential of what is stored.
         offset: added to every element.
         gain: multiplies every element.
@@ -99,12 +103,34 @@ class View:
     offset: float = 0.0
     gain: float = 1.0
     alternates: int = 0
+    interleaved: tuple[int, int] | None = None
+    is_stored: bool = True
     is_logarithm: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the stored tensor."""
         return (self.rows, *self.shape[1:])
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether its rows are not neighbours in the stored tensor, in their order."""
+        return bool(self.alternates) or self.interleaved is not None
+
+    def stored_rows(self, rows: slice | NDArray[np.int64]) -> slice | NDArray[np.int64]:
+        """Which rows of the stored tensor some of its rows are."""
+        if not self.is_reordered and isinstance(rows, slice):
+            first, stop, _ = rows.indices(self.shape[0])
+            return slice(self.first + first, self.first + stop)
+        chosen = np.arange(self.shape[0])[rows]
+        if self.interleaved is not None:
+            width, dim = self.interleaved
+            order = np.arange(dim)
+            order[:width] = np.arange(width).reshape(-1, 2).T.reshape(-1)
+            chosen = chosen // dim * dim + order[chosen % dim]
+        if self.alternates:
+            chosen = chosen + chosen // self.alternates * self.alternates
+        return self.first + chosen
 
     @property
     def is_matrix(self) -> bool:
@@ -171,7 +197,8 @@ def _views(spec: DecoderSpec) -> Iterator[View]:
         yield View(TARGET_IN, (spec.hidden, target.hidden), TARGET_IN, spec.hidden, "target_in")
     for layer in spec.own_layers:
         yield from _layer(spec, layer)
-    yield View(norm, (spec.hidden,), norm, spec.hidden, "norm", offset=spec.norm_offset)
+    last = View(norm, (spec.hidden,), norm, spec.hidden, "norm", offset=spec.norm_offset)
+    yield replace(last, is_stored=spec.norm_weights)
     if target is not None:
         yield View(TARGET_OUT, (target.hidden, spec.hidden), TARGET_OUT, target.hidden, "target_out")
     if spec.vocabulary == "turned":
@@ -231,7 +258,9 @@ def head_width(spec: DecoderSpec, name: str) -> int:
 
 
 def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
-    """Name of the norm in front of the feed-forward, if there is one."""
+    """Name of the norm in front of the feed-forward, if there is one; it may be that in front of attention."""
+    if spec.parallel == "one-norm":
+        return attention_norm(layer)
     norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
     return f"model.layers.{layer}.{norm}.weight"
 
@@ -260,16 +289,20 @@ def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
     sizes, hidden, owns = spec.of_layer(layer), spec.hidden, spec.owns_cache(layer)
     query, key_value = spec.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     if spec.qk_norm:
-        whole = spec.qk_norm == "all-heads"
-        yield _norm(spec, layer, "self_attn.q_norm", query if whole else sizes.head_dim, "q_norm")
+        whole, pairs = spec.qk_norm == "all-heads", _interleaved(spec, layer)
+        of_queries = _norm(spec, layer, "self_attn.q_norm", query if whole else sizes.head_dim, "q_norm")
+        of_keys = _norm(spec, layer, "self_attn.k_norm", key_value if whole else sizes.head_dim, "k_norm")
+        yield replace(of_queries, interleaved=pairs)
         if owns:
-            yield _norm(spec, layer, "self_attn.k_norm", key_value if whole else sizes.head_dim, "k_norm")
+            yield replace(of_keys, interleaved=pairs)
     fused = "self_attn.qkv_proj" if "attention" in spec.fused else None
     attention = {"self_attn.q_proj": query}
     if owns:
         attention |= {"self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     norm = attention_norm(layer) if spec.pre_norms else None
     for view in _projections(spec, layer, attention, hidden, fused, norm=norm):
+        if view.role in ("q", "k"):
+            view = replace(view, interleaved=_interleaved(spec, layer))
         if spec.output_gates and view.role == "q":
             both = replace(view, rows=2 * query, alternates=spec.head_dim)
             gates = view.name.replace("q_proj", "g_proj")
@@ -280,6 +313,12 @@ def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
     if spec.head_gates:
         yield from _projections(spec, layer, {"self_attn.g_proj": spec.heads}, hidden, norm=norm)
     yield from _projections(spec, layer, {"self_attn.o_proj": hidden}, query, gain=_branch_gain(spec))
+
+
+def _interleaved(spec: DecoderSpec, layer: int) -> tuple[int, int] | None:
+    """See `View.interleaved`."""
+    rope = spec.rope_of(layer)
+    return (rope.width, spec.of_layer(layer).head_dim) if spec.interleaved and rope is not None else None
 
 
 def _convolution(spec: DecoderSpec, layer: int) -> Iterator[View]:
@@ -318,6 +357,8 @@ def _norms(spec: DecoderSpec) -> tuple[str, ...]:
     `post_attention_layernorm` normalizes the output of attention if there are post-norms, else the input of the
     feed-forward.
     """
+    if spec.parallel == "one-norm":
+        return ("input_layernorm",)
     if not spec.post_norms:
         return ("input_layernorm", "post_attention_layernorm")
     if not spec.pre_norms:
@@ -340,7 +381,8 @@ def _branch_gain(spec: DecoderSpec) -> float:
 
 def _norm(spec: DecoderSpec, layer: int, part: str, width: int, role: TensorRole, *, gain: float = 1.0) -> View:
     name = f"model.layers.{layer}.{part}.weight"
-    return View(name, (width,), name, width, role, layer, offset=spec.norm_offset, gain=gain)
+    view = View(name, (width,), name, width, role, layer, offset=spec.norm_offset, gain=gain)
+    return view if spec.norm_weights else replace(view, is_stored=False)
 
 
 def _projections(

@@ -86,7 +86,7 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
         CheckpointError: naming the tensor.
     """
     check_purpose(found)
-    shapes = {view.key: view.stored_shape for view in wanted}
+    shapes = {view.key: view.stored_shape for view in wanted if view.is_stored}
     if HEAD in shapes and HEAD not in found and EMBEDDING in found:
         raise CheckpointError(
             f"weights: {HEAD}",

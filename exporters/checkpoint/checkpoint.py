@@ -41,6 +41,7 @@ from edgekv.spec import (
 )
 from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.text import TOKENIZER, encode
+from exporters.checkpoint.centered import center_residual
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.check_tensors import check_tensors, renamed, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
@@ -207,8 +208,8 @@ class Checkpoint:
         file = GgufFile(path)
         config = hugging_face_config(file)
         spec = describe(Config(config, path.name))
-        # GGUF stores norms with the offset added; names are the decoder's own.
-        spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=())
+        # GGUF stores norms with the offset added; names and pairs are the decoder's own.
+        spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=(), interleaved=False)
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))
         tensors: Mapping[str, Stored] = gguf_tensors(file)
@@ -303,39 +304,37 @@ class Checkpoint:
             return np.zeros((self.spec.hidden, self.spec.hidden), np.float32)[rows]
         if key == LAYER_INPUTS:
             return self._layer_inputs(rows)
-        return folded(self._stored, self._views, self._transforms)(key, rows)
+        return folded(self._stored, self._views, self._folds)(key, rows)
+
+    @property
+    def _folds(self) -> tuple[Transform, ...]:
+        """What is folded into the tensors, the first one first."""
+        return (center_residual, *self._transforms) if self.spec.layer_norms else self._transforms
 
     def as_head(self, rows: Floats) -> Floats:
         """Rows `[n, hidden]` that multiply the last hidden state, with all that the head's rows are changed by."""
-        for fold in folds(self._views[HEAD], self._transforms):
+        for fold in folds(self._views[HEAD], self._folds):
             if fold.in_map is not None:
                 rows = fold.in_map(rows.copy())
         return rows / np.float32(self.spec.head_gain)
 
     def change(self, key: str, change: Factors) -> Factors:
         """A change of a stored matrix, such as an adapter's, as `tensor` reads the matrix."""
-        for fold in folds(self._views[key], self._transforms):
+        for fold in folds(self._views[key], self._folds):
             change = fold.change(change)
         return change
 
     def _stored(self, key: str, rows: Rows) -> Floats:
         """A tensor before the transforms."""
         view = self._views[key]
-        count = view.shape[0]
         if key == EMBEDDING and self._pictured is not None and not isinstance(rows, slice):
-            beyond = rows >= count
+            beyond = rows >= view.shape[0]
             found = replace(self, _pictured=None)._stored(key, np.where(beyond, 0, rows))
-            found[beyond] = self._pictured[rows[beyond] - count]
+            found[beyond] = self._pictured[rows[beyond] - view.shape[0]]
             return found
-        if view.alternates:
-            chosen = np.arange(count)[rows]
-            rows = view.first + chosen + chosen // view.alternates * view.alternates
-        elif isinstance(rows, slice):
-            first, stop, _ = rows.indices(count)
-            rows = slice(view.first + first, view.first + stop)
-        else:
-            rows = np.arange(view.first, view.first + count)[rows]
-        values = self._tensors[view.key].read(rows)
+        if not view.is_stored:
+            return np.full(view.shape, view.gain, np.float32)[rows]
+        values = self._tensors[view.key].read(view.stored_rows(rows))
         if view.is_logarithm:
             values = -np.exp(values)
         if view.offset:
@@ -360,7 +359,12 @@ class Checkpoint:
         """What a bundle can make of the stored form of a matrix; None if it is stored as floats."""
         if key == HEAD_TURN:
             return None
-        stored = self._tensors[self._views[key].key]
+        view = self._views[key]
+        stored = self._tensors[view.key]
+        if view.is_reordered and isinstance(stored, QuantizedMatrix):
+            return replace(stored.storage(), obstacle="output channels in another order")
+        if self.spec.layer_norms and view.writes_residual and isinstance(stored, QuantizedMatrix):
+            return replace(stored.storage(), obstacle="read without the mean of its outputs")
         if isinstance(stored, MergedTensor) and isinstance(stored.base, QuantizedMatrix):
             return replace(stored.base.storage(), obstacle="merged with an adapter")
         return stored.storage() if isinstance(stored, QuantizedMatrix) else None
@@ -368,8 +372,9 @@ class Checkpoint:
     def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:
         """The stored integers of a matrix whose `storage` has no obstacle, or of some of its output channels."""
         view = self._views[key]
-        first, stop, _ = rows.indices(view.shape[0])
-        return self._integer_matrix(key).carried(slice(view.first + first, view.first + stop), view.gain)
+        places = view.stored_rows(rows)
+        assert isinstance(places, slice), "a matrix in another order has an obstacle"
+        return self._integer_matrix(key).carried(places, view.gain)
 
     def carry_cost(self, key: str) -> CarryCost:
         """What `integers` changes in the stored matrix."""
@@ -385,7 +390,10 @@ class Checkpoint:
     @property
     def parameters(self) -> int:
         """Number of parameters; a tied head counts once."""
-        return sum(int(np.prod(self._tensors[key].shape)) for key in {view.key for view in self._views.values()})
+        return sum(
+            int(np.prod(self._tensors[key].shape))
+            for key in {view.key for view in self._views.values() if view.is_stored}
+        )
 
     def check_values(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Read every tensor of the decoder once and reject values that no graph can represent.
@@ -398,7 +406,7 @@ class Checkpoint:
                 stored or as the decoder reads them.
         """
         keys: dict[str, list[View]] = {}
-        for view in self._views.values():
+        for view in (each for each in self._views.values() if each.is_stored):
             keys.setdefault(view.key, []).append(view)
         for done, (key, read_as) in enumerate(keys.items()):
             progress(done, len(keys))

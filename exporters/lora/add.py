@@ -68,7 +68,7 @@ def check_fits(adapter: Adapter, base: Base, slots: LoraSlots) -> None:
     Raises:
         CheckpointError: naming the tensor or module.
     """
-    adapter.check({view.key: _Shape(view.stored_shape) for view in views(base.spec)})
+    adapter.check({view.key: _Shape(view.stored_shape) for view in views(base.spec) if view.is_stored})
     _check_slots(adapter, base, slots)
 
 

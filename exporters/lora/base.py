@@ -19,6 +19,7 @@ from edgekv.machine.system import read_file
 from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from edgekv.spec import EMBEDDING, Config, DecoderSpec, describe, views
 from exporters.checkpoint.aligned import read_heads
+from exporters.checkpoint.centered import center_residual
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Factors, Rows
@@ -146,6 +147,8 @@ class LoraBase:
         """A change of a matrix of the checkpoint, as the bundle's graphs need it."""
         assert self._folded is not None, "an open base has transforms"
         view = next(view for view in views(self.spec) if view.name == key)
+        if self.spec.layer_norms and (fold := center_residual(view)) is not None:
+            change = fold.change(change)
         if self._split is not None and (fold := self._split(view)) is not None:
             change = fold.change(change)
         return self._folded.change(key, change)

@@ -13,7 +13,7 @@ from edgekv.bundle import ClippedMatrix, Manifest, lora_tensor
 from edgekv.errors import CheckpointError
 from edgekv.graphs.decoder import query_gain
 from edgekv.spec import LORA_A, LORA_TARGETS, DecoderSpec, LoraTarget, View, lora_b, views
-from exporters.checkpoint.fold import Factors
+from exporters.checkpoint.fold import EVERY, Factors
 from exporters.checkpoint.lora import Adapter
 from exporters.lora.base import LoraBase
 
@@ -91,7 +91,7 @@ def folded_factors(adapter: Adapter, base: Base) -> dict[tuple[int, LoraTarget],
                     fix="Its training diverged, or the file is damaged: use another adapter.",
                 )
         gain = query_gain(base.spec) if target == "q" and base.spec.qk_norm is None else 1.0
-        left = product.left.open()[view.first : view.first + view.shape[0]].astype(np.float32)
+        left = product.left.open()[view.stored_rows(EVERY)].astype(np.float32)
         left *= np.float32(product.scaling * view.gain * gain)
         assert view.layer is not None, "projections are parts of layers"
         changed = base.change(view.name, Factors(left, product.right.open().astype(np.float32)))

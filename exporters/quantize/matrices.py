@@ -346,8 +346,10 @@ class Quantizer:
         elif group == 1:
             found = self._run(layer, mixer, x)
         elif group == 2:
-            self.hidden = self._run(layer, add_mixer, self.hidden, x)
-            found = self._run(layer, feed_forward_inputs, self.hidden)
+            before = self.hidden
+            self.hidden = self._run(layer, add_mixer, before, x)
+            read = before if self._spec.parallel else self.hidden
+            found = self._run(layer, feed_forward_inputs, read)
         elif group == 3:
             found = self._run(layer, feed_forward, x)
         elif group == FEED_FORWARD_END:

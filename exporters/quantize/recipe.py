@@ -179,9 +179,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         return self if self.rotation == "none" else msgspec.structs.replace(self, rotation="principal")
 
     def shares_vocabulary(self, spec: DecoderSpec) -> bool:
-        """Whether the head's matrix is the table of embeddings too: that has 8 bits."""
+        """Whether the head's matrix is the table of embeddings too: that has 8 bits, and keeps its rows' means."""
         rule = self.rule(HEAD)
-        return spec.tied_head and rule.dtype == "int8" and rule.method != "stored"
+        return spec.tied_head and not spec.layer_norms and rule.dtype == "int8" and rule.method != "stored"
 
     def sharing_vocabulary(self, vocabulary: Vocabulary) -> Recipe:
         """With a head whose rows are embeddings too, and the matrix in front of it, if there is one, in 8 bits.
