@@ -14,6 +14,7 @@ from edgekv.bundle import (
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.neurons import applied_scaling
 from exporters.checkpoint.rotate import applied_rotation
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.sink import SINK_FILE, FloatSink
@@ -33,7 +34,7 @@ def recipe_record(spec: DecoderSpec, recipe: Recipe) -> RecipeRecord:
         weights=weights,
         value_rotation=recipe.value_rotation,
         key_scaling=recipe.key_scaling,
-        neuron_scaling=recipe.neuron_scaling,
+        neuron_scaling=applied_scaling(spec, recipe.neuron_scaling),
         outlier_channels=recipe.outlier_channels,
         heads=recipe.heads,
     )

@@ -498,6 +498,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "rope_theta": 5e4,
     },
+    "arcee": {
+        "model_type": "arcee",
+        "hidden_act": "relu2",
+        "mlp_bias": True,
+        "rope_parameters": YARN | {"rope_theta": 1e4},
+        "tie_word_embeddings": False,
+    },
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 

@@ -184,6 +184,7 @@ OTHERS = [
     "hunyuan",
     "olmo",
     "cohere2",
+    "arcee",
 ]
 DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
@@ -209,7 +210,7 @@ def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     assert sqnr_db(expected, edgekv.load(calibrated(checkpoint, tmp_path)).score(tokens)) > 28
 
 
-@pytest.mark.parametrize("name", ["smollm3", "granite", "olmo2", "exaone4", "hunyuan", "cohere2"])
+@pytest.mark.parametrize("name", ["smollm3", "granite", "olmo2", "exaone4", "hunyuan", "cohere2", "arcee"])
 def test_tflite_graphs_lose_no_more(tmp_path, name):
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
     tokens = [256, *checkpoint.encode(TEXT)][:40]
@@ -284,11 +285,11 @@ def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("name", [*EVERY_OPERATION, "hunyuan", "cohere2"])
+@pytest.mark.parametrize("name", [*EVERY_OPERATION, "hunyuan", "cohere2", "arcee"])
 def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     """Between them they have every operation: biases, norms of heads and of all heads, norms behind blocks, partial and
     no rotation, two rotary embeddings, windows, GELU, both soft caps, multipliers, norms behind the rotation, blocks in
-    parallel."""
+    parallel, ReLU."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
     tokens = [256, *checkpoint.encode(TEXT)][:32]
     bundle = calibrated(checkpoint, tmp_path)

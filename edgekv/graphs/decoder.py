@@ -108,6 +108,9 @@ class Ops(BlockOps[V], Protocol[V]):
 
     def tanh(self, x: V, name: str) -> V: ...
 
+    def relu(self, x: V, name: str) -> V:
+        """`max(x, 0)`."""
+
     def sqrt(self, x: V, name: str) -> V: ...
 
     def sign(self, x: V, name: str) -> V: ...
@@ -378,6 +381,9 @@ def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -
 def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     """The input of down_proj."""
     at = f"layers.{layer}."
+    if not spec.gated:
+        rectified = ops.relu(_linear(ops, spec, x, layer, "mlp.up_proj", at + "up"), at + "relu")
+        return ops.multiply(rectified, rectified, at + "mlp")
     gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
     up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
     active = ops.silu(gate, at) if spec.activation == "silu" else ops.gelu(gate, at + "gelu")

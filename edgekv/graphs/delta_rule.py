@@ -133,9 +133,6 @@ class DeltaOps(Ops[V], Protocol[V]):
     def unit(self, x: V, width: int, name: str, *, gain: float = 1.0) -> V:
         """`x / sqrt(sum(x^2) + 1e-6) * gain`, over the width."""
 
-    def relu(self, x: V, name: str) -> V:
-        """`max(x, 0)`."""
-
     def exp(self, x: V, name: str) -> V:
         """`exp(x)` of an x that is at most 0."""
 

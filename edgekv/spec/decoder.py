@@ -21,7 +21,7 @@ from edgekv.spec.sizes import (
     layer_input_matrices,
 )
 
-Activation = Literal["silu", "gelu-tanh"]
+Activation = Literal["silu", "gelu-tanh", "relu2"]
 QkNorm = Literal["head", "all-heads"]
 Mixer = Literal["attention", "convolution", "delta_rule"]
 Parallel = Literal["one-norm", "two-norms"]
@@ -126,7 +126,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         windows: tokens that each layer attends to, including the current one; None for full attention; empty if no
             layer has a window.
         limits: upper bounds of the windows, None for no bound; a shorter list is repeated. Set by export options.
-        activation: activation function of the gate.
+        activation: activation function of the gate, or of what has none; `relu2` is the square of ReLU.
+        gated: whether the feed-forward multiplies by a gate; without, it has up_proj and down_proj alone.
         biased: projections with a bias, such as `self_attn.q_proj`.
         qk_norm: RMSNorm of queries and keys before their rotation: over each head, over all heads together, or None.
         qk_norm_last: whether queries and keys are normalized behind their rotation instead.
@@ -181,6 +182,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     windows: tuple[_Tokens | None, ...] = ()
     limits: tuple[_Tokens | None, ...] = ()
     activation: Activation = "silu"
+    gated: bool = True
     biased: frozenset[str] = frozenset()
     qk_norm: QkNorm | None = None
     qk_norm_last: bool = False
@@ -238,6 +240,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(
                 "layer_norms: got them; expected none with post_norms, without pre_norms, or a shared table"
             )
+        if self.gated == (self.activation == "relu2"):
+            raise ValueError(f"activation: got {self.activation}, gated {self.gated}; expected relu2 or a gate")
         if self.parallel and (self.post_norms or not self.pre_norms):
             raise ValueError(f"parallel: got {self.parallel}; expected pre_norms alone beside it")
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
@@ -330,7 +334,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             gates = self.heads if self.head_gates else queries if self.output_gates else 0
             mixer = attention_matrices(hidden, queries, keys, owns_cache=self.owns_cache(layer), gates=gates)
         inputs = layer_input_matrices(hidden, self.layer_inputs)
-        return (*mixer, *feed_forward_matrices(hidden, sizes.intermediate), *inputs)
+        return (*mixer, *feed_forward_matrices(hidden, sizes.intermediate, gated=self.gated), *inputs)
 
     @property
     def shares_vocabulary(self) -> bool:

@@ -24,7 +24,7 @@ _TYPES: Mapping[str, str] = {
     "masks that depend on the text": "doge",
     "ternary weights": "bitnet",
     "LayerNorm with biases": "codegen gpt_neox gptj jais2 nemotron persimmon phi stablelm starcoder2",
-    "a feed-forward without a gate": "arcee nanochat",
+    "a feed-forward without a gate": "nanochat",
     "xIELU": "apertus",
     "q and k norms without weights": "llama4 llama4_text",
     "a rotary embedding for each layer": "granite_swa",

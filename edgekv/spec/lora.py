@@ -103,6 +103,8 @@ class LoraSlots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "up": LoraSlot(target="up", inputs=spec.hidden, outputs=spec.intermediate),
             "down": LoraSlot(target="down", inputs=spec.intermediate, outputs=spec.hidden),
         }
+        if not spec.gated:
+            del slots["gate"]
         if spec.convolution is None:
             return cls(rank=rank, slots=tuple(slot for name, slot in slots.items() if name in targets))
         slots |= {name: LoraSlot(target=name, inputs=hidden, outputs=hidden) for name in _OF_CONVOLUTION}

@@ -93,9 +93,10 @@ def delta_matrices(hidden: int, rule: DeltaRule) -> tuple[LayerMatrix, ...]:
     return (*rates, *inputs, LayerMatrix("delta_out", rule.values, hidden))
 
 
-def feed_forward_matrices(hidden: int, inner: int) -> tuple[LayerMatrix, ...]:
-    """gate, up and down."""
-    return LayerMatrix("gate", hidden, inner), LayerMatrix("up", hidden, inner), LayerMatrix("down", inner, hidden)
+def feed_forward_matrices(hidden: int, inner: int, *, gated: bool = True) -> tuple[LayerMatrix, ...]:
+    """gate, if there is one, up and down."""
+    gates = (LayerMatrix("gate", hidden, inner),) if gated else ()
+    return (*gates, LayerMatrix("up", hidden, inner), LayerMatrix("down", inner, hidden))
 
 
 def layer_input_matrices(hidden: int, width: int) -> tuple[LayerMatrix, ...]:

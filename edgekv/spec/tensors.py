@@ -271,7 +271,7 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
         yield _norm(spec, layer, name, hidden, "norm", gain=_post_gain(spec, name))
     mixers = {"attention": _attention, "convolution": _convolution, "delta_rule": _delta_rule}
     yield from mixers[spec.mixer(layer)](spec, layer)
-    gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner} if spec.gated else {"mlp.up_proj": inner}
     fused = "mlp.gate_up_proj" if "mlp" in spec.fused else None
     norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
     yield from _projections(spec, layer, gates, hidden, fused, norm=norm)

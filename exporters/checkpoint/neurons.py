@@ -15,11 +15,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from edgekv.bundle import NeuronScalingName
-from edgekv.spec import View
+from edgekv.spec import DecoderSpec, View
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 
 _LEAST = np.float32(1 / 64)  # of the mean column: a floor, so near-zero neurons are not amplified
 _ODD_MOMENT = 5  # says on which side a row has its largest weights, which need the steps
+
+
+def applied_scaling(spec: DecoderSpec, asked: NeuronScalingName) -> NeuronScalingName:
+    """The scaling that a decoder can have: none if neurons have no gate, whose product is linear in the other factor."""
+    return asked if spec.gated else "none"
 
 
 class NeuronScaling:

@@ -100,7 +100,7 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
         own = _OWN_CACHE if spec.owns_cache(layer) else ()
         gates = ("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ()
         mixer_group = (("self_attn.q_proj", *own, *gates), ("self_attn.o_proj",))
-    feed_forward_groups = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
+    feed_forward_groups = ((*(("mlp.gate_proj",) if spec.gated else ()), "mlp.up_proj"), ("mlp.down_proj",))
     projections = (*mixer_group, *feed_forward_groups, ("per_layer_input_gate",), ("per_layer_projection",))[group]
     return [f"model.layers.{layer}.{projection}.weight" for projection in projections]
 

@@ -113,6 +113,9 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
     def tanh(self, x: Tensor, name: str) -> Tensor:
         return self._emit("TANH", [x], name, x.shape)
 
+    def relu(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("RELU", [x], name, x.shape)
+
     def sqrt(self, x: Tensor, name: str) -> Tensor:
         return self._in_float("SQRT", x, name)
 
