@@ -76,6 +76,13 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
             expected="layers of one size, which slots are made for",
             fix="Merge the adapter: --lora FOLDER.",
         )
+    if options.lora is not None and spec.norm_biases:
+        raise UsageError(
+            "--lora-slots",
+            got="norms with biases",
+            expected="norms without: the biases that an adapter reads are in the base model's own",
+            fix="Merge the adapter: --lora FOLDER.",
+        )
     if options.lora is not None:
         for choice in options.lora.calibrate:
             check_fits(Adapter.open(choice), ExportedBase(checkpoint, checkpoint), options.lora.slots(spec))

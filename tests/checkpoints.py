@@ -505,6 +505,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"rope_theta": 1e4},
         "tie_word_embeddings": False,
     },
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "rms_norm_eps": None,
+        "use_bias": True,
+    },
+    "stablelm": {
+        "model_type": "stablelm",
+        "rms_norm_eps": None,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "stablelm-parallel": {"model_type": "stablelm", "rms_norm_eps": None, "use_parallel_residual": True},
+    "phi": {"model_type": "phi", "hidden_act": "gelu_new", "rms_norm_eps": None, "tie_word_embeddings": False},
+    "nemotron": {"model_type": "nemotron", "hidden_act": "relu2", "rms_norm_eps": None, "norm_eps": 1e-5},
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 
@@ -699,7 +715,9 @@ def _described_weights(config: dict[str, Any], seed: int, gain: float) -> dict[s
     spec = describe(Config(config))
     for view in views(spec):
         if view.key not in weights and view.is_stored:
-            is_gain = "norm" in view.role or view.role == "layer_scalar" or (view.is_gathered and len(view.shape) == 1)
+            is_gain = (
+                view.role.endswith("norm") or view.role == "layer_scalar" or (view.is_gathered and len(view.shape) == 1)
+            )
             scale = 0.1 if is_gain else gain / np.sqrt(view.shape[-1])
             values = scale * random.standard_normal(view.stored_shape) + (is_gain and not view.offset)
             if view.role == "q_norm" and spec.query_gain == 1:

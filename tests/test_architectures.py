@@ -21,6 +21,7 @@ from edgekv.spec.tensors import views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes
+from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import Reference
 from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, LONGROPE, YARN, as_saved, write_checkpoint
 from tests.exports import export_options, exported
@@ -102,6 +103,8 @@ def test_the_reference_reads_what_transformers_saves(tmp_path, name):
         ("lfm2-adjusted", {"full_attn_idxs": [3]}, ["full_attn_idxs", "from 0 to 2"]),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, ["self_attn", "no such tensor"]),
         ("llama-2", {"layer_types": ["conv", "full_attention"]}, ["layer_types", "conv", "full_attention alone"]),
+        ("phi", {"qk_layernorm": True}, ["qk_layernorm", "True"]),
+        ("starcoder2", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
         ("cohere", {"use_qk_norm": True}, ["use_qk_norm", "True"]),
         ("cohere2", {"head_dim": 32}, ["head_dim", "32", "hidden_size / num_attention_heads = 16"]),
         ("glm", {"partial_rotary_factor": 0.2}, ["partial_rotary_factor", "even"]),
@@ -185,6 +188,10 @@ OTHERS = [
     "olmo",
     "cohere2",
     "arcee",
+    "starcoder2",
+    "stablelm",
+    "phi",
+    "nemotron",
 ]
 DEVICE = find("SM8650")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
@@ -210,7 +217,7 @@ def test_the_graphs_lose_what_int8_weights_lose(tmp_path, name):
     assert sqnr_db(expected, edgekv.load(calibrated(checkpoint, tmp_path)).score(tokens)) > 28
 
 
-@pytest.mark.parametrize("name", ["smollm3", "granite", "olmo2", "exaone4", "hunyuan", "cohere2", "arcee"])
+@pytest.mark.parametrize("name", ["smollm3", "granite", "olmo2", "exaone4", "hunyuan", "cohere2", "arcee", "phi"])
 def test_tflite_graphs_lose_no_more(tmp_path, name):
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
     tokens = [256, *checkpoint.encode(TEXT)][:40]
@@ -244,6 +251,12 @@ def test_the_residual_of_a_model_with_layer_norms_has_the_mean_0(tmp_path):
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         assert np.abs(checkpoint.tensor(f"model.layers.0.{name}.weight").mean(axis=0)).max() < 1e-7
     assert np.abs(checkpoint.tensor("lm_head.weight").mean(axis=1)).max() > 1e-3, "the head is as stored"
+
+
+def test_an_adapter_of_a_model_whose_norms_have_biases_has_no_slots(tmp_path):
+    options = export_options(context=64, ar=(1, 16), lora=LoraOptions(4), device="SM8750")
+    with pytest.raises(UsageError, match="--lora-slots: got norms with biases"):
+        export_bundle(opened(tmp_path / "checkpoint", "phi"), tmp_path / "bundle", options)
 
 
 def test_a_part_without_rotated_layers_reads_no_rotary_tables(tmp_path):
@@ -285,11 +298,11 @@ def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("name", [*EVERY_OPERATION, "hunyuan", "cohere2", "arcee"])
+@pytest.mark.parametrize("name", [*EVERY_OPERATION, "hunyuan", "cohere2", "arcee", "phi"])
 def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     """Between them they have every operation: biases, norms of heads and of all heads, norms behind blocks, partial and
     no rotation, two rotary embeddings, windows, GELU, both soft caps, multipliers, norms behind the rotation, blocks in
-    parallel, ReLU."""
+    parallel, ReLU, LayerNorm with biases."""
     checkpoint = opened(tmp_path / "checkpoint", name, gain=1.0)
     tokens = [256, *checkpoint.encode(TEXT)][:32]
     bundle = calibrated(checkpoint, tmp_path)

@@ -190,7 +190,7 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
     read_norms = {FINAL_NORM, *(view.norm for view in views(spec))}
     for view in views(spec):
         at = f"weights: {view.name}"
-        if (view.name == EMBEDDING and spec.shares_vocabulary) or view.is_gathered:
+        if (view.name == EMBEDDING and spec.shares_vocabulary) or view.is_gathered or view.role == "norm_bias":
             continue
         if view.role in ("norm", "q_norm", "k_norm", "delta_norm", "layer_scalar"):
             copies = spec.copies if view.name in read_norms else 0

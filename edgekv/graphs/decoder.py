@@ -17,6 +17,7 @@ from edgekv.spec import (
     FINAL_NORM,
     FINAL_NORM_RESULT,
     HEAD,
+    HEAD_BIAS,
     HEAD_TURN,
     TARGET_FRAME,
     TARGET_IN,
@@ -382,7 +383,10 @@ def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     """The input of down_proj."""
     at = f"layers.{layer}."
     if not spec.gated:
-        rectified = ops.relu(_linear(ops, spec, x, layer, "mlp.up_proj", at + "up"), at + "relu")
+        up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
+        if spec.activation == "gelu-tanh":
+            return ops.gelu(up, at + "mlp")
+        rectified = ops.relu(up, at + "relu")
         return ops.multiply(rectified, rectified, at + "mlp")
     gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
     up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
@@ -475,10 +479,11 @@ def _give_hidden(ops: Ops[V], spec: DecoderSpec, x: V) -> None:
 
 def head_logits(ops: Ops[V], spec: DecoderSpec, x: V) -> V:
     """The head on its inputs: as many logits as its matrix has rows."""
+    bias = HEAD_BIAS if "lm_head" in spec.biased else None
     if spec.logits_cap is None:
-        return ops.linear(x, HEAD, "head")
+        return ops.linear(x, HEAD, "head", bias=bias)
     gain = 1.0 if spec.shares_vocabulary else 1 / spec.logits_cap
-    uncapped = ops.linear(x, HEAD, "head.uncapped", gain=gain)
+    uncapped = ops.linear(x, HEAD, "head.uncapped", bias=bias, gain=gain)
     return ops.scale(ops.tanh(uncapped, "head.tanh"), spec.logits_cap, "head")
 
 

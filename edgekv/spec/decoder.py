@@ -128,11 +128,13 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         limits: upper bounds of the windows, None for no bound; a shorter list is repeated. Set by export options.
         activation: activation function of the gate, or of what has none; `relu2` is the square of ReLU.
         gated: whether the feed-forward multiplies by a gate; without, it has up_proj and down_proj alone.
-        biased: projections with a bias, such as `self_attn.q_proj`.
+        biased: projections with a bias, such as `self_attn.q_proj`, or `lm_head`.
         qk_norm: RMSNorm of queries and keys before their rotation: over each head, over all heads together, or None.
         qk_norm_last: whether queries and keys are normalized behind their rotation instead.
         layer_norms: whether norms of the residual take its mean away (LayerNorm). The decoder computes RMSNorm: what
             writes the residual is read without its mean.
+        norm_biases: whether norms of the residual have biases, which are in the biases of what reads them.
+        made_biases: projections whose bias comes from a norm alone: the checkpoint has none for them.
         norm_weights: whether the norms have weights; without, they are 1.
         parallel: whether attention and feed-forward read the same residual: the result of one norm, or each of its own.
         pre_norms: whether the inputs of attention and feed-forward are normalized.
@@ -188,6 +190,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     qk_norm_last: bool = False
     layer_norms: bool = False
     norm_weights: bool = True
+    norm_biases: bool = False
+    made_biases: frozenset[str] = frozenset()
     parallel: Parallel | None = None
     pre_norms: bool = True
     post_norms: bool = False
@@ -240,8 +244,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(
                 "layer_norms: got them; expected none with post_norms, without pre_norms, or a shared table"
             )
-        if self.gated == (self.activation == "relu2"):
-            raise ValueError(f"activation: got {self.activation}, gated {self.gated}; expected relu2 or a gate")
+        if self.activation == ("relu2" if self.gated else "silu"):
+            raise ValueError(f"activation: got {self.activation}, gated {self.gated}; expected silu with a gate alone")
         if self.parallel and (self.post_norms or not self.pre_norms):
             raise ValueError(f"parallel: got {self.parallel}; expected pre_norms alone beside it")
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:

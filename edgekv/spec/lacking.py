@@ -23,7 +23,7 @@ _TYPES: Mapping[str, str] = {
     "differential attention": "diffllama",
     "masks that depend on the text": "doge",
     "ternary weights": "bitnet",
-    "LayerNorm with biases": "codegen gpt_neox gptj jais2 nemotron persimmon phi stablelm starcoder2",
+    "LayerNorm with biases": "codegen gpt_neox gptj jais2 persimmon",
     "a feed-forward without a gate": "nanochat",
     "xIELU": "apertus",
     "q and k norms without weights": "llama4 llama4_text",

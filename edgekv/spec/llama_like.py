@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from msgspec.structs import replace
+
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes
 from edgekv.spec.rope import THETA, Rope
@@ -92,6 +94,20 @@ def biases(config: Config) -> frozenset[str]:
     """The projections with a bias, as `attention_bias` and `mlp_bias` say."""
     attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
     return (ATTENTION if attention else frozenset[str]()) | (MLP if mlp else frozenset[str]())
+
+
+def with_layer_norms(spec: DecoderSpec, eps: float, biased: frozenset[str]) -> DecoderSpec:
+    """A decoder whose norms take the mean away and have biases.
+
+    Args:
+        spec: the decoder before.
+        eps: of its norms.
+        biased: projections whose biases checkpoints have.
+    """
+    readers = ATTENTION_INPUTS | {"mlp.up_proj", "lm_head"} | ({"mlp.gate_proj"} if spec.gated else set())
+    return replace(
+        spec, eps=eps, layer_norms=True, norm_biases=True, biased=biased | readers, made_biases=readers - biased
+    )
 
 
 def same_window(config: Config, layers: int, window: int | None) -> tuple[int | None, ...]:

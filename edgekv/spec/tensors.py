@@ -15,6 +15,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD_TURN = "lm_head.turn.weight"
+HEAD_BIAS = "lm_head.bias"
 TARGET_IN, TARGET_OUT = "pre_projection.weight", "post_projection.weight"
 """Of a drafter: from the last hidden state of its target, and back to it."""
 EMBEDDING_IN, TARGET_FRAME = "pre_projection.embedding.weight", "pre_projection.frame.weight"
@@ -37,7 +38,7 @@ LAYER_TABLE_PROJECTION = "model.per_layer_model_projection.weight"
 LAYER_TABLE_NORM = "model.per_layer_projection_norm.weight"
 
 TensorRole = Literal[
-    "embedding", "norm", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
+    "embedding", "norm", "norm_bias", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
     "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
     "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
     "gate", "up", "down", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
@@ -86,6 +87,8 @@ class View:
             part's rows follow each other.
         interleaved: R and D, if rows belong to heads of D rows, and both elements of each pair that a rotary embedding
             turns, of the first R rows of a head, are stored beside each other; None if they are R/2 apart, as here.
+        norm_bias: of a bias, that of the norm which its projection reads: the matrix times the norm's bias is added.
+            If checkpoints have no other bias, the stored tensor is the norm's.
         is_stored: whether checkpoints have it; if not, its elements are 1.
         is_logarithm: whether the part is minus the exponential of what is stored.
         offset: added to every element.
@@ -104,6 +107,7 @@ class View:
     gain: float = 1.0
     alternates: int = 0
     interleaved: tuple[int, int] | None = None
+    norm_bias: str | None = None
     is_stored: bool = True
     is_logarithm: bool = False
 
@@ -199,6 +203,8 @@ def _views(spec: DecoderSpec) -> Iterator[View]:
         yield from _layer(spec, layer)
     last = View(norm, (spec.hidden,), norm, spec.hidden, "norm", offset=spec.norm_offset)
     yield replace(last, is_stored=spec.norm_weights)
+    if spec.norm_biases:
+        yield _norm_bias(spec, norm, None)
     if target is not None:
         yield View(TARGET_OUT, (target.hidden, spec.hidden), TARGET_OUT, target.hidden, "target_out")
     if spec.vocabulary == "turned":
@@ -208,6 +214,8 @@ def _views(spec: DecoderSpec) -> Iterator[View]:
     else:
         key = EMBEDDING if spec.tied_head else HEAD
         yield View(HEAD, table, key, spec.vocab, "head", norm=norm, gain=spec.logits_gain)
+    if "lm_head" in spec.biased:
+        yield _bias(spec, View(HEAD_BIAS, (spec.vocab,), HEAD_BIAS, spec.vocab, "head", gain=spec.logits_gain), norm)
 
 
 def _stored_name(spec: DecoderSpec, name: str) -> str:
@@ -268,7 +276,10 @@ def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
 def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     hidden, inner = spec.hidden, spec.of_layer(layer).intermediate
     for name in _norms(spec):
-        yield _norm(spec, layer, name, hidden, "norm", gain=_post_gain(spec, name))
+        of_residual = _norm(spec, layer, name, hidden, "norm", gain=_post_gain(spec, name))
+        yield of_residual
+        if spec.norm_biases:
+            yield _norm_bias(spec, of_residual.name, layer)
     mixers = {"attention": _attention, "convolution": _convolution, "delta_rule": _delta_rule}
     yield from mixers[spec.mixer(layer)](spec, layer)
     gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner} if spec.gated else {"mlp.up_proj": inner}
@@ -405,8 +416,24 @@ def _projections(
         for kind, shape in shapes.items():
             read = norm if kind == "weight" else None
             name, key = f"{prefix}{part}.{kind}", f"{prefix}{stored}.{kind}"
-            yield View(name, shape, key, rows, _ROLES[part], layer, read, first, gain=gain)
+            view = View(name, shape, key, rows, _ROLES[part], layer, read, first, gain=gain)
+            yield _bias(spec, view, norm) if kind == "bias" else view
         first += width if fused else 0
+
+
+def _norm_bias(spec: DecoderSpec, norm: str, layer: int | None) -> View:
+    name = norm.replace(".weight", ".bias")
+    return View(name, (spec.hidden,), name, spec.hidden, "norm_bias", layer)
+
+
+def _bias(spec: DecoderSpec, view: View, norm: str | None) -> View:
+    """The bias of a projection, with that of the norm which it reads."""
+    if norm is None or not spec.norm_biases:
+        return view
+    of_norm = norm.replace(".weight", ".bias")
+    if not any(f".{each}." in f".{view.name}" for each in spec.made_biases):
+        return replace(view, norm_bias=of_norm)
+    return replace(view, norm_bias=of_norm, key=of_norm, rows=spec.hidden, first=0)
 
 
 def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:

@@ -334,6 +334,16 @@ class Checkpoint:
             return found
         if not view.is_stored:
             return np.full(view.shape, view.gain, np.float32)[rows]
+        if view.norm_bias is not None:
+            weight = self._stored(key.removesuffix("bias") + "weight", rows)
+            shift: Floats = weight @ self._stored(view.norm_bias, EVERY)
+            if view.key == self._views[view.norm_bias].key:
+                return shift
+            return shift + self._stored_values(view, rows)
+        return self._stored_values(view, rows)
+
+    def _stored_values(self, view: View, rows: Rows) -> Floats:
+        """Some rows of a part of one stored tensor."""
         values = self._tensors[view.key].read(view.stored_rows(rows))
         if view.is_logarithm:
             values = -np.exp(values)

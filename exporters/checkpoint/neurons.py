@@ -23,7 +23,7 @@ _ODD_MOMENT = 5  # says on which side a row has its largest weights, which need 
 
 
 def applied_scaling(spec: DecoderSpec, asked: NeuronScalingName) -> NeuronScalingName:
-    """The scaling that a decoder can have: none if neurons have no gate, whose product is linear in the other factor."""
+    """The scaling that a decoder can have: none without gates, so that no product is linear in a factor."""
     return asked if spec.gated else "none"
 
 

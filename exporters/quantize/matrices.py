@@ -37,6 +37,7 @@ from edgekv.spec.tensors import (
     EMBEDDING,
     EMBEDDING_IN,
     HEAD,
+    HEAD_BIAS,
     HEAD_TURN,
     TARGET_FRAME,
     TARGET_IN,
@@ -476,6 +477,8 @@ class Quantizer:
             integers[:, rows] = part.integers
             grids.append(part.grid)
             ops.quantized[key] = by_outputs(part.dequantize())
+            if "lm_head" in spec.biased:
+                ops.exact.put(HEAD_BIAS, self._tensors.tensor(HEAD_BIAS, rows))
             for end in ends:
                 head_logits(ops, spec, end)
         ops.drop()

@@ -20,7 +20,7 @@ from edgekv.spec.geometry import CHECKPOINT_TOKENS
 from edgekv.spec.linear import DeltaRule
 from edgekv.spec.lora import LoraTarget
 from edgekv.spec.rope import Rotation
-from edgekv.spec.tensors import EMBEDDING, HEAD, LAYER_INPUTS, by_inputs, head_width
+from edgekv.spec.tensors import EMBEDDING, HEAD, HEAD_BIAS, LAYER_INPUTS, by_inputs, head_width
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.fold import Factors
 from exporters.checkpoint.tensors import Tensors
@@ -478,6 +478,8 @@ class Reference:
         inputs = [head_inputs(ops[len(state)], spec, state) for state in states]
         for rows in blocks_of_rows(spec.vocab):
             weights.put(HEAD, self._tensors.tensor(HEAD, rows))
+            if "lm_head" in spec.biased:
+                weights.put(HEAD_BIAS, self._tensors.tensor(HEAD_BIAS, rows))
             yield [head_logits(ops[len(x)], spec, x) for x in inputs]
 
     def _ops(self, weights: Weights, lengths: Iterable[int], observe: Observer | None) -> dict[int, NumpyOps]:
