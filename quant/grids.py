@@ -34,7 +34,7 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
     each input) it is the clipped grid with the smallest output error, assuming independent inputs.
     """
     limits, block = WEIGHT_TYPES[dtype].limits, WEIGHT_TYPES[dtype].block
-    least = max(float(_absmax(weight).max()) * NARROWEST / limits[1], _TINY)
+    least = max(float(_absmax(weight).max()) * NARROWEST / limits[1], float(_TINY))
 
     def part(start: int) -> tuple[Floats, NDArray[np.uint8] | None]:
         columns = weight[:, start : start + _COLUMNS_AT_ONCE]

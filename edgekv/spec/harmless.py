@@ -11,9 +11,9 @@ from collections.abc import Mapping
 _TRAINING = """
 attention_dropout residual_dropout hidden_dropout hidden_dropout_prob resid_pdrop embd_pdrop attn_pdrop
 classifier_dropout projection_dropout dropout embedding_dropout initializer_range initializer_factor
-layer_scale_init_value gradient_checkpointing use_reentrant_checkpoints neftune_noise_alpha pretraining_tp router_aux_loss_coef
-output_router_logits init_method tf_legacy_loss problem_type id2label label2id num_labels finetuning_task
-task_specific_params
+layer_scale_init_value gradient_checkpointing use_reentrant_checkpoints neftune_noise_alpha pretraining_tp
+router_aux_loss_coef output_router_logits init_method tf_legacy_loss problem_type id2label label2id num_labels
+finetuning_task task_specific_params
 """
 _FILES_AND_PROGRAMS = """
 model_type architectures auto_map _name_or_path name_or_path transformers_version transformers.js_config dtype
