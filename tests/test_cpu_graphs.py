@@ -77,7 +77,7 @@ def test_exported_graphs_run_where_none_can_be_built(
     bundle = exported(checkpoint, export_options(context=(32, 64), ar=(1, 8), key_layout="columns"))
     found = []
     for builds in (True, False):
-        for module in ("runtime.cpu", "graphs.kept"):
+        for module in ("runtime.cpu", "graphs.graph_cache"):
             monkeypatch.setattr(f"edgekv.{module}.can_build", lambda builds=builds: builds)
         monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / f"{builds}"))
         with edgekv.load(bundle, **options) as model:

@@ -98,11 +98,9 @@ def serve(memory_bytes: int, timeout_s: float) -> None:
             given = [msgspec.json.decode(job, type=types.job)]
             if types.item is not None:
                 given.append(lambda item: send(item, is_last=False))
-            reply = function(*given)
+            send(function(*given))
         except Exception as error:
             _send_error(error, function, send)
-        else:
-            send(reply)
         if not _ON_WINDOWS:
             signal.setitimer(signal.ITIMER_REAL, 0)
 

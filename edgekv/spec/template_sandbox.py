@@ -87,7 +87,8 @@ class _Sandbox:
         plain = None if variables is None else json.dumps(variables, default=_plain)
         with self._lock:
             try:
-                return self._ask(Template(source, plain))
+                text: str = json.loads(self._ask(Template(source, plain)))
+                return text
             except TemplateFailedError:
                 raise
             except BaseException:  # its memory may be used up; or Ctrl-C, and the answer is still to come
@@ -129,6 +130,9 @@ def _plain(value: object) -> object:
 def answer(template: Template) -> str:
     """Compile a template and render it, in this process.
 
+    Returns:
+        The text as JSON in ASCII: it may have surrogates, which UTF-8 has not.
+
     Raises:
         TemplateFailedError: it cannot be compiled or rendered.
         TemplateLimitError: it exceeds a limit.
@@ -137,7 +141,7 @@ def answer(template: Template) -> str:
     try:
         compiled = _compiled(template.source)
         if template.variables is None:
-            return ""
+            return '""'
         _iterations_left = MOST_ITERATIONS
         kept, length = [], 0
         for piece in compiled.generate(json.loads(template.variables)):
@@ -151,7 +155,7 @@ def answer(template: Template) -> str:
         raise TemplateFailedError(f"{type(error).__name__}: {error}"[:1000]) from None
     if length > LARGEST_PROMPT_CHARACTERS:
         raise TemplateLimitError(f"more than {LARGEST_PROMPT_CHARACTERS:,} characters")
-    return "".join(kept)
+    return json.dumps("".join(kept))
 
 
 @lru_cache(maxsize=_KEPT)
