@@ -36,7 +36,7 @@ def replace(**fields):
     [
         ("model.safetensors", lambda path: path.unlink(), ["no *.safetensors", "Download"]),
         ("model.safetensors", truncate, ["model.safetensors", "broken", "again"]),
-        ("config.json", replace(model_type="rwkv"), ["model_type", "'rwkv'", "llama"]),
+        ("config.json", replace(model_type="rwkv"), ["model_type", "'rwkv'", "without recurrent layers"]),
         ("config.json", truncate, ["config.json", "JSON"]),
         (
             "tokenizer.json",

@@ -53,7 +53,7 @@ def refusal(folder) -> str:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ({"model_type": "mamba"}, ["model_type", "'mamba'", "llama"]),
+        ({"model_type": "mamba"}, ["model_type", "'mamba'", "without Mamba layers"]),
         ({"hidden_size": None}, ["hidden_size", "nothing"]),
         ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "divisor"]),

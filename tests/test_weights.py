@@ -11,7 +11,7 @@ from edgekv.runtime import find_engines
 from exporters.quantize.recipe import find_recipe
 from quant import WEIGHT_TYPES, Grid, LayerInputs, WeightDtype, pack_int4, quantize, unpack_int4
 from quant.cholesky import cholesky, corner_inverses, solve
-from quant.grids import _STEPS, _between, choose_grid
+from quant.grids import _STEPS, NARROWEST, _between, choose_grid
 
 RANDOM = np.random.default_rng(0)
 WEIGHT = RANDOM.standard_normal((256, 24)).astype(np.float32)
@@ -290,3 +290,12 @@ def test_errors_of_a_head_cancel_where_its_outputs_are_alike() -> None:
     for method, outputs in (("attention", None), ("descent", costs)):
         with pytest.raises(ValueError, match="outputs: got"):
             quantize(WEIGHT, "int4", method, sums, outputs=outputs)  # type: ignore[arg-type]
+
+
+def test_no_channel_is_far_narrower_than_the_widest_one():
+    """The HTP computes noise where one is: a rotated residual of the mean 0 has a channel of nothing but rounding."""
+    weight = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    weight[:, 3] *= 1e-9
+    for dtype in ("int8", "int4"):
+        scales = choose_grid(weight, dtype).scales
+        assert scales[3] >= 0.9 * scales.max() * NARROWEST
