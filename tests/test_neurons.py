@@ -11,6 +11,7 @@ from edgekv.bundle import NeuronScalingName, RecipeRecord, RotationName
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Rows
 from exporters.checkpoint.folded import transformed
+from exporters.checkpoint.neurons import applied_scaling
 from exporters.checkpoint.rotate import applied_rotation
 from exporters.checkpoint.tensors import Tensors
 from exporters.inspect import trace_reference
@@ -57,9 +58,13 @@ def test_neurons_are_scaled_and_logits_stay(
     tmp_path: Path, name: str, scaling: NeuronScalingName, order: float
 ) -> None:
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES[name])))
-    scaled = transformed(checkpoint, record(applied_rotation(checkpoint.spec, "hadamard"), scaling))
+    applied = applied_scaling(checkpoint.spec, scaling)
+    scaled = transformed(checkpoint, record(applied_rotation(checkpoint.spec, "hadamard"), applied))
     exact, found = (trace_reference(each, TOKENS)["logits"] for each in (checkpoint, scaled))
     assert float(np.abs(exact - found).max() / np.ptp(exact)) < 1e-4
+    assert (applied == "none") is not checkpoint.spec.gated
+    if applied == "none":
+        return
     sizes = np.linalg.norm(scaled.tensor(DOWN), order, axis=0)
     np.testing.assert_allclose(sizes, sizes[0], rtol=1e-5)
 

@@ -30,7 +30,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE = {*("click", "jinja2", "msgspec", "numpy", "onnxruntime", "packaging", "prompt_toolkit", "rich", "tokenizers")}
 
 # What loads graphs that are kept, and what exports use.
-WITHOUT_ONNX = ("__init__", "cpu_mode", "decoder", "kept", "onnx_session", "processor", "source", "weight_file")
+WITHOUT_ONNX = ("__init__", "cpu_mode", "decoder", "graph_cache", "onnx_session", "processor", "source", "weight_file")
 
 # What may be imported when a module is: the extras of the first package that the module is in. The base always.
 EXTRAS_OF = {

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import RotationName
-from edgekv.spec import EMBEDDING, FINAL_NORM, DecoderSpec, View, Vocabulary, by_inputs, by_outputs, views
+from edgekv.spec import FINAL_NORM, DecoderSpec, View, Vocabulary, by_inputs, by_outputs, views
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 from quant.products import one_thread, product
 
@@ -78,7 +78,7 @@ class ResidualRotation:
             return Fold(out_map=self.writing)
         if view.norm is not None:
             return Fold(in_map=partial(self._reading, view.norm))
-        return Fold(in_map=self.rotated) if view.key == EMBEDDING else None
+        return Fold(in_map=self.rotated) if view.is_matrix and view.role in ("embedding", "head") else None
 
     def _head_gain(self) -> np.float32:
         weights: np.float32 = np.sqrt(np.mean(np.square(self._read(FINAL_NORM, EVERY))))
