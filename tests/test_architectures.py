@@ -19,10 +19,14 @@ from edgekv.spec import DecoderInterface, DeltaSpec, families
 from edgekv.spec.lacking import LACKING
 from edgekv.spec.tensors import views
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes
+from exporters.lora.base import ExportedBase
 from exporters.lora.options import LoraOptions
+from exporters.lora.quantize import folded_factors
 from exporters.quantize.reference import Reference
+from tests.adapters import write_adapter
 from tests.checkpoints import ARCHITECTURES, EVERY_OPERATION, LONGROPE, YARN, as_saved, write_checkpoint
 from tests.exports import export_options, exported
 from tests.thorough import variants
@@ -251,6 +255,20 @@ def test_the_residual_of_a_model_with_layer_norms_has_the_mean_0(tmp_path):
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         assert np.abs(checkpoint.tensor(f"model.layers.0.{name}.weight").mean(axis=0)).max() < 1e-7
     assert np.abs(checkpoint.tensor("lm_head.weight").mean(axis=1)).max() > 1e-3, "the head is as stored"
+
+
+@pytest.mark.parametrize("name", ["glm", "cohere2"])
+def test_an_adapter_in_slots_changes_what_a_merged_one_changes(tmp_path, name):
+    """Rows of q in another order, and outputs of o_proj without their mean."""
+    folder, adapter = write_checkpoint(tmp_path / "base", ARCHITECTURES[name]), tmp_path / "adapter"
+    write_adapter(adapter, folder, ("q_proj", "o_proj"))
+    choice, base = AdapterChoice(adapter), Checkpoint.open(str(folder))
+    merged = Checkpoint.open(str(folder), [choice])
+    found = folded_factors(Adapter.open(choice), ExportedBase(base, base))
+    for target, gain in ("q", base.spec.query_gain), ("o", 1.0):
+        key = f"model.layers.0.self_attn.{target}_proj.weight"
+        change = (merged.tensor(key) - base.tensor(key)) * gain
+        assert np.abs(change - found[0, target].left @ found[0, target].right).max() < 1e-5 * np.abs(change).max()
 
 
 def test_an_adapter_of_a_model_whose_norms_have_biases_has_no_slots(tmp_path):
