@@ -169,7 +169,7 @@ def test_a_reader_that_is_stopped_reads_nothing_more():
     with PictureReader([file, file], 512) as reader:
         assert reader.grid(0) == TileGrid((70, 45), 3, 4)
         assert reader._child is not None
-        os.kill(reader._child._child.pid, signal.SIGSTOP)  # it answers no more
+        os.kill(reader._child._process.pid, signal.SIGSTOP)  # it answers no more
         threading.Timer(0.01, reader.stop).start()
         with pytest.raises(UsageError, match="decoding ended with SIGKILL"):
             reader.open(1)
@@ -295,7 +295,7 @@ def test_a_client_that_leaves_while_its_picture_is_decoded_costs_nothing_more(
     gate.go.set()
     until(lambda: work.idle)
     child = readers[0]._child
-    assert child is not None and child._child.poll() is not None
+    assert child is not None and child._process.poll() is not None
     assert gate.begun == [2] and added == [] and '"queued":0' in server.get("/health")
 
 
@@ -312,7 +312,9 @@ def test_slow_work_of_one_client_delays_no_token_of_another(
         go.wait()
         return real(*given, **more)
 
-    def watched(engine: Engine) -> Any:
+    def watched(engine: Engine, only: Any = None) -> Any:
+        if only is not None:  # a part of a step of all
+            return step(engine, only)
         if len(steps) == 60:
             go.set()
             until(lambda: server.serving.service.engine.queued == 1)

@@ -26,7 +26,7 @@ def main() -> None:
 
             sys.exit(subprocess.call(arguments))
         os.execv(arguments[0], arguments)  # the death signal stays set
-    from edgekv.machine.child_calls import serve
+    from edgekv.machine.child import serve
 
     serve(int(arguments[0]), float(arguments[1]))
 
