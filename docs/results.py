@@ -49,6 +49,32 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""
 
 
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A recipe by all that it costs; empty what is not measured.
+
+    Attributes:
+        label: the recipe.
+        mb: size of the bundle.
+        kl: divergence on WikiText-2, nats a token.
+        top1: agreement there, %.
+        prose: the divergence that the export measured on its prose.
+        chat: on its chat.
+        decode: simulated tokens a second on QCS9100 and on SA8797, keys as rows.
+        prefill: the same of 32 tokens a pass.
+        columns: `decode` with keys as columns.
+    """
+
+    label: str
+    mb: str = ""
+    kl: str = ""
+    top1: str = ""
+    prose: str = ""
+    chat: str = ""
+    decode: str = ""
+    prefill: str = ""
+    columns: str = ""
+
+
 class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an export must reach: at most this perplexity ratio and divergence, at least this agreement, in %.
 
@@ -89,6 +115,7 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         windows_512: on windows of 512 tokens.
         windows_1024: on windows of 1,024 tokens.
         older: by earlier versions.
+        front: recipes by bytes, loss and speed.
         shown: labels of the rows that the results show, by key.
         goals: by recipe and cache type, as `benchmarks.real_weights` names them.
         exports: of large shapes.
@@ -98,6 +125,7 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     windows_512: list[Quality]
     windows_1024: list[Quality]
     older: list[Quality]
+    front: list[Point]
     shown: dict[str, str]
     goals: dict[str, Goal]
     exports: list[Export]
@@ -167,6 +195,16 @@ def _windows_1024(results: Results) -> str:
     return _table((*header, "export, processor time"), rows)
 
 
+def _front(results: Results) -> str:
+    header = "recipe", "MB", "KL, nats a token", "top-1", "KL of prose, of a chat"
+    speeds = "decode, keys as rows", "as columns", "prefill"
+    rows = []
+    for row in results.front:
+        texts = ", ".join(filter(None, (row.prose, row.chat)))
+        rows.append((row.label, row.mb, row.kl, _percent(row.top1), texts, row.decode, row.columns, row.prefill))
+    return _table((*header, *speeds), rows)
+
+
 def _older(results: Results) -> str:
     header = "recipe", "perplexity", "KL, nats a token", "top-1", "SQNR per token (least)"
     return _table(header, ((row.label, _ratio(row), row.kl, _percent(row.top1), row.sqnr) for row in results.older))
@@ -221,6 +259,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "windows-512": _windows_512,
     "windows-1024": _windows_1024,
     "older": _older,
+    "front": _front,
     "exports-measured": _exports_measured,
 }
 
