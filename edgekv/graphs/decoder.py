@@ -249,17 +249,16 @@ def target_inputs(ops: Ops[V], spec: DecoderSpec, state: V) -> V:
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     """One layer: a mixer of tokens (attention or what replaces it) and a feed-forward, each added to the residual.
 
-    The feed-forward reads the residual behind the mixer, or, with `spec.parallel`, the same as the mixer.
+    The feed-forward reads the residual behind the mixer, or, with `spec.parallel`, what the mixer reads.
     `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
     With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
     normalizes the input of the feed-forward. The functions below are the parts of a layer: each begins with the
     matrices that read one input, or with that input.
     """
     x = mixer_inputs(ops, spec, layer, hidden)
-    mixed, before = mixer(ops, spec, layer, x), hidden
-    hidden = add_mixer(ops, spec, layer, before, mixed)
-    if spec.parallel != "one-norm":
-        x = feed_forward_inputs(ops, spec, layer, before if spec.parallel else hidden)
+    hidden = add_mixer(ops, spec, layer, hidden, mixer(ops, spec, layer, x))
+    if not spec.parallel:
+        x = feed_forward_inputs(ops, spec, layer, hidden)
     hidden = add_feed_forward(ops, spec, layer, hidden, feed_forward(ops, spec, layer, x))
     if not spec.layer_inputs:
         return hidden
@@ -374,7 +373,7 @@ def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -
     """The input of gate_proj and up_proj, of the residual that they read: see `decoder_layer`."""
     if not spec.pre_norms:
         return hidden
-    if spec.parallel == "one-norm":
+    if spec.parallel:
         return mixer_inputs(ops, spec, layer, hidden)
     return _residual_norm(ops, spec, hidden, feed_forward_norm(spec, layer), f"layers.{layer}.mlp_norm")
 

@@ -24,7 +24,6 @@ from edgekv.spec.sizes import (
 Activation = Literal["silu", "gelu-tanh", "relu2"]
 QkNorm = Literal["head", "all-heads"]
 Mixer = Literal["attention", "convolution", "delta_rule"]
-Parallel = Literal["one-norm", "two-norms"]
 Vocabulary = Literal["apart", "shared", "turned"]
 """Where embeddings are: in a table `apart` from the head's matrix, or `shared` with it; `turned`: between the last norm
 and the head, a matrix undoes what the head's own copy of the table had folded in."""
@@ -136,7 +135,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         norm_biases: whether norms of the residual have biases, which are in the biases of what reads them.
         made_biases: projections whose bias comes from a norm alone: the checkpoint has none for them.
         norm_weights: whether the norms have weights; without, they are 1.
-        parallel: whether attention and feed-forward read the same residual: the result of one norm, or each of its own.
+        parallel: whether attention and feed-forward read the result of the same norm.
         pre_norms: whether the inputs of attention and feed-forward are normalized.
         post_norms: whether their outputs are normalized before they are added to the residual.
         attention_cap: scores become cap * tanh(scores / cap).
@@ -192,7 +191,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_weights: bool = True
     norm_biases: bool = False
     made_biases: frozenset[str] = frozenset()
-    parallel: Parallel | None = None
+    parallel: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     attention_cap: _Positive | None = None
@@ -247,7 +246,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.activation == ("relu2" if self.gated else "silu"):
             raise ValueError(f"activation: got {self.activation}, gated {self.gated}; expected silu with a gate alone")
         if self.parallel and (self.post_norms or not self.pre_norms):
-            raise ValueError(f"parallel: got {self.parallel}; expected pre_norms alone beside it")
+            raise ValueError("parallel: got it with post_norms or without pre_norms; expected pre_norms alone")
         if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
 

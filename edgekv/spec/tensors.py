@@ -267,7 +267,7 @@ def head_width(spec: DecoderSpec, name: str) -> int:
 
 def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
     """Name of the norm in front of the feed-forward, if there is one; it may be that in front of attention."""
-    if spec.parallel == "one-norm":
+    if spec.parallel:
         return attention_norm(layer)
     norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
     return f"model.layers.{layer}.{norm}.weight"
@@ -368,7 +368,7 @@ def _norms(spec: DecoderSpec) -> tuple[str, ...]:
     `post_attention_layernorm` normalizes the output of attention if there are post-norms, else the input of the
     feed-forward.
     """
-    if spec.parallel == "one-norm":
+    if spec.parallel:
         return ("input_layernorm",)
     if not spec.post_norms:
         return ("input_layernorm", "post_attention_layernorm")

@@ -23,4 +23,4 @@ def describe(config: Config) -> DecoderSpec:
     biased = ATTENTION_INPUTS if config.flag("use_qkv_bias") else frozenset[str]()
     spec = with_layer_norms(spec, config.number("layer_norm_eps", 1e-5), biased)
     is_parallel = config.flag("use_parallel_residual")
-    return replace(spec, parallel="one-norm" if is_parallel else None, windows=same_window(config, spec.layers, None))
+    return replace(spec, parallel=is_parallel, windows=same_window(config, spec.layers, None))
