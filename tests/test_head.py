@@ -42,7 +42,7 @@ def joined(blocks: Iterator[list[Floats]]) -> list[Floats]:
 def check_head(folder: Path, windows: list[np.ndarray]) -> None:
     """The head on numpy gives the logits of its graph, but where a sum is halfway between two steps.
 
-    Such a sum of the norm before it moves some logits of its row, by up to 3 steps of theirs in Gemma 2.
+    Such a sum of the norm before it moves some logits of its row, by up to 6 steps of theirs in Gemma 2.
     """
     bundle = open_bundle(folder)
     spec, step = bundle.manifest.model, bundle.manifest.encodings[LOGITS].scale
@@ -52,7 +52,7 @@ def check_head(folder: Path, windows: list[np.ndarray]) -> None:
     states = [trace[layer_result(spec, spec.layers - 1)] for trace in of_last]
     for found, trace in zip(joined(BundleHead(bundle).blocks(states)), stages[-len(windows) :], strict=True):
         rest = found[probe.first :]
-        np.testing.assert_allclose(rest, trace["logits"], atol=4 * step, rtol=1e-6)
+        np.testing.assert_allclose(rest, trace["logits"], atol=7 * step, rtol=1e-6)
         assert (np.abs(rest - trace["logits"]) < step / 2).mean() > 0.95
 
 

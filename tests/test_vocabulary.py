@@ -48,6 +48,9 @@ def untied(tmp_path: Path) -> Bundle:
 def test_a_shared_vocabulary_changes_no_logit(tmp_path: Path, architecture: str) -> None:
     """With gains of embeddings and logits, caps and norms behind the blocks; rotated where that is possible."""
     checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES[architecture])))
+    if checkpoint.spec.layer_norms:
+        assert not find_recipe("w8a16").shares_vocabulary(checkpoint.spec)
+        return
     rotation = applied_rotation(checkpoint.spec, "hadamard")
     shared = checkpoint.with_vocabulary(shared_vocabulary(rotation))
     folded = transformed(shared, RecipeRecord(name="folded", rotation=rotation, weights=[]))

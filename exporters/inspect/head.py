@@ -9,7 +9,7 @@ import numpy as np
 from edgekv.bundle import Bundle, BundleWeights
 from edgekv.engine.sink import read_sink
 from edgekv.graphs.decoder import head_inputs, head_logits
-from edgekv.spec import HEAD, LOGITS
+from edgekv.spec import HEAD, HEAD_BIAS, LOGITS
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import by_outputs
 from exporters.checkpoint.columns import blocks_of_rows
@@ -36,13 +36,16 @@ class BundleHead:
                 behind the sink.
         """
         spec, context, weights = self._bundle.manifest.model, self._bundle.manifest.context, self._bundle.weights()
-        known, head, sink = Weights(_BundleTensors(spec, weights)), weights.matrix(HEAD), read_sink(self._bundle)
+        tensors, head, sink = _BundleTensors(spec, weights), weights.matrix(HEAD), read_sink(self._bundle)
+        known = Weights(tensors)
         encoding = self._bundle.manifest.encodings[LOGITS]
         before = None if sink is None else encoding.dequantize(sink.logits)
         ops = {n: _RoundedOps(self._bundle, known, n, context) for n in {len(state) for state in states}}
         inputs = [head_inputs(ops[len(state)], spec, state) for state in states]
         for rows in blocks_of_rows(spec.vocab):
             known.put(HEAD, by_outputs(head.columns(rows.start, rows.stop).dequantize()))
+            if "lm_head" in spec.biased:
+                known.put(HEAD_BIAS, tensors.tensor(HEAD_BIAS, rows))
             found = [head_logits(ops[len(x)], spec, x) for x in inputs]
             yield found if before is None else [np.concatenate([before[:, rows], each]) for each in found]
 
