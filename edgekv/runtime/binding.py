@@ -211,10 +211,10 @@ class BoundPart:
         interface = interface.with_adapters_like(found)
         interface.check(found, record.file)
         self._adapters = AdapterPorts(binding, interface.adapter_ports)
-        is_head = not record.layers
+        attends = any(port.kind == "mask" for port in interface.inputs)
         self.is_needed = is_needed
         self._borrowed = borrowed
-        self.reads_used_rows = is_head or binding.reads_used_rows
+        self.reads_used_rows = not attends or binding.reads_used_rows
         self.takes_fewer = binding.takes_fewer
         self.run = binding.run
         self.release = binding.release
@@ -238,7 +238,7 @@ class BoundPart:
         self._entry = interface.entry
         self._hidden = arrays[self._entry.name]
         self._row: int | None = 0
-        self._reads_one_row = is_head and self._entry.shape[2] == 1
+        self._reads_one_row = not record.layers and self._entry.shape[2] == 1
 
     def use(self, cache: KVCache) -> None:
         """Use this cache from the next step on."""
