@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("devices", "edgekv", "exporters", "quant")
-_USES = (ast.Import, ast.ImportFrom, ast.Constant, ast.Call, ast.Dict)
+_USES = (ast.Import, ast.ImportFrom, ast.Constant, ast.Call)
 
 
 def code_digest(modules: tuple[str, ...], root: Path = ROOT) -> str:
@@ -38,16 +39,18 @@ class Module:
 
     Attributes:
         collects: it is an `__init__` that does nothing but import names.
+        lazy: the modules of the names that it imports for type checkers, which `edgekv.machine.lazy` imports later.
     """
 
     file: Path
     collects: bool
     nodes: list[ast.AST]
+    lazy: dict[str, str]
 
     @classmethod
     def read(cls, file: Path) -> Module:
-        collects, nodes = _read(file.read_bytes())
-        return cls(file, collects and file.name == "__init__.py", nodes)
+        collects, nodes, lazy = _read(file.read_bytes())
+        return cls(file, collects and file.name == "__init__.py", nodes, lazy)
 
 
 class Source:
@@ -115,20 +118,26 @@ class Source:
                     if (alias.asname or alias.name) == name:
                         found = True
                         yield from self._homes(node.module, alias.name)
-            elif isinstance(node, ast.Dict):  # the names of `edgekv.machine.lazy`
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and _lists(value, name):
-                        found = True
-                        yield from self._homes(f"{module}.{key.value}", name)
+        if (home := self._module(module).lazy.get(name)) in self._files:
+            found = True
+            yield from self._homes(home, name)
         if not found:
             yield module
 
 
 @cache
-def _read(source: bytes) -> tuple[bool, list[ast.AST]]:
-    """Whether a source does nothing but import names, and its nodes that say what it uses; each source is read once."""
+def _read(source: bytes) -> tuple[bool, list[ast.AST], dict[str, str]]:
+    """The fields of a `Module`; each source is read once."""
     statements = ast.parse(source).body
-    return all(map(_collects, statements)), [node for node in _nodes(statements) if isinstance(node, _USES)]
+    checked = (each for statement in statements if _is_checked(statement) for each in statement.body)
+    imports = (each for each in checked if isinstance(each, ast.ImportFrom))
+    lazy = {alias.name: str(each.module) for each in imports for alias in each.names}
+    nodes: list[ast.AST] = [node for node in _nodes(statements) if isinstance(node, _USES)]
+    return all(map(_collects, statements)), nodes, lazy if b"= lazy(" in source else {}
+
+
+def _is_checked(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _nodes(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -137,8 +146,7 @@ def _nodes(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        checked = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        inside = node.orelse if checked else ast.iter_child_nodes(node)
+        inside = node.orelse if _is_checked(node) else ast.iter_child_nodes(node)
         waiting += (each for each in inside if not (isinstance(node, ast.Dict) and isinstance(each, ast.Constant)))
 
 
@@ -151,10 +159,6 @@ def _collects(statement: ast.stmt) -> bool:
 
 def _imports_below(call: ast.Call) -> bool:
     return ast.unparse(call.func).endswith("import_module") and isinstance(call.args[0], ast.JoinedStr)
-
-
-def _lists(names: ast.Constant, name: str) -> bool:
-    return isinstance(names.value, str) and name in names.value.split()
 
 
 def _data(folder: Path) -> Iterator[Path]:
