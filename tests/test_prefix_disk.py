@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -518,6 +518,24 @@ def test_several_processes_keep_one_limit_and_one_truth(tmp_path: Path) -> None:
     store = opened(folder)
     assert sum(found(store, (1, 2, 3, 4, k, k, k, k)) for k in range(40)) > 160
     assert store.stats.rejected_files == 0
+
+
+def test_a_table_made_while_its_format_is_read_is_no_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two of the statements that read it."""
+    monkeypatch.setattr(table, "_BUSY_S", 0.1)
+    path = tmp_path / "blocks.sqlite"
+
+    class Slow(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            found = super().execute(statement, *values)
+            if statement != "COMMIT":
+                with suppress(sqlite3.OperationalError):  # it waits for the reader
+                    table._connect(path)[0].close()
+            return found
+
+    table._check_format(sqlite3.connect(path, isolation_level=None, factory=Slow), path)
 
 
 def test_a_table_that_another_process_keeps_locked_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

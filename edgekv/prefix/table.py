@@ -229,9 +229,11 @@ def _connect(path: Path) -> tuple[sqlite3.Connection, bytes]:
 
 def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     """Refuse a database that this version has not made."""
+    connection.execute("BEGIN")  # another process may make the tables at this moment
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     columns = [row[1] for row in connection.execute("PRAGMA table_info(blocks)")]
     is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+    connection.execute("COMMIT")
     if version == 0 and is_empty:
         return
     if version != FORMAT or columns not in ([], [*Row._fields]):
