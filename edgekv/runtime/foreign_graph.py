@@ -7,10 +7,10 @@ process that loads or runs it. A hash does not help, because an attacker can com
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -91,11 +91,27 @@ def try_file(file: Path, runtime: str, trial: Callable[[str], None]) -> None:
         passed.touch()
 
 
-def run_on_zeros(graph: Binding) -> None:
-    """One step of a graph whose inputs are zeros, in this process."""
-    interface, alive = graph.interface, []
-    for ports, bind in ((interface.inputs, graph.inputs), (interface.outputs, graph.outputs)):
-        for port in ports:
-            alive.append(array := aligned_zeros(port.shape, port.dtype))
-            bind([port.name], np.dtype(port.dtype), port.shape, [array.ctypes.data])
-    graph.run()
+class FileEngine(Protocol):
+    """An engine of files that hold several graphs."""
+
+    def graph_names(self, file: Path) -> Sequence[str]:
+        """The graphs of a file."""
+
+    def load(self, file: Path, name: str) -> Binding:
+        """One of them."""
+
+
+def run_all(engine: FileEngine, file: Path) -> None:
+    """One step of each graph of a file, whose inputs are zeros, in this process.
+
+    Raises:
+        EngineError: the runtime refused the file.
+    """
+    for name in engine.graph_names(file):
+        graph = engine.load(file, name)
+        interface, alive = graph.interface, []
+        for ports, bind in ((interface.inputs, graph.inputs), (interface.outputs, graph.outputs)):
+            for port in ports:
+                alive.append(array := aligned_zeros(port.shape, port.dtype))
+                bind([port.name], np.dtype(port.dtype), port.shape, [array.ctypes.data])
+        graph.run()

@@ -22,7 +22,7 @@ from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.machine.native_output import captured_output
 from edgekv.qnn.vendor_libraries import Platform
 from edgekv.runtime.binding import BatchInvariance
-from edgekv.runtime.foreign_graph import TriedFiles, run_on_zeros
+from edgekv.runtime.foreign_graph import TriedFiles, run_all
 from edgekv.spec import GraphInterface, Port
 
 TESTED = "2.3.0"
@@ -273,11 +273,5 @@ def _ports(details: Mapping[str, Any]) -> tuple[Port, ...]:
 
 
 def run_graphs(file: str) -> None:
-    """Run each graph of a file for one step on zeros, in this process.
-
-    Raises:
-        EngineError: the runtime refused the file.
-    """
-    engine = LitertEngine(tried=True)
-    for name in engine.graph_names(Path(file)):
-        run_on_zeros(engine.load(Path(file), name))
+    """What a child process does to try a file; see `run_all`."""
+    run_all(LitertEngine(tried=True), Path(file))

@@ -110,7 +110,7 @@ class _Tensors:
         return ZERO_POINTS[self.kv_dtype]
 
     def shape(self, kind: Kind, rows: int) -> tuple[int, int, int, int]:
-        """Shape of a graph's input or output of so many rows of a tensor."""
+        """Shape of a graph's input or output: `rows` rows of a tensor."""
         return 1, 1, rows, self.width
 
     def names(self) -> Iterator[KvTensor]:
@@ -189,7 +189,7 @@ class RowSpec(_Tensors):
         return min(self.context - 1, (context or self.context) - ar)
 
     def shape(self, kind: Kind, rows: int) -> tuple[int, int, int, int]:
-        """Shape of a graph's input or output of so many rows of a tensor; keys may be columns."""
+        """Shape of a graph's input or output: `rows` rows of a tensor; keys may be columns."""
         if kind == "key" and self.key_layout == "columns":
             return 1, 1, self.head_dim, rows
         return 1, 1, rows, self.head_dim
