@@ -42,7 +42,8 @@ def joined(blocks: Iterator[list[Floats]]) -> list[Floats]:
 def check_head(folder: Path, windows: list[np.ndarray]) -> None:
     """The head on numpy gives the logits of its graph, but where a sum is halfway between two steps.
 
-    Such a sum of the norm before it moves some logits of its row by up to 4 steps, or by a step before their cap and its rounding.
+    Such a sum of the norm before it moves some logits of its row by up to 4 steps, or by a step before their cap, and
+    the rounding of it.
     """
     bundle = open_bundle(folder)
     spec, encodings = bundle.manifest.model, bundle.manifest.encodings
