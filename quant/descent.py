@@ -16,14 +16,15 @@ from quant.weights import LPBQ_LEVELS, Grid
 
 Floats = NDArray[np.float32]
 
-_ROWS_AT_ONCE = 32
-_MOST_SWEEPS = 6
-_FEW = 1e-3  # of the integers; a sweep that changes no more is the last
+_ROWS_AT_ONCE = 256
+_ROWS_IN_CACHE = 32
+_MAX_SWEEPS = 6
+_FEW = 5e-3  # of the integers; a sweep that changes no more is the last: those behind it gain little
 _ROUNDS = 3
 _SWEEPS_BETWEEN = 2  # over single rows: within a block, and between two rounds
 _BLOCK = 64  # rows, of types without blocks
 _MOVES = np.array([0, -1, 1])  # of a block scale in one round
-_LEAST_GAIN = 1e-6  # of a block's error
+_MIN_GAIN = 1e-6  # of a block's error
 
 
 def descend(
@@ -33,7 +34,7 @@ def descend(
     limits: Limits,
     hessian: Floats,
     *,
-    most_sweeps: int = _MOST_SWEEPS,
+    max_sweeps: int = _MAX_SWEEPS,
 ) -> None:
     """Lower the output error tr((T - W)^T H (T - W)) of a rounded matrix W, row by row, in place.
 
@@ -46,31 +47,46 @@ def descend(
         steps: `[in, out]`, between neighbouring integers.
         limits: the minimum and maximum integer.
         hessian: `[in, in]`, H, positive definite.
-        most_sweeps: over all rows; fewer if the integers change no more.
+        max_sweeps: over all rows; fewer if the integers change no more.
     """
     slopes = product(hessian, rounded * steps - target)
-    for _ in range(most_sweeps):
+    for _ in range(max_sweeps):
         changed = 0
         for start in range(0, len(rounded), _ROWS_AT_ONCE):
             here = slice(start, start + _ROWS_AT_ONCE)
-            moves = _descend_rows(rounded[here], slopes[here].copy(), steps[here], limits, hessian[here, here])
+            moves = _descend_part(rounded[here], slopes[here].copy(), steps[here], limits, hessian[here, here])
             if moves.any():
-                slopes += hessian[:, here] @ moves
+                slopes += product(hessian[:, here], moves)
                 changed += np.count_nonzero(moves)
         if changed <= _FEW * rounded.size:
             break
 
 
+def _descend_part(rounded: NDArray[np.int8], slopes: Floats, steps: Floats, limits: Limits, hessian: Floats) -> Floats:
+    """One pass over some rows, with their `slopes` as scratch; returns by how much their values changed."""
+    moves = np.empty_like(slopes)
+    for start in range(0, len(rounded), _ROWS_IN_CACHE):
+        stop = min(start + _ROWS_IN_CACHE, len(rounded))
+        here = slice(start, stop)
+        moves[here] = _descend_rows(rounded[here], slopes[here], steps[here], limits, hessian[here, here])
+        slopes[stop:] += hessian[stop:, here] @ moves[here]
+    return moves
+
+
 def _descend_rows(rounded: NDArray[np.int8], slopes: Floats, steps: Floats, limits: Limits, hessian: Floats) -> Floats:
     """One pass over a few rows; returns by how much their values changed."""
-    moves = np.empty_like(slopes)
-    for row in range(len(rounded)):
-        before = rounded[row].astype(np.float32)
-        best = before - slopes[row] / (hessian[row, row] * steps[row])
-        round_within(best, limits, out=best)
-        moves[row] = (best - before) * steps[row]
-        rounded[row] = best
-        slopes[row + 1 :] += hessian[row + 1 :, row, None] * moves[row]
+    before, moves = rounded.astype(np.float32), np.empty_like(slopes)
+    curvatures = steps * np.diagonal(hessian)[:, None]
+    best = np.empty_like(before)
+    for row, integers in enumerate(best):
+        slope = hessian[row, :row] @ moves[:row]
+        slope += slopes[row]
+        slope /= curvatures[row]
+        np.subtract(before[row], slope, out=integers)
+        round_within(integers, limits, out=integers)
+        np.subtract(integers, before[row], out=moves[row])
+        moves[row] *= steps[row]
+    rounded[:] = best
     return moves
 
 
@@ -116,40 +132,40 @@ def descend_blocks(
             levels = None if learned is None else _near(learned[number])
             tried = steps[rows[:1]] if levels is None else levels * grid.scales
             part = hessian[np.ix_(rows, rows)]
-            found, errors = _rounded_together(before - away, tried, grid.limits, factor, part)
+            integers, errors = _rounded_together(before - away, tried, grid.limits, factor, part)
             best = errors.argmin(axis=0)[None]
-            gains = _chosen(errors, best) < (1 - _LEAST_GAIN) * np.square(product(factor.T, away)).sum(axis=0)
-            rounded[rows] = np.where(gains, _chosen(found, best[None]), rounded[rows])
+            gains = _chosen(errors, best) < (1 - _MIN_GAIN) * np.square(product(factor.T, away)).sum(axis=0)
+            rounded[rows] = np.where(gains, _chosen(integers, best[None]), rounded[rows])
             steps[rows] = np.where(gains, _chosen(tried, best), steps[rows])
             if learned is not None and levels is not None:
                 learned[number] = np.where(gains, _chosen(levels, best), learned[number])
             slopes += product(hessian[:, rows], rounded[rows] * steps[rows] - before)
         if learned is not None:
             grid = replace(grid, block_scales=learned.copy())
-        sweeps = _SWEEPS_BETWEEN if remaining else _MOST_SWEEPS
-        descend(target, rounded, steps, grid.limits, hessian, most_sweeps=sweeps)
+        sweeps = _SWEEPS_BETWEEN if remaining else _MAX_SWEEPS
+        descend(target, rounded, steps, grid.limits, hessian, max_sweeps=sweeps)
     return grid
 
 
 def _near(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Block scales `[out]`, and those beside them, `[tries, out]`."""
-    found: NDArray[np.uint8] = np.clip(levels + _MOVES[:, None], 1, LPBQ_LEVELS).astype(np.uint8)
-    return found
+    tried_levels: NDArray[np.uint8] = np.clip(levels + _MOVES[:, None], 1, LPBQ_LEVELS).astype(np.uint8)
+    return tried_levels
 
 
 def _chosen(tries: NDArray[Any], best: NDArray[np.intp]) -> NDArray[Any]:
     """`[..., out]` of `[..., tries, out]`, for the number of a try in each column."""
-    found: NDArray[Any] = np.take_along_axis(tries, best, -2)[..., 0, :]
-    return found
+    chosen: NDArray[Any] = np.take_along_axis(tries, best, -2)[..., 0, :]
+    return chosen
 
 
 def _rounded_together(
-    wanted: Floats, steps: Floats, limits: Limits, factor: Floats, hessian: Floats
+    target: Floats, steps: Floats, limits: Limits, factor: Floats, hessian: Floats
 ) -> tuple[NDArray[np.int8], Floats]:
     """Integers of a block on several steps, and their errors `[tries, out]`.
 
     Args:
-        wanted: `[rows, out]`, the best real values.
+        target: `[rows, out]`, the best real values.
         steps: `[tries, out]`.
         limits: the minimum and maximum integer.
         factor: of H_BB.
@@ -159,9 +175,9 @@ def _rounded_together(
         The integers `[rows, tries, out]`, and the errors.
     """
     tries, columns = steps.shape
-    repeated = np.tile(wanted, tries)
-    spread = np.repeat(steps.reshape(1, -1), len(wanted), axis=0)
-    found = fed_back(repeated, spread, limits, factor)
-    descend(repeated, found, spread, limits, hessian, most_sweeps=_SWEEPS_BETWEEN)
-    errors: Floats = np.square(product(factor.T, repeated - found * spread)).sum(axis=0)
-    return found.reshape(len(wanted), tries, columns), errors.reshape(tries, columns)
+    repeated = np.tile(target, tries)
+    spread = np.repeat(steps.reshape(1, -1), len(target), axis=0)
+    integers = fed_back(repeated, spread, limits, factor)
+    descend(repeated, integers, spread, limits, hessian, max_sweeps=_SWEEPS_BETWEEN)
+    errors: Floats = np.square(product(factor.T, repeated - integers * spread)).sum(axis=0)
+    return integers.reshape(len(target), tries, columns), errors.reshape(tries, columns)

@@ -44,17 +44,17 @@ class Encoding:
     @classmethod
     def asymmetric(cls, low: float, high: float, dtype: Dtype) -> Encoding:
         """The encoding with the smallest step that covers `low` to `high` and represents 0.0 exactly."""
-        least, most = _limits(dtype)
+        min_integer, max_integer = _limits(dtype)
         low, high = min(low, 0.0), max(high, 0.0)
-        scale = _as_float32(max((high - low) / (most - least), _SMALLEST))
-        return cls(dtype, scale, int(np.clip(round(least - low / scale), least, most)))
+        scale = _as_float32(max((high - low) / (max_integer - min_integer), _SMALLEST))
+        return cls(dtype, scale, int(np.clip(round(min_integer - low / scale), min_integer, max_integer)))
 
     @classmethod
     def symmetric(cls, absmax: float, dtype: Dtype) -> Encoding:
         """A symmetric range around 0.0; the zero point is the middle of the type (128 for u8)."""
-        least, most = _limits(dtype)
-        middle = (least + most + 1) // 2
-        return cls(dtype, _as_float32(max(absmax / (most - middle), _SMALLEST)), middle)
+        min_integer, max_integer = _limits(dtype)
+        middle = (min_integer + max_integer + 1) // 2
+        return cls(dtype, _as_float32(max(absmax / (max_integer - middle), _SMALLEST)), middle)
 
     def times(self, factor: float) -> Encoding:
         """The encoding in which the same integers mean numbers `factor` times as large."""

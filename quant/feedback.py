@@ -34,7 +34,7 @@ def fed_back(target: Floats, steps: Floats, limits: Limits, factor: Floats) -> N
 
 
 def _feed_back(
-    wanted: Floats,
+    moved_target: Floats,
     feedback: Floats,
     target: Floats,
     steps: Floats,
@@ -43,13 +43,13 @@ def _feed_back(
     rounded: NDArray[np.int8],
 ) -> None:
     """Round rows one after another; `feedback`, `[rows, rows]`, carries their errors to later rows."""
-    for start in range(0, len(wanted), _ROWS_IN_CACHE):
-        stop = min(start + _ROWS_IN_CACHE, len(wanted))
+    for start in range(0, len(moved_target), _ROWS_IN_CACHE):
+        stop = min(start + _ROWS_IN_CACHE, len(moved_target))
         for row in range(start, stop):
-            corrected = wanted[row]
+            corrected = moved_target[row]
             corrected += feedback[start:row, row] @ errors[start:row]
             corrected /= steps[row]
             rounded[row] = round_within(corrected, limits, out=corrected)
             corrected *= steps[row]
             np.subtract(target[row], corrected, out=errors[row])
-        wanted[stop:] += feedback[start:stop, stop:].T @ errors[start:stop]
+        moved_target[stop:] += feedback[start:stop, stop:].T @ errors[start:stop]

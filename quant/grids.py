@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ Limits = tuple[int, int]
 _CLIPS = np.linspace(1.0, 0.6, 21, dtype=np.float32)
 _CHANNEL_CLIPS = np.linspace(1.0, 0.6, 9, dtype=np.float32)
 _STEPS = np.linspace(0.6, 1.2, 13, dtype=np.float32)  # candidates for every block, relative to the step that covers it
-_LEAST_COVERING = 1 / 8  # of a channel's scale; a block that needs less is rounded to zeros
+_MIN_COVERING = 1 / 8  # of a channel's scale; a block that needs less is rounded to zeros
 _COLUMNS_AT_ONCE = 512
 _ROWS_AT_ONCE = 256  # with the columns, fits in a core's cache
 _WORKERS = min(8, os.cpu_count() or 1)
@@ -34,13 +35,13 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
     each input) it is the clipped grid with the smallest output error, assuming independent inputs.
     """
     limits, block = WEIGHT_TYPES[dtype].limits, WEIGHT_TYPES[dtype].block
-    least = max(float(_absmax(weight).max()) * NARROWEST / limits[1], float(_TINY))
+    min_scale = max(float(_absmax(weight).max()) * NARROWEST / limits[1], float(_TINY))
 
     def part(start: int) -> tuple[Floats, NDArray[np.uint8] | None]:
         columns = weight[:, start : start + _COLUMNS_AT_ONCE]
         if block is None:
-            return _channels(columns, limits, importance, least), None
-        return _blocks(columns, block, limits, importance, least)
+            return _channels(columns, limits, importance, min_scale), None
+        return _blocks(columns, block, limits, importance, min_scale)
 
     with ThreadPoolExecutor(_WORKERS) as workers:
         parts = list(workers.map(part, range(0, weight.shape[1], _COLUMNS_AT_ONCE)))
@@ -52,15 +53,22 @@ def choose_grid(weight: Floats, dtype: WeightDtype, importance: Floats | None = 
 def round_within(values: Floats, limits: Limits, *, out: Floats) -> Floats:
     """The nearest integers within limits, written to `out`, which may be `values`."""
     np.rint(values, out=out)
-    least, most = (np.full(values.shape[-1], limit, np.float32) for limit in limits)  # numpy is slower with a scalar
-    np.minimum(out, most, out=out)
-    np.maximum(out, least, out=out)
+    min_level, max_level = _levels_of(limits, values.shape[-1])
+    np.minimum(out, max_level, out=out)
+    np.maximum(out, min_level, out=out)
     return out
 
 
-def _channels(weight: Floats, limits: Limits, importance: Floats | None, least: float) -> Floats:
-    """`[out]`, a scale for each channel, of at least `least` before clipping."""
-    covering = np.maximum(_absmax(weight) / np.float32(limits[1]), np.float32(least))
+@lru_cache(maxsize=64)
+def _levels_of(limits: Limits, width: int) -> tuple[Floats, Floats]:
+    """The limits, each as a row: numpy is slower with a scalar."""
+    lowest, highest = (np.full(width, limit, np.float32) for limit in limits)
+    return lowest, highest
+
+
+def _channels(weight: Floats, limits: Limits, importance: Floats | None, min_scale: float) -> Floats:
+    """`[out]`, a scale for each channel, of at least `min_scale` before clipping."""
+    covering = np.maximum(_absmax(weight) / np.float32(limits[1]), np.float32(min_scale))
     if importance is None:
         return covering
     errors = np.zeros((len(_CLIPS), weight.shape[1]), np.float32)
@@ -75,15 +83,15 @@ def _channels(weight: Floats, limits: Limits, importance: Floats | None, least: 
 
 
 def _blocks(
-    weight: Floats, block: int, limits: Limits, importance: Floats | None, least: float
+    weight: Floats, block: int, limits: Limits, importance: Floats | None, min_scale: float
 ) -> tuple[Floats, NDArray[np.uint8]]:
     """Scales `[out]` and block scales `[in / block, out]`; the widest block of a channel has block scale 15.
 
     With `importance`, the clipped scale of least error for each channel, each with its best block scales.
     """
     blocks = weight.reshape(-1, block, weight.shape[1])
-    covering = np.maximum(np.stack([_absmax(each) for each in blocks]) / np.float32(limits[1]), _TINY)
-    scales = np.maximum(covering.max(axis=0), np.float32(least)) / np.float32(LPBQ_LEVELS)
+    covering = np.maximum(np.stack([_absmax(block_rows) for block_rows in blocks]) / np.float32(limits[1]), _TINY)
+    scales = np.maximum(covering.max(axis=0), np.float32(min_scale)) / np.float32(LPBQ_LEVELS)
     scales = np.maximum(scales, _TINY)
     if importance is None:
         return scales, _levels(covering / scales).astype(np.uint8)
@@ -124,16 +132,16 @@ def _block_scales(errors: Floats, covering: Floats) -> tuple[Floats, Floats]:
         errors: see `_errors`.
         covering: `[in / block, out]`, the block scales that cover, as real numbers.
     """
-    covering = np.maximum(covering, np.float32(_LEAST_COVERING))
+    covering = np.maximum(covering, np.float32(_MIN_COVERING))
     best = np.zeros_like(covering)
-    least = np.full_like(covering, np.inf)
+    best_error = np.full_like(covering, np.inf)
     widest = _levels(covering)
     for fewer in range(math.ceil(LPBQ_LEVELS * (1 - float(_STEPS[0])))):
         levels = np.maximum(widest - fewer, 1)
         error = _between(errors, levels / covering)
-        better = error < least
-        best, least = np.where(better, levels, best), np.where(better, error, least)
-    return best, least.sum(axis=0)
+        better = error < best_error
+        best, best_error = np.where(better, levels, best), np.where(better, error, best_error)
+    return best, best_error.sum(axis=0)
 
 
 def _between(errors: Floats, steps: Floats) -> Floats:
@@ -143,9 +151,9 @@ def _between(errors: Floats, steps: Floats) -> Floats:
     below = np.take_along_axis(errors, left[None], axis=0)[0]
     above = np.take_along_axis(errors, left[None] + 1, axis=0)[0]
     part = np.clip(place - left, 0, 1)
-    found: Floats = (below + (above - below) * part) * np.maximum(steps / _STEPS[-1], 1) ** 2
-    found[place < -1e-3] = np.inf
-    return found
+    costs: Floats = (below + (above - below) * part) * np.maximum(steps / _STEPS[-1], 1) ** 2
+    costs[place < -1e-3] = np.inf
+    return costs
 
 
 def _levels(ratio: Floats) -> Floats:
@@ -156,8 +164,8 @@ def _levels(ratio: Floats) -> Floats:
 
 def _absmax(weight: Floats) -> Floats:
     """`[out]`, the maximum magnitude of each column."""
-    found: Floats = np.maximum(weight.max(axis=0), -weight.min(axis=0))
-    return found
+    maximum: Floats = np.maximum(weight.max(axis=0), -weight.min(axis=0))
+    return maximum
 
 
 def _error(group: Floats, steps: Floats, limits: Limits, weights: Floats, scratch: Floats) -> Floats:

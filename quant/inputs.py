@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant.cholesky import cholesky, corner_inverses, solve
-from quant.products import product
+from quant.products import in_threads, product
 
 Floats = NDArray[np.float32]
 
 _DAMPING = 0.1  # of the mean of the diagonal; a short calibration text needs more than the usual 0.01
 _DRIFTING_DAMPING = 0.3  # with inputs that drifted, as 4 bits leave them: larger errors fit a short text more
-_LEAST_DRIFT = 3e-3  # of the inputs' energy; below it, what predicts the error on one text does not on others
+_MIN_DRIFT = 3e-3  # of the inputs' energy; below it, what predicts the error on one text does not on others
 
 _ROWS_AT_ONCE = 1024
-_COLUMNS_AT_ONCE = 512
+_COLUMNS_AT_ONCE = 256
 
 
 class Rows(Protocol):
@@ -52,11 +52,11 @@ class LayerInputs:
     @cached_property
     def importance(self) -> Floats:
         """`[in]`, the sum of squares of each input: the diagonal of H = X^T X."""
-        found = np.zeros(self._quantized.shape[1], np.float32)
+        squares = np.zeros(self._quantized.shape[1], np.float32)
         for tokens in self._tokens():
             rows = self._quantized[tokens]
-            found += np.einsum("ti,ti->i", rows, rows)
-        return found
+            squares += np.einsum("ti,ti->i", rows, rows)
+        return squares
 
     @property
     def damping(self) -> np.float32:
@@ -75,10 +75,14 @@ class LayerInputs:
         hessian = np.zeros((len(self.order), len(self.order)), np.float32)
         for tokens in self._tokens():
             rows = self._quantized[tokens][:, self.order]
-            # Nothing further below the diagonal: `cholesky` does not read it.
-            for start in range(0, len(hessian), _COLUMNS_AT_ONCE):
+
+            def add(start: int, rows: Floats = rows) -> None:
                 here, stop = slice(start, start + _COLUMNS_AT_ONCE), start + _COLUMNS_AT_ONCE
                 hessian[:stop, here] += product(rows[:, :stop].T, rows[:, here])
+
+            # Nothing further below the diagonal: `cholesky` does not read it.
+            for _ in in_threads(add, range(0, len(hessian), _COLUMNS_AT_ONCE)[::-1]):
+                pass
         hessian[np.diag_indices(len(hessian))] += self.damping
         return cholesky(hessian)
 
@@ -103,16 +107,17 @@ class LayerInputs:
             unchanged: Floats = chosen[self.order]
             return unchanged
         count = self._exact.shape[0]
-        by_outputs = 2 * count * outputs < count * inputs + inputs * outputs  # fewer products
+        # Fewer products, unless another matrix with these inputs has needed them already.
+        by_outputs = "_drift" not in vars(self) and 2 * count * outputs < count * inputs + inputs * outputs
         missing = np.zeros_like(chosen) if by_outputs else product(self._drift, chosen)
         for tokens in self._tokens() if by_outputs or self._missing is not None else ():
-            wanted = np.zeros((tokens.stop - tokens.start, chosen.shape[1]), np.float32)
+            difference = np.zeros((tokens.stop - tokens.start, chosen.shape[1]), np.float32)
             rows = self._quantized[tokens]
             if by_outputs:
-                wanted += product(self._exact[tokens] - rows, chosen)
+                difference += product(self._exact[tokens] - rows, chosen)
             if self._missing is not None:
-                wanted += self._missing[tokens][:, columns]
-            missing += product(rows.T, wanted)
+                difference += self._missing[tokens][:, columns]
+            missing += product(rows.T, difference)
         target = solve(self.factor, self._inverses, missing[self.order])
         target += chosen[self.order]
         return target
@@ -133,7 +138,7 @@ class LayerInputs:
         if self._exact is self._quantized:
             return False
         drift = sum(float(np.square(self._exact[tokens] - self._quantized[tokens]).sum()) for tokens in self._tokens())
-        return drift > _LEAST_DRIFT * float(self.importance.sum())
+        return drift > _MIN_DRIFT * float(self.importance.sum())
 
     @cached_property
     def _inverses(self) -> list[Floats]:
@@ -143,8 +148,8 @@ class LayerInputs:
     def _drift(self) -> Floats:
         """`[in, in]`, X^T (E - X)."""
         size = self._quantized.shape[1]
-        found = np.zeros((size, size), np.float32)
+        drift = np.zeros((size, size), np.float32)
         for tokens in self._tokens():
             rows = self._quantized[tokens]
-            found += product(rows.T, self._exact[tokens] - rows)
-        return found
+            drift += product(rows.T, self._exact[tokens] - rows)
+        return drift

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from quant.encoding import Dtype, Encoding
 
 _SAMPLE = 4096  # of a call of `observe`
-_MOST_SAMPLED = 1 << 17
+_MAX_SAMPLED = 1 << 17
 _THINNED = 3
 _CLIPS = np.linspace(1.0, 0.4, 31)
 
@@ -56,13 +56,13 @@ class Range:
             flat = np.asarray(values, np.float32).reshape(-1)
             # An odd step visits every element of a head, whose width is even.
             self._samples.append(flat[:: (flat.size // _SAMPLE | 1) * self._step].copy())
-            if sum(each.size for each in self._samples) > _MOST_SAMPLED:
+            if sum(sample.size for sample in self._samples) > _MAX_SAMPLED:
                 self._samples = [self.sample[::_THINNED].copy()]
                 self._step *= _THINNED
 
-    def widen(self, other: Range, most: float) -> None:
-        """Cover another range too, up to `most` times the greatest magnitude so far."""
-        bound = most * self.absmax
+    def widen(self, other: Range, max_ratio: float) -> None:
+        """Cover another range too, up to `max_ratio` times the greatest magnitude so far."""
+        bound = max_ratio * self.absmax
         self.low, self.high = min(self.low, max(other.low, -bound)), max(self.high, min(other.high, bound))
 
     def cover(self, other: Range) -> None:
@@ -94,7 +94,7 @@ class Range:
         meant = sample * np.abs(sample) if of_roots else sample
         candidates = [Encoding.symmetric(self.absmax * float(clip), dtype) for clip in _CLIPS]
         errors = []
-        for each in candidates:
-            found = each.dequantize(each.quantize(sample))
-            errors.append(float(np.square((found * np.abs(found) if of_roots else found) - meant).mean()))
+        for encoding in candidates:
+            restored = encoding.dequantize(encoding.quantize(sample))
+            errors.append(float(np.square((restored * np.abs(restored) if of_roots else restored) - meant).mean()))
         return candidates[int(np.argmin(errors))]

@@ -32,12 +32,12 @@ def rescale(integers: NDArray[np.int8], steps: NDArray[np.float32], dtype: Weigh
     inputs, outputs = integers.shape
     if block is None or inputs % len(steps) or (inputs // len(steps)) % block:
         raise ValueError(f"steps: got {len(steps)} groups of {inputs} inputs; expected a multiple of {block} in each")
-    wanted = np.repeat(steps.astype(np.float64), inputs // len(steps) // block, axis=0)
+    target_steps = np.repeat(steps.astype(np.float64), inputs // len(steps) // block, axis=0)
     blocks = integers.reshape(-1, block, outputs).astype(np.float32)
     energy = np.maximum(np.square(blocks).sum(axis=1, dtype=np.float64), 1e-6)
-    scales, levels = _closest(wanted, energy)
+    scales, levels = _closest(target_steps, energy)
     grid = Grid(dtype, scales.astype(np.float32), levels.astype(np.uint8))
-    blocks *= (wanted / (grid.scales * levels))[:, None].astype(np.float32)
+    blocks *= (target_steps / (grid.scales * levels))[:, None].astype(np.float32)
     np.clip(np.rint(blocks, out=blocks), *grid.limits, out=blocks)
     return QuantizedWeight(blocks.reshape(inputs, outputs).astype(np.int8), grid)
 
@@ -45,12 +45,12 @@ def rescale(integers: NDArray[np.int8], steps: NDArray[np.float32], dtype: Weigh
 def _closest(steps: Floats, energy: Floats) -> tuple[Floats, Floats]:
     """Scales `[out]` and levels `[blocks, out]` whose products have the least squared error, weighted by energy."""
     widest = steps.max(axis=0)
-    best, least = widest / LPBQ_LEVELS, np.full(widest.shape, np.inf)
+    best, best_error = widest / LPBQ_LEVELS, np.full(widest.shape, np.inf)
     for ratio in _RATIOS:
         coarse = widest / ratio
         for scales in (coarse, _fitted(steps, energy, _levels(steps, coarse))):
             error = (energy * np.square(steps - scales * _levels(steps, scales))).sum(axis=0)
-            best, least = np.where(error < least, scales, best), np.minimum(error, least)
+            best, best_error = np.where(error < best_error, scales, best), np.minimum(error, best_error)
     return best, _levels(steps, best)
 
 

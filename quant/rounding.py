@@ -43,9 +43,6 @@ def quantize(
     heads. Columns are processed in chunks.
 
     Args:
-        weight: the matrix.
-        dtype: its type.
-        method: see above.
         inputs: of the matrix; `nearest` needs none.
         grid: of the result, of this type; None to choose it.
         outputs: `[heads, D, D]`, F of each head's columns, positive definite, for `attention`: the sum over heads of
@@ -67,14 +64,14 @@ def quantize(
     at_once = max(1, _COLUMNS_AT_ONCE // width) * width
     for start in range(0, weight.shape[1], at_once):
         columns = slice(start, start + at_once)
-        given = None if grid is None else grid.columns(columns.start, columns.stop)
+        own_grid = None if grid is None else grid.columns(columns.start, columns.stop)
         if method in FITTED and inputs is not None:
             costs = None if outputs is None else outputs[start // width : (start + at_once) // width]
-            grids.append(_gptq(weight, columns, given or dtype, method, inputs, integers, costs))
+            grids.append(_gptq(weight, columns, own_grid or dtype, method, inputs, integers, costs))
             continue
         part = np.ascontiguousarray(weight[:, columns], np.float32)
         importance = None if inputs is None or method == "nearest" else inputs.importance
-        grids.append(given or choose_grid(part, dtype, importance))
+        grids.append(own_grid or choose_grid(part, dtype, importance))
         integers[:, columns] = _rounded(part, grids[-1])
     return QuantizedWeight(integers, Grid.joined(grids))
 
@@ -88,7 +85,7 @@ def quantize_per_channel(weight: NDArray[Any]) -> QuantizedWeight:
 def _gptq(
     weight: Floats,
     columns: slice,
-    wanted: WeightDtype | Grid,
+    grid_or_type: WeightDtype | Grid,
     method: Method,
     inputs: LayerInputs,
     integers: NDArray[np.int8],
@@ -106,12 +103,12 @@ def _gptq(
     """
     order, factor = inputs.order, inputs.factor
     target = inputs.compensated(weight, columns)
-    if isinstance(wanted, Grid):
-        grid = wanted
+    if isinstance(grid_or_type, Grid):
+        grid = grid_or_type
     else:
         straight = np.empty_like(target)
         straight[order] = target
-        grid = choose_grid(straight, wanted, inputs.importance + inputs.damping)
+        grid = choose_grid(straight, grid_or_type, inputs.importance + inputs.damping)
         del straight
     steps = grid.steps(len(target))[order]
     if outputs is not None:
@@ -121,7 +118,7 @@ def _gptq(
     if method == "descent":
         descend(target, rounded, steps, grid.limits, inputs.hessian)
     if method == "blocks":
-        keeps_grid = isinstance(wanted, Grid)
+        keeps_grid = isinstance(grid_or_type, Grid)
         grid = descend_blocks(target, rounded, grid, order, inputs.hessian, keeps_grid=keeps_grid)
     integers[order, columns] = rounded
     return grid
@@ -142,28 +139,28 @@ def _weighed(target: Floats, steps: Floats, limits: Limits, inputs: LayerInputs,
         outputs: see `quantize`.
     """
     shape = (len(target), *outputs.shape[:2])
-    wanted, step, errors = (
+    target_by_head, step, errors = (
         target.reshape(shape),
         np.ascontiguousarray(steps).reshape(shape),
         np.zeros(shape, np.float32),
     )
     rounded = np.empty(shape, np.int8)
-    factors = np.stack([cholesky(each.copy()) for each in outputs])
+    factors = np.stack([cholesky(output_hessian.copy()) for output_hessian in outputs])
     factors /= np.diagonal(factors, axis1=1, axis2=2)[:, None]
     scaled = outputs / np.diagonal(outputs, axis1=1, axis2=2)[:, None]
     for sweep in range(_SWEEPS + 1):
         for place in range(shape[2]):
             weights = (scaled if sweep else factors)[:, :, place].copy()
             weights[:, place] = 0
-            moved = wanted[:, :, place] + np.einsum("ihc,hc->ih", errors, weights)
+            moved = target_by_head[:, :, place] + np.einsum("ihc,hc->ih", errors, weights)
             its_steps = np.ascontiguousarray(step[:, :, place])
             if not sweep:
-                found = fed_back(moved, its_steps, limits, inputs.factor)
+                integers = fed_back(moved, its_steps, limits, inputs.factor)
             else:
-                found = np.ascontiguousarray(rounded[:, :, place])
-                descend(moved, found, its_steps, limits, inputs.hessian, most_sweeps=1)
-            rounded[:, :, place] = found
-            errors[:, :, place] = wanted[:, :, place] - found * its_steps
+                integers = np.ascontiguousarray(rounded[:, :, place])
+                descend(moved, integers, its_steps, limits, inputs.hessian, max_sweeps=1)
+            rounded[:, :, place] = integers
+            errors[:, :, place] = target_by_head[:, :, place] - integers * its_steps
     return rounded.reshape(target.shape)
 
 

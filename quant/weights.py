@@ -83,8 +83,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         if (self.type.block is None) != (self.block_scales is None):
-            wanted = "none" if self.type.block is None else "some"
-            raise ValueError(f"block_scales: expected {wanted} with {self.dtype}")
+            expected = "none" if self.type.block is None else "some"
+            raise ValueError(f"block_scales: expected {expected} with {self.dtype}")
 
     @property
     def type(self) -> WeightType:
