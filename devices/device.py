@@ -62,8 +62,8 @@ class Device:
     @property
     def decode_gb_per_s(self) -> Span:
         """Bandwidth at which decoders of the published kind read on this chip, 10^9 bytes a second."""
-        most = _LARGEST_SHARE * self.dram_gb_per_s
-        return Span(min(self.speed.gb_per_s.low, most), min(self.speed.gb_per_s.high, most))
+        max_gb_per_s = _LARGEST_SHARE * self.dram_gb_per_s
+        return Span(min(self.speed.gb_per_s.low, max_gb_per_s), min(self.speed.gb_per_s.high, max_gb_per_s))
 
     @property
     def has_own_speed(self) -> bool:

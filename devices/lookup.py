@@ -22,7 +22,7 @@ class UnknownDeviceError(LookupError):
         got: the given name, shortened if it is very long.
         near: similar names, each with its part number if it is an alias.
         expected: all part numbers.
-        wanted: what was expected, in words; no other chips for a name that is known and means none of these.
+        expected_text: what was expected, in words; no other chips for a name that is known and means none of these.
         fix: the meaning of the name, if known, and what to use instead.
     """
 
@@ -31,15 +31,15 @@ class UnknownDeviceError(LookupError):
         other = _other(got)
         self.near = _near(self.got) if other is None else tuple(_shown(name, find(name)) for name in other.fitting)
         self.expected = tuple(device.soc for device in CATALOGUE)
-        self.wanted = f"one of {', '.join(self.expected)}, or a name that one is sold under"
+        self.expected_text = f"one of {', '.join(self.expected)}, or a name that one is sold under"
         if other is not None and not self.near:
-            self.wanted = "a chip with an HTP that the compiler supports"
+            self.expected_text = "a chip with an HTP that the compiler supports"
         self.fix = _fix(other, self.near)
-        super().__init__(f"device: got {self.got!r}; expected {self.wanted}. {self.fix}")
+        super().__init__(f"device: got {self.got!r}; expected {self.expected_text}. {self.fix}")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DeviceSearch:
     """What a search word means.
 
     Attributes:
@@ -63,7 +63,7 @@ def find(name: str) -> Device:
     return device
 
 
-def search(word: str) -> Found:
+def search(word: str) -> DeviceSearch:
     """The chips whose names contain a word: the one that it names exactly, otherwise all.
 
     Args:
@@ -74,13 +74,13 @@ def search(word: str) -> Found:
     """
     key = _key(word)
     if key in _BY_KEY:
-        return Found((_BY_KEY[key],))
+        return DeviceSearch((_BY_KEY[key],))
     spelled = _letters(word)
     chips = tuple(other for other in OTHER_NAMES if other.meaning.startswith(f"{spelled.upper()}:"))
     if chips:  # of an HTP version that the compiler does not support
-        return Found((), chips)
+        return DeviceSearch((), chips)
     if key and (other := _other(word)) is not None:
-        return Found(tuple(dict.fromkeys(find(name) for name in other.fitting)), (other,))
+        return DeviceSearch(tuple(dict.fromkeys(find(name) for name in other.fitting)), (other,))
     devices = tuple(
         device
         for device in CATALOGUE
@@ -89,7 +89,7 @@ def search(word: str) -> Found:
     others = tuple(other for known, other in _OTHER_BY_KEY.items() if key and key in known)
     if not devices and not others:
         raise UnknownDeviceError(word)
-    return Found(devices, others)
+    return DeviceSearch(devices, others)
 
 
 def _letters(name: str) -> str:
@@ -122,14 +122,31 @@ def _other(name: str) -> OtherName | None:
 
 
 def _near(name: str) -> tuple[str, ...]:
-    """The most similar names, one per device."""
+    """The most similar names, one per device; those of one mistyped or two swapped characters come alone."""
     names = {_letters(spelled): (spelled, device) for spelled, device in _names()}
     names |= {_key(spelled): (spelled, device) for spelled, device in _names()}
     best: dict[str, str] = {}
+    for key in names:
+        if _is_mistyped(_letters(name), key):
+            spelled, device = names[key]
+            best.setdefault(device.soc, _shown(spelled, device))
+    if best:
+        return tuple(best.values())[:_NEAR]
     for key in difflib.get_close_matches(_letters(name), names, n=len(names), cutoff=0.6):
         spelled, device = names[key]
         best.setdefault(device.soc, _shown(spelled, device))
     return tuple(best.values())[:_NEAR]
+
+
+def _is_mistyped(name: str, meant: str) -> bool:
+    """Whether names differ in one character, or in the order of two neighbours."""
+    if len(name) != len(meant):
+        return False
+    wrong = [at for at, (one, other) in enumerate(zip(name, meant, strict=True)) if one != other]
+    if len(wrong) == 2:
+        first, last = wrong
+        return last == first + 1 and name[first : last + 1] == meant[first : last + 1][::-1]
+    return len(wrong) == 1
 
 
 def _shown(name: str, device: Device) -> str:

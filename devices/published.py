@@ -98,25 +98,25 @@ def nearest_published(parameters: int, context: int, device: Device) -> Sequence
         The fastest row of each runtime.
     """
     rows = [row for row in published_speeds() if row.unit == _NPU]
-    chips = [each for each in CATALOGUE if any(row.soc == each.soc for row in rows)]
+    chips = [chip for chip in CATALOGUE if any(row.soc == chip.soc for row in rows)]
     chip = min(
         chips,
-        key=lambda each: (
-            each.soc != device.soc,
-            abs(each.arch - device.arch),
-            abs(each.dram_gb_per_s - device.dram_gb_per_s),
+        key=lambda chip: (
+            chip.soc != device.soc,
+            abs(chip.arch - device.arch),
+            abs(chip.dram_gb_per_s - device.dram_gb_per_s),
         ),
     )
     rows = [row for row in rows if row.soc == chip.soc]
-    size = min({row.billions for row in rows}, key=lambda each: abs(math.log(each * 1e9 / parameters)))
+    size = min({row.billions for row in rows}, key=lambda billions: abs(math.log(billions * 1e9 / parameters)))
     runtimes = {row.model: set[str]() for row in rows if row.billions == size}
     for row in rows:
         if row.model in runtimes:
             runtimes[row.model].add(row.runtime)
-    model = max(runtimes, key=lambda each: len(runtimes[each]))
+    model = max(runtimes, key=lambda name: len(runtimes[name]))
     rows = [row for row in rows if row.model == model]
-    found = []
+    fastest = []
     for runtime in dict.fromkeys(row.runtime for row in rows):
         own = [row for row in rows if row.runtime == runtime]
-        found.append(min(own, key=lambda row: (abs(row.context - context), -row.decode_tokens_per_s)))
-    return found
+        fastest.append(min(own, key=lambda row: (abs(row.context - context), -row.decode_tokens_per_s)))
+    return fastest

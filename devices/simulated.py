@@ -52,9 +52,9 @@ def proxies_for(device: Device) -> tuple[Proxy, ...]:
     Raises:
         NoProxyError: there is none.
     """
-    if (found := _OF_ARCH.get(device.arch)) is None:
+    if (proxies := _OF_ARCH.get(device.arch)) is None:
         raise NoProxyError(device)
-    return found
+    return proxies
 
 
 def find_proxy(soc: str) -> Proxy:
@@ -63,4 +63,4 @@ def find_proxy(soc: str) -> Proxy:
     Raises:
         KeyError: there is none.
     """
-    return {each.soc: each for each in (QCS9100, SA8797)}[soc]
+    return {proxy.soc: proxy for proxy in (QCS9100, SA8797)}[soc]

@@ -69,6 +69,7 @@ def test_a_refusal_suggests_what_was_meant():
     with pytest.raises(UnknownDeviceError, match="Did you mean SM8550"):
         find("SM8551")
     assert "Snapdragon 8 Gen 3 (SM8650)" in UnknownDeviceError("Snapdragn 8 gen3").near
+    assert UnknownDeviceError("SM8560").near == ("SM8550", "SM8650")
 
 
 def test_sixteen_bit_caches_need_v73():
