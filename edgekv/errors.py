@@ -51,6 +51,10 @@ class BundleError(EdgeKVError):
     """A bundle that is incomplete, changed, or of another format version."""
 
 
+class MissingBundleError(BundleError, FileNotFoundError):
+    """There is no bundle at a path; also a FileNotFoundError."""
+
+
 class ContextFullError(EdgeKVError):
     """The context has no room for the requested tokens."""
 
@@ -85,6 +89,6 @@ def shown(value: object) -> str:
     return str(value)
 
 
-def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
+def refuse(field: str, got: object, expected: str, fix: str) -> NoReturn:
     """Raise the UsageError of a value that a caller gave."""
-    raise UsageError(field, got=shown(found), expected=wanted, fix=fix)
+    raise UsageError(field, got=shown(got), expected=expected, fix=fix)

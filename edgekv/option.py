@@ -19,7 +19,7 @@ from devices import Device, UnknownDeviceError, find
 from edgekv.errors import UsageError
 
 _NUMBERS = re.compile(r"\d{1,12}(,\d{1,12})*")
-_MOST_NUMBERS = 64
+_MAX_NUMBERS = 64
 
 Parser = Callable[[str, str], Any]
 """The value of a text; called with the name of the option, for errors, and the text."""
@@ -37,10 +37,11 @@ class Option:
         parse: the value of a text; None for types that need no parser: bool, int, float, str, Path, Literal of texts,
             and sequences of these, whose options may be repeated. A type that can be `str` among others takes the text.
         collect: what the field gets of an option that may be repeated and has a parser, such as `tuple` or `dict`.
-        least: the smallest number.
+        minimum: the smallest number.
         negates: whether the flag stands for False.
         variable: environment variable that sets it too.
         group: heading in the help; empty for that of the dataclass.
+        subjects: what errors of the library call it, beside the name of the field; a word may follow.
     """
 
     help: str
@@ -49,10 +50,11 @@ class Option:
     metavar: str = ""
     parse: Parser | None = None
     collect: Callable[[Iterable[Any]], Any] | None = None
-    least: float | None = None
+    minimum: float | None = None
     negates: bool = False
     variable: str = ""
     group: str = ""
+    subjects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,11 @@ def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
         UsageError: not whole numbers of at most 12 digits, separated by commas, or more than 64 of them.
     """
     text = listed.replace(" ", "")
-    if _NUMBERS.fullmatch(text) and text.count(",") < _MOST_NUMBERS:
+    if _NUMBERS.fullmatch(text) and text.count(",") < _MAX_NUMBERS:
         return tuple(int(number) for number in text.split(","))
     shown = listed if len(listed) <= 40 else f"{listed[:37]}..."
-    wanted = f"at most {_MOST_NUMBERS} whole numbers, comma-separated, such as 1,32"
-    raise UsageError(option, got=repr(shown), expected=wanted, fix="Correct the list.")
+    expected = f"at most {_MAX_NUMBERS} whole numbers, comma-separated, such as 1,32"
+    raise UsageError(option, got=repr(shown), expected=expected, fix="Correct the list.")
 
 
 def check_place(option: str, text: str) -> str:
@@ -115,4 +117,4 @@ def find_device(option: str, name: str) -> Device:
     try:
         return find(name)
     except UnknownDeviceError as error:
-        raise UsageError(option, got=repr(error.got), expected=error.wanted, fix=error.fix) from None
+        raise UsageError(option, got=repr(error.got), expected=error.expected_text, fix=error.fix) from None

@@ -29,6 +29,7 @@ import msgspec
 
 from edgekv import errors
 from edgekv.errors import EdgeKVError, UsageError
+from edgekv.machine.decoding import DECODERS
 from edgekv.machine.scratch import scratch_folder
 
 _ON_WINDOWS = sys.platform == "win32"
@@ -76,7 +77,11 @@ def error_types(function: Callable[..., Any]) -> dict[str, type[Exception]]:
     module = sys.modules[function.__module__]
     types = (value for home in (errors, module) for value in vars(home).values() if isinstance(value, type))
     homes = (errors.__name__, module.__name__)
-    return {each.__name__: each for each in types if issubclass(each, Exception) and each.__module__ in homes}
+    return {
+        error_type.__name__: error_type
+        for error_type in types
+        if issubclass(error_type, Exception) and error_type.__module__ in homes
+    }
 
 
 def serve(memory_bytes: int, timeout_s: float) -> None:
@@ -99,17 +104,17 @@ def serve(memory_bytes: int, timeout_s: float) -> None:
         replies.write(msgspec.json.encode(Message(msgspec.Raw(msgspec.json.encode(value)), is_last, error)) + b"\n")
 
     for line in requests:
-        name, job = msgspec.json.decode(line, type=tuple[str, msgspec.Raw])
+        name, job = DECODERS[tuple[str, msgspec.Raw]].decode(line)
         if not _ON_WINDOWS:
             signal.setitimer(signal.ITIMER_REAL, timeout_s + 1)
         module, _, attribute = name.partition(":")
         function = getattr(import_module(module), attribute)
         types = codecs(function)
         try:
-            given = [msgspec.json.decode(job, type=types.job)]
+            arguments = [DECODERS[types.job].decode(job)]
             if types.item is not None:
-                given.append(lambda item: send(item, is_last=False))
-            send(function(*given))
+                arguments.append(lambda item: send(item, is_last=False))
+            send(function(*arguments))
         except Exception as error:
             _send_error(error, function, send)
         if not _ON_WINDOWS:
@@ -119,7 +124,7 @@ def serve(memory_bytes: int, timeout_s: float) -> None:
 def _send_error(error: Exception, function: Callable[..., Any], send: Callable[..., None]) -> None:
     name = type(error).__name__
     if isinstance(error, errors.EdgeKVError):
-        kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in error_types(function))
+        kind = next(base.__name__ for base in type(error).__mro__ if base.__name__ in error_types(function))
         send([error.field, str(error.got), str(error.expected), error.fix], error=kind)
     elif error_types(function).get(name) is type(error):
         send(json.loads(json.dumps(error.args, default=str)), error=name)
@@ -235,11 +240,10 @@ def call(function: Callable[[Job], Reply], job: Job, limits: Limits = _NO_LIMITS
 
     Args:
         function: of a module; its annotations say what JSON has of the job and of what it returns.
-        job: its argument.
         limits: of the process.
 
     Raises:
-        EdgeKVError: as the function raised it; errors of its own module likewise.
+        EdgeKVError: as the function raised it, as are errors of its own module.
         CallFailedError: it raised another error.
         ChildEndedError: the process crashed, or did not answer in time.
     """
@@ -298,7 +302,7 @@ class Child:
         """Run a function; see `call`."""
         self._send(function, job)
         message = self._next(function)
-        result: Reply = msgspec.json.decode(message.value, type=codecs(function).reply)
+        result: Reply = DECODERS[codecs(function).reply].decode(message.value)
         return result
 
     def stream(self, function: Callable[[Job, Callable[[Item], None]], None], job: Job) -> Iterator[Item]:
@@ -306,7 +310,7 @@ class Child:
         self._send(function, job)
         item_type = codecs(function).item
         while not (message := self._next(function)).is_last:
-            yield msgspec.json.decode(message.value, type=item_type)
+            yield DECODERS[item_type].decode(message.value)
 
     def kill(self) -> None:
         """End the child at once, from any thread; a call in progress raises ChildEndedError."""
@@ -365,7 +369,7 @@ class Child:
         line = self._read()
         if not line:
             raise self._ended()
-        message = msgspec.json.decode(line, type=Message)
+        message = DECODERS[Message].decode(line)
         self._is_answering = not message.is_last
         return message
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from edgekv.errors import BundleError, EdgeKVError
+from edgekv.machine.decoding import DECODERS
 from edgekv.machine.system import MIB, read_file
 
 T = TypeVar("T")
@@ -59,15 +60,15 @@ def decode_json(
         EdgeKVError: of the class `error`.
     """
     try:
-        return msgspec.json.decode(raw, type=type)
+        return DECODERS[type].decode(raw)
     except (
         ValueError,
         RecursionError,
         MemoryError,
         OverflowError,
     ) as failure:  # msgspec's and Unicode's are ValueErrors
-        found = "values nested too deeply" if isinstance(failure, RecursionError) else (str(failure) or "too much data")
-        raise error(field, got=found, expected=expected, fix=fix) from None
+        got = "values nested too deeply" if isinstance(failure, RecursionError) else (str(failure) or "too much data")
+        raise error(field, got=got, expected=expected, fix=fix) from None
 
 
 def readable_json(content: object, *, indent: int = 1) -> bytes:

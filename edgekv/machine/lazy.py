@@ -17,10 +17,6 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
 
     They stand in one block, `if TYPE_CHECKING:`, as `from MODULE import NAME as NAME`. No name may be that of one of
     the package's modules, which would hide it once it is imported.
-
-    Args:
-        package: its name.
-        file: of its source.
     """
     blocks = (node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If))
     imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))

@@ -9,10 +9,21 @@ from time import perf_counter
 
 LOG = logging.getLogger("edgekv")
 
+_running: list[str] = []
+
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
     """Log what a block does, with its seconds, at its end."""
     started = perf_counter()
-    yield
+    _running.append(what)
+    try:
+        yield
+    finally:
+        _running.remove(what)
     LOG.info("%s: %.2f s", what, perf_counter() - started)
+
+
+def running_step() -> str | None:
+    """What the process does now, for another thread that tells it; None outside of steps."""
+    return _running[-1] if _running else None

@@ -20,6 +20,8 @@ from edgekv.errors import EngineError, UsageError
 
 MIB = 1 << 20
 CACHE_VARIABLE = "EDGEKV_CACHE_DIR"
+LIMIT_VARIABLE = "EDGEKV_CACHE_LIMIT"
+_CACHE_LIMIT = "8GB"
 
 # More digits than any size, fewer than Python's limit.
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
@@ -62,6 +64,18 @@ def free_memory_bytes() -> int:
         ) from None
 
 
+def memory_bytes() -> int | None:
+    """RAM of the machine in bytes; None if the system does not report it."""
+    if os.name == "nt":
+        return int(_memory_status().total)
+    if (total_bytes := _proc_bytes("meminfo", "MemTotal:")) is not None:
+        return total_bytes
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 class _MemoryStatus(ctypes.Structure):
     """MEMORYSTATUSEX of the Windows API."""
 
@@ -74,6 +88,10 @@ class _MemoryStatus(ctypes.Structure):
 
 
 def _free_memory_on_windows() -> int:
+    return int(_memory_status().available)
+
+
+def _memory_status() -> _MemoryStatus:
     kernel: Any = ctypes.windll.kernel32  # type: ignore[attr-defined]
     status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
     if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
@@ -83,7 +101,7 @@ def _free_memory_on_windows() -> int:
             expected="its memory status",
             fix="Give the size in bytes, such as 64MiB.",
         )
-    return int(status.available)
+    return status
 
 
 def peak_bytes(pid: int | None = None) -> int:
@@ -141,13 +159,22 @@ def parse_bytes(option: str, text: str) -> int:
 
 def cache_folder() -> Path:
     """Folder for data that can be recomputed: EDGEKV_CACHE_DIR, or the platform's cache folder."""
-    if given := os.environ.get(CACHE_VARIABLE):
-        return Path(given)
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return Path(folder)
     if os.name == "nt":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "edgekv" / "Cache"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "edgekv"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgekv"
+
+
+def cache_limit_bytes() -> int:
+    """Bytes that graphs of the CPU may take in the cache folder: EDGEKV_CACHE_LIMIT, or 8 GB.
+
+    Raises:
+        UsageError: the variable is no size.
+    """
+    return parse_bytes(LIMIT_VARIABLE, os.environ.get(LIMIT_VARIABLE) or _CACHE_LIMIT)
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -183,8 +210,8 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
             while raw and len(raw) <= limit_bytes and (more := file.read(min(MIB, limit_bytes + 1 - len(raw)))):
                 raw += more
     if size_bytes > limit_bytes or len(raw) > limit_bytes:
-        found, limit = format_bytes(max(size_bytes, len(raw))), format_bytes(limit_bytes)
-        raise OSError(errno.EFBIG, f"file of {found}, more than the limit of {limit}", str(path))
+        size, limit = format_bytes(max(size_bytes, len(raw))), format_bytes(limit_bytes)
+        raise OSError(errno.EFBIG, f"file of {size}, more than the limit of {limit}", str(path))
     return raw
 
 

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.machine.decoding import DECODERS, convert
+
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader
@@ -74,7 +76,7 @@ def encode_tensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, st
         KeyError: an array of a type that the format does not have.
     """
     typed = {name: array.astype(array.dtype.newbyteorder("<"), "C", copy=False) for name, array in arrays.items()}
-    ordered = sorted(typed.items(), key=lambda each: (_ORDER[each[1].dtype], each[0]))
+    ordered = sorted(typed.items(), key=lambda named: (_ORDER[named[1].dtype], named[0]))
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     parts, end = [b""], 0
     for name, array in ordered:
@@ -98,13 +100,13 @@ def decode_tensors(content: bytes | bytearray) -> TensorFile:
         raise TensorFileError("the header is truncated")
     body = memoryview(content)[_LENGTH_BYTES + length :]
     try:
-        header = msgspec.json.decode(memoryview(content)[_LENGTH_BYTES : _LENGTH_BYTES + length], type=dict[str, Any])
-        metadata = msgspec.convert(header.pop(_METADATA, {}), dict[str, str])
-        entries = msgspec.convert(header, dict[str, _Entry])
+        header = DECODERS[dict[str, Any]].decode(memoryview(content)[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        metadata = convert(header.pop(_METADATA, {}), dict[str, str])
+        entries = convert(header, dict[str, _Entry])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise TensorFileError(f"the header: {error}") from None
     end = 0
-    for name, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
+    for name, entry in sorted(entries.items(), key=lambda named: named[1].data_offsets):
         if entry.data_offsets[0] != end:
             raise TensorFileError(f"{name} does not begin where the array before it ends")
         end = _checked_end(name, entry)

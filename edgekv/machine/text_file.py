@@ -23,7 +23,7 @@ def read_text_file(path: Path, field: str) -> str:
     try:
         return read_file(path, _LIMIT_BYTES).decode("utf-8")
     except OSError as error:
-        found = str(error.strerror)
+        problem = str(error.strerror)
     except UnicodeDecodeError as error:
-        found = str(error)
-    raise UsageError(field, got=f"{path}: {found}", expected="a UTF-8 text file", fix="Check the path.")
+        problem = str(error)
+    raise UsageError(field, got=f"{path}: {problem}", expected="a UTF-8 text file", fix="Check the path.")
