@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from edgekv.spec.encoders import ENCODERS as ENCODERS
     from edgekv.spec.families import ARCHITECTURES as ARCHITECTURES
-    from edgekv.spec.folders import FolderKind as FolderKind, identify as identify
+    from edgekv.spec.folders import FolderKind as FolderKind, identify as identify, is_hub_id as is_hub_id
     from edgekv.spec.geometry import (
         CHECKPOINT_TOKENS as CHECKPOINT_TOKENS,
         KINDS as KINDS,
@@ -116,8 +116,8 @@ if TYPE_CHECKING:
         FRONT as FRONT,
         HEAD_MARK as HEAD_MARK,
         HEAD_TYPES as HEAD_TYPES,
-        LEAST_BITS as LEAST_BITS,
-        MOST_BITS as MOST_BITS,
+        MAX_BITS as MAX_BITS,
+        MIN_BITS as MIN_BITS,
         RECIPE_TYPES as RECIPE_TYPES,
         Decoder as Decoder,
         Weights as Weights,
@@ -125,6 +125,7 @@ if TYPE_CHECKING:
         head_type as head_type,
         recipe_weights as recipe_weights,
     )
+    from edgekv.spec.task import EmbeddingTask as EmbeddingTask, RankingTask as RankingTask, Task as Task
     from edgekv.spec.tensors import (
         CONVOLUTION_INPUTS as CONVOLUTION_INPUTS,
         DELTA_INPUTS as DELTA_INPUTS,
@@ -143,6 +144,7 @@ if TYPE_CHECKING:
         TARGET_FRAME as TARGET_FRAME,
         TARGET_IN as TARGET_IN,
         TARGET_OUT as TARGET_OUT,
+        XIELU_BETA as XIELU_BETA,
         View as View,
         attention_norm as attention_norm,
         by_inputs as by_inputs,
@@ -158,21 +160,31 @@ if TYPE_CHECKING:
         layer_scalar as layer_scalar,
         matrices as matrices,
         part_name as part_name,
+        stored_name as stored_name,
         table_key as table_key,
         text_tensor as text_tensor,
         views as views,
+        xielu_numbers as xielu_numbers,
     )
     from edgekv.spec.vision import (
+        CENTER as CENTER,
+        LAST_NORM as LAST_NORM,
+        LAST_NORM_BIAS as LAST_NORM_BIAS,
         MERGED_MEANS as MERGED_MEANS,
+        PADDING_PORT as PADDING_PORT,
         PATCHES as PATCHES,
+        PATCHES_BIAS as PATCHES_BIAS,
         PIXELS_PORT as PIXELS_PORT,
+        PLACES_PORT as PLACES_PORT,
         POSITIONS as POSITIONS,
         PROJECTOR as PROJECTOR,
         PROJECTOR_BIAS as PROJECTOR_BIAS,
         PROJECTOR_OUT as PROJECTOR_OUT,
         PROJECTOR_OUT_BIAS as PROJECTOR_OUT_BIAS,
         ROWS_PORT as ROWS_PORT,
+        TABLE as TABLE,
         EncoderSpec as EncoderSpec,
+        PictureShapes as PictureShapes,
         PictureSpec as PictureSpec,
         low_of as low_of,
         mean_of as mean_of,

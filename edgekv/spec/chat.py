@@ -55,22 +55,21 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Args:
             field: name of the templates in the error.
-            error: its type.
 
         Raises:
             EdgeKVError: of the type `error`, naming the template and the line.
         """
         for name, source in self.templates.items():
-            found = f"{len(source):,} characters" if len(source) > LARGEST_TEMPLATE_BYTES else None
+            problem = f"{len(source):,} characters" if len(source) > LARGEST_TEMPLATE_BYTES else None
             try:
-                if found is None:
+                if problem is None:
                     compile_sandboxed(source)
             except (TemplateFailedError, TemplateLimitError) as reason:
-                found = str(reason)
-            if found is not None:
+                problem = str(reason)
+            if problem is not None:
                 raise error(
                     f"{field}: template {name}",
-                    got=found,
+                    got=problem,
                     expected=f"a Jinja template of at most {LARGEST_TEMPLATE_BYTES:,} characters",
                     fix="Correct the template, or remove it.",
                 )
@@ -112,8 +111,8 @@ class ChatTemplates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         told = [_as_told(message) for message in messages]
         if self.reads_parts:
             told = [_in_parts(message) for message in told]
-        given = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
-        shared = {**self.tokens, **given, **variables}
+        arguments = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        shared = {**self.tokens, **arguments, **variables}
         try:
             try:
                 return render_sandboxed(self.templates[chosen], {"messages": told, **shared})

@@ -40,11 +40,11 @@ _LAYER_KINDS = {"attention": "full_attention", "mamba": "linear_attention"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadNames:
     """The names that were read of an object, and what was read of the objects within it."""
 
     names: set[str] = field(default_factory=set)
-    tables: dict[str, _Read] = field(default_factory=dict)
+    tables: dict[str, _ReadNames] = field(default_factory=dict)
 
 
 class Config:
@@ -53,11 +53,11 @@ class Config:
     Null means absent. The `optional` readers differ: there null means None, and absent means the default.
     """
 
-    def __init__(self, fields: Mapping[str, Any], path: str = CONFIG, read: _Read | None = None) -> None:
+    def __init__(self, fields: Mapping[str, Any], path: str = CONFIG, read: _ReadNames | None = None) -> None:
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self._none = {name for name, value in fields.items() if value is None}
         self._path = path
-        self._read = _Read() if read is None else read
+        self._read = _ReadNames() if read is None else read
 
     def _get(self, name: str, default: object = None) -> Any:
         self._read.names.add(name)
@@ -198,9 +198,9 @@ class Config:
         """
         value = self._get(name)
         if isinstance(value, list) and len(value) == count:
-            return tuple(Config({name: each}, self._path).number(name) for each in value)
-        found = f"{len(value)} numbers" if isinstance(value, list) else None
-        raise self.refusal(name, f"{count} numbers", got=found)
+            return tuple(Config({name: number}, self._path).number(name) for number in value)
+        got = f"{len(value)} numbers" if isinstance(value, list) else None
+        raise self.refusal(name, f"{count} numbers", got=got)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false.
@@ -220,8 +220,8 @@ class Config:
             CheckpointError: it is something else, shorter, or absent.
         """
         value = self._get(name)
-        if isinstance(value, list) and len(value) >= count and all(each in (0, 1) for each in value):
-            return tuple(bool(each) for each in value[:count])
+        if isinstance(value, list) and len(value) >= count and all(flag in (0, 1) for flag in value):
+            return tuple(bool(flag) for flag in value[:count])
         raise self.refusal(name, f"a list of {count} times 0 or 1")
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -242,7 +242,7 @@ class Config:
             CheckpointError: it is something else or absent.
         """
         value = self._get(name)
-        if isinstance(value, list) and all(type(each) is int and 0 <= each < count for each in value):
+        if isinstance(value, list) and all(type(layer) is int and 0 <= layer < count for layer in value):
             return tuple(value)
         raise self.refusal(name, f"a list of layers, from 0 to {count - 1}")
 
@@ -250,17 +250,16 @@ class Config:
         """A list of strings.
 
         Args:
-            name: the field.
             count: the required number; None for any number.
 
         Raises:
             CheckpointError: it is something else or absent.
         """
         value = self._get(name)
-        if isinstance(value, list) and count in (None, len(value)) and all(isinstance(each, str) for each in value):
+        if isinstance(value, list) and count in (None, len(value)) and all(isinstance(text, str) for text in value):
             return tuple(value)
-        wanted = "a list of strings" if count is None else f"a list of {count} strings"
-        raise self.refusal(name, wanted, got=f"{len(value)}" if isinstance(value, list) else None)
+        expected = "a list of strings" if count is None else f"a list of {count} strings"
+        raise self.refusal(name, expected, got=f"{len(value)}" if isinstance(value, list) else None)
 
     def table(self, name: str) -> Config:
         """An object within the configuration; empty if it is absent.
@@ -270,7 +269,7 @@ class Config:
         """
         value = self._get(name, {})
         if isinstance(value, dict):
-            return Config(value, f"{self._path}: {name}", self._read.tables.setdefault(name, _Read()))
+            return Config(value, f"{self._path}: {name}", self._read.tables.setdefault(name, _ReadNames()))
         raise self.refusal(name, "a JSON object")
 
     def expect(self, name: str, value: object, *others: object) -> None:
@@ -280,8 +279,8 @@ class Config:
             CheckpointError: it has another.
         """
         if self._get(name, value) not in (value, *others) or (isinstance(value, str) and name in self._none):
-            wanted = " or ".join(map(repr, (value, *others)))
-            raise self.refusal(name, wanted, fix="This variant of the architecture cannot be exported.")
+            expected = " or ".join(map(repr, (value, *others)))
+            raise self.refusal(name, expected, fix="This variant of the architecture cannot be exported.")
 
     def layer_types(self, count: int | None = None, name: str = "layer_types") -> tuple[str, ...]:
         """A list of kinds of layers, by the names of transformers 5; see `texts`."""
@@ -309,14 +308,14 @@ class Config:
         Raises:
             CheckpointError: a field has both names and two values.
         """
-        found = {}
+        fields = {}
         for name, other in others.items():
             if other in self:
                 self.ignore(other)
-                found[name] = self._fields[other]
-                if self._fields.get(name, found[name]) != found[name]:
+                fields[name] = self._fields[other]
+                if self._fields.get(name, fields[name]) != fields[name]:
                     raise self.refusal(other, f"the same as {name}, which means the same")
-        return self.changed(**found)
+        return self.changed(**fields)
 
     def text_decoder(self) -> Config:
         """The configuration of the language model: `text_config` of a multimodal model, else this one.
@@ -327,18 +326,15 @@ class Config:
         nested = self.table("text_config")
         return nested if nested and "num_hidden_layers" not in self else self
 
-    def refusal(self, name: str, wanted: str, *, got: str | None = None, fix: str = _CORRECT) -> CheckpointError:
+    def refusal(self, name: str, expected: str, *, got: str | None = None, fix: str = _CORRECT) -> CheckpointError:
         """The error that refuses a field."""
         value = self._fields.get(name)
         shown = got or ("nothing" if value is None else _short(value))
-        return CheckpointError(f"{self._path}: {name}", got=shown, expected=wanted, fix=fix)
+        return CheckpointError(f"{self._path}: {name}", got=shown, expected=expected, fix=fix)
 
 
 def read_config(path: Path) -> Config:
     """The whole `config.json` of a checkpoint.
-
-    Args:
-        path: the file.
 
     Raises:
         CheckpointError: see `read_json`.
@@ -362,20 +358,20 @@ def read_json(path: Path, *, optional: bool = False, limit_bytes: int = JSON_BYT
     except FileNotFoundError:
         if optional:
             return {}
-        found = "no such file"
+        problem = "no such file"
     except OSError as error:
-        found = error.strerror or type(error).__name__
+        problem = error.strerror or type(error).__name__
     except RecursionError:
-        found = "JSON that is nested too deeply"
+        problem = "JSON that is nested too deeply"
     except ValueError as error:  # bad UTF-8, bad JSON, integers of thousands of digits
-        found = f"no valid JSON ({error})"
+        problem = f"no valid JSON ({error})"
     else:
         if isinstance(content, dict):
             return content
-        found = f"a JSON {type(content).__name__}"
+        problem = f"a JSON {type(content).__name__}"
     raise CheckpointError(
         str(path),
-        got=found,
+        got=problem,
         expected="a JSON object",
         fix="Point to a whole Hugging Face checkpoint folder.",
     )

@@ -21,8 +21,12 @@ from edgekv.spec.sizes import (
     layer_input_matrices,
 )
 
-Activation = Literal["silu", "gelu-tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu-tanh", "relu2", "xielu"]
 QkNorm = Literal["head", "all-heads"]
+Pairs = Literal["halves", "interleaved", "swapped"]
+"""How checkpoints store both elements of each pair that a rotary embedding turns: R/2 rows apart, as here; beside each
+other; or R/2 apart with the second half first."""
+Parallel = Literal["one-norm", "two-norms"]
 Mixer = Literal["attention", "convolution", "delta_rule"]
 Vocabulary = Literal["apart", "shared", "turned"]
 """Where embeddings are: in a table `apart` from the head's matrix, or `shared` with it; `turned`: between the last norm
@@ -120,22 +124,27 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         query_gain: multiplies the scores, such as head_dim ** -0.5.
         local_rope: rotary embedding of the layers with an attention window, if they have their own.
         unrotated: layers without a rotary embedding.
-        interleaved: whether checkpoints store both elements of each pair that a rotary embedding turns beside each
-            other; see `View.interleaved`. Nothing else depends on it.
+        pairs: how checkpoints store the pairs of queries and keys; see `View.pairs`. Nothing else depends on it.
         windows: tokens that each layer attends to, including the current one; None for full attention; empty if no
             layer has a window.
         limits: upper bounds of the windows, None for no bound; a shorter list is repeated. Set by export options.
-        activation: activation function of the gate, or of what has none; `relu2` is the square of ReLU.
+        activation: activation function of the gate, or of what has none; `relu2` is the square of ReLU, `xielu` has
+            two stored numbers of each layer (arXiv 2411.13010).
         gated: whether the feed-forward multiplies by a gate; without, it has up_proj and down_proj alone.
         biased: projections with a bias, such as `self_attn.q_proj`, or `lm_head`.
         qk_norm: RMSNorm of queries and keys before their rotation: over each head, over all heads together, or None.
+            See `qk_norm_of`.
         qk_norm_last: whether queries and keys are normalized behind their rotation instead.
+        qk_norm_rotated: whether layers without a rotary embedding have no norm of queries and keys.
+        qk_norm_weights: whether it has weights; without, they are 1.
         layer_norms: whether norms of the residual take its mean away (LayerNorm). The decoder computes RMSNorm: what
             writes the residual is read without its mean.
         norm_biases: whether norms of the residual have biases, which are in the biases of what reads them.
         made_biases: projections whose bias comes from a norm alone: the checkpoint has none for them.
         norm_weights: whether the norms have weights; without, they are 1.
-        parallel: whether attention and feed-forward read the result of the same norm.
+        parallel: whether attention and feed-forward read the same residual, by one norm or each by its own; None if
+            the feed-forward reads the residual behind attention.
+        embedding_norm: whether embeddings are divided by their root mean square before the first layer.
         pre_norms: whether the inputs of attention and feed-forward are normalized.
         post_norms: whether their outputs are normalized before they are added to the residual.
         attention_cap: scores become cap * tanh(scores / cap).
@@ -146,7 +155,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         norm_offset: added to the stored weights of every norm.
         split: channels of the residual that norms read several times, in ascending order. Set by export.
         vocabulary: where embeddings are; see `Vocabulary`. Set by export.
-        fused: projections that are stored as one matrix: q, k and v (`attention`), gate and up (`mlp`).
+        fused: projections that are stored as one matrix: q, k and v (`attention`), or those of each head after each
+            other (`heads`); gate and up (`mlp`).
         convolution: the layers without attention; None if there are none.
         delta_rule: the layers with a gated delta rule in place of attention; None if there are none.
         layer_sizes: the sizes of each layer; empty if all are alike.
@@ -157,11 +167,17 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         layer_scalars: whether the residual is multiplied by a stored number at the end of each layer.
         head_gates: whether the output of each head is multiplied by the sigmoid of a projection of the layer's input.
         output_gates: whether every channel of the heads' outputs is. Checkpoints store the gates' matrix within q_proj.
+        layer_table: whether tokens have inputs of layers of their own, which are added to what embeddings give; else
+            those of embeddings are all.
         stored_names: parts of the tensors' names, and what checkpoints of the architecture have in their place.
         multimodal: whether the checkpoint includes a vision model, and the decoder's tensors have a prefix.
         target: of a drafter, what it reads of its target; None for a model of its own.
         gives_hidden: whether graphs also give the normalized result of the last layer, which drafters read. Set by
             export.
+        bidirectional: whether tokens attend to those behind them too, within windows on both sides. A text is run as a
+            whole, and nothing is cached.
+        outputs: rows of the head's matrix where it gives no logits of the vocabulary: the width of an embedding, or the
+            number of labels; None for logits. Before a checkpoint is read: that of its own projection, if it has one.
     """
 
     model_type: str
@@ -179,7 +195,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     query_gain: _Positive
     local_rope: Rope | None = None
     unrotated: frozenset[_Layer] = frozenset()
-    interleaved: bool = False
+    pairs: Pairs = "halves"
     windows: tuple[_Tokens | None, ...] = ()
     limits: tuple[_Tokens | None, ...] = ()
     activation: Activation = "silu"
@@ -187,11 +203,14 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     biased: frozenset[str] = frozenset()
     qk_norm: QkNorm | None = None
     qk_norm_last: bool = False
+    qk_norm_rotated: bool = False
+    qk_norm_weights: bool = True
     layer_norms: bool = False
     norm_weights: bool = True
     norm_biases: bool = False
     made_biases: frozenset[str] = frozenset()
-    parallel: bool = False
+    parallel: Parallel | None = None
+    embedding_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     attention_cap: _Positive | None = None
@@ -202,7 +221,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_offset: _Number = 0.0
     split: tuple[SplitChannel, ...] = ()
     vocabulary: Vocabulary = "apart"
-    fused: frozenset[Literal["attention", "mlp"]] = frozenset()
+    fused: frozenset[Literal["attention", "heads", "mlp"]] = frozenset()
     multimodal: bool = False
     bound_by: str = "max_position_embeddings"
     convolution: Convolution | None = None
@@ -214,40 +233,49 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layer_scalars: bool = False
     head_gates: bool = False
     output_gates: bool = False
+    layer_table: bool = True
     stored_names: tuple[tuple[str, str], ...] = ()
     target: TargetState | None = None
     gives_hidden: bool = False
+    outputs: _Width | None = None
+    bidirectional: bool = False
 
     def __post_init__(self) -> None:
+        if self.bidirectional and (self.has_states or self.cache_owners or self.target is not None):
+            raise ValueError("bidirectional: got true; expected layers with attention of their own alone")
         for name in ("windows", "layer_sizes", "cache_owners"):
-            if len(found := getattr(self, name)) not in (0, self.layers):
-                raise ValueError(f"{name}: got {len(found)}; expected none or {self.layers}, one for each layer")
+            if len(values := getattr(self, name)) not in (0, self.layers):
+                raise ValueError(f"{name}: got {len(values)}; expected none or {self.layers}, one for each layer")
         if self.target is not None and self.first_layer >= self.layers:
             raise ValueError(f"target: layers: got {self.first_layer}; expected less than {self.layers}")
         own = [self.of_layer(layer) for layer in self.own_layers] if self.target is not None else self._all_sizes
-        if wrong := [each.kv_heads for each in own if self.heads % each.kv_heads]:
+        if wrong := [sizes.kv_heads for sizes in own if self.heads % sizes.kv_heads]:
             raise ValueError(f"kv_heads: got {wrong[0]}; expected a divisor of {self.heads} heads")
         if foreign := [layer for layer in self.unrotated if layer >= self.layers]:
             raise ValueError(f"unrotated: got {foreign[0]}; expected layers below {self.layers}")
         if self.vocabulary != "apart" and not self.tied_head:
             raise ValueError(f"vocabulary: got {self.vocabulary}; expected apart, since the head is not tied")
+        if self.outputs is not None and (self.tied_head or self.logits_cap is not None):
+            raise ValueError(f"outputs: got {self.outputs}; expected logits of a head that is tied, or has a cap")
         if self.convolution is not None and not self.convolution.layers < {*range(self.layers)}:
-            found = sorted(self.convolution.layers)
-            raise ValueError(f"convolution: layers: got {found}; expected some below {self.layers}, and one without")
+            layers = sorted(self.convolution.layers)
+            raise ValueError(f"convolution: layers: got {layers}; expected some below {self.layers}, and one without")
         if self.delta_rule is not None and not self.delta_rule.layers < {*range(self.layers)}:
-            found = sorted(self.delta_rule.layers)
-            raise ValueError(f"delta_rule: layers: got {found}; expected some below {self.layers}, and one without")
+            layers = sorted(self.delta_rule.layers)
+            raise ValueError(f"delta_rule: layers: got {layers}; expected some below {self.layers}, and one without")
         for layer in range(self.layers) if self.layer_sizes or self.cache_owners else (0,):
             self._check_layer(layer)
         if self.layer_norms and (self.post_norms or not self.pre_norms or self.shares_vocabulary):
             raise ValueError(
-                "layer_norms: got them; expected none with post_norms, without pre_norms, or a shared table"
+                "layer_norms: got true; expected pre_norms without post_norms, and a vocabulary that is not shared"
             )
-        if self.activation == ("relu2" if self.gated else "silu"):
+        if self.activation in (("relu2", "xielu") if self.gated else ("silu",)):
             raise ValueError(f"activation: got {self.activation}, gated {self.gated}; expected silu with a gate alone")
         if self.parallel and (self.post_norms or not self.pre_norms):
-            raise ValueError("parallel: got it with post_norms or without pre_norms; expected pre_norms alone")
-        if outside := [each.channel for each in self.split if each.channel >= self.hidden]:
+            raise ValueError(f"parallel: got {self.parallel}; expected pre_norms without post_norms")
+        if self.embedding_norm and self.shares_vocabulary:
+            raise ValueError("embedding_norm: got true; expected a vocabulary that is not shared")
+        if outside := [split.channel for split in self.split if split.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
 
     def _check_layer(self, layer: int) -> None:
@@ -260,8 +288,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if owner > layer or self.cache_layer(owner) != owner:
             raise ValueError(f"cache_owners: got {owner} of layer {layer}; expected an earlier layer with a cache")
         cached = [
-            (each.kv_heads, each.head_dim, self._own_window(number), self.mixer(number))
-            for number, each in ((layer, sizes), (owner, self.of_layer(owner)))
+            (layer_sizes.kv_heads, layer_sizes.head_dim, self._own_window(number), self.mixer(number))
+            for number, layer_sizes in ((layer, sizes), (owner, self.of_layer(owner)))
         ]
         if cached[0] != cached[1] or not self.has_attention(layer):
             raise ValueError(f"cache_owners: got {owner} of layer {layer}; expected a layer of the same kind and sizes")
@@ -315,9 +343,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             layers=self.layers,
             hidden=self.hidden,
             heads=self.heads,
-            kv_heads=max(each.kv_heads for each in self._all_sizes),
-            head_dim=max(each.head_dim for each in self._all_sizes),
-            intermediate=max(each.intermediate for each in self._all_sizes),
+            kv_heads=max(sizes.kv_heads for sizes in self._all_sizes),
+            head_dim=max(sizes.head_dim for sizes in self._all_sizes),
+            intermediate=max(sizes.intermediate for sizes in self._all_sizes),
             vocab=self.vocab,
             tied_head=self.tied_head,
             kinds=tuple(LayerKind(tuple(numbers), kind) for kind, numbers in kinds.items()),
@@ -325,6 +353,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             delta_rule=self.delta_rule,
             layer_inputs=self.layers * self.layer_inputs,
             first_without_cache=self.first_without_cache,
+            outputs=self.outputs,
         )
 
     def _matrices(self, layer: int) -> tuple[LayerMatrix, ...]:
@@ -338,6 +367,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             mixer = attention_matrices(hidden, queries, keys, owns_cache=self.owns_cache(layer), gates=gates)
         inputs = layer_input_matrices(hidden, self.layer_inputs)
         return (*mixer, *feed_forward_matrices(hidden, sizes.intermediate, gated=self.gated), *inputs)
+
+    @property
+    def result_width(self) -> int:
+        """Rows of the head's matrix: logits of a token, elements of an embedding, or labels."""
+        return self.vocab if self.outputs is None else self.outputs
 
     @property
     def shares_vocabulary(self) -> bool:
@@ -354,7 +388,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def copies(self) -> int:
         """Elements that norms of the residual read besides its channels."""
-        return sum(each.parts - 1 for each in self.split)
+        return sum(split.parts - 1 for split in self.split)
 
     def group(self, layer: int) -> int:
         """Query heads of a layer that share one key/value head."""
@@ -369,6 +403,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention."""
         return self.mixer(layer) == "attention"
+
+    def qk_norm_of(self, layer: int) -> QkNorm | None:
+        """The norm of a layer's queries and keys."""
+        return None if self.qk_norm_rotated and layer in self.unrotated else self.qk_norm
 
     @property
     def has_states(self) -> bool:
@@ -402,14 +440,23 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return LayeredGeometry(
             self.layers,
             context,
-            tuple(each.kv_heads for each in self._all_sizes),
-            tuple(each.head_dim for each in self._all_sizes),
+            tuple(sizes.kv_heads for sizes in self._all_sizes),
+            tuple(sizes.head_dim for sizes in self._all_sizes),
             windows,
             kv_dtype,
             key_layout,
             states,
             self.delta_rule,
             frozenset(layer for layer in range(self.layers) if not self.owns_cache(layer)),
+        )
+
+    def with_states(self, dtype: KvDtype) -> DecoderSpec:
+        """The same decoder, whose convolutions' states, if it has any, are of a type; see `Convolution.state_dtype`."""
+        convolution, rule = self.convolution, self.delta_rule
+        return msgspec.structs.replace(
+            self,
+            convolution=None if convolution is None else msgspec.structs.replace(convolution, state_dtype=dtype),
+            delta_rule=None if rule is None else msgspec.structs.replace(rule, state_dtype=dtype),
         )
 
     @property
@@ -425,17 +472,20 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a layer attends to, including the current one; None for all, and without attention."""
+        """Tokens that a layer attends to, including the current one; None for all, and without attention.
+
+        With attention to both sides, as many on each.
+        """
         if not self.has_attention(layer):
             return None
         layer = self.cache_layer(layer)
         limit = self.limits[layer % len(self.limits)] if self.limits else None
-        return min((each for each in (self._own_window(layer), limit) if each is not None), default=None)
+        return min((window for window in (self._own_window(layer), limit) if window is not None), default=None)
 
     def windows_in(self, context: int) -> tuple[int | None, ...]:
         """The windows that are smaller than a context of S tokens, by layer; empty if there are none."""
-        found = [self.window(layer) for layer in range(self.layers)]
-        narrow = [window if window is not None and window < context else None for window in found]
+        windows = [self.window(layer) for layer in range(self.layers)]
+        narrow = [window if window is not None and window < context else None for window in windows]
         return () if narrow.count(None) == self.layers else tuple(narrow)
 
     @property
@@ -464,8 +514,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Keys in a cache are rotated, so that one text has one set of factors. Graphs have those of their context
         (`longrope`); None if there is no such text.
         """
-        found = (rope.original_context for rope in self.ropes)
-        return min((each for each in found if each is not None and each < context), default=None)
+        contexts = (rope.original_context for rope in self.ropes)
+        return min((original for original in contexts if original is not None and original < context), default=None)
 
     def layers_with(self, rope: Rope) -> list[int]:
         """The layers with this rotary embedding, one of `ropes`."""

@@ -9,7 +9,7 @@ from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families import ARCHITECTURES, DRAFTERS
 from edgekv.spec.harmless import OFF, harmless
-from edgekv.spec.lacking import LACKING
+from edgekv.spec.lacking import ENCODER, LACKING, OTHER_CACHES
 
 LARGEST_PARAMETERS = 1 << 42
 """Maximum elements of all matrices, above every published model."""
@@ -17,7 +17,27 @@ LARGEST_HEADS = 1 << 18
 """Maximum query heads of all layers: each one adds operations to a graph."""
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_CONVOLUTION, _DELTA_RULE = "conv", "linear_attention"
+_OTHER_CACHE_FIELDS = (
+    "attn_layer_indices",
+    "attn_layer_period",
+    "block_types",
+    "conv_L_cache",
+    "cross_attention_layers",
+    "full_attn_idxs",
+    "hybrid_override_pattern",
+    "is_encoder_decoder",
+    "layers_block_type",
+    "linear_attn_config",
+    "lru_width",
+    "mamba_d_state",
+    "multi_query",
+    "num_kv_heads",
+    "num_kv_shared_layers",
+    "per_layer_config",
+    "ssm_state_size",
+)
+"""Fields of models some of whose layers keep no keys and values, another layer's, or others than the sizes say."""
+_GIVE_SIZES = "Of its keys and values alone, give --layers, --kv-heads, --head-dim, --context and --kv-bits instead."
 _LISTED = "docs/reference/architectures.md lists those that can be exported."
 
 
@@ -54,15 +74,13 @@ def describe(config: Config) -> DecoderSpec:
     family = ARCHITECTURES.get(model_type)
     if family is None:
         _check_no_drafter(config)
-        if (lacking := LACKING.get(model_type)) is not None:
+        if lacking := LACKING.get(model_type, ENCODER if config.table("text_config") else ""):
             fix = f"Graphs have no such thing; {_LISTED}"
             raise config.refusal("model_type", f"an architecture without {lacking}", fix=fix)
         raise config.refusal("model_type", "an architecture that can be exported", fix=f"The page {_LISTED}")
     _check_attention(config)
     spec = family(config)
     config.check_read(harmless(model_type), OFF)
-    more = (_CONVOLUTION, spec.convolution), (_DELTA_RULE, spec.delta_rule)
-    _check_layers(config, *(kind for kind, layers in more if layers is not None))
     _check_products(config, spec)
     return spec
 
@@ -102,11 +120,14 @@ def describe_cache(config: Config) -> CacheSpec:
     if config.text("model_type", "") in ARCHITECTURES:
         return describe_cache(config)
     _check_layers(config)
+    _check_every_layer(config)
     layers = config.size("num_hidden_layers")
     heads = config.size("num_attention_heads", config.optional_size("num_key_value_heads"))
     head_dim = config.optional_size("head_dim") or config.size("hidden_size") // heads
     if not head_dim:
         raise config.refusal("hidden_size", f"at least num_attention_heads = {heads}")
+    if config.optional_size("v_head_dim") not in (None, head_dim):
+        raise config.refusal("v_head_dim", f"{head_dim}, as many elements as keys have", fix=_GIVE_SIZES)
     if layers * heads > LARGEST_HEADS:
         raise config.refusal("num_hidden_layers", f"at most {LARGEST_HEADS} heads in all layers together")
     return CacheSpec(
@@ -129,16 +150,25 @@ def _check_no_drafter(config: Config) -> None:
 def _check_attention(config: Config) -> None:
     """Reject attention that does not keep keys and values of each head."""
     if "kv_lora_rank" in config:
-        wanted = "keys and values for each head"
-        raise config.refusal("kv_lora_rank", wanted, fix="Models with latent attention are not supported.")
+        expected = "keys and values for each head"
+        raise config.refusal("kv_lora_rank", expected, fix="Models with latent attention are not supported.")
 
 
-def _check_layers(config: Config, *more: str) -> None:
-    """Reject layers that do not keep keys and values of each head, and are none of `more` kinds."""
+def _check_layers(config: Config) -> None:
+    """Reject layers that do not keep keys and values of each head."""
     _check_attention(config)
-    if "layer_types" in config and (other := set(config.layer_types()) - {*_LAYER_TYPES, *more}):
-        wanted, fix = " or ".join(_LAYER_TYPES), "Models with layers of another kind are not supported."
-        raise config.refusal("layer_types", wanted, got=", ".join(sorted(other))[:200], fix=fix)
+    if "layer_types" in config and (other := set(config.layer_types()) - {*_LAYER_TYPES}):
+        expected, fix = " or ".join(_LAYER_TYPES), "Models with layers of another kind are not supported."
+        raise config.refusal("layer_types", expected, got=", ".join(sorted(other))[:200], fix=fix)
+
+
+def _check_every_layer(config: Config) -> None:
+    """Reject models, other than those that can be exported, some of whose layers have another cache."""
+    if (what := LACKING.get(config.text("model_type", ""), "")) in OTHER_CACHES:
+        raise config.refusal("model_type", f"an architecture without {what}", fix=_GIVE_SIZES)
+    for name in _OTHER_CACHE_FIELDS:
+        if config.fields.get(name):
+            raise config.refusal(name, "no such field: the same keys and values in every layer", fix=_GIVE_SIZES)
 
 
 def _check_products(config: Config, spec: DecoderSpec) -> None:

@@ -18,7 +18,6 @@ def behind_target(config: Config, own: DecoderSpec, target: DecoderSpec) -> Deco
     Args:
         config: the drafter's text configuration, for errors.
         own: the drafter as if it were a model of its own.
-        target: the target.
 
     Raises:
         CheckpointError: the target has no such layer, or one with heads of other sizes.
@@ -26,10 +25,10 @@ def behind_target(config: Config, own: DecoderSpec, target: DecoderSpec) -> Deco
     windows = own.windows or (None,) * own.layers
     owners = tuple(_owner(config, target, windows[layer]) for layer in range(own.layers))
     for layer, owner in enumerate(owners):
-        found, wanted = own.of_layer(layer), target.of_layer(owner)
-        if (found.kv_heads, found.head_dim) != (wanted.kv_heads, wanted.head_dim):
-            heads = f"{wanted.kv_heads} heads of {wanted.head_dim}, as layer {owner} of the target"
-            got = f"{found.kv_heads} heads of {found.head_dim} in layer {layer}"
+        sizes, shared = own.of_layer(layer), target.of_layer(owner)
+        if (sizes.kv_heads, sizes.head_dim) != (shared.kv_heads, shared.head_dim):
+            heads = f"{shared.kv_heads} heads of {shared.head_dim}, as layer {owner} of the target"
+            got = f"{sizes.kv_heads} heads of {sizes.head_dim} in layer {layer}"
             raise config.refusal("num_key_value_heads", heads, got=got, fix=OTHER_TARGET)
     before = range(target.layers)
     return replace(
@@ -49,8 +48,8 @@ def behind_target(config: Config, own: DecoderSpec, target: DecoderSpec) -> Deco
 def _owner(config: Config, target: DecoderSpec, window: int | None) -> int:
     windows = target.windows or (None,) * target.layers
     layers = (layer for layer in reversed(range(target.layers)) if target.owns_cache(layer))
-    found = next((layer for layer in layers if target.has_attention(layer) and windows[layer] == window), None)
-    if found is None:
-        wanted = f"layers of the target with {'full attention' if window is None else f'a window of {window} tokens'}"
-        raise config.refusal("layer_types", wanted, fix=OTHER_TARGET)
-    return found
+    owner = next((layer for layer in layers if target.has_attention(layer) and windows[layer] == window), None)
+    if owner is None:
+        expected = f"layers of the target with {'full attention' if window is None else f'a window of {window} tokens'}"
+        raise config.refusal("layer_types", expected, fix=OTHER_TARGET)
+    return owner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,16 @@ _SAFETENSORS = (
 )
 
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES = (".gguf", ".json", ".safetensors", *_PICKLED)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is an id of the Hugging Face hub such as `org/model`, and not a path that is missing."""
+    path = Path(name)
+    return bool(_HUB_ID.fullmatch(name)) and not (path.exists() or path.parent.is_dir() or path.suffix in _FILES)
+
+
 def identify(path: Path) -> FolderKind | None:
     """The kind of a path, by the names of its files; None if unknown.
 
@@ -45,7 +56,7 @@ def identify(path: Path) -> FolderKind | None:
         return _file(path)
     if not path.is_dir():
         return None
-    names = {each.name for each in path.iterdir()}
+    names = {file.name for file in path.iterdir()}
     endings = {Path(name).suffix for name in names}
     if names & {"genie_bundle.json", "genie_config.json"}:
         return FolderKind("genie", "a folder for Genie", _SOURCE, f"Run it with: edgekv genie run {path} --prompt TEXT")

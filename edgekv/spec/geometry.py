@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 KvDtype = Literal["u8", "s8", "s16", "u16"]
@@ -129,26 +129,31 @@ class RowSpec(_Tensors):
         layers: decoder layers.
         kv_heads: key/value heads of a layer.
         head_dim: D, elements of one head's row.
-        context: the tokens that a token attends to, including itself: S of the largest graphs, or the smaller window of
-            these layers; at least 2.
+        window: the tokens that a token attends to, including itself; at least 2.
         kv_dtype: `u8` (zero point 128), `s8` or `s16` (zero point 0).
         key_layout: how graphs read and write keys: `rows` `[1, 1, S-AR, D]` as values, or `columns`
             `[1, 1, D, S-AR]`, as Genie requires. Values are always rows.
         numbers: the numbers of these layers in the model; empty for all, from 0 on.
+        context: S of the largest graphs, the context length; 0 if `window` is all of it.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
-    context: int
+    window: int
     kv_dtype: KvDtype = "u8"
     key_layout: KeyLayout = "rows"
     numbers: tuple[int, ...] = ()
+    context: int = 0
 
     def __post_init__(self) -> None:
         self._check("kv_heads", "head_dim")
-        if self.context < 2:
-            raise ValueError(f"context: got {self.context}; expected at least 2 tokens")
+        if self.window < 2:
+            raise ValueError(f"window: got {self.window}; expected at least 2 tokens")
+        if self.context == 0:
+            object.__setattr__(self, "context", self.window)
+        if self.context < self.window:
+            raise ValueError(f"context: got {self.context}; expected at least the window of {self.window} tokens")
         if self.kv_dtype == "u16":
             raise ValueError("kv_dtype: got 'u16' of keys and values; expected u8, s8 or s16")
         if self.key_layout not in ("rows", "columns"):
@@ -172,7 +177,12 @@ class RowSpec(_Tensors):
     @property
     def read_rows(self) -> int:
         """Rows that the result of a token depends on, its own included."""
-        return self.context
+        return self.window
+
+    def in_context(self, context: int) -> RowSpec:
+        """The same layers for graphs of another S."""
+        window = context if self.window == self.context else min(self.window, context)
+        return replace(self, window=window, context=context)
 
     def past_rows(self, ar: int, context: int | None = None) -> int:
         """The rows that a graph for AR new tokens reads of each tensor.
@@ -181,12 +191,12 @@ class RowSpec(_Tensors):
 
         Args:
             ar: tokens per inference.
-            context: S of the graph; None for the context of these layers.
+            context: S of the graph; None for the window of these layers.
         """
-        if not 1 <= ar < min(self.context, context or self.context):
-            least = min(self.context, context or self.context)
-            raise ValueError(f"ar: got {ar}; expected 1 to {least - 1}, below the context of {least}")
-        return min(self.context - 1, (context or self.context) - ar)
+        seen = min(self.window, context or self.window)
+        if not 1 <= ar < seen:
+            raise ValueError(f"ar: got {ar}; expected 1 to {seen - 1}, below the context of {seen}")
+        return min(self.window - 1, (context or self.window) - ar)
 
     def shape(self, kind: Kind, rows: int) -> tuple[int, int, int, int]:
         """Shape of a graph's input or output: `rows` rows of a tensor; keys may be columns."""
@@ -276,8 +286,8 @@ class DeltaSpec(_Tensors):
     def __post_init__(self) -> None:
         self._check("heads", "width", "rows")
         if self.kind not in DELTA_KINDS or (self.heads != 1 and self.kind != "decay"):
-            found = f"{self.kind!r} of {self.heads} heads"
-            raise ValueError(f"kind: got {found}; expected one of {', '.join(DELTA_KINDS)}, of 1 head but for decays")
+            got = f"{self.kind!r} of {self.heads} heads"
+            raise ValueError(f"kind: got {got}; expected one of {', '.join(DELTA_KINDS)}, of 1 head but for decays")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:  # type: ignore[override]

@@ -70,7 +70,7 @@ class DecoderInterface:
 
     Attributes:
         hidden: width of the residual.
-        vocab: rows of the embedding table.
+        outputs: width of what graphs give of a token; see `DecoderSpec.result_width`.
         cache: the cache that the largest graphs read.
         rotary: the rotary embeddings.
         activations: integer type of the activations.
@@ -79,10 +79,11 @@ class DecoderInterface:
         layer_inputs: width of what the host gathers for all layers of a token; 0 without.
         given_hidden: width of the hidden state that graphs give beside the logits; 0 if they give none.
         reads_hidden: whether they read one of the target's, of the same width.
+        is_cached: whether they read and write rows of keys and values; else a step is a whole text.
     """
 
     hidden: int
-    vocab: int
+    outputs: int
     cache: Geometry
     rotary: tuple[RotaryInputs, ...]
     activations: Dtype = "u16"
@@ -91,6 +92,7 @@ class DecoderInterface:
     layer_inputs: int = 0
     given_hidden: int = 0
     reads_hidden: bool = False
+    is_cached: bool = True
 
     @classmethod
     def of(
@@ -105,7 +107,6 @@ class DecoderInterface:
         """The interfaces of the graphs of a checkpoint.
 
         Args:
-            spec: the decoder.
             context: S of the largest graphs.
             kv_dtype: integer type of the cache.
             key_layout: of the keys in the cache.
@@ -119,7 +120,7 @@ class DecoderInterface:
         cache = spec.cache(context, kv_dtype, key_layout)
         return cls(
             spec.hidden,
-            spec.vocab,
+            spec.result_width,
             cache,
             rotary,
             activations,
@@ -128,6 +129,7 @@ class DecoderInterface:
             spec.layers * spec.layer_inputs,
             spec.target.hidden if spec.target is not None else spec.hidden if spec.gives_hidden else 0,
             spec.target is not None,
+            not spec.bidirectional,
         )
 
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
@@ -145,7 +147,8 @@ class DecoderInterface:
         [1, 1, AR, layers * P]. Where a layer reads the cache of one in an earlier part: that past, and its new rows,
         under the name of the earlier part's output. In a drafter's graphs `target_hidden` [1, 1, AR, H], and the rows
         of the target's layers as if those were an earlier part. In graphs with slots: the A's and B's of
-        `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1].
+        `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1]. Without a cache AR is S,
+        P is 0, no past is read and no new row given.
 
         Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; `last_hidden` [1, 1, AR, H] of a part with the
         last layer, if graphs give it; and `logits` [1, AR or 1, V] or `hidden_{L}`.
@@ -175,12 +178,12 @@ class DecoderInterface:
 
     def mask_of(self, group: RowSpec) -> str:
         """Name of the attention mask of a group of layers."""
-        return mask_name(None if group.context == self.cache.context else group.context)
+        return mask_name(None if group.window == self.cache.context else group.window)
 
     def masks(self) -> dict[str, int | None]:
         """The attention masks by name, and how many tokens each covers, the current one included; None for all."""
-        contexts = {self.mask_of(group): group.context for group in self.cache.rows()}
-        return {name: None if name == MASK else context for name, context in contexts.items()}
+        windows = {self.mask_of(group): group.window for group in self.cache.rows()}
+        return {name: None if name == MASK else window for name, window in windows.items()}
 
     def mask_groups(self, groups: Sequence[LayerSpec]) -> dict[str, int]:
         """The attention masks by name, and the number of the first of these groups of layers that reads each."""
@@ -192,11 +195,11 @@ class DecoderInterface:
 
     def rotary_of(self, layer: int) -> RotaryInputs | None:
         """The rotary embedding of a layer; None if it has none."""
-        return next((each for each in self.rotary if each.layers is None or layer in each.layers), None)
+        return next((rotary for rotary in self.rotary if rotary.layers is None or layer in rotary.layers), None)
 
     def tensors(self, layers: Iterable[int]) -> Iterator[KvTensor]:
         """The cache tensors of these layers, in the order of the graphs' inputs."""
-        for layer in (each for each in layers if each in self._all_groups):
+        for layer in (number for number in layers if number in self._all_groups):
             for group in self._all_groups[layer]:
                 for head in range(group.heads):
                     for kind in group.kinds:
@@ -219,11 +222,11 @@ class DecoderInterface:
             yield self._activation("layer_inputs", LAYER_INPUTS_PORT, (1, 1, ar, self.layer_inputs))
         for mask, past_rows in masks.items():
             yield self._activation("mask", mask, (1, 1, ar, past_rows + ar), MASK)
-        for rotary in (each for each in self.rotary if each in read):
+        for rotary in (inputs for inputs in self.rotary if inputs in read):
             cos, sin = rotary.names
             yield self._activation("cos", cos, (1, 1, ar, rotary.pairs))
             yield self._activation("sin", sin, (1, 1, ar, rotary.pairs))
-        for tensor in self.tensors(part.layers):
+        for tensor in self.tensors(part.layers) if self.is_cached else ():
             yield self._cached("past", tensor, self._group_of(tensor).past_rows(graph.ar, graph.context))
         for tensor in self.tensors(self.borrowed(part)):
             yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
@@ -243,14 +246,14 @@ class DecoderInterface:
 
     def _outputs(self, graph: GraphRecord, part: PartRecord) -> Iterator[Port]:
         for tensor in self.tensors(part.layers):
-            if tensor.is_written:
+            if tensor.is_written and self.is_cached:
                 yield self._cached("new", tensor, graph.ar)
         if self.given_hidden and part.ends(self.cache.layers):
             encoding = TARGET_OUT_RESULT if self.reads_hidden else FINAL_NORM_RESULT
             shape = (1, 1, graph.ar, self.given_hidden)
             yield self._activation("last_hidden", LAST_HIDDEN, shape, encoding)
         if part.head:
-            yield self._activation("logits", LOGITS, (1, graph.logit_rows, self.vocab))
+            yield self._activation("logits", LOGITS, (1, graph.logit_rows, self.outputs))
         else:
             yield self._activation("hidden", part.exit, (1, 1, graph.ar, self.hidden))
 
@@ -265,7 +268,7 @@ class DecoderInterface:
         return Port(name, DTYPES[group.kv_dtype].name, shape, port_kind, tensor.past)
 
     def _past_rows(self, layer: int, graph: GraphRecord) -> int:
-        return self._all_groups[layer][0].past_rows(graph.ar, graph.context)
+        return self._all_groups[layer][0].past_rows(graph.ar, graph.context) if self.is_cached else 0
 
     def _group_of(self, tensor: KvTensor) -> LayerSpec:
         return next(group for group in self._all_groups[tensor.layer] if tensor.kind in group.kinds)
@@ -284,8 +287,8 @@ class DecoderInterface:
     @cached_property
     def _all_groups(self) -> dict[int, list[LayerSpec]]:
         """The sizes of everything that is kept of each layer, its keys and values or its convolution first."""
-        found: dict[int, list[LayerSpec]] = {}
+        groups: dict[int, list[LayerSpec]] = {}
         for group in self.cache.groups():
             for layer in group.numbers or range(group.layers):
-                found.setdefault(layer, []).append(group)
-        return found
+                groups.setdefault(layer, []).append(group)
+        return groups

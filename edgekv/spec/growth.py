@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from edgekv.machine.decoding import DECODERS
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MOST_FACTOR = 256
+MAX_FACTOR = 256
 """SentencePiece's rules with a replacement and Metaspace have 72, byte-level ones behind NFC 12."""
-MOST_ADDED = 4096
+MAX_ADDED = 4096
 
 _STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _EMPTY_MODEL = msgspec.Raw(b'{"type":"BPE","vocab":{},"merges":[]}')
@@ -44,7 +46,7 @@ class Growth:
 
     @property
     def is_accepted(self) -> bool:
-        return self.factor <= MOST_FACTOR and self.added <= MOST_ADDED
+        return self.factor <= MAX_FACTOR and self.added <= MAX_ADDED
 
 
 class _Piece(msgspec.Struct):
@@ -80,7 +82,7 @@ def tokenizer_growth(raw: bytes) -> dict[str, Growth]:
     """
     from tokenizers import Tokenizer
 
-    content = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    content = DECODERS[dict[str, msgspec.Raw]].decode(raw)
     stages = {name: content[name] for name in _STAGES if name in content}
     opened = Tokenizer.from_str(msgspec.json.encode({"version": "1.0", **stages, "model": _EMPTY_MODEL}).decode())
     rules = {name: _rules(opened, name) for name in _STAGES}
@@ -93,7 +95,7 @@ def tokenizer_growth(raw: bytes) -> dict[str, Growth]:
 def _rules(tokenizer: Tokenizer, stage: str) -> list[_Rule]:
     """The rules of a stage in order, as the library reads them."""
     opened = getattr(tokenizer, stage)
-    return [] if opened is None else [*_flat(msgspec.json.decode(opened.__getstate__(), type=_Rule))]
+    return [] if opened is None else [*_flat(DECODERS[_Rule].decode(opened.__getstate__()))]
 
 
 def _flat(rule: _Rule) -> Iterator[_Rule]:

@@ -54,11 +54,13 @@ _GEMMA4 = (
 )
 """Of experts and of `attention_k_eq_v`, which are refused."""
 _MULTIMODAL = (
-    "gemma3", "gemma4", "internvl", "lfm2_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm"
+    "embedding_gemma2", "gemma3", "gemma4", "internvl", "lfm2_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_5", "smolvlm",
 )  # fmt: skip
 _OWN: Mapping[str, str] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "embedding_gemma2": _GEMMA,
     "gemma4": _GEMMA4,
     "gemma4_assistant": f"{_GEMMA4} use_ordered_embeddings num_centroids centroid_intermediate_top_k",
     # of experts and of Mamba layers
@@ -73,18 +75,20 @@ _OWN: Mapping[str, str] = {
     "tile_size use_image_special_tokens use_thumbnail",
     "phi3": "original_max_position_embeddings",
     "qwen3_5": "mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype mlp_only_layers",
-    "smollm3": "max_window_layers no_rope_layer_interval",
+    "smollm3": "max_window_layers",
     "smolvlm": "perceiver_config pixel_shuffle_factor",
 }
 
 
-_VISION = "drop_path_rate use_mask_token max_image_size size tie_word_embeddings use_base_siglip attention_type"
+_VISION = """
+drop_path_rate use_mask_token max_image_size size tie_word_embeddings use_base_siglip attention_type vision_use_head
+"""
 ENCODER = COMMON | {*_VISION.split()}
 """Of `vision_config` of an encoder that is exported."""
 _PROCESSOR = """
 image_processor_type processor_class feature_extractor_type auto_map do_pad data_format input_data_format device
 return_tensors crop_size disable_grouping video_sampling image_seq_len image_seq_length default_to_square pad_size
-crop_to_patches do_video_splitting
+crop_to_patches do_video_splitting max_num_patches return_row_col_info use_image_special_tokens
 """
 PROCESSOR = frozenset(_PROCESSOR.split())
 """Of `preprocessor_config.json`: pictures are padded and cut as their architecture says."""

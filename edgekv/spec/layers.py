@@ -76,10 +76,14 @@ class LayeredGeometry:
                 raise ValueError(f"{name}: got an empty list; expected a number at least")
         self.groups()
 
+    def in_context(self, context: int) -> LayeredGeometry:
+        """The same layers for graphs of another S."""
+        return replace(self, context=context)
+
     def groups(self) -> tuple[LayerSpec, ...]:
         """Groups of layers with equal heads, width and window, in the order of their first layers."""
         alike: dict[LayerSpec, list[int]] = {}
-        for layer in (each for each in range(self.layers) if each not in self.without):
+        for layer in (number for number in range(self.layers) if number not in self.without):
             alike.setdefault(self._alone(layer), []).append(layer)
         groups: list[LayerSpec] = [
             replace(spec, layers=len(numbers), numbers=tuple(numbers)) for spec, numbers in alike.items()
@@ -113,8 +117,8 @@ class LayeredGeometry:
         """What one layer keeps of its tokens, apart from a delta rule."""
         if self.states is not None and layer in self.states.layers:
             return ConvSpec(1, self.states.width, self.states.kernel, self.states.dtype)
-        heads, width = (each[layer % len(each)] for each in (self.kv_heads, self.head_dim))
-        return RowSpec(1, heads, width, self._window(layer), self.kv_dtype, self.key_layout)
+        heads, width = (by_layer[layer % len(by_layer)] for by_layer in (self.kv_heads, self.head_dim))
+        return RowSpec(1, heads, width, self._window(layer), self.kv_dtype, self.key_layout, context=self.context)
 
     def _window(self, layer: int) -> int:
         window = self.windows[layer % len(self.windows)] if self.windows else None

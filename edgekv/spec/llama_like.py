@@ -69,8 +69,8 @@ def text_config(config: Config, *model_types: str, tied: bool = True) -> Config:
     """
     text = config.table("text_config").with_defaults(model_type=model_types[0])
     if text.text("model_type") not in model_types:
-        wanted = " or ".join(model_types)
-        raise text.refusal("model_type", wanted, fix="This text model cannot be exported.")
+        expected = " or ".join(model_types)
+        raise text.refusal("model_type", expected, fix="This text model cannot be exported.")
     tied = config.flag("tie_word_embeddings", text.flag("tie_word_embeddings", tied))
     return text.changed(tie_word_embeddings=tied)
 
@@ -101,7 +101,6 @@ def with_layer_norms(spec: DecoderSpec, eps: float, biased: frozenset[str]) -> D
 
     Args:
         spec: the decoder before.
-        eps: of its norms.
         biased: projections whose biases checkpoints have.
     """
     readers = ATTENTION_INPUTS | {"mlp.up_proj", "lm_head"} | ({"mlp.gate_proj"} if spec.gated else set())
@@ -121,6 +120,15 @@ def same_window(config: Config, layers: int, window: int | None) -> tuple[int | 
         reason = "there is no sliding_window" if window is None else "sliding_window says"
         raise config.refusal("layer_types", f"{kind} alone, as {reason}", got=", ".join(sorted(others))[:200])
     return () if window is None else (window,) * layers
+
+
+def unrotated(config: Config, layers: int, interval: int) -> frozenset[int]:
+    """The layers without a rotary embedding: by `no_rope_layers` (1: rotated), or the last of each `interval`."""
+    if "no_rope_layers" in config:
+        config.ignore("no_rope_layer_interval")
+        return frozenset(layer for layer, rotates in enumerate(config.flags("no_rope_layers", layers)) if not rotates)
+    interval = config.size("no_rope_layer_interval", interval)
+    return frozenset(range(interval - 1, layers, interval))
 
 
 def convolution(config: Config, layers: int, kernel: int, chosen: Collection[int]) -> Convolution | None:
@@ -176,7 +184,7 @@ def windows(
         return ()
     if window is None:
         raise config.refusal("sliding_window", "a whole number above 0, since layers slide")
-    return tuple(window if each else None for each in sliding)
+    return tuple(window if slides else None for slides in sliding)
 
 
 def cache_owners(config: Config, is_full: Sequence[bool]) -> tuple[int, ...]:
@@ -185,7 +193,6 @@ def cache_owners(config: Config, is_full: Sequence[bool]) -> tuple[int, ...]:
     Each of them reads those of the last layer before them that has full attention as well, or a window as well.
 
     Args:
-        config: the configuration.
         is_full: of each layer, whether it has full attention.
 
     Returns:
@@ -204,8 +211,8 @@ def cache_owners(config: Config, is_full: Sequence[bool]) -> tuple[int, ...]:
     for kind in is_full[first:]:
         owner = next((layer for layer in reversed(range(first)) if is_full[layer] == kind), None)
         if owner is None:
-            wanted = f"a layer with {_FULL if kind else _SLIDING} among the first {first}, which share their cache"
-            raise config.refusal(name, wanted, fix="Sharing cannot point forward: correct layer_types or this field.")
+            expected = f"a layer with {_FULL if kind else _SLIDING} among the first {first}, which share their cache"
+            raise config.refusal(name, expected, fix="Sharing cannot point forward: correct layer_types or this field.")
         owners.append(owner)
     return tuple(owners)
 
@@ -219,7 +226,6 @@ def layer_sizes(
     `per_layer_config`.
 
     Args:
-        config: the configuration.
         spec: the sizes of the other layers.
         is_full: of each layer, whether it has full attention.
         owners: see `cache_owners`; layers that share a cache have twice the feed-forward if `use_double_wide_mlp`.
@@ -228,7 +234,7 @@ def layer_sizes(
     Raises:
         CheckpointError: a size is none, or layers of one kind differ.
     """
-    own, found = config.table("per_layer_config"), []
+    own, layers = config.table("per_layer_config"), []
     keys = _layer_keys(config, own, len(is_full))
     full_dim, is_wide = config.size("global_head_dim", head_dim), config.flag("use_double_wide_mlp")
     if config.is_given("per_layer_config"):
@@ -247,8 +253,8 @@ def layer_sizes(
         if sizes.setdefault(full, (dim, kv_heads)) != (dim, kv_heads):
             raise config.refusal("per_layer_config", "one head_dim for each kind of layer", got=f"another in {layer}")
         widens = is_wide and bool(owners) and owners[layer] != layer
-        found.append(LayerSizes(kv_heads, dim, spec.intermediate * (2 if widens else 1)))
-    return tuple(found)
+        layers.append(LayerSizes(kv_heads, dim, spec.intermediate * (2 if widens else 1)))
+    return tuple(layers)
 
 
 def _layer_keys(config: Config, table: Config, layers: int) -> dict[int, str]:
@@ -263,3 +269,30 @@ def _layer_keys(config: Config, table: Config, layers: int) -> dict[int, str]:
 
 def _is_below(name: str, layers: int) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 8 and int(name) < layers
+
+
+def with_gemma4_layers(
+    config: Config,
+    spec: DecoderSpec,
+    layer_windows: tuple[int | None, ...],
+    sizes: tuple[LayerSizes, ...],
+    *,
+    theta: float,
+    local_theta: float,
+) -> DecoderSpec:
+    """Gemma's decoder with the layers of Gemma 4; `theta` and `local_theta` where the configuration has none."""
+    whole = [size for size, window in zip(sizes, layer_windows or [None] * len(sizes), strict=True) if window is None]
+    widest = whole[0].head_dim if whole else spec.head_dim
+    full, local = Rope.pair(config, widest, theta=theta, local_theta=local_theta, local_head_dim=spec.head_dim)
+    return replace(
+        spec,
+        rope=full,
+        local_rope=local if any(layer_windows) else None,
+        qk_norm="head",
+        value_norm=True,
+        norm_offset=0.0,
+        query_gain=1.0,
+        windows=layer_windows,
+        layer_sizes=sizes,
+        layer_scalars=True,
+    )

@@ -130,8 +130,8 @@ class LoraSlots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def groups_of_layer(self, layer: int) -> list[tuple[LoraGroup, tuple[LoraSlot, ...]]]:
         """The slots of a layer by group, in the order of the graphs' inputs."""
         slots = self.of_layer(layer)
-        found = [(name, tuple(slot for slot in self.group(name) if slot in slots)) for name in LORA_GROUPS]
-        return [(name, group) for name, group in found if group]
+        groups = [(name, tuple(slot for slot in self.group(name) if slot in slots)) for name in LORA_GROUPS]
+        return [(name, group) for name, group in groups if group]
 
     def columns(self, target: LoraTarget) -> slice:
         """The columns of its group's stack of A's that belong to a projection, and the rows of its B."""

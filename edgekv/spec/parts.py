@@ -66,7 +66,7 @@ class GraphRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         context: S.
         role: `decode` (AR-1, logits [1, 1, V]); `prefill` (logits [1, 1, V] of the row that the input
             `logits_index` selects, or that a separate head is bound to); `verify` (logits [1, AR, V] of all rows, for
-            the last token and drafts); `score` (likewise, in the largest context alone, and never compiled).
+            the last token and drafts); `score` (logits as for `verify`, in the largest context alone, never compiled).
     """
 
     name: str

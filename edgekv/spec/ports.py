@@ -78,33 +78,35 @@ class GraphInterface:
         """The last output: logits, or the hidden state for the next part."""
         return self.outputs[-1]
 
-    def check(self, found: GraphInterface, file: str) -> None:
+    def check(self, loaded: GraphInterface, file: str) -> None:
         """Compare with a loaded graph, named `file` in errors. The order does not matter.
 
         Raises:
             BundleError: an input or output is missing, unknown, or of another type or shape.
         """
-        _compare(file, "input", self.inputs, found.inputs)
-        _compare(file, "output", self.outputs, found.outputs)
+        _compare(file, "input", self.inputs, loaded.inputs)
+        _compare(file, "output", self.outputs, loaded.outputs)
 
     @property
     def adapter_ports(self) -> tuple[Port, ...]:
         """The inputs for adapters."""
         return tuple(port for port in self.inputs if port.kind == "lora")
 
-    def with_adapters_like(self, found: GraphInterface) -> GraphInterface:
+    def with_adapters_like(self, rewritten: GraphInterface) -> GraphInterface:
         """The same with inputs for adapters as a rewritten graph reads them: of another type, and some as one stack.
 
         Args:
-            found: of the rewritten graph. What it does not stack or retype stays as it is, so that `check` names it.
+            rewritten: the rewritten graph. What it does not stack or retype stays as it is, so that `check` names it.
         """
         own = {port.name: port for port in self.adapter_ports}
-        stacks = {port.name: port.name.split(STACK) for port in found.inputs if STACK in port.name}
+        stacks = {port.name: port.name.split(STACK) for port in rewritten.inputs if STACK in port.name}
         known = {name: parts for name, parts in stacks.items() if all(part in own for part in parts)}
         stacked = {part for parts in known.values() for part in parts}
-        alone = [replace(each, dtype=_found_dtype(found, each)) for each in own.values() if each.name not in stacked]
+        alone = [
+            replace(port, dtype=_rewritten_dtype(rewritten, port)) for port in own.values() if port.name not in stacked
+        ]
         together = [
-            replace(own[parts[0]], name=name, dtype=found[name].dtype, shape=(len(parts), *own[parts[0]].shape[1:]))
+            replace(own[parts[0]], name=name, dtype=rewritten[name].dtype, shape=(len(parts), *own[parts[0]].shape[1:]))
             for name, parts in known.items()
         ]
         others = [port for port in self.inputs if port.kind != "lora"]
@@ -115,16 +117,16 @@ class GraphInterface:
         return {port.name: port for port in (*self.inputs, *self.outputs)}
 
 
-def _found_dtype(found: GraphInterface, port: Port) -> str:
+def _rewritten_dtype(rewritten: GraphInterface, port: Port) -> str:
     """The type of a port in a rewritten graph, which may read floats instead of integers."""
-    return FLOAT if port.name in found and found[port.name].dtype == FLOAT else port.dtype
+    return FLOAT if port.name in rewritten and rewritten[port.name].dtype == FLOAT else port.dtype
 
 
-def _compare(file: str, kind: str, wanted: Iterable[Port], found: Iterable[Port]) -> None:
-    ports = {port.name: port for port in found}
-    names = [port.name for port in wanted]
+def _compare(file: str, kind: str, own: Iterable[Port], loaded: Iterable[Port]) -> None:
+    ports = {port.name: port for port in loaded}
+    names = [port.name for port in own]
     fix = "Export the bundle again with this edgekv."
-    for port in wanted:
+    for port in own:
         if (other := ports.get(port.name)) != port:
             raise BundleError(f"{file}: {kind}", got=other or "none", expected=port, fix=fix)
     if unknown := sorted(ports.keys() - set(names)):

@@ -26,8 +26,8 @@ PRODUCT_HEADROOM = 2.0
 """The same for products, whose extremes grow with those of both factors: in SmolLM2-135M a text reached 1.9 times what
 12,800 other tokens did, and clipping it cost one token 0.2 nats."""
 
-_LEAST_MASK_DEPTH = 64.0
-_DECAY_REACH = 12.0  # likewise
+_MIN_MASK_DEPTH = 64.0
+_DECAY_REACH = 12.0  # as for the softmax
 _SOFTMAX_REACH = 12.0  # exp(-12) is below half a step of a 16-bit probability
 
 
@@ -173,7 +173,7 @@ UNOBSERVED: frozenset[ResultKind] = frozenset({"softmax"})
 def mask_depth(scores: Iterable[Range]) -> float:
     """How far the mask must lower a score so that its position vanishes from the softmax for any cache."""
     spans = (HEADROOM * (seen.high - seen.low) for seen in scores)
-    return max([_LEAST_MASK_DEPTH, *(math.ceil(span + _SOFTMAX_REACH) for span in spans)])
+    return max([_MIN_MASK_DEPTH, *(math.ceil(span + _SOFTMAX_REACH) for span in spans)])
 
 
 def mask_encoding(depth: float, types: EncodingTypes) -> Encoding:

@@ -63,14 +63,14 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: Parameters
 
     def __post_init__(self) -> None:
-        if {*self.parameters} != {*(wanted := _PARAMETERS[self.rope_type])}:
-            raise ValueError(f"parameters: got {', '.join(self.parameters) or 'none'}; expected {', '.join(wanted)}")
+        if {*self.parameters} != {*(names := _PARAMETERS[self.rope_type])}:
+            raise ValueError(f"parameters: got {', '.join(self.parameters) or 'none'}; expected {', '.join(names)}")
         lists = {name for name, value in self.parameters.items() if isinstance(value, tuple)}
-        if lists != {*wanted} & {*_LISTS}:
+        if lists != {*names} & {*_LISTS}:
             raise ValueError(f"parameters: got lists {', '.join(lists) or 'none'}; expected lists in {_LISTS} alone")
         if wrong := [name for name in lists if len(self._numbers(name)) != self.width // 2]:
-            found = len(self._numbers(wrong[0]))
-            raise ValueError(f"parameters: {wrong[0]}: got {found} values; expected {self.width // 2}, a pair each")
+            count = len(self._numbers(wrong[0]))
+            raise ValueError(f"parameters: {wrong[0]}: got {count} values; expected {self.width // 2}, a pair each")
 
     @classmethod
     def from_config(cls, config: Config, head_dim: int, *, partial: bool = False) -> Rope:
@@ -152,14 +152,14 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise where.refusal("partial_rotary_factor", "1, the only share of a head that this architecture rotates")
         width = int(head_dim * share)
         if width % 2 or not 0 < width <= head_dim:
-            wanted = f"a share of head_dim = {head_dim} that is an even number of elements"
-            raise where.refusal("partial_rotary_factor", wanted, got=f"{share:g}, which is {width} elements")
+            expected = f"a share of head_dim = {head_dim} that is an even number of elements"
+            raise where.refusal("partial_rotary_factor", expected, got=f"{share:g}, which is {width} elements")
         if rope_type == "default":
             return cls("default", theta, width, {})
         if rope_type == "linear":
             return cls("linear", theta, width, {"factor": table.number("factor")})
         if rope_type == "llama3":
-            parameters = {each: table.number(each) for each in _LLAMA3[:-1]}
+            parameters = {name: table.number(name) for name in _LLAMA3[:-1]}
             return cls("llama3", theta, width, parameters | {_LLAMA3[-1]: _original(table, config, nested=nested)})
         if rope_type == "longrope":
             original = _original(table, config, nested=nested)

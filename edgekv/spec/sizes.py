@@ -61,7 +61,7 @@ class LayerKind:
     @property
     def parameters(self) -> int:
         """Elements of the matrices of one layer."""
-        return sum(each.parameters for each in self.matrices)
+        return sum(matrix.parameters for matrix in self.matrices)
 
 
 def attention_matrices(
@@ -122,6 +122,7 @@ class Decoder:
         delta_rule: the layers with a gated delta rule in place of attention.
         layer_inputs: elements of all that the host gathers for the layers of a token; 0 without.
         first_without_cache: the first of the last layers that own no cache; None if the last one owns one.
+        outputs: rows of the head's matrix; None for one of each token of the vocabulary.
     """
 
     layers: int
@@ -137,6 +138,7 @@ class Decoder:
     delta_rule: DeltaRule | None = None
     layer_inputs: int = 0
     first_without_cache: int | None = None
+    outputs: int | None = None
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -160,8 +162,18 @@ class Decoder:
 
     @property
     def table_parameters(self) -> int:
-        """Elements of the embedding table, and of the head."""
+        """Elements of the embedding table."""
         return self.vocab * self.hidden
+
+    @property
+    def result_width(self) -> int:
+        """Rows of the head's matrix."""
+        return self.vocab if self.outputs is None else self.outputs
+
+    @property
+    def head_parameters(self) -> int:
+        """Elements of the head's matrix."""
+        return self.result_width * self.hidden
 
     @property
     def host_parameters(self) -> int:
@@ -171,7 +183,7 @@ class Decoder:
     @property
     def parameters(self) -> int:
         """Elements of all matrices that graphs multiply by; a tied head counts once."""
-        return self.all_layer_parameters + (1 if self.tied_head else 2) * self.table_parameters
+        return self.all_layer_parameters + self.table_parameters + (0 if self.tied_head else self.head_parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,45 +226,48 @@ class LayerTypes:
     Attributes:
         dtype: of most matrices.
         int8: those in int8.
+        lpbq64: those in int4 with blocks of 64.
     """
 
     dtype: WeightDtype
     int8: frozenset[MatrixRole]
+    lpbq64: frozenset[MatrixRole] = frozenset()
 
     def of(self, role: MatrixRole) -> WeightType:
         """The type of a matrix."""
-        return WEIGHT_TYPES["int8" if role in self.int8 else self.dtype]
+        return WEIGHT_TYPES["int8" if role in self.int8 else "lpbq64" if role in self.lpbq64 else self.dtype]
 
 
 _IN_8_BITS: frozenset[MatrixRole] = frozenset(
     {"k", "v", "head_gate", "conv_in", "conv_out", "delta_rates", "layer_gate", "layer_out"}
 )
-RECIPE_TYPES = {each.recipe: LayerTypes(name, _IN_8_BITS) for name, each in WEIGHT_TYPES.items()} | {
-    "w4a16-lpbq32-updown8": LayerTypes("lpbq32", _IN_8_BITS | {"up", "down"})
+RECIPE_TYPES = {weight_type.recipe: LayerTypes(name, _IN_8_BITS) for name, weight_type in WEIGHT_TYPES.items()} | {
+    "w4a16-lpbq32-updown8": LayerTypes("lpbq32", _IN_8_BITS | {"up", "down"}),
+    "w4a16-uplpbq64-down8": LayerTypes("int4", _IN_8_BITS | {"down"}, frozenset({"up"})),
 }
 """Weight types of the layers in the shipped recipes, by name; the head is int8, if the name does not say more."""
 
 HEAD_MARK = "-head-"
 """What stands in a recipe's name between that of the other matrices and the type of the head: `w4a16-head-int4`."""
-HEAD_TYPES = tuple(name for name, each in WEIGHT_TYPES.items() if each.is_packed)
+HEAD_TYPES = tuple(name for name, weight_type in WEIGHT_TYPES.items() if weight_type.is_packed)
 """The types that a name can give to the head."""
 
 FRONT = "front-"
 """How the names of recipes begin that say how many bits a weight of the layers has on average, with its scales."""
-LEAST_BITS, MOST_BITS = 4, 8
+MIN_BITS, MAX_BITS = 4, 8
 
 
 def head_type(recipe: str) -> tuple[str, WeightDtype]:
     """The recipe of all other matrices in the name of a recipe such as `w4a16-head-int4`, and the type of the head."""
     base, _, ending = recipe.rpartition(HEAD_MARK)
-    found = next((name for name in HEAD_TYPES if name == ending), None)
-    return (recipe, "int8") if found is None else (base, found)
+    weight_type = next((name for name in HEAD_TYPES if name == ending), None)
+    return (recipe, "int8") if weight_type is None else (base, weight_type)
 
 
 def front_bits(recipe: str) -> float | None:
     """The bits in the name of a recipe such as `front-4.5`; None if it is no such name."""
     text = recipe.removeprefix(FRONT)
-    if text == recipe or not re.fullmatch(r"\d(\.\d{1,3})?", text) or not LEAST_BITS <= float(text) <= MOST_BITS:
+    if text == recipe or not re.fullmatch(r"\d(\.\d{1,3})?", text) or not MIN_BITS <= float(text) <= MAX_BITS:
         return None
     return float(text)
 
@@ -272,7 +287,7 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     for kind in decoder.layer_kinds:
         if bits is not None:
             all_bytes = round(kind.parameters * bits / 8)
-            packed_bytes = round(kind.parameters / 2 * (MOST_BITS - bits) / (MOST_BITS - LEAST_BITS))
+            packed_bytes = round(kind.parameters / 2 * (MAX_BITS - bits) / (MAX_BITS - MIN_BITS))
         else:
             types = RECIPE_TYPES[recipe]
             all_bytes = sum(types.of(role).matrix_bytes(rows, columns) for role, rows, columns in kind.matrices)
@@ -283,13 +298,13 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     byte = WEIGHT_TYPES["int8"]
     table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
     turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if is_shared else 0
-    head_bytes = WEIGHT_TYPES[head].matrix_bytes(decoder.hidden, decoder.vocab)
+    head_bytes = WEIGHT_TYPES[head].matrix_bytes(decoder.hidden, decoder.result_width)
     return Weights(
         embedding_bytes=table_bytes + step_bytes,
         layer_bytes=tuple(layers),
         packed_bytes=tuple(packed),
         head_bytes=head_bytes + turn_bytes + 2 * decoder.hidden,
-        packed_head_bytes=WEIGHT_TYPES[head].packed_bytes(decoder.hidden, decoder.vocab),
+        packed_head_bytes=WEIGHT_TYPES[head].packed_bytes(decoder.hidden, decoder.result_width),
         shares_table=is_shared,
         host_bytes=decoder.host_parameters and byte.matrix_bytes(decoder.layer_inputs, decoder.vocab),
     )

@@ -23,7 +23,7 @@ from edgekv.machine.child import CallFailedError, Child, ChildEndedError, Limits
 if TYPE_CHECKING:
     from jinja2 import Environment, Template as JinjaTemplate
 
-MOST_ITERATIONS = 1_000_000
+MAX_ITERATIONS = 1_000_000
 LARGEST_PROMPT_CHARACTERS = 1 << 24
 LIMIT_S = 10.0
 LIMIT_BYTES = 1 << 30
@@ -56,7 +56,6 @@ def render_sandboxed(source: str, variables: Mapping[str, Any]) -> str:
     """Render a template in the child process.
 
     Args:
-        source: the template.
         variables: its variables: values that JSON has.
 
     Raises:
@@ -142,7 +141,7 @@ def answer(template: Template) -> str:
         compiled = _compiled(template.source)
         if template.variables is None:
             return '""'
-        _iterations_left = MOST_ITERATIONS
+        _iterations_left = MAX_ITERATIONS
         kept, length = [], 0
         for piece in compiled.generate(json.loads(template.variables)):
             kept.append(piece)
@@ -188,9 +187,9 @@ def _environment() -> Environment:
             if operator == "*":
                 repeated, count = (right, left) if isinstance(left, int) else (left, right)
                 if isinstance(repeated, (str, list, tuple)) and isinstance(count, int):
-                    most = LARGEST_PROMPT_CHARACTERS if isinstance(repeated, str) else MOST_ITERATIONS
-                    if len(repeated) * count > most:
-                        raise TemplateRuntimeError(f"a product of more than {most:,} elements")
+                    max_elements = LARGEST_PROMPT_CHARACTERS if isinstance(repeated, str) else MAX_ITERATIONS
+                    if len(repeated) * count > max_elements:
+                        raise TemplateRuntimeError(f"a product of more than {max_elements:,} elements")
             if operator == "**" and (abs(left) > 1 << 32 or abs(right) > 64):
                 raise TemplateRuntimeError("a power that is too large")
             return super().call_binop(context, operator, left, right)
@@ -240,7 +239,7 @@ def _environment() -> Environment:
         for item in items:
             _iterations_left -= 1
             if _iterations_left < 0:
-                raise TemplateRuntimeError(f"more than {MOST_ITERATIONS:,} iterations")
+                raise TemplateRuntimeError(f"more than {MAX_ITERATIONS:,} iterations")
             yield item
 
     def refuse(message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.decoder import DecoderSpec, Pairs
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -26,6 +26,8 @@ CONVOLUTION_INPUTS = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 DELTA_INPUTS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
 """What a gated delta rule reads: queries, keys and values; the gate of its output; strengths; and decays."""
 DELTA_RATES = "linear_attn.A_log"
+XIELU_BETA = 0.5
+"""What xIELU multiplies x by, beside what its two numbers do: a constant that checkpoints store."""
 EMBEDDING_STEPS = "model.embed_tokens.steps"
 EMBEDDING_COLUMNS = "model.embed_tokens.columns"
 LAYER_INPUTS = "model.layer_inputs.weight"
@@ -41,7 +43,7 @@ TensorRole = Literal[
     "embedding", "norm", "norm_bias", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
     "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
     "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
-    "gate", "up", "down", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
+    "gate", "up", "down", "activation", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
     "target_in", "target_out", "target_frame", "embedding_in",
 ]  # fmt: skip
 
@@ -83,14 +85,14 @@ class View:
         layer: None outside of the layers.
         norm: the norm whose output a matrix reads; its weights can be folded into the matrix.
         first: the first row of the part in the stored tensor.
-        alternates: rows of the part's blocks, each followed in the stored tensor by as many of another part; 0 if the
-            part's rows follow each other.
-        interleaved: R and D, if rows belong to heads of D rows, and both elements of each pair that a rotary embedding
-            turns, of the first R rows of a head, are stored beside each other; None if they are R/2 apart, as here.
+        blocks: rows of the part's blocks, and rows from the first of one to the first of the next in the stored tensor,
+            which has those of other parts between; None if the part's rows follow each other.
+        pairs: how the pairs are stored that a rotary embedding turns, R and D, if rows belong to heads of D rows whose
+            first R are turned; None if they are R/2 apart, as here.
         norm_bias: of a bias, that of the norm which its projection reads: the matrix times the norm's bias is added.
             If checkpoints have no other bias, the stored tensor is the norm's.
         is_stored: whether checkpoints have it; if not, its elements are 1.
-        is_logarithm: whether the part is minus the exponential of what is stored.
+        stored_as: what is stored of x: `log(-x)`, or what softplus makes x of; None if it is x.
         offset: added to every element.
         gain: multiplies every element.
     """
@@ -105,11 +107,11 @@ class View:
     first: int = 0
     offset: float = 0.0
     gain: float = 1.0
-    alternates: int = 0
-    interleaved: tuple[int, int] | None = None
+    blocks: tuple[int, int] | None = None
+    pairs: tuple[Pairs, int, int] | None = None
     norm_bias: str | None = None
     is_stored: bool = True
-    is_logarithm: bool = False
+    stored_as: Literal["log", "softplus"] | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ class View:
     @property
     def is_reordered(self) -> bool:
         """Whether its rows are not neighbours in the stored tensor, in their order."""
-        return bool(self.alternates) or self.interleaved is not None
+        return self.blocks is not None or self.pairs is not None
 
     def stored_rows(self, rows: slice | NDArray[np.int64]) -> slice | NDArray[np.int64]:
         """Which rows of the stored tensor some of its rows are."""
@@ -127,13 +129,15 @@ class View:
             first, stop, _ = rows.indices(self.shape[0])
             return slice(self.first + first, self.first + stop)
         chosen = np.arange(self.shape[0])[rows]
-        if self.interleaved is not None:
-            width, dim = self.interleaved
+        if self.pairs is not None:
+            stored, width, dim = self.pairs
             order = np.arange(dim)
-            order[:width] = np.arange(width).reshape(-1, 2).T.reshape(-1)
+            pairs = order[:width].reshape(-1, 2).T if stored == "interleaved" else order[:width].reshape(2, -1)[::-1]
+            order[:width] = pairs.reshape(-1)
             chosen = chosen // dim * dim + order[chosen % dim]
-        if self.alternates:
-            chosen = chosen + chosen // self.alternates * self.alternates
+        if self.blocks is not None:
+            rows_of_block, apart = self.blocks
+            chosen = chosen + chosen // rows_of_block * (apart - rows_of_block)
         return self.first + chosen
 
     @property
@@ -177,7 +181,7 @@ def by_outputs(matrix: NDArray[Any]) -> NDArray[Any]:
 def views(spec: DecoderSpec) -> Iterator[View]:
     """Every tensor that the decoder reads, in reading order, under the names of its checkpoints."""
     for view in _views(spec):
-        yield replace(view, key=_stored_name(spec, view.key)) if spec.stored_names else view
+        yield replace(view, key=stored_name(spec, view.key)) if spec.stored_names else view
 
 
 def _views(spec: DecoderSpec) -> Iterator[View]:
@@ -191,7 +195,8 @@ def _views(spec: DecoderSpec) -> Iterator[View]:
             LAYER_TABLE_NORM: (spec.layer_inputs,),
         }
         for name, shape in shapes.items():
-            yield View(name, shape, name, shape[0], "layer_inputs")
+            if spec.layer_table or name != LAYER_TABLE:
+                yield View(name, shape, name, shape[0], "layer_inputs")
     target = spec.target
     if target is not None:
         if target.is_cached_apart:
@@ -213,12 +218,15 @@ def _views(spec: DecoderSpec) -> Iterator[View]:
         yield View(HEAD, table, EMBEDDING, spec.vocab, "head", gain=spec.embedding_gain)
     else:
         key = EMBEDDING if spec.tied_head else HEAD
-        yield View(HEAD, table, key, spec.vocab, "head", norm=norm, gain=spec.logits_gain)
+        width = spec.result_width
+        yield View(HEAD, (width, spec.hidden), key, width, "head", norm=norm, gain=spec.logits_gain)
     if "lm_head" in spec.biased:
-        yield _bias(spec, View(HEAD_BIAS, (spec.vocab,), HEAD_BIAS, spec.vocab, "head", gain=spec.logits_gain), norm)
+        width = spec.result_width
+        yield _bias(spec, View(HEAD_BIAS, (width,), HEAD_BIAS, width, "head", gain=spec.logits_gain), norm)
 
 
-def _stored_name(spec: DecoderSpec, name: str) -> str:
+def stored_name(spec: DecoderSpec, name: str) -> str:
+    """The name that checkpoints of the architecture have for a tensor."""
     for ours, theirs in spec.stored_names:
         name = name.replace(ours, theirs)
     return name
@@ -254,6 +262,11 @@ def layer_scalar(layer: int) -> str:
     return f"model.layers.{layer}.layer_scalar"
 
 
+def xielu_numbers(layer: int) -> tuple[str, str]:
+    """Names of what xIELU multiplies the square of an x above 0 by, and `exp(x) - 1 - x` of one below, `[1]` each."""
+    return f"model.layers.{layer}.mlp.act_fn.alpha_p", f"model.layers.{layer}.mlp.act_fn.alpha_n"
+
+
 def layer_of(name: str) -> int | None:
     """The layer that a tensor belongs to, by its name; None outside of the layers."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else None
@@ -267,7 +280,7 @@ def head_width(spec: DecoderSpec, name: str) -> int:
 
 def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
     """Name of the norm in front of the feed-forward, if there is one; it may be that in front of attention."""
-    if spec.parallel:
+    if spec.parallel == "one-norm":
         return attention_norm(layer)
     norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
     return f"model.layers.{layer}.{norm}.weight"
@@ -286,6 +299,9 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     fused = "mlp.gate_up_proj" if "mlp" in spec.fused else None
     norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
     yield from _projections(spec, layer, gates, hidden, fused, norm=norm)
+    if spec.activation == "xielu":
+        for name, offset in zip(xielu_numbers(layer), (0.0, XIELU_BETA), strict=True):
+            yield View(name, (1,), name, 1, "activation", layer, offset=offset, stored_as="softplus")
     yield from _projections(spec, layer, {"mlp.down_proj": hidden}, inner, gain=_branch_gain(spec))
     if spec.layer_inputs:
         yield from _projections(spec, layer, {"per_layer_input_gate": spec.layer_inputs}, hidden)
@@ -299,23 +315,27 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
 def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
     sizes, hidden, owns = spec.of_layer(layer), spec.hidden, spec.owns_cache(layer)
     query, key_value = spec.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
-    if spec.qk_norm:
-        whole, pairs = spec.qk_norm == "all-heads", _interleaved(spec, layer)
+    if (qk_norm := spec.qk_norm_of(layer)) is not None:
+        whole, is_stored = qk_norm == "all-heads", spec.norm_weights and spec.qk_norm_weights
         of_queries = _norm(spec, layer, "self_attn.q_norm", query if whole else sizes.head_dim, "q_norm")
         of_keys = _norm(spec, layer, "self_attn.k_norm", key_value if whole else sizes.head_dim, "k_norm")
-        yield replace(of_queries, interleaved=pairs)
-        if owns:
-            yield replace(of_keys, interleaved=pairs)
-    fused = "self_attn.qkv_proj" if "attention" in spec.fused else None
+        for view in (of_queries, of_keys) if owns else (of_queries,):
+            yield replace(view, pairs=_pairs(spec, layer), is_stored=is_stored)
+    qkv = "self_attn.qkv_proj"
+    fused = qkv if "attention" in spec.fused else None
     attention = {"self_attn.q_proj": query}
     if owns:
         attention |= {"self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     norm = attention_norm(layer) if spec.pre_norms else None
     for view in _projections(spec, layer, attention, hidden, fused, norm=norm):
         if view.role in ("q", "k"):
-            view = replace(view, interleaved=_interleaved(spec, layer))
+            view = replace(view, pairs=_pairs(spec, layer))
+        if "heads" in spec.fused and view.key == view.name:
+            key, dim = view.key.replace(f"self_attn.{view.role}_proj", qkv), sizes.head_dim
+            first = "qkv".index(view.role) * dim
+            view = replace(view, key=key, rows=3 * query, first=first, blocks=(dim, 3 * dim))
         if spec.output_gates and view.role == "q":
-            both = replace(view, rows=2 * query, alternates=spec.head_dim)
+            both = replace(view, rows=2 * query, blocks=(spec.head_dim, 2 * spec.head_dim))
             gates = view.name.replace("q_proj", "g_proj")
             yield both
             yield replace(both, name=gates, role="head_gate", first=spec.head_dim)
@@ -326,10 +346,12 @@ def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:
     yield from _projections(spec, layer, {"self_attn.o_proj": hidden}, query, gain=_branch_gain(spec))
 
 
-def _interleaved(spec: DecoderSpec, layer: int) -> tuple[int, int] | None:
-    """See `View.interleaved`."""
+def _pairs(spec: DecoderSpec, layer: int) -> tuple[Pairs, int, int] | None:
+    """See `View.pairs`."""
     rope = spec.rope_of(layer)
-    return (rope.width, spec.of_layer(layer).head_dim) if spec.interleaved and rope is not None else None
+    if rope is None or spec.pairs == "halves":
+        return None
+    return spec.pairs, rope.width, spec.of_layer(layer).head_dim
 
 
 def _convolution(spec: DecoderSpec, layer: int) -> Iterator[View]:
@@ -356,10 +378,15 @@ def _delta_rule(spec: DecoderSpec, layer: int) -> Iterator[View]:
     bias = prefix + "linear_attn.in_proj_a.bias"
     yield View(bias, (heads,), prefix + "linear_attn.dt_bias", heads, "delta_a", layer)
     rates = delta_rates(layer)
-    yield View(rates, (heads,), rates, heads, "delta_rate", layer, is_logarithm=True)
+    yield View(rates, (heads,), rates, heads, "delta_rate", layer, stored_as="log")
     gated = f"{prefix}linear_attn.norm.weight"
     yield View(gated, (rule.value_dim,), gated, rule.value_dim, "delta_norm", layer)
     yield from _projections(spec, layer, {"linear_attn.out_proj": hidden}, rule.values, gain=_branch_gain(spec))
+
+
+def norms_of_residual(spec: DecoderSpec) -> set[str]:
+    """Names of the norms that read the residual, with the copies of its split channels."""
+    return {FINAL_NORM, *(view.norm for view in views(spec) if view.norm is not None)}
 
 
 def _norms(spec: DecoderSpec) -> tuple[str, ...]:
@@ -368,7 +395,7 @@ def _norms(spec: DecoderSpec) -> tuple[str, ...]:
     `post_attention_layernorm` normalizes the output of attention if there are post-norms, else the input of the
     feed-forward.
     """
-    if spec.parallel:
+    if spec.parallel == "one-norm":
         return ("input_layernorm",)
     if not spec.post_norms:
         return ("input_layernorm", "post_attention_layernorm")
@@ -431,7 +458,7 @@ def _bias(spec: DecoderSpec, view: View, norm: str | None) -> View:
     if norm is None or not spec.norm_biases:
         return view
     of_norm = norm.replace(".weight", ".bias")
-    if not any(f".{each}." in f".{view.name}" for each in spec.made_biases):
+    if not any(f".{projection}." in f".{view.name}" for projection in spec.made_biases):
         return replace(view, norm_bias=of_norm)
     return replace(view, norm_bias=of_norm, key=of_norm, rows=spec.hidden, first=0)
 
@@ -488,5 +515,5 @@ def text_tensor(stored: str) -> str | None:
 
 def encoder_tensor(stored: str) -> str | None:
     """The name of a tensor that is none of the decoder's, in the newer form (`model.vision_tower...`), or None."""
-    name = stored.removeprefix("model.")
+    name = stored.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
     return f"model.{name}" if name.startswith(_OTHERS) else None

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgekv.errors import EdgeKVError, UsageError
-from edgekv.spec.growth import MOST_ADDED, MOST_FACTOR, tokenizer_growth
+from edgekv.spec.growth import MAX_ADDED, MAX_FACTOR, tokenizer_growth
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CUT = "\ufdd0\ufdd1"
 """Noncharacters that stand within a special token's text where it is ordinary text; see `as_plain`."""
 LARGEST_BYTES = 1 << 28
@@ -45,7 +46,7 @@ def open_tokenizer(path: str | Path, error: type[EdgeKVError] = UsageError, fix:
         with _no_panic(str(path), error):
             for work, growth in tokenizer_growth(Path(path).read_bytes()).items():
                 if not growth.is_accepted:
-                    limit = f"at most {MOST_FACTOR} times and {MOST_ADDED:,} more"
+                    limit = f"at most {MAX_FACTOR} times and {MAX_ADDED:,} more"
                     raise error(f"{path}: {work}", got=growth, expected=limit, fix="Use another tokenizer.json.")
             tokenizer = Tokenizer.from_file(str(path))
             tokenizer.no_truncation()
@@ -79,11 +80,54 @@ def encode(
             token beyond the vocabulary, such as one for images.
     """
     tokens = list(_encoded(tokenizer, text, field, add_special_tokens).ids)
+    _check_ids(tokenizer, tokens, vocab, field)
+    return tokens
+
+
+def encode_around(tokenizer: Tokenizer, text: str, *, vocab: int, field: str) -> tuple[list[int], list[int], list[int]]:
+    """The tokens that the tokenizer's template adds in front of a text, those of the text, and those added behind it.
+
+    Raises:
+        UsageError: as `encode`.
+    """
+    found = _encoded(tokenizer, text, field, True)
+    _check_ids(tokenizer, found.ids, vocab, field)
+    added = found.special_tokens_mask
+    first = next((at for at, is_added in enumerate(added) if not is_added), len(added))
+    stop = next((at for at in range(len(added), first, -1) if not added[at - 1]), first)
+    return found.ids[:first], found.ids[first:stop], found.ids[stop:]
+
+
+def encode_with_places(tokenizer: Tokenizer, text: str, *, vocab: int, field: str) -> tuple[list[int], list[int]]:
+    """The tokens of a text, without added special tokens, and where each begins in it, in characters.
+
+    Raises:
+        UsageError: as `encode`.
+    """
+    found = _encoded(tokenizer, text, field, False)
+    _check_ids(tokenizer, found.ids, vocab, field)
+    return found.ids, [start for start, _ in found.offsets]
+
+
+def encode_pair(
+    tokenizer: Tokenizer, first: str, second: str, *, vocab: int, field: str
+) -> tuple[list[int], list[int]]:
+    """The tokens of two texts as the tokenizer joins them, and where those of the second begin in it, in characters.
+
+    Raises:
+        UsageError: as `encode`.
+    """
+    found = _encoded(tokenizer, first, field, True, second)
+    _check_ids(tokenizer, found.ids, vocab, field)
+    pairs = zip(found.offsets, found.sequence_ids, strict=True)
+    return found.ids, [start for (start, _), number in pairs if number == 1]
+
+
+def _check_ids(tokenizer: Tokenizer, tokens: Sequence[int], vocab: int | None, field: str) -> None:
     for token in tokens:
         if vocab is not None and token >= vocab:
-            found = f"the token {tokenizer.id_to_token(token)!r} with id {token}"
-            raise UsageError(field, got=found, expected=f"ids below {vocab}, the vocabulary", fix="Leave it out.")
-    return tokens
+            got = f"the token {tokenizer.id_to_token(token)!r} with id {token}"
+            raise UsageError(field, got=got, expected=f"ids below {vocab}, the vocabulary", fix="Leave it out.")
 
 
 def as_plain(value: Any, token: str) -> Any:
@@ -91,8 +135,8 @@ def as_plain(value: Any, token: str) -> Any:
     if isinstance(value, str):
         return value.replace(token, token[:1] + CUT + token[1:])
     if isinstance(value, Mapping):
-        return {name: as_plain(each, token) for name, each in value.items()}
-    return [as_plain(each, token) for each in value] if isinstance(value, (list, tuple)) else value
+        return {name: as_plain(member, token) for name, member in value.items()}
+    return [as_plain(member, token) for member in value] if isinstance(value, (list, tuple)) else value
 
 
 def encode_cut(tokenizer: Tokenizer, text: str, *, vocab: int, field: str) -> list[int]:
@@ -111,23 +155,26 @@ def text_offsets(tokenizer: Tokenizer, text: str) -> list[int]:
     Raises:
         UsageError: as `encode`.
     """
-    found = _encoded(tokenizer, text, "prompt", True)
+    encoding = _encoded(tokenizer, text, "prompt", True)
     offsets, end = list[int](), 0
-    for (start, stop), is_added in zip(found.offsets, found.special_tokens_mask, strict=True):
+    for (start, stop), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
         offsets.append(end if is_added else min(start, end))  # some tokenizers leave out the space before a word
         end = max(end, stop)
     return offsets
 
 
-def _encoded(tokenizer: Tokenizer, text: str, field: str, add_special_tokens: bool) -> Encoding:
+def _encoded(
+    tokenizer: Tokenizer, text: str, field: str, add_special_tokens: bool, pair: str | None = None
+) -> Encoding:
     try:
-        text.encode()
+        for each in (text, pair or ""):
+            each.encode()
     except UnicodeEncodeError as error:
         fix = "Give it as UTF-8, or in a file."
         raise UsageError(field, got=error, expected="Unicode text", fix=fix) from None
     try:
         with _no_panic(TOKENIZER, UsageError):
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return tokenizer.encode(text, pair, add_special_tokens=add_special_tokens)
     except EdgeKVError:
         raise
     except Exception as error:  # the library raises a bare Exception
@@ -147,5 +194,5 @@ def _no_panic(field: str, error: type[EdgeKVError]) -> Iterator[None]:
 def refuse_panic(panic: BaseException, field: str, error: type[EdgeKVError]) -> None:
     """Raise an EdgeKVError for a panic of the Rust library; nothing happens for another exception."""
     if type(panic).__name__ == "PanicException":
-        found = f"a panic in the tokenizers library: {panic}"
-        raise error(field, got=found, expected="a tokenizer that works", fix=_FIX) from None
+        got = f"a panic in the tokenizers library: {panic}"
+        raise error(field, got=got, expected="a tokenizer that works", fix=_FIX) from None

@@ -19,8 +19,17 @@ PROJECTOR_BIAS = "vision.projector.bias"
 PROJECTOR_OUT, PROJECTOR_OUT_BIAS = "vision.projector_out.weight", "vision.projector_out.bias"
 MERGED_MEANS = "vision.merged_means.weight"
 """Takes from the mean of each patch that of all patches that are merged with it."""
+CENTER = "vision.center.weight"
+"""Takes from merged patches their mean."""
+PATCHES_BIAS, TABLE = "vision.patches.bias", "vision.table.weight"
+"""Of an encoder whose pictures have shapes of their own: `POSITIONS` of the others is both."""
+LAST_NORM, LAST_NORM_BIAS = "vision.last_norm.weight", "vision.last_norm.bias"
+"""Of a norm behind the layers that another follows; else they are in the matrix that reads it."""
 PIXELS_PORT, ROWS_PORT = "pixel_values", "image_features"
 """Input `[1, 1, inputs, 3 * patch**2]` and output `[1, 1, rows, output]` of an encoder's graph."""
+PLACES_PORT, PADDING_PORT = "position_weights", "padding_mask"
+"""Further inputs of an encoder whose pictures have shapes of their own: how much of each row of its table each patch
+gets, `[1, 1, inputs, table_side**2]`, and what lowers the scores of inputs that are no patches, `[1, 1, 1, inputs]`."""
 
 
 def low_of(name: str) -> str:
@@ -34,21 +43,26 @@ def mean_of(name: str) -> str:
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A vision transformer for square pictures of one size, and a projector of its results to embeddings.
+    """A vision transformer for pictures of one square, or of shapes of at most its area, and a projector to embeddings.
 
     Attributes:
         hidden: width of the residual.
         heads: of an attention.
         intermediate: width of the feed-forward.
-        image: edge of a picture, in pixels.
+        image: edge of a picture, in pixels; with shapes of their own, of the largest square.
         patch: edge of a patch, in pixels.
         merge: edge of the squares of patches that become one row of the output (pixel shuffle), in patches.
         output: width of the rows: that of the decoder's residual.
         eps: of the norms.
         has_class: whether a row of its own, which is no patch, takes part in attention. It is the last input, of zeros.
         exact_gelu: whether GELU has the error function; else its approximation with tanh.
-        projector: one matrix behind a norm of each patch, or two with a GELU between them behind a norm of merged ones.
-        projector_eps: of that norm.
+        table_side: edge of the table of positions, from which those of a picture's shape are interpolated; 0 for
+            pictures of one size, of which each patch has a row of its own.
+        projector: one matrix, or two with a GELU between them.
+        projector_width: of the results of the first of two; None for that of the output.
+        norms: what is normalized behind the layers: each patch, the patches that become one row together, or the
+            patches and then what they become.
+        projector_eps: of the norm of what patches become.
         biased_inputs: whether checkpoints have biases of queries, keys and values. Graphs always do: of norms.
         wide: names of the matrices of 16 bits: each is two of 8, whose products are added. The lower one is what
             rounding the matrix to 8 bits left, rounded to 8 bits.
@@ -66,7 +80,10 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eps: _Epsilon
     has_class: bool = False
     exact_gelu: bool = False
+    table_side: Annotated[int, msgspec.Meta(ge=0, le=1 << 7)] = 0
     projector: Literal["matrix", "mlp"] = "matrix"
+    projector_width: _Width | None = None
+    norms: Literal["patches", "merged", "both"] = "patches"
     projector_eps: _Epsilon = 1e-5
     biased_inputs: bool = True
     wide: tuple[_Text, ...] = ()
@@ -76,6 +93,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"hidden: got {self.hidden}; expected a multiple of {self.heads} heads")
         if self.image % (self.patch * self.merge):
             raise ValueError(f"image: got {self.image} pixels; expected a multiple of {self.patch} x {self.merge}")
+        if self.has_shapes and (self.has_class or self.keeps_means):
+            raise ValueError("table_side: got a class or means; expected patches alone")
 
     @property
     def head_dim(self) -> int:
@@ -94,8 +113,13 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def keeps_means(self) -> bool:
-        """Whether the means of the residual's rows are needed: by a norm of merged patches."""
-        return self.projector == "mlp"
+        """Whether the means of the residual's rows are needed: by a norm of merged patches alone."""
+        return self.norms == "merged"
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether pictures have shapes of their own."""
+        return self.table_side > 0
 
     @property
     def inputs(self) -> int:
@@ -114,43 +138,88 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def rows(self) -> int:
-        """Rows of the output for a picture."""
+        """Rows of the output; those of a picture, if all have one size."""
         return self.patches // self.merged
+
+    @property
+    def input_shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """The shapes of the inputs of its graph, by name."""
+        shapes = {PIXELS_PORT: (1, 1, self.inputs, self.patch_values)}
+        if self.has_shapes:
+            shapes[PLACES_PORT] = 1, 1, self.inputs, self.table_side**2
+            shapes[PADDING_PORT] = 1, 1, 1, self.inputs
+        return shapes
+
+    def rows_of(self, width: int, height: int) -> int:
+        """Rows of a tile of so many pixels."""
+        return (width // self.patch // self.merge) * (height // self.patch // self.merge)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """`[out, in]` of every matrix, by name."""
-        found = {PATCHES: (self.hidden, self.patch_values)}
+        matrices = {PATCHES: (self.hidden, self.patch_values)}
         for layer in range(self.layers):
             at = f"vision.layers.{layer}."
-            found |= {f"{at}{name}_proj.weight": (self.hidden, self.hidden) for name in "qkvo"}
-            found[at + "fc1.weight"] = self.intermediate, self.hidden
-            found[at + "fc2.weight"] = self.hidden, self.intermediate
-        found[PROJECTOR] = self.output, self.hidden * self.merged
+            matrices |= {f"{at}{name}_proj.weight": (self.hidden, self.hidden) for name in "qkvo"}
+            matrices[at + "fc1.weight"] = self.intermediate, self.hidden
+            matrices[at + "fc2.weight"] = self.hidden, self.intermediate
+        inner = self.output if self.projector_width is None else self.projector_width
+        matrices[PROJECTOR] = inner, self.hidden * self.merged
         if self.projector == "mlp":
-            found[PROJECTOR_OUT] = self.output, self.output
+            matrices[PROJECTOR_OUT] = self.output, inner
+        if self.has_shapes:
+            matrices[TABLE] = self.hidden, self.table_side**2
+        if self.norms == "both":
+            matrices[CENTER] = 1, self.hidden * self.merged
         if self.keeps_means:
-            writers = [name for name in found if name == PATCHES or name.endswith(("o_proj.weight", "fc2.weight"))]
-            found |= {mean_of(name): (1, found[name][1]) for name in writers}
-            found[MERGED_MEANS] = self.merged, self.merged
-        return found | {low_of(name): found[name] for name in self.wide}
+            writers = [name for name in matrices if name == PATCHES or name.endswith(("o_proj.weight", "fc2.weight"))]
+            matrices |= {mean_of(name): (1, matrices[name][1]) for name in writers}
+            matrices[MERGED_MEANS] = self.merged, self.merged
+        return matrices | {low_of(name): matrices[name] for name in self.wide}
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that are no matrices of products, by name."""
-        found: dict[str, tuple[int, ...]] = {POSITIONS: (self.inputs, self.hidden), PROJECTOR_BIAS: (self.output,)}
+        inner = self.output if self.projector_width is None else self.projector_width
+        tensors: dict[str, tuple[int, ...]] = {PROJECTOR_BIAS: (inner,)}
+        tensors |= {PATCHES_BIAS: (self.hidden,)} if self.has_shapes else {POSITIONS: (self.inputs, self.hidden)}
+        if self.norms == "both":
+            tensors |= {LAST_NORM: (self.hidden,), LAST_NORM_BIAS: (self.hidden,)}
         if self.projector == "mlp":
-            found[PROJECTOR_OUT_BIAS] = (self.output,)
+            tensors[PROJECTOR_OUT_BIAS] = (self.output,)
         for layer in range(self.layers):
             at = f"vision.layers.{layer}."
-            found |= {f"{at}q_proj.bias.h{head}": (self.head_dim,) for head in range(self.heads)}
-            found |= {f"{at}o_proj.bias": (self.hidden,), f"{at}fc2.bias": (self.hidden,)}
-            found[at + "fc1.bias"] = (self.intermediate,)
+            tensors |= {f"{at}q_proj.bias.h{head}": (self.head_dim,) for head in range(self.heads)}
+            tensors |= {f"{at}o_proj.bias": (self.hidden,), f"{at}fc2.bias": (self.hidden,)}
+            tensors[at + "fc1.bias"] = (self.intermediate,)
             if self.keeps_means:
-                found |= {f"{at}o_proj_mean.bias": (1,), f"{at}fc2_mean.bias": (1,)}
+                tensors |= {f"{at}o_proj_mean.bias": (1,), f"{at}fc2_mean.bias": (1,)}
         if self.keeps_means:
-            found[mean_of(POSITIONS)] = self.inputs, 1
-        return found
+            tensors[mean_of(POSITIONS)] = self.inputs, 1
+        return tensors
+
+
+class PictureShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How large the whole picture is for an encoder: as it was, within limits of its area.
+
+    Attributes:
+        patch: edge of a patch, in pixels.
+        merge: edge of the squares of patches that become one row, in patches.
+        least: rows that it has at least.
+        most: rows that it has at most.
+        split_above: a picture of more than so many times `most` is split.
+    """
+
+    patch: _Pixels
+    merge: _Count
+    least: _Count
+    most: _Count
+    split_above: Annotated[float, msgspec.Meta(gt=0, le=1 << 12)]
+
+    @property
+    def step(self) -> int:
+        """Width and height are multiples of it, in pixels."""
+        return self.patch * self.merge
 
 
 class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,11 +239,13 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         begin: the text before a picture.
         whole: the text before the whole picture.
         end: the text behind it.
-        numbered: whether each tile has the text before it and one with its row and column.
+        layout: how a prompt has the rows of tiles: all `joined`; in `lines`, each with the text before it and one with
+            its row and column; or `marked`, each with a text that has its row and column.
+        shapes: of the whole picture; None for the encoder's square.
     """
 
     tiling: Literal["none", "multiples", "aspect"]
-    resample: Literal["lanczos", "bicubic"]
+    resample: Literal["lanczos", "bicubic", "bilinear"]
     mean: tuple[float, float, float]
     deviation: tuple[float, float, float]
     token: _Token
@@ -182,7 +253,8 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     begin: _Text
     whole: _Text
     end: _Text
-    numbered: bool
+    layout: Literal["joined", "lines", "marked"]
+    shapes: PictureShapes | None = None
     longest: _Pixels | None = None
     least_tiles: _Tiles = 1
     most_tiles: _Tiles = 12

@@ -1,7 +1,8 @@
 """The supported vision encoders, one file each.
 
-A file declares `MODEL_TYPES`, the values of `model_type` that it reads, and two functions: `describe(config)` returns
-the `EncoderSpec`, and `pictures(config, processor)` the `PictureSpec`. `NAMES` says what its checkpoints call tensors.
+A file declares `MODEL_TYPES`, the values of `model_type` that it reads, and two functions of the configuration and the
+processor's: `describe` returns the `EncoderSpec`, and `pictures` the `PictureSpec`. `NAMES` says what its checkpoints
+call tensors.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from edgekv.spec.vision import EncoderSpec, PictureSpec
 class EncoderFamily:
     """How to read the checkpoints of an architecture; see the package."""
 
-    describe: Callable[[Config], EncoderSpec]
+    describe: Callable[[Config, Config], EncoderSpec]
     pictures: Callable[[Config, Config], PictureSpec]
     names: EncoderNames
 
 
 def find_encoders() -> Mapping[str, EncoderFamily]:
     """The encoders by `model_type`."""
-    found: dict[str, EncoderFamily] = {}
+    encoders: dict[str, EncoderFamily] = {}
     for entry in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
         module = importlib.import_module(f"{__name__}.{entry.name}")
         if hasattr(module, "MODEL_TYPES"):
             family = EncoderFamily(module.describe, module.pictures, module.NAMES)
-            found.update(dict.fromkeys(module.MODEL_TYPES, family))
-    return found
+            encoders.update(dict.fromkeys(module.MODEL_TYPES, family))
+    return encoders
 
 
 ENCODERS = find_encoders()

@@ -26,7 +26,7 @@ NAMES = EncoderNames(
     fc1=_LAYER + "mlp.fc1",
     fc2=_LAYER + "mlp.fc2",
     feed_forward_scale=_LAYER + "lambda_2",
-    last_norm=_PROJECTOR + "layer_norm",
+    merged_norm=_PROJECTOR + "layer_norm",
     projector=_PROJECTOR + "linear_1",
     projector_out=_PROJECTOR + "linear_2",
 )
@@ -36,7 +36,7 @@ _BICUBIC = 3
 _CLIP_MEAN, _CLIP_DEVIATION = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
-def describe(config: Config) -> EncoderSpec:
+def describe(config: Config, processor: Config) -> EncoderSpec:
     """InternViT (arXiv 2312.14238) with pixel shuffle, for pictures of one size."""
     vision = config.table("vision_config").with_defaults(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16
@@ -74,6 +74,7 @@ def describe(config: Config) -> EncoderSpec:
         has_class=True,
         exact_gelu=True,
         projector="mlp",
+        norms="merged",
         biased_inputs=vision.flag("attention_bias"),
     )
 
@@ -86,16 +87,16 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
         processor: its `preprocessor_config.json`.
     """
     image, size = config.table("vision_config").edge("image_size", 448), processor.table("size")
-    if (found := (size.size("height", 384), size.size("width", 384))) != (image, image):
-        wanted = f"height and width {image}, the vision model's image_size"
-        raise processor.refusal("size", wanted, got=" x ".join(map(str, found)))
+    if (processed := (size.size("height", 384), size.size("width", 384))) != (image, image):
+        expected = f"height and width {image}, the vision model's image_size"
+        raise processor.refusal("size", expected, got=" x ".join(map(str, processed)))
     mean, deviation = read_normalization(processor, _BICUBIC, _CLIP_MEAN, _CLIP_DEVIATION)
-    most = processor.size("max_patches", 12)
+    max_tiles = processor.size("max_patches", 12)
     return PictureSpec(
-        tiling="aspect" if most > 1 else "none",
+        tiling="aspect" if max_tiles > 1 else "none",
         resample="bicubic",
         least_tiles=processor.size("min_patches", 1),
-        most_tiles=most,
+        most_tiles=max_tiles,
         mean=mean,
         deviation=deviation,
         token="<IMG_CONTEXT>",
@@ -103,7 +104,7 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
         begin="<img>",
         whole="",
         end="</img>",
-        numbered=False,
+        layout="joined",
     )
 
 

@@ -18,12 +18,13 @@ class EncoderNames:
         feed_forward_norm: before the feed-forward.
         fc1: to the feed-forward's width.
         fc2: back to the residual's.
-        last_norm: behind the layers, or of merged patches if the projector has two matrices.
+        last_norm: of each patch behind the layers; None without one.
+        merged_norm: of the patches that become one row; None without one.
         projector: of merged patches.
         projector_out: its second matrix; None if it has one.
         class_row: the class, with its whole name; None without one.
         attention_scale: multiplies the outputs of attention, with its whole name; None without one.
-        feed_forward_scale: of the feed-forward; likewise.
+        feed_forward_scale: multiplies the outputs of the feed-forward, with its whole name; None without one.
     """
 
     patches: str
@@ -36,9 +37,29 @@ class EncoderNames:
     feed_forward_norm: str
     fc1: str
     fc2: str
-    last_norm: str
     projector: str
+    last_norm: str | None = None
+    merged_norm: str | None = None
     projector_out: str | None = None
     class_row: str | None = None
     attention_scale: str | None = None
     feed_forward_scale: str | None = None
+
+
+def siglip_names(model: str, **projector: str) -> EncoderNames:
+    """Names of transformers' SigLIP and SigLIP 2 behind a prefix, and those of the projector behind them."""
+    layer = model + "encoder.layers.{layer}."
+    return EncoderNames(
+        patches=model + "embeddings.patch_embedding",
+        positions=model + "embeddings.position_embedding.weight",
+        attention_norm=layer + "layer_norm1",
+        q=layer + "self_attn.q_proj",
+        k=layer + "self_attn.k_proj",
+        v=layer + "self_attn.v_proj",
+        o=layer + "self_attn.out_proj",
+        feed_forward_norm=layer + "layer_norm2",
+        fc1=layer + "mlp.fc1",
+        fc2=layer + "mlp.fc2",
+        last_norm=model + "post_layernorm",
+        **projector,
+    )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from edgekv.spec.config import Config
+from pathlib import Path
 
+from edgekv.errors import CheckpointError
+from edgekv.spec.config import Config, read_json
+
+_FILES = ("preprocessor_config.json", "processor_config.json")
 _RESCALE = 1 / 255
 Channels = tuple[float, float, float]
 
@@ -29,6 +33,29 @@ def read_normalization(
     if abs((scale := processor.number("rescale_factor", _RESCALE)) - _RESCALE) > 1e-6:
         raise processor.refusal("rescale_factor", "1/255", got=f"{scale:g}")
     processor = processor.with_defaults(image_mean=mean, image_std=deviation)
-    found = [processor.numbers(name, 3) for name in ("image_mean", "image_std")]
-    (a, b, c), (d, e, f) = found
+    channels = [processor.numbers(name, 3) for name in ("image_mean", "image_std")]
+    (a, b, c), (d, e, f) = channels
     return (a, b, c), (d, e, f)
+
+
+def read_processor(folder: Path, *, is_needed: bool = True) -> Config:
+    """How the pictures of a checkpoint are prepared: `preprocessor_config.json`, or what newer files hold of it.
+
+    Args:
+        folder: of the checkpoint.
+        is_needed: whether there must be one; else all fields have their defaults without it.
+
+    Raises:
+        CheckpointError: the folder has no such file, or it is no JSON object.
+    """
+    for name in _FILES:
+        if (folder / name).is_file():
+            fields = read_json(folder / name)
+            if isinstance(nested := fields.get("image_processor"), dict):
+                return Config(nested, name)
+            if name == _FILES[0]:
+                return Config(fields, name)
+    if not is_needed:
+        return Config({}, _FILES[0])
+    wanted, fix = "how pictures are prepared", "Fetch the checkpoint again."
+    raise CheckpointError(str(folder / _FILES[0]), got="no such file", expected=wanted, fix=fix)

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from edgekv.spec.config import Config
-from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.encoders.names import siglip_names
 from edgekv.spec.encoders.processor import read_normalization
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("smolvlm",)
 
-_MODEL, _LAYER = "model.vision_model.", "model.vision_model.encoder.layers.{layer}."
-
-NAMES = EncoderNames(
-    patches=_MODEL + "embeddings.patch_embedding",
-    positions=_MODEL + "embeddings.position_embedding.weight",
-    attention_norm=_LAYER + "layer_norm1",
-    q=_LAYER + "self_attn.q_proj",
-    k=_LAYER + "self_attn.k_proj",
-    v=_LAYER + "self_attn.v_proj",
-    o=_LAYER + "self_attn.out_proj",
-    feed_forward_norm=_LAYER + "layer_norm2",
-    fc1=_LAYER + "mlp.fc1",
-    fc2=_LAYER + "mlp.fc2",
-    last_norm=_MODEL + "post_layernorm",
-    projector="model.connector.modality_projection.proj",
-)
+NAMES = siglip_names("model.vision_model.", projector="model.connector.modality_projection.proj")
 
 _IMAGE_TOKEN = 128257
 _LANCZOS = 1
 
 
-def describe(config: Config) -> EncoderSpec:
+def describe(config: Config, processor: Config) -> EncoderSpec:
     """SigLIP's encoder (arXiv 2303.15343) with SmolVLM's pixel shuffle (arXiv 2504.05299)."""
     vision = config.table("vision_config").with_defaults(
         hidden_size=1152,
@@ -85,5 +70,5 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
         begin="<fake_token_around_image>",
         whole="<global-img>",
         end="<fake_token_around_image>",
-        numbered=True,
+        layout="lines",
     )

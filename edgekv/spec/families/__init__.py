@@ -20,15 +20,15 @@ DescribeDrafter = Callable[[Config, DecoderSpec], DecoderSpec]
 
 def find_families() -> tuple[Mapping[str, Describe], Mapping[str, DescribeDrafter]]:
     """How to describe a decoder or a drafter, by `model_type`: one entry for each type that a file here declares."""
-    found: dict[str, Describe] = {}
+    decoders: dict[str, Describe] = {}
     drafters: dict[str, DescribeDrafter] = {}
     for entry in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
         module = importlib.import_module(f"{__name__}.{entry.name}")
         if hasattr(module, "DRAFTER_TYPES"):
             drafters.update(dict.fromkeys(module.DRAFTER_TYPES, module.describe_drafter))
         else:
-            found.update(dict.fromkeys(module.MODEL_TYPES, module.describe))
-    return found, drafters
+            decoders.update(dict.fromkeys(module.MODEL_TYPES, module.describe))
+    return decoders, drafters
 
 
 ARCHITECTURES, DRAFTERS = find_families()

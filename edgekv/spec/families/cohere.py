@@ -29,8 +29,8 @@ def cohere(config: Config) -> DecoderSpec:
         spec,
         eps=config.number("layer_norm_eps", 1e-5),
         layer_norms=True,
-        parallel=True,
-        interleaved=True,
+        parallel="one-norm",
+        pairs="interleaved",
         biased=ATTENTION if config.flag("attention_bias") else frozenset[str](),
         logits_gain=config.number("logit_scale", 0.0625),
     )

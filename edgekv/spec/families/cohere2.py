@@ -22,8 +22,8 @@ def describe(config: Config) -> DecoderSpec:
     if spec.head_dim * spec.heads != spec.hidden:
         raise config.refusal("head_dim", f"hidden_size / num_attention_heads = {spec.hidden / spec.heads:g}")
     pattern = config.size("sliding_window_pattern", PATTERN)
-    found = windows(
+    layer_windows = windows(
         config, spec.layers, config.optional_size("sliding_window"), lambda layer: bool((layer + 1) % pattern)
     )
-    full = (layer for layer, own in enumerate(found or (None,) * spec.layers) if own is None)
-    return replace(spec, windows=found, unrotated=frozenset(full))
+    full = (layer for layer, own in enumerate(layer_windows or (None,) * spec.layers) if own is None)
+    return replace(spec, windows=layer_windows, unrotated=frozenset(full))

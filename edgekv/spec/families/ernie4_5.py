@@ -26,4 +26,4 @@ def describe(config: Config) -> DecoderSpec:
     config = config.with_defaults(**DEFAULTS)
     spec = llama_like(config)
     biased = ATTENTION | MLP if config.flag("use_bias") else frozenset[str]()
-    return replace(spec, interleaved=True, biased=biased, windows=same_window(config, spec.layers, None))
+    return replace(spec, pairs="interleaved", biased=biased, windows=same_window(config, spec.layers, None))

@@ -27,13 +27,15 @@ def describe(config: Config) -> DecoderSpec:
     window = config.optional_size("sliding_window")
     config.ignore("sliding_window_pattern")
     pattern = config.size("sliding_window_pattern", PATTERN) if "layer_types" not in config else PATTERN
-    found = windows(config, spec.layers, window, lambda layer: window is not None and bool((layer + 1) % pattern))
-    full = (layer for layer, own in enumerate(found or (None,) * spec.layers) if own is None)
+    layer_windows = windows(
+        config, spec.layers, window, lambda layer: window is not None and bool((layer + 1) % pattern)
+    )
+    full = (layer for layer, own in enumerate(layer_windows or (None,) * spec.layers) if own is None)
     return replace(
         spec,
         qk_norm="head",
         pre_norms=False,
         post_norms=True,
-        windows=found,
+        windows=layer_windows,
         unrotated=frozenset(full) if window is not None else frozenset[int](),
     )

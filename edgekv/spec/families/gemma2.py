@@ -38,7 +38,6 @@ def gemma(config: Config, *, two_ropes: bool = False) -> DecoderSpec:
     GELU, and scores are scaled by `query_pre_attn_scalar` instead of head_dim.
 
     Args:
-        config: the configuration.
         two_ropes: see `llama_like`.
     """
     config = config.with_defaults(**GEMMA)

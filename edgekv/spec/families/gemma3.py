@@ -33,21 +33,25 @@ def describe(config: Config) -> DecoderSpec:
     if config.text("model_type") == "gemma3":
         text = text_config(config, "gemma3_text")
         text.expect("final_logit_softcapping", None)  # transformers leaves it out beside a vision model
+        text.expect("use_bidirectional_attention", False)  # it has another mask there
         return replace(describe(text), multimodal=True)
     config = config.with_defaults(**DEFAULTS)
     config.expect("attn_logit_softcapping", None)
-    config.expect("use_bidirectional_attention", False)
+    both_sides = config.flag("use_bidirectional_attention")
     spec = gemma(config, two_ropes=True)
     theta = config.number("rope_theta", THETA)
     local_theta = config.number("rope_local_base_freq", LOCAL_THETA)
     rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=local_theta)
     pattern = config.size("sliding_window_pattern", PATTERN)
     window = config.optional_size("sliding_window")
-    found = windows(config, spec.layers, window, lambda layer: bool((layer + 1) % pattern))
+    if both_sides and window is not None:
+        window = window // 2 + 1  # of each side, with the token itself, as transformers has it
+    layer_windows = windows(config, spec.layers, window, lambda layer: bool((layer + 1) % pattern))
     return replace(
         spec,
         qk_norm="head",
         rope=rope,
-        local_rope=local_rope if found else None,
-        windows=found,
+        local_rope=local_rope if layer_windows else None,
+        windows=layer_windows,
+        bidirectional=both_sides,
     )

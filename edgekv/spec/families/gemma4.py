@@ -7,8 +7,7 @@ from msgspec.structs import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families.gemma2 import gemma
-from edgekv.spec.llama_like import cache_owners, layer_sizes, text_config, windows
-from edgekv.spec.rope import Rope
+from edgekv.spec.llama_like import cache_owners, layer_sizes, text_config, windows, with_gemma4_layers
 
 MODEL_TYPES = ("gemma4", "gemma4_text")
 
@@ -32,29 +31,15 @@ def describe(config: Config) -> DecoderSpec:
     config = config.with_defaults(**DEFAULTS).with_filled(rope_parameters=ROPE)
     spec = gemma(config, two_ropes=True)
     layers, window = spec.layers, config.optional_size("sliding_window")
-    found = windows(config, layers, window, lambda layer: layer + 1 < layers and bool((layer + 1) % PATTERN))
-    if found and found[-1] is not None:
+    layer_windows = windows(config, layers, window, lambda layer: layer + 1 < layers and bool((layer + 1) % PATTERN))
+    if layer_windows and layer_windows[-1] is not None:
         raise config.refusal("layer_types", "full_attention in the last layer", got="sliding_attention")
-    is_full = [not each for each in found] or [True] * layers
+    is_full = [not layer_window for layer_window in layer_windows] or [True] * layers
     owners = cache_owners(config, is_full)
     sizes = layer_sizes(config, spec, is_full, owners, HEAD_DIM)
     if width := config.count("hidden_size_per_layer_input", 256):
         config.expect("vocab_size_per_layer_input", spec.vocab)
     config.ignore("vocab_size_per_layer_input")
-    widest = sizes[is_full.index(True)].head_dim if True in is_full else spec.head_dim
     theta = config.number("rope_theta", 1e6)
-    full, local = Rope.pair(config, widest, theta=theta, local_theta=theta, local_head_dim=spec.head_dim)
-    return replace(
-        spec,
-        rope=full,
-        local_rope=local if any(found) else None,
-        qk_norm="head",
-        value_norm=True,
-        norm_offset=0.0,
-        query_gain=1.0,
-        windows=found,
-        layer_sizes=sizes,
-        cache_owners=owners,
-        layer_inputs=width,
-        layer_scalars=True,
-    )
+    spec = with_gemma4_layers(config, spec, layer_windows, sizes, theta=theta, local_theta=theta)
+    return replace(spec, cache_owners=owners, layer_inputs=width)

@@ -26,7 +26,7 @@ def describe(config: Config) -> DecoderSpec:
     spec = llama_like(config, partial=True)
     return replace(
         spec,
-        interleaved=True,
+        pairs="interleaved",
         fused=frozenset({"mlp"}),
         biased=ATTENTION_INPUTS if config.flag("attention_bias", True) else frozenset[str](),
         windows=same_window(config, spec.layers, None),

@@ -22,4 +22,4 @@ DEFAULTS = {
 def describe(config: Config) -> DecoderSpec:
     """Llama's decoder; o_proj has no bias."""
     spec = llama.describe(config.with_defaults(**DEFAULTS))
-    return replace(spec, interleaved=True, biased=spec.biased - {"self_attn.o_proj"})
+    return replace(spec, pairs="interleaved", biased=spec.biased - {"self_attn.o_proj"})

@@ -41,14 +41,16 @@ def describe(config: Config) -> DecoderSpec:
     theta = config.number("rope_theta", THETA)
     rope, local_rope = Rope.pair(config, spec.head_dim, theta=theta, local_theta=theta)
     attention = frozenset(layer for layer in range(layers) if layer and layer % 2 == 0)
-    found = windows(config, layers, window, lambda layer: layer in attention and layer % 4 == 0, others=("conv",))
+    layer_windows = windows(
+        config, layers, window, lambda layer: layer in attention and layer % 4 == 0, others=("conv",)
+    )
     return replace(
         spec,
         qk_norm="head",
         post_norms=True,
         rope=rope,
-        local_rope=local_rope if found else None,
-        windows=found,
+        local_rope=local_rope if layer_windows else None,
+        windows=layer_windows,
         head_gates=config.flag("use_attention_gate", True),
         convolution=convolution(config, layers, KERNEL, frozenset(range(layers)) - attention),
         stored_names=STORED_NAMES,

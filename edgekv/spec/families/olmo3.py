@@ -24,5 +24,10 @@ def describe(config: Config) -> DecoderSpec:
     # As in transformers, `rope_theta` is that of the layers with full attention alone.
     rope, local_rope = Rope.pair(config, spec.head_dim, theta=config.number("rope_theta", THETA), local_theta=THETA)
     window = config.optional_size("sliding_window")
-    found = windows(config, spec.layers, window, lambda layer: bool((layer + 1) % PATTERN))
-    return replace(spec, rope=rope, local_rope=None if local_rope == rope or not found else local_rope, windows=found)
+    layer_windows = windows(config, spec.layers, window, lambda layer: bool((layer + 1) % PATTERN))
+    return replace(
+        spec,
+        rope=rope,
+        local_rope=None if local_rope == rope or not layer_windows else local_rope,
+        windows=layer_windows,
+    )

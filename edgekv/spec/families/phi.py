@@ -27,6 +27,6 @@ def describe(config: Config) -> DecoderSpec:
     config.ignore("rms_norm_eps")
     config = config.with_defaults(**DEFAULTS)
     spec = llama_like(config, partial=True)
-    spec = replace(spec, activation="gelu-tanh", gated=False, parallel=True, stored_names=STORED_NAMES)
+    spec = replace(spec, activation="gelu-tanh", gated=False, parallel="one-norm", stored_names=STORED_NAMES)
     spec = with_layer_norms(spec, config.number("layer_norm_eps", 1e-5), BIASED)
     return replace(spec, windows=same_window(config, spec.layers, None))

@@ -23,12 +23,12 @@ def describe_drafter(config: Config, target: DecoderSpec) -> DecoderSpec:
     text = config.table("text_config") if config.text("model_type") == "qwen3_5" else config
     text.expect("mtp_num_hidden_layers", 1)
     text.expect("mtp_use_dedicated_embeddings", False)
-    for field, own, wanted in (
+    for field, own, shared in (
         ("hidden_size", model.hidden, target.hidden),
         ("vocab_size", model.vocab, target.vocab),
     ):
-        if own != wanted:
-            raise text.refusal(field, f"the target's {wanted}", got=str(own), fix=OTHER_TARGET)
+        if own != shared:
+            raise text.refusal(field, f"the target's {shared}", got=str(own), fix=OTHER_TARGET)
     return replace(
         model,
         model_type="qwen3_5_mtp",

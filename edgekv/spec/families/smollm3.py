@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.llama_like import biases, llama_like, windows
+from edgekv.spec.llama_like import biases, llama_like, unrotated, windows
 
 MODEL_TYPES = ("smollm3",)
 
@@ -20,20 +20,16 @@ INTERVAL = 4  # every fourth layer is not rotated
 
 
 def describe(config: Config) -> DecoderSpec:
-    """Llama's decoder, with layers without rotary embedding by `no_rope_layers` (1: rotated) or an interval."""
+    """Llama's decoder, with layers without a rotary embedding."""
     config.expect("hidden_act", "silu", "swish")
     config = config.with_defaults(**DEFAULTS)
     spec = llama_like(config)
-    if "no_rope_layers" in config:
-        unrotated = [not each for each in config.flags("no_rope_layers", spec.layers)]
-    else:
-        interval = config.size("no_rope_layer_interval", INTERVAL)
-        unrotated = [(layer + 1) % interval == 0 for layer in range(spec.layers)]
+    still = unrotated(config, spec.layers, INTERVAL)
     window = config.optional_size("sliding_window")
     window = window if config.flag("use_sliding_window") else None
     return replace(
         spec,
-        unrotated=frozenset(layer for layer, found in enumerate(unrotated) if found),
+        unrotated=still,
         biased=biases(config),
-        windows=windows(config, spec.layers, window, lambda layer: window is not None and unrotated[layer]),
+        windows=windows(config, spec.layers, window, lambda layer: window is not None and layer in still),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from edgekv.spec.config import Config
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.decoder import DecoderSpec, Parallel
 from edgekv.spec.llama_like import ATTENTION_INPUTS, llama_like, same_window, with_layer_norms
 
 MODEL_TYPES = ("stablelm",)
@@ -22,5 +22,5 @@ def describe(config: Config) -> DecoderSpec:
     spec = llama_like(config, partial=True)
     biased = ATTENTION_INPUTS if config.flag("use_qkv_bias") else frozenset[str]()
     spec = with_layer_norms(spec, config.number("layer_norm_eps", 1e-5), biased)
-    is_parallel = config.flag("use_parallel_residual")
-    return replace(spec, parallel=is_parallel, windows=same_window(config, spec.layers, None))
+    parallel: Parallel | None = "one-norm" if config.flag("use_parallel_residual") else None
+    return replace(spec, parallel=parallel, windows=same_window(config, spec.layers, None))
