@@ -5,7 +5,6 @@ integers; `Layout` gives the bytes of any strategy without allocating them.
 """
 
 from edgekv.kv.arena import Arena, Rows
-from edgekv.kv.batch_columns import BatchColumns
 from edgekv.kv.cache import CacheStats, KVCache
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
@@ -15,7 +14,9 @@ from edgekv.kv.layers import allocated_bytes
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
+from edgekv.kv.row_table import RowTable
 from edgekv.kv.rows import Layout, RowArena, RowGroup
+from edgekv.kv.shared_rows import SharedRows
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError, read_state, write_state
 from edgekv.kv.state_group import TAIL_TOKENS, StateGroup, state_rows, state_strip
@@ -36,10 +37,11 @@ __all__ = [
     "KINDS",
     "POLICIES",
     "STRATEGIES",
-    "BatchColumns",
     "RowArena",
     "RowGroup",
     "RowSpec",
+    "RowTable",
+    "SharedRows",
     "StateGroup",
     "TAIL_TOKENS",
     "CheckpointGroup",

@@ -72,8 +72,8 @@ class Arena(Protocol):
     def row(self, row: int) -> Rows:
         """One row of all tensors, `[N, D]`, sharing memory; one that the graph of the last step could read."""
 
-    def new_rows(self, window: Window) -> Rows:
-        """Where a graph writes the new rows of an open step, `[N, AR, D]`; only those before the end of a ring."""
+    def new_row(self, window: Window, at: int) -> Rows:
+        """Where a graph writes a new row of an open step in all tensors, `[N, D]`, sharing memory."""
 
     def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
         """Copy these new rows of the open step to its new rows `first`, `first` + 1, ..."""

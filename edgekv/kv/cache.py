@@ -20,7 +20,7 @@ from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError
 from edgekv.kv.state_group import StateGroup
 from edgekv.kv.strategies.strategy import Window
-from edgekv.spec.geometry import CHECKPOINT_TOKENS, KINDS
+from edgekv.spec.geometry import CHECKPOINT_TOKENS
 from edgekv.spec.layers import Geometry
 
 
@@ -119,6 +119,7 @@ class KVCache:
             ValueError: no AR, one out of range, a wrong number of encodings, or growth to another context.
         """
         self.geometry = geometry
+        self._context = geometry.context
         self.ar = tuple(sorted(set(ar)))
         if not self.ar:
             raise ValueError("ar: got none; expected the tokens per inference of at least one graph")
@@ -225,7 +226,7 @@ class KVCache:
         """Whether an AR-`ar` step may run now. Raises ValueError if the cache was not made for so many tokens."""
         if not 1 <= ar <= self.ar[-1]:
             raise ValueError(f"ar: got {ar}; expected 1 to {self.ar[-1]}, as the cache was made")
-        return self._evicts or self.length <= self.geometry.context - ar
+        return self._evicts or self.length <= self._context - ar
 
     @property
     def step_tokens(self) -> int:
@@ -237,7 +238,7 @@ class KVCache:
     @property
     def room_tokens(self) -> int | None:
         """How many more tokens can be run; None if the policy makes room."""
-        return None if self._evicts else self.geometry.context - self.length
+        return None if self._evicts else self._context - self.length
 
     def window(self, ar: int, context: int | None = None, block: int = 0) -> tuple[Window, ...]:
         """Open a step of the AR-`ar` graph: evict, grow and copy as needed; return its windows, one per group.
@@ -255,8 +256,8 @@ class KVCache:
         """
         self._check_clean("window")
         if not self.room(ar):
-            raise self._eviction.refusal(self.geometry.context, self.length, self.ar, ar)
-        most, context = self.geometry.context, context or self.geometry.context
+            raise self._eviction.refusal(self._context, self.length, self.ar, ar)
+        most, context = self._context, context or self._context
         if context != most and not self.length + ar <= context <= most:
             raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")
         positions = self._positions
@@ -317,14 +318,14 @@ class KVCache:
             ContextFullError: the policy is `fail` and there is no room.
             ValueError: the cache is dirty.
         """
-        for place, new in zip(self.new_rows(self.window(1)), rows, strict=True):
-            place[:, 0] = new
+        for place, new in zip(self.new_row(self.window(1), 0), rows, strict=True):
+            place[:] = new
         self.commit(1)
 
-    def new_rows(self, windows: Sequence[Window]) -> list[Rows]:
-        """Where graphs write the new rows of the open step, `[N, AR, D]` in each of `arenas`; see `Arena`."""
+    def new_row(self, windows: Sequence[Window], at: int) -> list[Rows]:
+        """Where graphs write a new row of the open step, `[N, D]` in each of `arenas`; see `Arena`."""
         pairs = zip(self.groups, windows, strict=True)
-        return [arena.new_rows(window) for group, window in pairs for arena in group.arenas]
+        return [arena.new_row(window, at) for group, window in pairs for arena in group.arenas]
 
     def rewind(self, n: int) -> None:
         """Drop the n newest tokens, and the open step if any. Evicted tokens are not restored.
@@ -400,6 +401,12 @@ class KVCache:
             self.dirty = False
 
     @property
+    def max_state_bytes(self) -> int:
+        """Bytes that the rows of a state can have at most."""
+        specs = [group.geometry for group in self.groups]
+        return sum(spec.tensors * spec.read_rows * spec.row_bytes for spec in specs)
+
+    @property
     def state(self) -> CacheState:
         """A copy of the rows and positions of the tokens held, without the open step; ValueError if it is dirty."""
         self._check_clean("state")
@@ -458,18 +465,17 @@ class KVCache:
     @property
     def _sizes(self) -> dict[str, object]:
         """What a state and a cache must agree on: all sizes but the key layout."""
-        layers = {
-            str(number): [each.heads, each.width, each.read_rows, *([] if each.kinds == KINDS else each.kinds)]
-            for each in (group.geometry for group in self.groups)
-            for number in each.numbers or range(each.layers)
-        }
-        return {"context": self.geometry.context, "kv_dtype": self.geometry.kv_dtype, "layers": layers}
+        layers = dict[str, list[list[object]]]()  # a layer may keep several kinds of tensors
+        for spec in (group.geometry for group in self.groups):
+            for number in spec.numbers or range(spec.layers):
+                layers.setdefault(str(number), []).append([spec.heads, spec.width, spec.read_rows, *spec.kinds])
+        return {"context": self._context, "kv_dtype": self.geometry.kv_dtype, "layers": layers}
 
     @property
     def _named_encodings(self) -> dict[str, tuple[float, int]]:
         """Scale and zero point by the name of the graph input; empty if they are unknown."""
         names = [tensor.past for group in self.groups for tensor in group.geometry.names()]
-        pairs = [(each.scale, each.zero_point) for each in self.encodings]
+        pairs = [(encoding.scale, encoding.zero_point) for encoding in self.encodings]
         return dict(zip(names, pairs, strict=True)) if pairs else {}
 
     def check_state(self, state: CacheState) -> None:
@@ -478,12 +484,14 @@ class KVCache:
         Raises:
             StateError: as `restore`.
         """
-        for field, found, expected in (
+        for field, held_part, expected in (
             ("geometry", state.sizes, self._sizes),
             ("encodings", state.encodings, self._named_encodings),
         ):
-            if found != expected:
-                raise StateError(f"state: {field}", got=found, expected=expected, fix="Use a cache of the same model.")
+            if held_part != expected:
+                raise StateError(
+                    f"state: {field}", got=held_part, expected=expected, fix="Use a cache of the same model."
+                )
         held, seen = len(state.positions), state.tokens_seen
         for part, number, least, most in (
             ("tokens_seen", seen, held, seen if self._evicts else held),
@@ -491,8 +499,8 @@ class KVCache:
             ("rewindable", state.rewindable, 0, held),
         ):
             if not least <= number <= most:
-                wanted = f"{least} to {most}, for {held} tokens held with the context policy {self.policy}"
-                raise StateError(f"state: {part}", got=number, expected=wanted, fix="Run the prompt again.")
+                limits = f"{least} to {most}, for {held} tokens held with the context policy {self.policy}"
+                raise StateError(f"state: {part}", got=number, expected=limits, fix="Run the prompt again.")
         for group in self._states:
             group.check(state.rows, seen)
         for rows in self.row_groups:

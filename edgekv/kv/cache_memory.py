@@ -60,9 +60,9 @@ class CacheMemory:
             ValueError: an AR out of range, or growth to another context.
         """
         specs, whole = geometry.groups(), geometry.context
-        for each in specs:
+        for spec in specs:
             for tokens in ar:
-                each.past_rows(tokens, whole)
+                spec.past_rows(tokens, whole)
         name = default_strategy(reserve) if strategy is None else strategy
         if growth is not None:
             growth.check(geometry.rows(), whole, ar[-1], name)
@@ -79,11 +79,11 @@ class CacheMemory:
             tuple(encodings),
         )
         groups: list[CacheGroup] = []
-        for each in specs:
-            groups.append(make_group(each, setup, groups))
+        for spec in specs:
+            groups.append(make_group(spec, setup, groups))
         self.groups = tuple(groups)
         self.rows = tuple(group for group in self.groups if isinstance(group, RowGroup))
-        self.wide = tuple(group for group in self.rows if group.geometry.context == whole)
+        self.wide = tuple(group for group in self.rows if group.geometry.window == whole)
         self.grows = growth is not None
         self._growth = growth
         self._outgrown: list[Arena] = []
@@ -104,8 +104,8 @@ class CacheMemory:
         """
         if self._growth is None:
             return
-        wanted = self._growth.contexts_of(len(self.wide), columns)
-        for group, least in zip(self.wide, wanted, strict=True):
+        contexts = self._growth.contexts_of(len(self.wide), columns)
+        for group, least in zip(self.wide, contexts, strict=True):
             if max(least, context) > group.context:
                 self._outgrown.extend(group.grow(max(least, context)))
                 self.bytes_held = self._count()

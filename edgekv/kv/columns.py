@@ -186,11 +186,12 @@ class ColumnArena:
             self._strips[tensors, :, index] = values.transpose(0, 2, 1)
 
     def row(self, row: int) -> Rows:
-        found: Rows = self._strips[:, :, row % self.layout.rows]
-        return found
+        column: Rows = self._strips[:, :, row % self.layout.rows]
+        return column
 
-    def new_rows(self, window: Window) -> Rows:
-        return self._scratch.transpose(0, 2, 1)
+    def new_row(self, window: Window, at: int) -> Rows:
+        column: Rows = self._scratch[:, :, at]
+        return column
 
     def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
         self._scratch[:, :, first : first + len(rows)] = self._scratch[:, :, rows]

@@ -149,11 +149,11 @@ class TailGroup:
 
     def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
         for tensor in self.arena.tensors:
-            found = rows.get(tensor.past, np.empty(0))
-            held = len(found) if tokens is None else tokens % CHECKPOINT_TOKENS
+            values = rows.get(tensor.past, np.empty(0))
+            held = len(values) if tokens is None else tokens % CHECKPOINT_TOKENS
             shape = (held, self.geometry.width)
-            if found.dtype != self.arena.dtype or found.shape != shape or held >= CHECKPOINT_TOKENS:
-                raise _refusal(tensor.past, found, f"{self.arena.dtype} {[*shape]}")
+            if values.dtype != self.arena.dtype or values.shape != shape or held >= CHECKPOINT_TOKENS:
+                raise _refusal(tensor.past, values, f"{self.arena.dtype} {[*shape]}")
 
     def restore(self, rows: Mapping[str, Rows]) -> None:
         self.reset()
@@ -202,7 +202,7 @@ class CheckpointGroup:
         self.geometry = geometry
         self.reallocations = 0
         self._keys, self._values, self._decays = tails
-        self._scales = np.array([each.scale for each in encodings], np.float32)
+        self._scales = np.array([encoding.scale for encoding in encodings], np.float32)
         self._arena = RowArena(tail_layout(geometry, 1), allocate)
         self.arenas: tuple[Arena, ...] = (self._arena,)
         rows = geometry.rows
@@ -257,9 +257,9 @@ class CheckpointGroup:
     def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
         shape = (self.geometry.rows, self.geometry.width)
         for tensor in self._arena.tensors:
-            found = rows.get(tensor.past, np.empty(0))
-            if found.dtype != self._arena.dtype or found.shape != shape:
-                raise _refusal(tensor.past, found, f"{self._arena.dtype} {[*shape]}")
+            values = rows.get(tensor.past, np.empty(0))
+            if values.dtype != self._arena.dtype or values.shape != shape:
+                raise _refusal(tensor.past, values, f"{self._arena.dtype} {[*shape]}")
 
     def restore(self, rows: Mapping[str, Rows]) -> None:
         self._has_older = False
@@ -284,15 +284,15 @@ class CheckpointGroup:
             values = ((self._values.rows_since()[some] - zero) * value_scales[some, None, None]).reshape(
                 len(scale), tokens, heads, -1
             )
-            found = fold(held, keys, values, decays[some])
-            rounded = np.clip(np.rint(found / scale) + zero, 1, 2 * zero - 1)
+            folded = fold(held, keys, values, decays[some])
+            rounded = np.clip(np.rint(folded / scale) + zero, 1, 2 * zero - 1)
             self._newer[some] = rounded.swapaxes(1, 2).reshape(len(scale), key_dim, -1)
 
 
-def _refusal(name: str, found: Rows, wanted: str) -> StateError:
+def _refusal(name: str, got: Rows, expected: str) -> StateError:
     return StateError(
         f"state: {name}",
-        got=f"{found.dtype} {list(found.shape)}",
-        expected=wanted,
+        got=f"{got.dtype} {list(got.shape)}",
+        expected=expected,
         fix="Save the state again from a cache of this kind.",
     )

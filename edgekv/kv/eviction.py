@@ -62,7 +62,7 @@ class Eviction:
 
     def refusal(self, context: int, length: int, available: Sequence[int], ar: int) -> ContextFullError:
         """The error for an AR-`ar` step without room beside `length` tokens; `available` are the AR of all graphs."""
-        smaller = [each for each in available if length <= context - each]
+        smaller = [size for size in available if length <= context - size]
         retry = f"Run a graph of at most {smaller[-1]} tokens per inference, choose" if smaller else "Choose"
         return ContextFullError(
             f"context of {context} tokens",

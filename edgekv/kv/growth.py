@@ -64,7 +64,7 @@ class Growth:
             names = " or ".join(GROWING_STRATEGIES)
             fix = f"Use {names}, or leave growth out."
             raise UsageError(f"growth {self.name}", got=strategy, expected=f"the update strategy {names}", fix=fix)
-        layers = sum(each.layers for each in geometries if each.context == context)
+        layers = sum(geometry.layers for geometry in geometries if geometry.window == context)
         steps = [above - below for below, above in zip((0, *self.contexts), self.contexts[:-1], strict=False)]
         if self.name == "staggered" and min(steps) < layers:
             raise UsageError(
@@ -92,11 +92,11 @@ class Growth:
 def single_layers(geometries: Sequence[LayerSpec], context: int) -> tuple[LayerSpec, ...]:
     """The same layers, with one geometry for each that attends to the whole context, so that each grows separately."""
     alone: list[LayerSpec] = []
-    for each in geometries:
-        if isinstance(each, RowSpec) and each.context == context:
-            alone += (replace(each, layers=1, numbers=(n,)) for n in each.numbers or range(each.layers))
+    for geometry in geometries:
+        if isinstance(geometry, RowSpec) and geometry.window == context:
+            alone += (replace(geometry, layers=1, numbers=(n,)) for n in geometry.numbers or range(geometry.layers))
         else:
-            alone.append(each)
+            alone.append(geometry)
     return tuple(alone)
 
 

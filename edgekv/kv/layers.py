@@ -62,8 +62,8 @@ def make_group(spec: LayerSpec, setup: GroupSetup, made: Sequence[CacheGroup]) -
 
 @make_group.register
 def _(spec: RowSpec, setup: GroupSetup, made: Sequence[CacheGroup]) -> RowGroup:
-    is_wide = spec.context == setup.context
-    capacity = (setup.policy if is_wide else SlidingWindow()).capacity(spec.context)
+    is_wide = spec.window == setup.context
+    capacity = (setup.policy if is_wide else SlidingWindow()).capacity(spec.window)
     make = partial(make_strategy, setup.strategy, max_ar=setup.ar[-1], reserve=setup.reserve)
     context = setup.first_context if is_wide else setup.context
     return RowGroup(spec, make, setup.ar, capacity, context, setup.allocate)

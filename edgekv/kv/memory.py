@@ -73,8 +73,8 @@ class MirrorMemory:
             ValueError: a ring, or what is beside it, is not a whole number of pages.
         """
         if ring_bytes < 1 or ring_bytes % mmap.PAGESIZE or beside_bytes % mmap.PAGESIZE:
-            found = f"{ring_bytes} and {beside_bytes}"
-            raise ValueError(f"ring_bytes, beside_bytes: got {found}; expected multiples of {mmap.PAGESIZE}, the page")
+            got = f"{ring_bytes} and {beside_bytes}"
+            raise ValueError(f"ring_bytes, beside_bytes: got {got}; expected multiples of {mmap.PAGESIZE}, the page")
         if not hasattr(os, "memfd_create"):
             raise UsageError(
                 "update strategy mirror",
@@ -136,11 +136,11 @@ def _map_twice(rings: int, ring_bytes: int, beside_bytes: int) -> int:
 
 
 def _mmap(address: int | None, size_bytes: int, protection: int, flags: int, file: int, offset: int) -> int:
-    found: int = _libc().mmap(address, size_bytes, protection, flags, file, offset)
-    if found == _FAILED:
+    first: int = _libc().mmap(address, size_bytes, protection, flags, file, offset)
+    if first == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return found
+    return first
 
 
 @cache

@@ -195,14 +195,14 @@ class RowArena:
         self.array[tensors, as_index(self._around(rows))] = values
 
     def row(self, row: int) -> Rows:
-        found: Rows = self.array[:, row % self.layout.rows]
-        return found
+        held: Rows = self.array[:, row % self.layout.rows]
+        return held
 
-    def new_rows(self, window: Window) -> Rows:
-        place = self.array if window.in_place else self.scratch
-        first = window.new_row % place.shape[1]
-        found: Rows = place[:, first : first + window.ar]
-        return found
+    def new_row(self, window: Window, at: int) -> Rows:
+        if window.in_place:
+            return self.row(window.new_row + at)
+        row: Rows = self.scratch[:, window.new_row + at]
+        return row
 
     def compact(self, window: Window, first: int, rows: Sequence[int]) -> None:
         place, size = (self.array, self.layout.rows) if window.in_place else (self.scratch, self.layout.scratch_rows)
@@ -338,7 +338,7 @@ class RowGroup:
             columns = min(columns, -(-min(strategy.length, columns) // block) * block)
         self._open = window = strategy.window(ar, columns)
         visible = window.stop - window.first
-        leaving = visible + ar - self.geometry.context  # columns that become invisible within the step
+        leaving = visible + ar - self.geometry.window  # columns that become invisible within the step
         if leaving <= 0:
             return window
         rows = strategy.held_rows()[-visible:][:leaving]
@@ -420,12 +420,15 @@ class RowGroup:
         geometry, fix = self.geometry, "Save the state again from a cache of this kind."
         for arena in self.arenas:
             for tensor in arena.tensors:
-                each = rows.get(tensor.past, np.empty(0))
+                values = rows.get(tensor.past, np.empty(0))
                 if tokens is None:
-                    tokens = len(each)
-                if each.dtype != arena.dtype or each.shape != (tokens, geometry.head_dim):
-                    found, wanted = f"{each.dtype} {list(each.shape)}", f"{arena.dtype} {[tokens, geometry.head_dim]}"
-                    raise StateError(f"state: {tensor.past}", got=found, expected=wanted, fix=fix)
+                    tokens = len(values)
+                if values.dtype != arena.dtype or values.shape != (tokens, geometry.head_dim):
+                    got, expected = (
+                        f"{values.dtype} {list(values.shape)}",
+                        f"{arena.dtype} {[tokens, geometry.head_dim]}",
+                    )
+                    raise StateError(f"state: {tensor.past}", got=got, expected=expected, fix=fix)
         if tokens is not None and tokens > self.capacity:
             fix = "Rewind before saving, or restore it into a cache with the policy fail."
             raise StateError("state: tokens", got=tokens, expected=f"{self.capacity} at most", fix=fix)
@@ -441,7 +444,7 @@ class RowGroup:
                     yield HeldKeys(arena, at, rows, zero_point, encoding.scale if encoding else None)
 
     def _allocate(self, context: int) -> None:
-        geometry = replace(self.geometry, context=min(self.geometry.context, context))
+        geometry = replace(self.geometry, window=min(self.geometry.window, context))
         strategy = self._make_strategy(geometry)
         keys: ColumnArena | None = None
         arenas: tuple[Arena, ...]

@@ -14,6 +14,7 @@ import numpy as np
 
 from edgekv.errors import EdgeKVError
 from edgekv.kv.arena import Rows
+from edgekv.machine.decoding import convert
 from edgekv.machine.private_file import write_private
 from edgekv.machine.scratch import atomic_file
 from edgekv.machine.system import read_file
@@ -110,12 +111,12 @@ def read_state(file: str | Path, *, fingerprint: str, rows_bytes: int = _LARGEST
     metadata, rows = dict(held.metadata), held.arrays
     if metadata.get("format") != FORMAT:
         raise _refusal(file, "format", metadata.get("format", "none"), FORMAT)
-    found = metadata.pop("sha256", "none")
-    if found != (wanted := _digest(metadata, rows)):
-        raise _refusal(file, "content", f"sha256 {wanted}", f"{found}, as it was written")
+    digest = metadata.pop("sha256", "none")
+    if digest != (expected := _digest(metadata, rows)):
+        raise _refusal(file, "content", f"sha256 {expected}", f"{digest}, as it was written")
     try:
         parts = {name: msgspec.json.decode(text) for name, text in metadata.items() if name != "format"}
-        held_parts = msgspec.convert(parts, _Parts)
+        held_parts = convert(parts, _Parts)
     except (msgspec.DecodeError, RecursionError) as error:
         raise _refusal(file, "content", error, "the parts of a state") from None
     if held_parts.fingerprint != fingerprint:
@@ -160,9 +161,9 @@ class _Parts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise _refusal(file, "tokens", f"{len(self.tokens)} of {self.tokens_seen}", f"all, at least {held}")
 
 
-def _refusal(file: str | Path, field: str, found: object, wanted: object) -> StateError:
+def _refusal(file: str | Path, field: str, got: object, expected: object) -> StateError:
     return StateError(
-        f"state {file}: {field}", got=found, expected=wanted, fix="Run the prompt again, and save a new state."
+        f"state {file}: {field}", got=got, expected=expected, fix="Run the prompt again, and save a new state."
     )
 
 

@@ -54,8 +54,8 @@ def state_strip(geometry: ConvSpec, max_ar: int) -> RowSpec:
     Strategies read the bytes of a row, so that the type is any of as many bytes.
     """
     dtype: KvDtype = "s16" if geometry.element_bytes == 2 else "u8"
-    context = geometry.kernel + max_ar + TAIL_TOKENS
-    return RowSpec(geometry.layers, 1, geometry.width, context, dtype, numbers=geometry.numbers)
+    window = geometry.kernel + max_ar + TAIL_TOKENS
+    return RowSpec(geometry.layers, 1, geometry.width, window, dtype, numbers=geometry.numbers)
 
 
 def state_rows(name: str, geometry: ConvSpec, *, max_ar: int, reserve: object) -> _Rows:
@@ -72,7 +72,7 @@ def state_rows(name: str, geometry: ConvSpec, *, max_ar: int, reserve: object) -
     """
     strip = state_strip(geometry, max_ar)
     if name == "slot":
-        return OrderedSlot(strip.context - 1, geometry.state_rows, max_ar=max_ar)
+        return OrderedSlot(strip.window - 1, geometry.state_rows, max_ar=max_ar)
     return make_strategy(name, strip, max_ar=max_ar, reserve=reserve)  # type: ignore[arg-type]
 
 
@@ -116,7 +116,7 @@ class StateGroup:
         self.strategy = strategy
         self.reallocations = 0
         self._past_rows = geometry.state_rows
-        self._capacity = state_strip(geometry, max_ar).context - 1
+        self._capacity = state_strip(geometry, max_ar).window - 1
         self._arena = RowArena(Layout.of(geometry, strategy), allocate)
         self.arenas: tuple[Arena, ...] = (self._arena,)
         self._open: Window | None = None
@@ -178,14 +178,14 @@ class StateGroup:
         return rows
 
     def check(self, rows: Mapping[str, Rows], tokens: int | None) -> None:
-        wanted = self._past_rows if tokens is None else min(tokens, self._past_rows)
+        count = self._past_rows if tokens is None else min(tokens, self._past_rows)
         for tensor in self._arena.tensors:
-            found = rows.get(tensor.past, np.empty(0))
-            if found.dtype != self._arena.dtype or found.shape != (wanted, self.geometry.width):
+            values = rows.get(tensor.past, np.empty(0))
+            if values.dtype != self._arena.dtype or values.shape != (count, self.geometry.width):
                 raise StateError(
                     f"state: {tensor.past}",
-                    got=f"{found.dtype} {list(found.shape)}",
-                    expected=f"{self._arena.dtype} {[wanted, self.geometry.width]}",
+                    got=f"{values.dtype} {list(values.shape)}",
+                    expected=f"{self._arena.dtype} {[count, self.geometry.width]}",
                     fix="Save the state again from a cache of this kind.",
                 )
 

@@ -100,10 +100,13 @@ def _check_tokens(caches: Caches, query: object, key: object, value: object) -> 
     rows = check_array("query", query, caches.dtype, 2)
     heads, rest = divmod(rows.shape[1], caches.key_size)
     if rest or not heads or heads % caches.kv_heads:
-        wanted = f"[T, H*S] with S = {caches.key_size} and H a multiple of the {caches.kv_heads} KV heads"
-        raise PagedInputError("query", got=shape_text(rows.shape), expected=wanted)
-    for field, given, size, symbol in (("key", key, caches.key_size, "S"), ("value", value, caches.value_size, "Sv")):
-        array = check_array(field, given, caches.dtype, 2)
+        expected = f"[T, H*S] with S = {caches.key_size} and H a multiple of the {caches.kv_heads} KV heads"
+        raise PagedInputError("query", got=shape_text(rows.shape), expected=expected)
+    for field, argument, size, symbol in (
+        ("key", key, caches.key_size, "S"),
+        ("value", value, caches.value_size, "Sv"),
+    ):
+        array = check_array(field, argument, caches.dtype, 2)
         check_shape(field, array, (len(rows), caches.kv_heads * size), f"[T, Hk*{symbol}]")
     return heads
 

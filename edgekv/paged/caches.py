@@ -37,8 +37,8 @@ class Caches:
     def __post_init__(self) -> None:
         dtype = getattr(self.key, "dtype", None)
         if dtype not in FLOATS:
-            found = dtype or type(self.key).__name__
-            raise PagedInputError("key_cache", got=found, expected="a numpy array of float16, float32 or float64")
+            got = dtype or type(self.key).__name__
+            raise PagedInputError("key_cache", got=got, expected="a numpy array of float16, float32 or float64")
         for field, array in (("key_cache", self.key), ("value_cache", self.value)):
             check_array(field, array, dtype, 4)
             if 0 in array.shape[1:]:

@@ -41,14 +41,14 @@ class CacheEvictionConfig:
         for field in ("start_tokens", "recent_tokens", "max_tokens"):
             tokens = getattr(self, field)
             if tokens < 1 or tokens % self.block_tokens:
-                wanted = f"a multiple of the {self.block_tokens} tokens of a block, at least one block"
-                raise PagedInputError(field, got=tokens, expected=wanted)
+                expected = f"a multiple of the {self.block_tokens} tokens of a block, at least one block"
+                raise PagedInputError(field, got=tokens, expected=expected)
         if self.max_tokens <= (kept := self.start_tokens + self.recent_tokens):
-            wanted = f"more than start and recent together, {kept} tokens"
-            raise PagedInputError("max_tokens", got=self.max_tokens, expected=wanted)
+            expected = f"more than start and recent together, {kept} tokens"
+            raise PagedInputError("max_tokens", got=self.max_tokens, expected=expected)
         if self.aggregation not in AGGREGATIONS:
-            wanted = " or ".join(map(repr, AGGREGATIONS))
-            raise PagedInputError("aggregation", got=repr(self.aggregation), expected=wanted)
+            expected = " or ".join(map(repr, AGGREGATIONS))
+            raise PagedInputError("aggregation", got=repr(self.aggregation), expected=expected)
 
     @classmethod
     def in_blocks(
@@ -108,7 +108,6 @@ class CacheEvictor:
         """An evictor for an empty sequence.
 
         Args:
-            config: the areas.
             inverse_frequencies: rotary frequencies of the model's keys, `[S/2]`, radians per position.
             dtype: the type of the caches.
 
@@ -164,8 +163,8 @@ class CacheEvictor:
             rotation_trig_lut=self._table(len(dropped) * block_tokens + 1),
         )
 
-    def _check_table(self, given: object) -> NDArray[np.int32]:
-        table: NDArray[np.int32] = check_array("block_indices", given, np.int32, 1)
+    def _check_table(self, indices: object) -> NDArray[np.int32]:
+        table: NDArray[np.int32] = check_array("block_indices", indices, np.int32, 1)
         check_range("block_indices", table, 0, None, "a block of the caches")
         needed = -(-self.tokens // self.config.block_tokens)
         if len(table) < needed:

@@ -49,8 +49,8 @@ class ScoreLedger:
         weights = np.asarray(scores, np.float64)
         tokens = len(self) + new_tokens
         if weights.shape != (tokens,):
-            wanted = f"[{tokens}], {len(self)} tokens cached and {new_tokens} new"
-            raise PagedInputError("scores", got=shape_text(weights.shape), expected=wanted)
+            expected = f"[{tokens}], {len(self)} tokens cached and {new_tokens} new"
+            raise PagedInputError("scores", got=shape_text(weights.shape), expected=expected)
         if not (np.isfinite(weights) & (weights >= 0)).all():
             raise PagedInputError("scores", got=weights.tolist(), expected="sums of attention weights, 0 or above")
         # A token is seen by itself and by the later ones of the last queries.

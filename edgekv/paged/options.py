@@ -53,24 +53,24 @@ class Options:
         return cls(number, window if window > 0 else None, _slopes(caches, heads, alibi_slopes), scored)
 
 
-def _slopes(caches: Caches, heads: int, given: object) -> NDArray[np.float64] | None:
-    if given is None:
+def _slopes(caches: Caches, heads: int, argument: object) -> NDArray[np.float64] | None:
+    if argument is None:
         return None
-    slopes: NDArray[np.float64] = check_array("alibi_slopes", given, caches.dtype, 1).astype(np.float64)
+    slopes: NDArray[np.float64] = check_array("alibi_slopes", argument, caches.dtype, 1).astype(np.float64)
     if len(slopes) not in (heads, caches.kv_heads):
-        wanted = f"[{heads}] or [{caches.kv_heads}], one for each query head or KV head"
-        raise PagedInputError("alibi_slopes", got=shape_text(slopes.shape), expected=wanted)
+        expected = f"[{heads}] or [{caches.kv_heads}], one for each query head or KV head"
+        raise PagedInputError("alibi_slopes", got=shape_text(slopes.shape), expected=expected)
     if not np.isfinite(slopes).all():
         raise PagedInputError("alibi_slopes", got=slopes.tolist(), expected="finite numbers")
     return np.repeat(slopes, heads // len(slopes))
 
 
-def _scored(sequences: int, given: object) -> Ints:
+def _scored(sequences: int, argument: object) -> Ints:
     field = "score_aggregation_window"
-    if isinstance(given, np.ndarray) and given.ndim:
-        scored: Ints = check_array(field, given, np.int32, 1).astype(np.int64)
+    if isinstance(argument, np.ndarray) and argument.ndim:
+        scored: Ints = check_array(field, argument, np.int32, 1).astype(np.int64)
         check_shape(field, scored, (sequences,), "one for each sequence")
         check_range(field, scored, 0, None, "queries")
         return scored
-    queries = 1 if given is None else check_integer(field, given, 0, "queries of each sequence, or an array [B]")
+    queries = 1 if argument is None else check_integer(field, argument, 0, "queries of each sequence, or an array [B]")
     return np.full(sequences, queries, np.int64)

@@ -24,8 +24,8 @@ def rotation_trig_lut(inverse_frequencies: Sequence[float], rows: int, dtype: DT
     """
     frequencies = np.asarray(inverse_frequencies, np.float64)
     if frequencies.ndim != 1 or not frequencies.size or not np.isfinite(frequencies).all():
-        wanted = "one finite number for each pair of a head's elements"
-        raise PagedInputError("inverse_frequencies", got=inverse_frequencies, expected=wanted)
+        expected = "one finite number for each pair of a head's elements"
+        raise PagedInputError("inverse_frequencies", got=inverse_frequencies, expected=expected)
     if rows < 1:
         raise PagedInputError("rows", got=rows, expected="at least 1")
     angles = np.arange(rows)[:, None] * frequencies
@@ -55,12 +55,12 @@ class Rotation:
             PagedInputError: only some of them are given, one is of another type or shape, S is odd, or a block or a
                 row of the table is out of range.
         """
-        given = {"rotated_block_indices": blocks, "rotation_deltas": deltas, "rotation_trig_lut": table}
-        missing = [field for field, value in given.items() if value is None]
-        if len(missing) == len(given):
+        arguments = {"rotated_block_indices": blocks, "rotation_deltas": deltas, "rotation_trig_lut": table}
+        missing = [field for field, value in arguments.items() if value is None]
+        if len(missing) == len(arguments):
             return None
         if missing:
-            present = " and ".join(field for field in given if field not in missing)
+            present = " and ".join(field for field in arguments if field not in missing)
             raise PagedInputError(missing[0], got="None", expected=f"an array, because {present} was given")
         listed: Ints = check_array("rotated_block_indices", blocks, np.int32, 1).astype(np.int64)
         check_range("rotated_block_indices", listed, 0, caches.blocks, f"a block of the {caches.blocks} in the caches")
@@ -70,8 +70,8 @@ class Rotation:
             raise PagedInputError("key_cache", got=f"keys of {caches.key_size}", expected="an even size, to be rotated")
         rows: Ints = check_array("rotation_deltas", deltas, np.int32, 2).astype(np.int64)
         if len(rows) != len(listed) or rows.shape[1] not in (1, caches.block_tokens):
-            wanted = f"[{len(listed)}, 1] or [{len(listed)}, {caches.block_tokens}], one row for each rotated block"
-            raise PagedInputError("rotation_deltas", got=shape_text(rows.shape), expected=wanted)
+            expected = f"[{len(listed)}, 1] or [{len(listed)}, {caches.block_tokens}], one row for each rotated block"
+            raise PagedInputError("rotation_deltas", got=shape_text(rows.shape), expected=expected)
         check_range("rotation_deltas", rows, 0, len(lut), f"a row of the {len(lut)} in rotation_trig_lut")
         return cls(listed, rows, lut)
 

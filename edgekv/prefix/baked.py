@@ -88,7 +88,7 @@ def baked_prefixes(bundle: Path) -> list[BakedPrefix]:
     record = read_json(file, BakedRecord, expected=f"the record of prefixes, format {FORMAT}", fix=fix)
     if record.format != FORMAT:
         raise BundleError(f"{file}: format", got=record.format, expected=FORMAT, fix=fix)
-    if wrong := [each.file for each in record.prefixes if not is_plain_path(each.file) or "/" in each.file]:
+    if wrong := [prefix.file for prefix in record.prefixes if not is_plain_path(prefix.file) or "/" in prefix.file]:
         raise BundleError(str(file), got=repr(wrong[0]), expected="a file in the folder", fix=fix)
     return record.prefixes
 
@@ -96,8 +96,8 @@ def baked_prefixes(bundle: Path) -> list[BakedPrefix]:
 def check_name(name: str) -> None:
     """Raise UsageError if the name is not a plain file name."""
     if _NAME.fullmatch(name) is None:
-        wanted = "letters, digits, ., _ and -, 64 at most"
-        raise UsageError("name", got=repr(name), expected=wanted, fix="Give another --name.")
+        expected = "letters, digits, ., _ and -, 64 at most"
+        raise UsageError("name", got=repr(name), expected=expected, fix="Give another --name.")
 
 
 def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store: PrefixStore) -> BakedPrefix:
@@ -110,7 +110,7 @@ def add_baked(bundle: Path, name: str, engine: str, tokens: Sequence[int], store
     check_name(name)
     tensors = _tensors(tokens, store)
     with _changing(bundle) as record:
-        kept = [each for each in record.prefixes if (each.name, each.engine) != (name, engine)]
+        kept = [prefix for prefix in record.prefixes if (prefix.name, prefix.engine) != (name, engine)]
         content = encode_tensors(tensors)
         digest = hashlib.sha256(content).hexdigest()
         # A unique name: the old file stays intact until the record names the new one.
@@ -134,8 +134,8 @@ def _tensors(tokens: Sequence[int], store: PrefixStore) -> dict[str, Rows]:
     """The tokens, the rows that a store has for them, by group, and the states after them."""
     match = store.match(tokens)
     if match.tokens < len(tokens):
-        wanted, fix = f"room for {len(tokens)}", "Free some memory."
-        raise UsageError("prefix store", got=f"room for {match.tokens} tokens", expected=wanted, fix=fix)
+        expected, fix = f"room for {len(tokens)}", "Free some memory."
+        raise UsageError("prefix store", got=f"room for {match.tokens} tokens", expected=expected, fix=fix)
     tensors: dict[str, Rows] = {_TOKENS: np.array(tokens, np.int64)}
     step = store.config.tokens_per_block
     for number, blocks in enumerate(match.rows):
@@ -155,13 +155,15 @@ def remove_baked(bundle: Path, name: str | None, engine: str | None = None) -> l
         BundleError: the record is broken, or the folder cannot be written.
     """
     held = baked_prefixes(bundle)
-    if not any(each.is_meant(name, engine) for each in held):
+    if not any(prefix.is_meant(name, engine) for prefix in held):
         got = (repr(name) if name else "any name") + (f" on {engine}" if engine else "")
-        wanted = f"one of {', '.join(f'{each.name} ({each.engine})' for each in held)}" if held else "a baked prefix"
-        raise UsageError(f"prefix of {bundle}", got=got, expected=wanted, fix="See edgekv prefix ls.")
+        expected = (
+            f"one of {', '.join(f'{prefix.name} ({prefix.engine})' for prefix in held)}" if held else "a baked prefix"
+        )
+        raise UsageError(f"prefix of {bundle}", got=got, expected=expected, fix="See edgekv prefix ls.")
     with _changing(bundle) as record:
-        gone = [each for each in record.prefixes if each.is_meant(name, engine)]
-        _replace_record(bundle, BakedRecord(prefixes=[each for each in record.prefixes if each not in gone]))
+        gone = [prefix for prefix in record.prefixes if prefix.is_meant(name, engine)]
+        _replace_record(bundle, BakedRecord(prefixes=[prefix for prefix in record.prefixes if prefix not in gone]))
     return gone
 
 
@@ -174,7 +176,7 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> None:
     while True:
         baked = baked_prefixes(bundle.path)
         try:
-            read = [_read_rows(bundle.path / FOLDER, each, store) for each in baked if each.engine == engine]
+            read = [_read_rows(bundle.path / FOLDER, prefix, store) for prefix in baked if prefix.engine == engine]
             break
         except BundleError:
             if baked_prefixes(bundle.path) == baked:  # otherwise a concurrent bake has replaced the file
@@ -202,17 +204,17 @@ def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[li
         raise BundleError(str(path), got=error, expected="the rows of each group", fix=fix) from None
     is_right = tokens.dtype == np.int64 and tokens.shape == (entry.tokens,) and entry.tokens > 0
     if not is_right or tokens.min() < 0 or tokens.max() > _LARGEST_TOKEN:
-        found, wanted_ids = f"{tokens.dtype} {list(tokens.shape)}", f"{entry.tokens} ids from 0 to {_LARGEST_TOKEN}"
-        raise BundleError(f"{path}: tokens", got=found, expected=wanted_ids, fix=fix)
+        got, expected = f"{tokens.dtype} {list(tokens.shape)}", f"{entry.tokens} ids from 0 to {_LARGEST_TOKEN}"
+        raise BundleError(f"{path}: tokens", got=got, expected=expected, fix=fix)
     for number, (rows, group) in enumerate(zip(groups, store.groups, strict=True)):
-        least = entry.tokens - group.first_needed(entry.tokens)
-        wanted = group.shape(entry.tokens)
-        is_right = rows.ndim == 3 and (rows.shape[0], rows.shape[2]) == (wanted[0], wanted[2])
-        if not is_right or rows.dtype != DTYPES[group.geometry.kv_dtype] or not least <= rows.shape[1] <= wanted[1]:
-            found = f"{rows.dtype} {list(rows.shape)}"
-            expected_rows = f"{group.geometry.kv_dtype} {list(wanted)}, or the newest {least} rows of it"
-            raise BundleError(f"{path}: group {number}", got=found, expected=expected_rows, fix=fix)
-    states = {name.removeprefix(_STATE): each for name, each in held.items() if name.startswith(_STATE)}
+        min_rows = entry.tokens - group.first_needed(entry.tokens)
+        shape = group.shape(entry.tokens)
+        is_right = rows.ndim == 3 and (rows.shape[0], rows.shape[2]) == (shape[0], shape[2])
+        if not is_right or rows.dtype != DTYPES[group.geometry.kv_dtype] or not min_rows <= rows.shape[1] <= shape[1]:
+            got = f"{rows.dtype} {list(rows.shape)}"
+            expected_rows = f"{group.geometry.kv_dtype} {list(shape)}, or the newest {min_rows} rows of it"
+            raise BundleError(f"{path}: group {number}", got=got, expected=expected_rows, fix=fix)
+    states = {name.removeprefix(_STATE): state for name, state in held.items() if name.startswith(_STATE)}
     if bool(states) != store.snapshots:
         raise BundleError(f"{path}: states", got=sorted(states), expected="those of the model", fix=fix)
     source = GroupRows(groups, [entry.tokens - rows.shape[1] for rows in groups])

@@ -183,7 +183,7 @@ class Memory:
 
     def _push(self, block: Block) -> None:
         if len(self._heap) > max(_MIN_HEAP, 2 * len(self._blocks)):
-            self._heap = [(each.priority, each.used, each.id) for each in self._blocks.values()]
+            self._heap = [(block.priority, block.used, block.id) for block in self._blocks.values()]
             heapify(self._heap)
         heappush(self._heap, (block.priority, block.used, block.id))
 
@@ -202,8 +202,8 @@ def decode_block(id: BlockId, content: bytes, keys: Keys) -> Arrays | None:
         file = decode_tensors(content)
     except TensorFileError:
         return None
-    wanted = {"format": _FORMAT_NAME, "checksum": _checksum(id, file.arrays, keys).hex()}
-    return file.arrays if file.metadata == wanted else None
+    metadata = {"format": _FORMAT_NAME, "checksum": _checksum(id, file.arrays, keys).hex()}
+    return file.arrays if file.metadata == metadata else None
 
 
 def _checksum(id: BlockId, arrays: Arrays, keys: Keys) -> bytes:

@@ -67,9 +67,9 @@ class StoreConfig:
     ] = True
 
     def __post_init__(self) -> None:
-        def check(field: str, right: bool, wanted: str) -> None:
+        def check(field: str, right: bool, expected: str) -> None:
             if not right:
-                raise PrefixError(field, got=repr(getattr(self, field)), expected=wanted, fix=_FIX)
+                raise PrefixError(field, got=repr(getattr(self, field)), expected=expected, fix=_FIX)
 
         tokens = self.tokens_per_block
         check("tokens_per_block", tokens > 1 and tokens & (tokens - 1) == 0, "a power of two above 1")
@@ -107,9 +107,9 @@ class StoreConfig:
             if self.free_memory_fraction is not None:
                 raise
         size_bytes, field = min(limits)
-        least = self.tokens_per_block * sum(group.row_bytes for group in groups)
-        if size_bytes + self.host_cache_size < least:
-            wanted = f"at least {least} bytes, a block of every layer"
+        min_bytes = self.tokens_per_block * sum(group.row_bytes for group in groups)
+        if size_bytes + self.host_cache_size < min_bytes:
+            expected = f"at least {min_bytes} bytes, a block of every layer"
             fix = "Raise it, or lower tokens_per_block."
-            raise PrefixError(field, got=f"{size_bytes} bytes", expected=wanted, fix=fix)
+            raise PrefixError(field, got=f"{size_bytes} bytes", expected=expected, fix=fix)
         return size_bytes + self.host_cache_size

@@ -58,14 +58,14 @@ class Disk:
             self.last_used = self._table.last_used()
         except NotPrivateError as error:
             fix = f"Give a folder of your own, and remove others' access: chmod -R go-rwx {folder}"
-            wanted = "a file or folder that only you can write"
-            raise PrefixError(f"disk_folder {error.filename}", got=error.strerror, expected=wanted, fix=fix) from None
+            expected = "a file or folder that only you can write"
+            raise PrefixError(f"disk_folder {error.filename}", got=error.strerror, expected=expected, fix=fix) from None
         except OSError as error:
-            wanted, fix = "a writable folder", "Give a folder that you can write."
+            expected, fix = "a writable folder", "Give a folder that you can write."
             if LOCKED in str(error):
-                wanted = "a table that no other process is writing"
+                expected = "a table that no other process is writing"
                 fix = "Wait until the other process has written its blocks, and try again."
-            raise PrefixError(f"disk_folder {folder}", got=error.strerror, expected=wanted, fix=fix) from None
+            raise PrefixError(f"disk_folder {folder}", got=error.strerror, expected=expected, fix=fix) from None
         self.keys = Keys(self._table.secret)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Disk:
 
     def used(self, blocks: Iterable[Block]) -> None:
         """Record the last use of blocks, which may have files."""
-        self._uses.update({each.id: (each.lasting_priority, each.used) for each in blocks if each.is_saved})
+        self._uses.update({block.id: (block.lasting_priority, block.used) for block in blocks if block.is_saved})
 
     def write(self, blocks: Iterable[Block], find: Callable[[BlockId], Block | None]) -> None:
         """Write files for blocks, and for those before them that they need, in one change of the table.
@@ -132,8 +132,8 @@ class Disk:
                 self._make_room(0, None, frozenset())
                 for block in blocks:
                     chain = self._without_row(block, find)
-                    keep = {each.id for each in chain} | {each.parent for each in chain}
-                    if not all(self._write_one(each, keep, written) for each in chain):
+                    keep = {block.id for block in chain} | {block.parent for block in chain}
+                    if not all(self._write_one(block, keep, written) for block in chain):
                         break
                     done += [block, *chain]
         except OSError:

@@ -73,7 +73,7 @@ class Keys:
 
     def root(self, layout: bytes, salt: str | None, adapter: str | None = None) -> bytes:
         """The root of all sequences of one salt and one adapter; None counts as a separate one."""
-        named = [b"" if each is None else b"=" + each.encode("utf-8", "surrogatepass") for each in (salt, adapter)]
+        named = [b"" if name is None else b"=" + name.encode("utf-8", "surrogatepass") for name in (salt, adapter)]
         return self.digest(b"root", layout, *named)
 
     def link(self, parent: bytes, tokens: bytes, start: int) -> Link:

@@ -81,19 +81,21 @@ def stored_prefixes(folder: Path) -> list[StoredPrefix]:
         return [sequences.prefix(end) for end in sorted(sequences.ends)]
 
 
-def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
-    """Remove the sequences whose id starts with `wanted` (None: all), except for files that others share; returns them.
+def remove_stored(folder: Path, id_start: str | None) -> list[StoredPrefix]:
+    """Remove the sequences whose id starts with `id_start` (None: all), but no file that others share. Returns them.
 
     Raises:
         UsageError: it is not a prefix folder of this version, it cannot be changed, or no sequence has such an id.
     """
     with _opened(folder) as table, table.transaction():
         sequences = _Sequences(table.rows())
-        ends = sorted(end for end in sequences.ends if wanted is None or end.hex()[:_ID_CHARACTERS].startswith(wanted))
-        if wanted is not None and not ends:
+        ends = sorted(
+            end for end in sequences.ends if id_start is None or end.hex()[:_ID_CHARACTERS].startswith(id_start)
+        )
+        if id_start is not None and not ends:
             fix = f"See edgekv prefix ls {folder}."
-            raise UsageError("prefix", got=repr(wanted), expected="the id of one", fix=fix)
-        gone = table.rows() if wanted is None else [row for end in ends for row in sequences.own(end)]
+            raise UsageError("prefix", got=repr(id_start), expected="the id of one", fix=fix)
+        gone = table.rows() if id_start is None else [row for end in ends for row in sequences.own(end)]
         table.remove(gone)
         for row in gone:
             with suppress(OSError):
@@ -104,9 +106,9 @@ def remove_stored(folder: Path, wanted: str | None) -> list[StoredPrefix]:
 @contextmanager
 def _opened(folder: Path) -> Iterator[Table]:
     if not (folder / INDEX).exists():
-        found = "no prefixes" if folder.is_dir() else "no folder"
+        got = "no prefixes" if folder.is_dir() else "no folder"
         fix = "Give the folder of --prefix-cache, or a bundle."
-        raise UsageError(str(folder), got=found, expected="a folder of prefixes, or a bundle", fix=fix)
+        raise UsageError(str(folder), got=got, expected="a folder of prefixes, or a bundle", fix=fix)
     try:
         check_folder(folder)
         table = Table(folder, is_ours=False)

@@ -48,9 +48,9 @@ def open_store(
     bundle: Bundle,
     engine: str,
     cache: KVCache,
-    wanted: PrefixCache | None,
+    prefix_cache: PrefixCache | None,
     window: int = 0,
-    least_block: int = 0,
+    min_block_tokens: int = 0,
 ) -> SharedStore | None:
     """Open a model's prefix store and load the bundle's own prefixes into it.
 
@@ -60,9 +60,9 @@ def open_store(
         bundle: of the graphs and of baked prefixes.
         engine: runs the graphs.
         cache: prefixes are restored into such caches.
-        wanted: None for the bundle's own prefixes, if it has any.
+        prefix_cache: a store, its folder or its configuration; None for the bundle's own prefixes, if it has any.
         window: see `SharedStore`. Stores with another one are others.
-        least_block: tokens of a block at least: where the rows of a window depend on all of its tokens, no block may
+        min_block_tokens: at least one window where the rows of a window depend on all of its tokens, since no block may
             hold a part of one.
 
     Raises:
@@ -71,23 +71,31 @@ def open_store(
         BundleError: the bundle's prefixes are broken.
     """
     baked = [entry for entry in baked_prefixes(bundle.path) if entry.engine == engine]
-    if wanted is None and not baked:
+    if prefix_cache is None and not baked:
         return None
     fingerprint = prefix_fingerprint(bundle.manifest, engine, window)
-    if isinstance(wanted, PrefixStore):
-        if (wanted.geometry, wanted.fingerprint, wanted.snapshots) != (cache.geometry, fingerprint, cache.has_states):
+    if isinstance(prefix_cache, PrefixStore):
+        if (prefix_cache.geometry, prefix_cache.fingerprint, prefix_cache.snapshots) != (
+            cache.geometry,
+            fingerprint,
+            cache.has_states,
+        ):
             own = f"prefix_fingerprint(manifest, engine{f', {window}' if window else ''})"
             fix = f"Open it with the bundle's geometry, {own} and snapshots={cache.has_states}."
             raise UsageError("prefix_cache", got="a store of another bundle", expected="one of this bundle", fix=fix)
-        if (block := wanted.config.tokens_per_block) < least_block:
-            found, fix = f"blocks of {block} tokens", f"Open it with tokens_per_block={least_block}."
-            raise UsageError("prefix_cache", got=found, expected=f"at least {least_block}, a window", fix=fix)
-        shared = SharedStore(wanted, writes=True, is_own=False, window=window)
+        if (block := prefix_cache.config.tokens_per_block) < min_block_tokens:
+            got, fix = f"blocks of {block} tokens", f"Open it with tokens_per_block={min_block_tokens}."
+            raise UsageError("prefix_cache", got=got, expected=f"at least {min_block_tokens}, a window", fix=fix)
+        shared = SharedStore(prefix_cache, writes=True, is_own=False, window=window)
     else:
-        config = StoreConfig(disk_folder=Path(wanted)) if isinstance(wanted, (str, Path)) else wanted or StoreConfig()
-        config = replace(config, tokens_per_block=max(config.tokens_per_block, least_block))
+        config = (
+            StoreConfig(disk_folder=Path(prefix_cache))
+            if isinstance(prefix_cache, (str, Path))
+            else prefix_cache or StoreConfig()
+        )
+        config = replace(config, tokens_per_block=max(config.tokens_per_block, min_block_tokens))
         store = PrefixStore(cache.geometry, config, fingerprint=fingerprint, snapshots=cache.has_states)
-        shared = SharedStore(store, writes=wanted is not None, is_own=True, window=window)
+        shared = SharedStore(store, writes=prefix_cache is not None, is_own=True, window=window)
     try:
         load_baked(bundle, shared.store, engine)
     except BaseException:
@@ -238,7 +246,7 @@ def open_prefixes(
     if store is not None:
         return Prefixes(store, salt, retention, adapter, prompt_tokens)
     if salt is not None or retention is not None:
-        found, fix = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
+        got, fix = "one without a prefix cache", "Give load(..., prefix_cache=...), or leave it out."
         field = "retention" if salt is None else "cache_salt"
-        raise UsageError(field, got=found, expected="a prefix cache", fix=fix)
+        raise UsageError(field, got=got, expected="a prefix cache", fix=fix)
     return None

@@ -58,8 +58,8 @@ class TokenRangeRetentionConfig:
         if self.token_start < 0:
             raise PrefixError("token_start", got=self.token_start, expected="0 or above", fix=_FIX)
         if self.token_end is not None and self.token_end <= self.token_start:
-            wanted = f"None or above token_start, {self.token_start}"
-            raise PrefixError("token_end", got=self.token_end, expected=wanted, fix=_FIX)
+            expected = f"None or above token_start, {self.token_start}"
+            raise PrefixError("token_end", got=self.token_end, expected=expected, fix=_FIX)
         check_priority("priority", self.priority)
         _check_duration("duration_ms", self.duration_ms)
 
@@ -74,8 +74,8 @@ def _read_range(option: str, text: str) -> TokenRangeRetentionConfig:
     """A range as users write it: `0-448:100` or `0-448:100:60000`; without an end, `0-:100`."""
     match = _RANGE.fullmatch(text.strip())
     if match is None:
-        wanted = "START-END:PRIORITY or START-END:PRIORITY:MS"
-        raise PrefixError(option, got=repr(text[:80]), expected=wanted, fix="Write 0-448:100, for example.")
+        expected = "START-END:PRIORITY or START-END:PRIORITY:MS"
+        raise PrefixError(option, got=repr(text[:80]), expected=expected, fix="Write 0-448:100, for example.")
     start, end, priority, duration_ms = match.groups()
     return TokenRangeRetentionConfig(
         int(start), int(end) if end else None, int(priority), None if duration_ms is None else int(duration_ms)
@@ -112,12 +112,12 @@ class RetentionPolicy:
         ordered = sorted(self.ranges, key=lambda r: r.token_start)
         for earlier, later in pairwise(ordered):
             if earlier.token_end is None or later.token_start < earlier.token_end:
-                found = f"{earlier} and {later}"
-                raise PrefixError("ranges", got=found, expected="ranges that do not overlap", fix=_FIX)
+                got = f"{earlier} and {later}"
+                raise PrefixError("ranges", got=got, expected="ranges that do not overlap", fix=_FIX)
 
     def of(self, first_token: int, prompt_tokens: int) -> Retention | None:
         """The retention of the block that starts at a token; `prompt_tokens` is the length of the prompt."""
         if first_token >= prompt_tokens:
             return Retention(self.decode_retention_priority, self.decode_duration_ms)
-        entry = next((each for each in self.ranges if each.holds(first_token)), None)
+        entry = next((priority_range for priority_range in self.ranges if priority_range.holds(first_token)), None)
         return None if entry is None else Retention(entry.priority, entry.duration_ms)

@@ -63,8 +63,8 @@ class BlockGroup:
 
 def split_layers(geometry: Geometry) -> tuple[BlockGroup, ...]:
     """The groups of a geometry that have rows, full attention first, then the widest window first."""
-    ordered = sorted(geometry.rows(), key=lambda each: (each.context, each.kv_heads, each.head_dim), reverse=True)
-    return tuple(BlockGroup(each, None if each.context == geometry.context else each.context) for each in ordered)
+    ordered = sorted(geometry.rows(), key=lambda group: (group.window, group.kv_heads, group.head_dim), reverse=True)
+    return tuple(BlockGroup(group, None if group.window == geometry.context else group.window) for group in ordered)
 
 
 class Source(Protocol):

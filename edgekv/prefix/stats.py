@@ -60,9 +60,9 @@ class StoreStats:
 
 
 _PLACES = tuple(
-    f"{each.name}.{tier.name}" if each.name in ("memory", "disk") else each.name
-    for each in fields(StoreStats)
-    for tier in (fields(TierStats) if each.name in ("memory", "disk") else (each,))
+    f"{field.name}.{tier.name}" if field.name in ("memory", "disk") else field.name
+    for field in fields(StoreStats)
+    for tier in (fields(TierStats) if field.name in ("memory", "disk") else (field,))
 )
 counts = attrgetter(*_PLACES)
 """All counters of a `StoreStats`, in one order."""

@@ -121,20 +121,20 @@ class PrefixStore:
             ValueError: a token out of range.
         """
         asked, root = token_bytes(tokens), self.root(salt, adapter)
-        found = Match()
+        best = Match()
         if self.config.enable_block_reuse:
             self._memory.expire()
-            found = self._match(root, asked)
-            public = max((common_tokens(asked, each) for each in self._public), default=0)
-            if salt is not None and adapter is None and public > found.tokens:
+            best = self._match(root, asked)
+            public = max((common_tokens(asked, prefix) for prefix in self._public), default=0)
+            if salt is not None and adapter is None and public > best.tokens:
                 other = self._match(self.root(None), asked[: public * TOKEN_BYTES])
-                found = max(found, other, key=lambda each: each.tokens)
-        self.counters.hits += found.tokens > 0
-        self.counters.misses += found.tokens == 0
-        self.counters.partial_hits += found.tokens % self._step > 0
+                best = max(best, other, key=lambda match: match.tokens)
+        self.counters.hits += best.tokens > 0
+        self.counters.misses += best.tokens == 0
+        self.counters.partial_hits += best.tokens % self._step > 0
         self.counters.tokens_asked += len(asked) // TOKEN_BYTES
-        self.counters.tokens_saved += found.tokens
-        return found
+        self.counters.tokens_saved += best.tokens
+        return best
 
     def restore(self, match: Match, target: Target) -> None:
         """Pass the rows of a match to a target: for each group, those of the tokens that the next one attends to."""
@@ -179,7 +179,6 @@ class PrefixStore:
 
         Args:
             tokens: the sequence from its first token.
-            source: its rows.
             prompt_tokens: tokens of the prompt; later ones are generated. None: all belong to the prompt.
             retention: new priorities of the blocks; None leaves stored blocks unchanged.
             salt: as in `match`.
@@ -201,8 +200,8 @@ class PrefixStore:
         if not 0 <= prompt_tokens <= length:
             raise ValueError(f"prompt_tokens: got {prompt_tokens}; expected 0 to {length}, the tokens")
         if snapshot is not None and not (self.snapshots and 0 < snapshot.tokens <= length):
-            found = f"one after {snapshot.tokens} of {length} tokens"
-            raise ValueError(f"snapshot: got {found}; expected one within them, and a store with snapshots")
+            got = f"one after {snapshot.tokens} of {length} tokens"
+            raise ValueError(f"snapshot: got {got}; expected one within them, and a store with snapshots")
         if not self.config.enable_block_reuse:
             return 0
         if public and whole not in self._public:
@@ -211,7 +210,7 @@ class PrefixStore:
         links = self._keys.chain(root, whole, self._step)
         parent, start = tail(links, root), len(links) * self._step
         rest = whole[start * TOKEN_BYTES :] if ended and self.config.enable_partial_reuse else b""
-        is_known = any(each.startswith(rest) for each in self._memory.neighbours((parent, 0), rest))
+        is_known = any(tokens.startswith(rest) for tokens in self._memory.neighbours((parent, 0), rest))
         if rest and not is_known:
             links.append(self._keys.link(parent, rest, start))
         blocks = self._insert_rows(links, source, prompt_tokens, retention)
@@ -240,7 +239,7 @@ class PrefixStore:
         kept: list[list[Block]] = []
         for number, link in enumerate(links):
             end = link.end
-            wanted = None if retention is None else retention.of(link.start, prompt_tokens)
+            own = None if retention is None else retention.of(link.start, prompt_tokens)
             blocks = []
             for part, group in enumerate(self.groups):
                 block = self._memory.get((link.key, part))
@@ -248,8 +247,8 @@ class PrefixStore:
                     block = self._insert_block(link, part, source, is_pinned)
                 if block is not None:
                     blocks.append(block)
-                    if wanted is not None:
-                        self._memory.retain(block, wanted)
+                    if own is not None:
+                        self._memory.retain(block, own)
                 elif group.window is None or number >= first[part]:
                     return kept
             kept.append(blocks)
@@ -278,8 +277,8 @@ class PrefixStore:
         if (known := self._memory.get((link.key, SNAPSHOT))) is not None:
             self._touch([[known]])
             return
-        keys = {each.key for each in links}
-        arrays = {name: np.array(each) for name, each in snapshot.arrays.items()}
+        keys = {link.key for link in links}
+        arrays = {name: np.array(array) for name, array in snapshot.arrays.items()}
         block = Block(link, SNAPSHOT, False, arrays)
         self.counters.blocks_refused += not self._add(block, lambda id: id[0] in keys and id[1] != SNAPSHOT)
 
@@ -292,7 +291,7 @@ class PrefixStore:
             return 0
         self._memory.expire()
         blocks = [block for block in self._memory if not block.is_saved and self._is_worth(block)]
-        self._disk.write(sorted(blocks, key=lambda each: (each.priority, each.used), reverse=True), self._memory.get)
+        self._disk.write(sorted(blocks, key=lambda block: (block.priority, block.used), reverse=True), self._memory.get)
         return self._disk.held()[0]
 
     def close(self) -> None:
@@ -336,8 +335,8 @@ class PrefixStore:
                 needed.append([(states[end], SNAPSHOT)])
             spans = self._load_all(needed, rows)
             if spans is not None:
-                found = spans.pop()[0] if self.snapshots else None
-                return Match(end, tuple(tuple(block.arrays[ROWS] for block in span) for span in spans), found)
+                snapshot = spans.pop()[0] if self.snapshots else None
+                return Match(end, tuple(tuple(block.arrays[ROWS] for block in span) for span in spans), snapshot)
             if self.snapshots and not self._has((states[end].key, SNAPSHOT), rows):
                 ends.remove(end)
         return Match()
@@ -350,7 +349,7 @@ class PrefixStore:
         if self._disk is not None:
             on_disk = self._disk.rows(lambda table: table.neighbours((parent, 0), rest))
             siblings = [*siblings, *(row.tokens for row in on_disk)]
-        for count, tokens in sorted(((common_tokens(each, rest), each) for each in siblings), reverse=True):
+        for count, tokens in sorted(((common_tokens(tokens, rest), tokens) for tokens in siblings), reverse=True):
             link = self._keys.link(parent, tokens, start)
             self._look_up([link.key], rows)
             if count and all(self._has((link.key, part), rows) for part in self._parts):
@@ -360,13 +359,13 @@ class PrefixStore:
     def _states(self, root: bytes, links: list[Link], asked: bytes, rows: dict[BlockId, Row]) -> dict[int, Link]:
         """The snapshots along a sequence, by the tokens before them."""
         parents = [root, *(link.key for link in links)]
-        found = {(parent, tokens) for parent in parents for tokens in self._memory.children((parent, SNAPSHOT))}
+        snapshots = {(parent, tokens) for parent in parents for tokens in self._memory.children((parent, SNAPSHOT))}
         if self._disk is not None:
             for row in self._disk.rows(lambda table: table.children(parents, SNAPSHOT)):
                 rows[row.key, SNAPSHOT] = row
-                found.add((row.parent, row.tokens))
+                snapshots.add((row.parent, row.tokens))
         starts = {parent: number * self._step for number, parent in enumerate(parents)}
-        links = [self._keys.link(parent, tokens, starts[parent]) for parent, tokens in found]
+        links = [self._keys.link(parent, tokens, starts[parent]) for parent, tokens in snapshots]
         return {link.end: link for link in links if asked.startswith(link.tokens, link.start * TOKEN_BYTES)}
 
     def _longest(self, links: Sequence[Link], ends: Sequence[int], rows: dict[BlockId, Row]) -> int:
@@ -389,8 +388,8 @@ class PrefixStore:
         """Add the rows of blocks that are not in memory."""
         if self._disk is not None:
             absent = [key for key in keys if any(self._memory.get((key, part)) is None for part in self._parts)]
-            found = self._disk.rows(lambda table: table.named(absent)) if absent else []
-            rows.update({(row.key, row.part): row for row in found})
+            rows_on_disk = self._disk.rows(lambda table: table.named(absent)) if absent else []
+            rows.update({(row.key, row.part): row for row in rows_on_disk})
 
     def _has(self, id: BlockId, rows: dict[BlockId, Row]) -> bool:
         return self._memory.get(id) is not None or id in rows
@@ -415,8 +414,8 @@ class PrefixStore:
         """Read a block from disk; None if there is no usable file."""
         if row is None or self._disk is None:
             return None
-        wanted = {ROWS: (self.groups[part].shape(link.end - link.start), self._dtype)} if part != SNAPSHOT else None
-        arrays = self._disk.load(row, lambda found: wanted in (None, {n: (a.shape, a.dtype) for n, a in found.items()}))
+        expected = {ROWS: (self.groups[part].shape(link.end - link.start), self._dtype)} if part != SNAPSHOT else None
+        arrays = self._disk.load(row, lambda read: expected in (None, {n: (a.shape, a.dtype) for n, a in read.items()}))
         chained = part != SNAPSHOT and self.groups[part].window is None
         return None if arrays is None else Block(link, part, chained, arrays, row.priority, is_saved=True)
 

@@ -237,9 +237,9 @@ def _check_format(connection: sqlite3.Connection, path: Path) -> None:
     if version == 0 and is_empty:
         return
     if version != FORMAT or columns not in ([], [*Row._fields]):
-        found = f"a table of format {version}" if version not in (0, FORMAT) else "a table of another program"
+        got = f"a table of format {version}" if version not in (0, FORMAT) else "a table of another program"
         fix = f"Use the edgekv that wrote it, or another folder; or remove this one: rm -r {path.parent}"
-        raise PrefixError(str(path), got=found, expected=f"format {FORMAT}", fix=fix)
+        raise PrefixError(str(path), got=got, expected=f"format {FORMAT}", fix=fix)
 
 
 @contextmanager

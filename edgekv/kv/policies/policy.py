@@ -238,21 +238,21 @@ def check_layers(policy: Policy, geometries: Sequence[RowSpec], context: int, ma
     Raises:
         UsageError: naming the layers, or what `Policy.check` names.
     """
-    narrow = [geometry for geometry in geometries if geometry.context != context]
+    narrow = [geometry for geometry in geometries if geometry.window != context]
     for geometry in geometries:
-        if geometry.context == context:
+        if geometry.window == context:
             policy.check(geometry, max_ar)
-    wanted = instead = ""
+    attending = instead = ""
     if (
         narrow and policy.inverse_frequencies
     ):  # a layer with a smaller window has evicted tokens, which have no new position
-        wanted, instead = "all attend", "fail, sliding-window or keydiff"
+        attending, instead = "all attend", "fail, sliding-window or keydiff"
     elif len(narrow) == len(geometries) and policy.name == "keydiff":
-        wanted, instead = "in part attend", "fail or sliding-window"
-    if wanted:
+        attending, instead = "in part attend", "fail or sliding-window"
+    if attending:
         raise UsageError(
             f"context policy {policy.name}",
-            got=f"layers that attend to {narrow[0].context} tokens of {context}",
-            expected=f"layers that {wanted} to the whole context",
+            got=f"layers that attend to {narrow[0].window} tokens of {context}",
+            expected=f"layers that {attending} to the whole context",
             fix=f"Use {instead}.",
         )

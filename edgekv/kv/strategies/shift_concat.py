@@ -19,7 +19,7 @@ class ShiftConcat:
     """
 
     def __init__(self, geometry: RowSpec, *, max_ar: int) -> None:
-        self._context = geometry.context
+        self._context = geometry.window
         self._max_ar = max_ar
         self._columns = geometry.past_rows(1)
         self._length = 0

@@ -27,11 +27,11 @@ class Slot:
     """
 
     def __init__(self, geometry: RowSpec, *, max_ar: int) -> None:
-        self._context = geometry.context
+        self._context = geometry.window
         self._max_ar = max_ar
         self._order: deque[int] = deque()  # rows of the tokens held, oldest token first
         # The inverse, so that no step scans the whole order: a token's age is its serial - the oldest serial.
-        self._serials = [0] * geometry.context
+        self._serials = [0] * geometry.window
         self._oldest = 0
 
     @property
