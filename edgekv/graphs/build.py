@@ -20,7 +20,6 @@ def emulated(source: PartSource, *, batch_invariant: bool = False) -> onnx.Model
     """The part's graph with every result rounded as on the HTP; its weights stay in the bundle's files.
 
     Args:
-        source: the part.
         batch_invariant: whether a row has the same bits in graphs of every AR; they may differ from those of the
             exported graph.
     """

@@ -23,6 +23,7 @@ from edgekv.spec import (
     TARGET_IN,
     TARGET_OUT,
     TARGET_OUT_RESULT,
+    XIELU_BETA,
     DecoderSpec,
     GraphRecord,
     LoraTarget,
@@ -32,6 +33,7 @@ from edgekv.spec import (
     convolution_kernel,
     feed_forward_norm,
     layer_scalar,
+    xielu_numbers,
 )
 
 V = TypeVar("V")
@@ -74,6 +76,9 @@ class BlockOps(Protocol[V]):
     def gelu(self, x: V, name: str) -> V:
         """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, what PyTorch calls GELU with approximate=tanh."""
 
+    def exact_gelu(self, x: V, name: str) -> V:
+        """`x / 2 * (1 + erf(x / sqrt(2)))`."""
+
     def join(self, parts: list[V], name: str) -> V:
         """Concatenated; the parts and the result have the encoding of `name`."""
 
@@ -111,6 +116,12 @@ class Ops(BlockOps[V], Protocol[V]):
 
     def relu(self, x: V, name: str) -> V:
         """`max(x, 0)`."""
+
+    def exp(self, x: V, name: str) -> V:
+        """`exp(x)` of an x that is at most 0."""
+
+    def complement(self, x: V, of: float, name: str) -> V:
+        """`of - x`."""
 
     def sqrt(self, x: V, name: str) -> V: ...
 
@@ -249,16 +260,16 @@ def target_inputs(ops: Ops[V], spec: DecoderSpec, state: V) -> V:
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     """One layer: a mixer of tokens (attention or what replaces it) and a feed-forward, each added to the residual.
 
-    The feed-forward reads the residual behind the mixer, or, with `spec.parallel`, what the mixer reads.
+    The feed-forward reads the residual behind the mixer, or, with `spec.parallel`, the one that the mixer reads.
     `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
     With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
     normalizes the input of the feed-forward. The functions below are the parts of a layer: each begins with the
     matrices that read one input, or with that input.
     """
     x = mixer_inputs(ops, spec, layer, hidden)
-    hidden = add_mixer(ops, spec, layer, hidden, mixer(ops, spec, layer, x))
-    if not spec.parallel:
-        x = feed_forward_inputs(ops, spec, layer, hidden)
+    before, hidden = hidden, add_mixer(ops, spec, layer, hidden, mixer(ops, spec, layer, x))
+    if spec.parallel != "one-norm":
+        x = feed_forward_inputs(ops, spec, layer, before if spec.parallel else hidden)
     hidden = add_feed_forward(ops, spec, layer, hidden, feed_forward(ops, spec, layer, x))
     if not spec.layer_inputs:
         return hidden
@@ -373,7 +384,7 @@ def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -
     """The input of gate_proj and up_proj, of the residual that they read: see `decoder_layer`."""
     if not spec.pre_norms:
         return hidden
-    if spec.parallel:
+    if spec.parallel == "one-norm":
         return mixer_inputs(ops, spec, layer, hidden)
     return _residual_norm(ops, spec, hidden, feed_forward_norm(spec, layer), f"layers.{layer}.mlp_norm")
 
@@ -383,14 +394,33 @@ def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     at = f"layers.{layer}."
     if not spec.gated:
         up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
-        if spec.activation == "gelu-tanh":
-            return ops.gelu(up, at + "mlp")
+        if spec.activation == "xielu":
+            return xielu(ops, layer, up)
+        if spec.activation != "relu2":
+            return _gelu(ops, spec, up, at + "mlp")
         rectified = ops.relu(up, at + "relu")
         return ops.multiply(rectified, rectified, at + "mlp")
     gate = _linear(ops, spec, x, layer, "mlp.gate_proj", at + "gate")
     up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
-    active = ops.silu(gate, at) if spec.activation == "silu" else ops.gelu(gate, at + "gelu")
+    active = ops.silu(gate, at) if spec.activation == "silu" else _gelu(ops, spec, gate, at + "gelu")
     return ops.multiply(active, up, at + "mlp")
+
+
+def _gelu(ops: Ops[V], spec: DecoderSpec, x: V, name: str) -> V:
+    return ops.exact_gelu(x, name) if spec.activation == "gelu" else ops.gelu(x, name)
+
+
+def xielu(ops: Ops[V], layer: int, x: V) -> V:
+    """`p r^2 + n (exp(m) - 1 - m) + x / 2`, where r is x above 0 and m is x below, of a p and an n for each layer."""
+    at = f"layers.{layer}.xielu_"
+    positive, negative = xielu_numbers(layer)
+    above = ops.relu(x, f"layers.{layer}.relu")
+    below = ops.subtract(x, above, at + "below")
+    # 1 - exp(m) + m is at most 0, and has no constant that would take range.
+    bent = ops.add(ops.complement(ops.exp(below, at + "exp"), 1.0, at + "complement"), below, at + "bent")
+    squares = ops.scale_by(ops.multiply(above, above, at + "square"), positive, at + "squares")
+    curve = ops.subtract(squares, ops.scale_by(bent, negative, at + "bend"), at + "curve")
+    return ops.add(curve, ops.scale(x, XIELU_BETA, at + "line"), f"layers.{layer}.mlp")
 
 
 def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inner: V) -> V:
@@ -408,7 +438,7 @@ def gated_layer_input(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> 
     """The input of per_layer_projection: what the host has gathered, times a gate of the residual."""
     at = f"layers.{layer}."
     gate = _linear(ops, spec, hidden, layer, "per_layer_input_gate", at + "layer_gate")
-    active = ops.silu(gate, at + "layer_") if spec.activation == "silu" else ops.gelu(gate, at + "layer_gelu")
+    active = ops.silu(gate, at + "layer_") if spec.activation == "silu" else _gelu(ops, spec, gate, at + "layer_gelu")
     return ops.multiply(active, ops.layer_input(layer), at + "layer_gated")
 
 
@@ -453,9 +483,6 @@ def part_end(ops: GraphOps[V], spec: DecoderSpec, graph: GraphRecord, part: Part
 
     Args:
         ops: build the part.
-        spec: the decoder.
-        graph: its role.
-        part: its layers.
         hidden: the residual after them.
     """
     selects = part.head and bool(part.layers) and graph.role == "prefill"
@@ -496,11 +523,11 @@ def _residual_norm(ops: Ops[V], spec: DecoderSpec, hidden: V, norm: str, name: s
     if not spec.split:
         return ops.rms_norm(hidden, norm, name, gain=gain)
     copies = []
-    for each in spec.split:
-        block, parts = ops.slice(hidden, each.channel, 1), 1
-        while parts < each.parts:
+    for split in spec.split:
+        block, parts = ops.slice(hidden, split.channel, 1), 1
+        while parts < split.parts:
             if parts > 1:
-                block = ops.join([block] * 4, f"{name}.c{each.channel}x{parts}")
+                block = ops.join([block] * 4, f"{name}.c{split.channel}x{parts}")
             copies += [block] * 3
             parts *= 4
     wide = ops.rms_norm(ops.join([hidden, *copies], name + ".input"), norm, name + ".wide", gain=gain)
@@ -516,13 +543,13 @@ def _projected_heads(
     """
     gain = query_gain(spec) if kind == "q" else 1.0
     at, projection = f"layers.{layer}.{kind}", f"self_attn.{kind}_proj"
-    if spec.qk_norm == "all-heads":
+    if (qk_norm := spec.qk_norm_of(layer)) == "all-heads":
         projected = _linear(ops, spec, x, layer, projection, at + ".projected")
         normed = ops.rms_norm(projected, _head_norm(layer, kind), at, gain=gain)
         yield from ops.split(normed, [spec.of_layer(layer).head_dim] * count)
         return
     for head in range(count):
-        if spec.qk_norm is None:
+        if qk_norm is None:
             yield _linear(ops, spec, x, layer, projection, f"{at}.h{head}", head=head, gain=gain)
         else:
             yield _linear(ops, spec, x, layer, projection, f"{at}.h{head}.projected", head=head)
@@ -532,7 +559,7 @@ def _rotated_head(
     ops: Ops[V], spec: DecoderSpec, layer: int, kind: Literal["q", "k"], x: V, name: str, heads: int = 1
 ) -> V:
     """A query or key head, or several query heads as rows, as scores read them."""
-    if spec.qk_norm is None or spec.qk_norm == "all-heads":
+    if spec.qk_norm_of(layer) != "head":
         return ops.rotate(spec, layer, x, name, heads)
     gain, norm = query_gain(spec) if kind == "q" else 1.0, _head_norm(layer, kind)
     if spec.qk_norm_last:

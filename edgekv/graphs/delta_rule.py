@@ -42,15 +42,15 @@ def between_blocks(rows: int, size: int) -> NDArray[np.float32]:
     """`[rows, rows]`: 1 below the diagonal between the two halves of each block of 2 * `size` rows; see `DeltaOps`."""
     block, half = np.divmod(np.arange(rows), 2 * size)
     same = block[:, None] == block
-    found: NDArray[np.float32] = (same & (half >= size)[:, None] & (half < size)).astype(np.float32)
-    return found
+    mask: NDArray[np.float32] = (same & (half >= size)[:, None] & (half < size)).astype(np.float32)
+    return mask
 
 
 def rows_after(rows: int) -> NDArray[np.float32]:
     """`[rows, rows + 1]`: 1 where a row is after the one that the column stands for; in the last column, everywhere."""
-    found: NDArray[np.float32] = np.tri(rows, rows + 1, -1, dtype=np.float32)
-    found[:, -1] = 1
-    return found
+    mask: NDArray[np.float32] = np.tri(rows, rows + 1, -1, dtype=np.float32)
+    mask[:, -1] = 1
+    return mask
 
 
 LOG1P = (0.499586, 0.326671, 0.213745, 0.105185, 0.025387)
@@ -109,11 +109,11 @@ class Corrections(Generic[V]):
     """What the corrections d of a head's new tokens follow from.
 
     Attributes:
-        wanted: w, `[1, 1, AR, value_dim]`.
+        target: w, `[1, 1, AR, value_dim]`.
         system: A, `[1, 1, AR, P+AR]`.
     """
 
-    wanted: V
+    target: V
     system: V
 
 
@@ -132,12 +132,6 @@ class DeltaOps(Ops[V], Protocol[V]):
 
     def unit(self, x: V, width: int, name: str, *, gain: float = 1.0) -> V:
         """`x / sqrt(sum(x^2) + 1e-6) * gain`, over the width."""
-
-    def exp(self, x: V, name: str) -> V:
-        """`exp(x)` of an x that is at most 0."""
-
-    def complement(self, x: V, of: float, name: str) -> V:
-        """`of - x`."""
 
     def times(self, x: V, weight: str, at: int, name: str) -> V:
         """`x * weight[at]`, an element of a stored vector."""
@@ -180,8 +174,8 @@ class DeltaOps(Ops[V], Protocol[V]):
     def from_identity(self, x: V, name: str) -> V:
         """The identity minus x, `[1, 1, AR, AR]`."""
 
-    def observe_known(self, wanted: V, correction: V, name: str) -> None:
-        """Note what graphs that go row by row compute, `wanted - correction`, where their encodings are chosen."""
+    def observe_known(self, target: V, correction: V, name: str) -> None:
+        """Note what graphs that go row by row compute, `target - correction`, where their encodings are chosen."""
 
     def delta_rule(self, spec: DecoderSpec, layer: int, x: V) -> V:
         return delta_rule(self, spec, layer, x)
@@ -246,13 +240,13 @@ def softplus(ops: DeltaOps[V], x: V, heads: int, at: str) -> list[V]:
     for power in range(len(LOG1P) - 1, 0, -1):
         factor = ops.multiply(ops.complement(factor, LOG1P[power - 1], f"{at}rest{power}"), share, f"{at}term{power}")
     factor = ops.complement(factor, 1.0, at + "factor")
-    found = []
-    parts = (ops.split(each, [1] * heads) for each in (size, factor, above))
+    logarithms = []
+    parts = (ops.split(stack, [1] * heads) for stack in (size, factor, above))
     for head, (own_size, own_factor, own_above) in enumerate(zip(*parts, strict=True)):
         own_share = ops.exp(own_size, f"{at}share.h{head}")
         logarithm = ops.multiply(own_share, own_factor, f"{at}logarithm.h{head}")
-        found.append(ops.add(own_above, logarithm, f"{at}softplus.h{head}"))
-    return found
+        logarithms.append(ops.add(own_above, logarithm, f"{at}softplus.h{head}"))
+    return logarithms
 
 
 def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -> list[V]:
@@ -271,10 +265,10 @@ def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -
         known = ops.attend(new.keys[key], states[head], f"{at}known{of_head}")
         known = ops.multiply(known, start, f"{at}known_left{of_head}")
         missing = ops.subtract(value, known, f"{at}missing{of_head}")
-        wanted = ops.multiply(missing, strength, f"{at}wanted{of_head}")
+        target = ops.multiply(missing, strength, f"{at}wanted{of_head}")
         corrections.append(
             Corrections(
-                wanted=wanted,
+                target=target,
                 system=ops.multiply(weights, strength, f"{at}system{of_head}"),
             )
         )
@@ -303,37 +297,37 @@ def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -
 
 def _correct_together(ops: DeltaOps[V], rule: DeltaRule, layer: int, corrections: list[Corrections[V]]) -> V:
     """The cached rows d of all heads, past and new; the new ones from one system for each head."""
-    at, found, tensor = f"layers.{layer}.delta.", [], KvTensor(layer, "delta_value", 0)
+    at, rows, tensor = f"layers.{layer}.delta.", [], KvTensor(layer, "delta_value", 0)
     past = ops.split(ops.stored(tensor), [rule.value_dim] * rule.value_heads)
     for head, of in enumerate(corrections):
         known_name = f"{at}known_tail.h{head}"
         known = ops.attend(ops.columns(of.system, 0), past[head], known_name)
-        rest = ops.subtract(of.wanted, known, f"{at}rest.h{head}")
-        found.append(solve(ops, ops.new_columns(of.system), rest, at + "correction"))
-        ops.observe_known(of.wanted, found[-1], known_name)
-    return ops.append_to_cache(ops.join(found, at + "correction"), tensor)
+        rest = ops.subtract(of.target, known, f"{at}rest.h{head}")
+        rows.append(solve(ops, ops.new_columns(of.system), rest, at + "correction"))
+        ops.observe_known(of.target, rows[-1], known_name)
+    return ops.append_to_cache(ops.join(rows, at + "correction"), tensor)
 
 
 def _correct_by_row(ops: DeltaOps[V], rule: DeltaRule, layer: int, corrections: list[Corrections[V]]) -> list[V]:
     """The same token by token: for each new token, the rows up to its own."""
     at, tensor = f"layers.{layer}.delta.", KvTensor(layer, "delta_value", 0)
     widths = [rule.value_dim] * rule.value_heads
-    found, seen, rows = list[V](), list[V](), ops.stored(tensor)
+    new_rows, seen, rows = list[V](), list[V](), ops.stored(tensor)
     for row in range(ops.new_rows):
-        if found:
-            rows = ops.extended(rows, found[-1], tensor)
+        if new_rows:
+            rows = ops.extended(rows, new_rows[-1], tensor)
             seen.append(rows)
         parts = []
         for head, before in enumerate(ops.split(rows, widths)):
             of = corrections[head]
             known = ops.attend(ops.columns(ops.row(of.system, row), row), before, f"{at}known_tail.h{head}")
-            parts.append(ops.subtract(ops.row(of.wanted, row), known, at + "correction"))
-        found.append(ops.join(parts, at + "correction"))
-    return [*seen, ops.append_to_cache(ops.together(found, at + "correction"), tensor)]
+            parts.append(ops.subtract(ops.row(of.target, row), known, at + "correction"))
+        new_rows.append(ops.join(parts, at + "correction"))
+    return [*seen, ops.append_to_cache(ops.together(new_rows, at + "correction"), tensor)]
 
 
-def solve(ops: DeltaOps[V], system: V, wanted: V, name: str) -> V:
-    """The d with `d_i + sum over j < i of system_ij d_j = wanted_i`, `[1, 1, AR, width]`.
+def solve(ops: DeltaOps[V], system: V, target: V, name: str) -> V:
+    """The d with `d_i + sum over j < i of system_ij d_j = target_i`, `[1, 1, AR, width]`.
 
     By inverses of blocks of 1, 2, 4, ... rows, each from two of half its size: of X, the inverses of all blocks, and M,
     what `system` has between the two halves of the next larger ones, those are `X - X M X`. Their elements stay near 1,
@@ -349,7 +343,7 @@ def solve(ops: DeltaOps[V], system: V, wanted: V, name: str) -> V:
             half = ops.attend(between, inverse, name + "_half")
             inverse = ops.subtract(inverse, ops.attend(inverse, half, name + "_change"), name + "_inverse")
         size *= 2
-    return wanted if inverse is None else ops.attend(inverse, wanted, name)
+    return target if inverse is None else ops.attend(inverse, target, name)
 
 
 def _convolved(ops: DeltaOps[V], rule: DeltaRule, layer: int, channels: V) -> V:

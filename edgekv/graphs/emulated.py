@@ -24,7 +24,7 @@ class EmulatedOps(StackedOps):
 
     def _rounded(self, x: str, name: str, heads: int = 0) -> View:
         names = [self._name_of_head(name, head) for head in range(heads)] or [name]
-        encodings = tuple(self._encoding(each) for each in names)
+        encodings = tuple(self._encoding(encoded) for encoded in names)
         return View(self._round(x, encodings), heads, 0, encodings)
 
     def _as(self, x: str, like: View) -> View:
@@ -71,7 +71,7 @@ class EmulatedOps(StackedOps):
     def _operand(self, values: View) -> View:
         if values.encodings[0].dtype != "u16":
             return values
-        encodings = tuple(signed_operand(each) for each in values.encodings)
+        encodings = tuple(signed_operand(encoding) for encoding in values.encodings)
         rounded = self._once(("signed", values.tensor), lambda: self._round(values.tensor, encodings))
         return replace(values, tensor=rounded, encodings=encodings)
 
@@ -79,13 +79,13 @@ class EmulatedOps(StackedOps):
         return self._weights.places.matrices[key].dtype
 
     def _by_group(self, x: View, shared: View) -> tuple[str, int]:
-        each = x.heads // shared.heads
-        if each > 1 and folds_heads(self._source.graph, self.spec):
-            rows = each * self._ar
+        group_size = x.heads // shared.heads
+        if group_size > 1 and folds_heads(self._source.graph, self.spec):
+            rows = group_size * self._ar
             return self._nodes.reshape(x.tensor, [shared.heads, 1, rows, -1]), rows
-        if each == 1 or shared.heads == 1:
+        if group_size == 1 or shared.heads == 1:
             return x.tensor, self._ar
-        return self._nodes.reshape(x.tensor, [shared.heads, each, self._ar, -1]), self._ar
+        return self._nodes.reshape(x.tensor, [shared.heads, group_size, self._ar, -1]), self._ar
 
     def _by_keys(self, query: View, keys: View) -> str:
         left, rows = self._by_group(query, keys)

@@ -2,9 +2,10 @@
 
 LayerNorm is `normalize`: matrices that write the residual are stored without the mean of their outputs, so that every
 row has the mean 0 and its deviation is its root mean square; weights and biases of norms are in the matrices that read
-them. Both are exact. A norm of merged patches needs the means of each, which are a second residual of width 1 then.
+them. Both are exact. A norm of merged patches needs the means of each, which are a second residual of width 1 then; if
+it follows a norm of each patch, the mean of the merged ones is taken away before it.
 Pictures come as patches in the order of the squares that the projector merges, so that merging
-moves nothing.
+moves nothing. Those of a picture with a shape of its own are followed by inputs that no patch sees.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from edgekv.graphs.decoder import BlockOps
 from edgekv.spec import (
+    CENTER,
+    LAST_NORM,
+    LAST_NORM_BIAS,
     MERGED_MEANS,
     PATCHES,
+    PATCHES_BIAS,
     POSITIONS,
     PROJECTOR,
     PROJECTOR_BIAS,
     PROJECTOR_OUT,
     PROJECTOR_OUT_BIAS,
+    TABLE,
     EncoderSpec,
     low_of,
     mean_of,
@@ -32,7 +38,16 @@ class EncoderOps(BlockOps[V], Protocol[V]):
     """The operations of an encoder. Activations are `[1, 1, patches, width]`."""
 
     def plus(self, x: V, weight: str, name: str) -> V:
-        """`x` plus a stored tensor of its shape."""
+        """`x` plus a stored tensor of its shape or its width."""
+
+    def places(self) -> V:
+        """How much of each row of the table of positions an input gets, `[1, 1, inputs, table_side**2]`."""
+
+    def unpadded(self, scores: V, name: str) -> V:
+        """The scores lowered at inputs that are no patches."""
+
+    def rms_norm(self, x: V, weight: str, name: str) -> V:
+        """`x / rms(x) * weight`, over the width."""
 
     def patches(self, x: V) -> V:
         """`x` without the row of a class behind the patches, if there is one."""
@@ -45,9 +60,6 @@ class EncoderOps(BlockOps[V], Protocol[V]):
 
     def normalize_merged(self, x: V, name: str) -> V:
         """`x / rms(x)` over the width of merged patches, with the projector's epsilon."""
-
-    def exact_gelu(self, x: V, name: str) -> V:
-        """`x / 2 * (1 + erf(x / sqrt(2)))`."""
 
 
 class Residual(NamedTuple, Generic[V]):
@@ -82,6 +94,9 @@ def _linear(
 
 def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[V]:
     """The residual before the first layer, from pixels `[1, 1, inputs, 3 * patch**2]`."""
+    if spec.has_shapes:
+        seen = _linear(ops, spec, pixels, PATCHES, "vision.patches", bias=PATCHES_BIAS)
+        return Residual(ops.add(seen, _linear(ops, spec, ops.places(), TABLE, "vision.places"), "vision.entry"), None)
     rows = ops.plus(_linear(ops, spec, pixels, PATCHES, "vision.patches"), POSITIONS, "vision.entry")
     if not spec.keeps_means:
         return Residual(rows, None)
@@ -110,8 +125,10 @@ def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: R
             )
             for kind in "qkv"
         )
-        shares = ops.softmax(ops.scores(query, key, f"{at}scores.h{head}"), "vision.probabilities")
-        outputs.append(ops.attend(shares, value, at + "attention"))
+        scores = ops.scores(query, key, f"{at}scores.h{head}")
+        if spec.has_shapes:
+            scores = ops.unpadded(scores, f"{at}unpadded.h{head}")
+        outputs.append(ops.attend(ops.softmax(scores, "vision.probabilities"), value, at + "attention"))
     residual = _added(ops, spec, residual, ops.join(outputs, at + "attention"), at, "o_proj")
     x = ops.normalize(residual.rows, spec.hidden, at + "mlp_norm")
     inner = _gelu(ops, spec, _linear(ops, spec, x, at + "fc1.weight", at + "fc1", bias=at + "fc1.bias"), at + "gelu")
@@ -130,17 +147,28 @@ def _added(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V], x: V, a
 
 def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
     """The rows that stand in a prompt, `[1, 1, rows, output]`."""
+    x = _merged(ops, spec, residual)
+    if spec.projector == "matrix":
+        return _linear(ops, spec, x, PROJECTOR, "vision.rows", bias=PROJECTOR_BIAS)
+    inner = _linear(ops, spec, x, PROJECTOR, "vision.projector", bias=PROJECTOR_BIAS)
+    x = ops.exact_gelu(inner, "vision.projector_gelu")
+    return _linear(ops, spec, x, PROJECTOR_OUT, "vision.rows", bias=PROJECTOR_OUT_BIAS)
+
+
+def _merged(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
+    """What the projector reads: patches that become one row next to each other, normalized before or behind that."""
     x, means = ops.patches(residual.rows), residual.means
-    if means is None:
-        x = ops.normalize(x, spec.hidden, "vision.last_norm")
-        return _linear(ops, spec, ops.merged(x, spec.merged), PROJECTOR, "vision.rows", bias=PROJECTOR_BIAS)
+    if spec.norms == "patches":
+        return ops.merged(ops.normalize(x, spec.hidden, "vision.last_norm"), spec.merged)
+    if spec.norms == "both":
+        weighted = ops.rms_norm(x, LAST_NORM, "vision.last_norm")
+        x = ops.merged(ops.plus(weighted, LAST_NORM_BIAS, "vision.last_norm_bias"), spec.merged)
+        x = ops.add(x, ops.linear(x, CENTER, "vision.center"), "vision.centered")
+        return ops.normalize_merged(x, "vision.merged_norm")
+    assert means is not None, "a norm of merged patches alone needs them"
     merged = ops.linear(ops.merged(ops.patches(means), spec.merged), MERGED_MEANS, "vision.merged_means")
     x = ops.add(x, ops.unmerged(merged), "vision.with_means")
-    x = ops.normalize_merged(ops.merged(x, spec.merged), "vision.last_norm")
-    x = _gelu(
-        ops, spec, _linear(ops, spec, x, PROJECTOR, "vision.projector", bias=PROJECTOR_BIAS), "vision.projector_gelu"
-    )
-    return _linear(ops, spec, x, PROJECTOR_OUT, "vision.rows", bias=PROJECTOR_OUT_BIAS)
+    return ops.normalize_merged(ops.merged(x, spec.merged), "vision.last_norm")
 
 
 def _gelu(ops: EncoderOps[V], spec: EncoderSpec, x: V, name: str) -> V:

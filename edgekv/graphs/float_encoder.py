@@ -13,7 +13,7 @@ from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encod
 from edgekv.graphs.products import Products, Rows
 from edgekv.graphs.stacks import HeadStacks, View
 from edgekv.graphs.weight_file import WeightFile
-from edgekv.spec import PIXELS_PORT, ROWS_PORT
+from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, ROWS_PORT
 from quant import DTYPES
 
 
@@ -24,7 +24,6 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
         """Start with the pixels.
 
         Args:
-            vision: the encoder.
             weights: of the encoder.
             mode: how activations are rounded in products.
             file: takes the integers as the products read them.
@@ -34,19 +33,32 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
         self._products = Products(self._nodes, file, mode, is_scoring=False, batch_invariant=False)
         self._normal: set[str] = set()
         """Results of norms."""
-        pixels = self._nodes.dequantize(PIXELS_PORT, [vision.encodings[PIXELS_PORT]], "pixels")
-        self.entry = View(self._nodes.reshape(pixels, [1, self._spec.inputs, self._spec.patch_values]))
+        self.entry = self._rows_of(PIXELS_PORT)
+
+    def _input(self, port: str) -> str:
+        return self._once(
+            ("input", port), lambda: self._nodes.dequantize(port, [self._vision.encodings[port]], port + ".real")
+        )
+
+    def _rows_of(self, port: str) -> View:
+        return View(self._nodes.reshape(self._input(port), [1, self._spec.inputs, -1]))
+
+    def places(self) -> View:
+        return self._rows_of(PLACES_PORT)
+
+    def unpadded(self, scores: View, name: str) -> View:
+        return self._each("Add", [scores], name, [self._input(PADDING_PORT)])
 
     def linear(
         self, x: View, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
     ) -> View:
         def product() -> str:
             rows = Rows(x.tensor, self._spec.inputs, x.tensor in self._normal, True)
-            found = self._products.multiply(rows, self._weights.matrix(weight), weight)
+            result = self._products.multiply(rows, self._weights.matrix(weight), weight)
             if bias is not None:
                 added = self._nodes.constant(self._bias(bias, is_by_head=head is not None, gain=gain), f"{name}.bias")
-                found = self._nodes.add("Add", [found, added], name)
-            return found if head is None else self._to_heads(found, self._spec.heads)
+                result = self._nodes.add("Add", [result, added], name)
+            return result if head is None else self._to_heads(result, self._spec.heads)
 
         tensor = self._once(("linear", weight), product)
         return View(tensor) if head is None else View(tensor, self._spec.heads, head)
@@ -57,28 +69,29 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
         return self._values(name, gain)
 
     def normalize(self, x: View, width: int, name: str) -> View:
-        return self._normalized(x, width, name, self._spec.eps)
+        return self._normalized(x, self._unit_weights(width), name, self._spec.eps)
+
+    def rms_norm(self, x: View, weight: str, name: str) -> View:
+        return self._normalized(x, self._floats(weight), name, self._spec.eps)
 
     def normalize_merged(self, x: View, name: str) -> View:
-        return self._normalized(x, self._spec.hidden * self._spec.merged, name, self._spec.projector_eps)
+        weights = self._unit_weights(self._spec.hidden * self._spec.merged)
+        return self._normalized(x, weights, name, self._spec.projector_eps)
 
-    def _normalized(self, x: View, width: int, name: str, eps: float) -> View:
+    def _normalized(self, x: View, weights: str, name: str, eps: float) -> View:
         attributes = {"axis": -1, "epsilon": eps, "stash_type": 1}
-        found = self._each("SimplifiedLayerNormalization", [x], name, [self._unit_weights(width)], **attributes)
-        self._normal.add(found.tensor)
-        return found
+        normalized = self._each("SimplifiedLayerNormalization", [x], name, [weights], **attributes)
+        self._normal.add(normalized.tensor)
+        return normalized
 
     def plus(self, x: View, weight: str, name: str) -> View:
         return self._each("Add", [x], name, [self._floats(weight)])
 
-    def exact_gelu(self, x: View, name: str) -> View:
-        return self._each("Gelu", [x], name)
-
     def merged(self, x: View, rows: int) -> View:
-        found = self._nodes.reshape(x.tensor, [1, self._spec.patches // rows, -1])
+        reshaped = self._nodes.reshape(x.tensor, [1, self._spec.patches // rows, -1])
         if x.tensor in self._normal:
-            self._normal.add(found)
-        return View(found)
+            self._normal.add(reshaped)
+        return View(reshaped)
 
     def unmerged(self, x: View) -> View:
         return View(self._nodes.reshape(x.tensor, [1, -1, 1]))
@@ -111,12 +124,12 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
             ],
             [ROWS_PORT],
         )
-        shapes = {PIXELS_PORT: (1, 1, spec.inputs, spec.patch_values), ROWS_PORT: (1, 1, spec.rows, spec.output)}
-        pixels, features = (
+        shapes = spec.input_shapes | {ROWS_PORT: (1, 1, spec.rows, spec.output)}
+        *inputs, features = (
             helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(DTYPES[encodings[name].dtype]), shape)
             for name, shape in shapes.items()
         )
-        return self._nodes.model(ENCODER, [pixels], [features])
+        return self._nodes.model(ENCODER, inputs, [features])
 
 
 def float_encoder(

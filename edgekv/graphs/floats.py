@@ -109,21 +109,21 @@ class FloatOps(StackedOps):
     ) -> View:
         together = self._together(weight)
         if len(together) == 1:
-            found = super().linear(x, weight, name, bias=bias, head=head, gain=gain)
+            view = super().linear(x, weight, name, bias=bias, head=head, gain=gain)
             if together[0].name != _GATE or head is None or self._ar > 1:
-                return found
+                return view
             by_group = [self.spec.kv_heads, 1, -1, self.spec.head_dim]  # as results of attention are, see `_apart`
             return replace(
-                found, tensor=self._once(("by group", weight), lambda: self._nodes.reshape(found.tensor, by_group))
+                view, tensor=self._once(("by group", weight), lambda: self._nodes.reshape(view.tensor, by_group))
             )
         project = self._projected_heads if together[0].name in _HEADS else self._projected
-        found = self._once(("together", together), lambda: project(x, together))[weight]
-        return found if head is None else replace(found, head=found.head + head)
+        view = self._once(("together", together), lambda: project(x, together))[weight]
+        return view if head is None else replace(view, head=view.head + head)
 
     def _product(self, x: View, keys: Sequence[str], name: str) -> str:
         matrices = self._weights.places.matrices
         projection = _Projection.of(keys[0])
-        readers = keys if projection is None else [f"{each.key}.weight" for each in _siblings(projection)]
+        readers = keys if projection is None else [f"{sibling.key}.weight" for sibling in _siblings(projection)]
         only_bytes = all(matrices[key].dtype == "int8" for key in readers if key in matrices)
         tensor = self._tensor(x)
         rows = Rows(tensor, self._rows, tensor in self._normal or keys[0] == HEAD, only_bytes)
@@ -136,22 +136,22 @@ class FloatOps(StackedOps):
             return (_Projection(0, weight),)
         matrices, lora = self._weights.places.matrices, self._decoder.lora
         dtype = matrices[weight].dtype
-        siblings = [each for each in _siblings(own) if f"{each.key}.weight" in matrices]
-        alike = [each for each in siblings if matrices[f"{each.key}.weight"].dtype == dtype]
+        siblings = [sibling for sibling in _siblings(own) if f"{sibling.key}.weight" in matrices]
+        alike = [sibling for sibling in siblings if matrices[f"{sibling.key}.weight"].dtype == dtype]
         if own.name in _HEADS:
-            if self.spec.qk_norm == "all-heads":
+            if self.spec.qk_norm_of(own.layer) == "all-heads":
                 return (own,)
             has_slot = {name: lora is not None and target in lora for name, target in _HEADS.items()}
-            alike = [each for each in alike if has_slot[each.name] == has_slot[own.name]]
+            alike = [sibling for sibling in alike if has_slot[sibling.name] == has_slot[own.name]]
         return tuple(alike)
 
     def _together_product(self, x: View, projections: Sequence[_Projection]) -> str:
-        keys = [f"{each.key}.weight" for each in projections]
+        keys = [f"{projection.key}.weight" for projection in projections]
         product = self._product(x, keys, projections[0].key)
-        biased = [each for each in projections if self._is_biased(each)]
+        biased = [projection for projection in projections if self._is_biased(projection)]
         if not biased:
             return product
-        biases = [self._bias(each) for each in projections]
+        biases = [self._bias(projection) for projection in projections]
         added = self._nodes.constant(np.concatenate(biases), f"{keys[0]}.biases")
         return self._nodes.add("Add", [product, added], f"{product}.biased")
 
@@ -163,7 +163,7 @@ class FloatOps(StackedOps):
             return np.zeros(place.columns, np.float32)
         if projection.name not in _HEADS:
             return self._values(key, 1.0)
-        gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm is None else 1.0
+        gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm_of(projection.layer) is None else 1.0
         heads = range(place.columns // spec.of_layer(projection.layer).head_dim)
         return np.concatenate([self._values(f"{key}.h{head}", gain) for head in heads])
 
@@ -172,14 +172,14 @@ class FloatOps(StackedOps):
 
     def _projected(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
         product = self._together_product(x, projections)
-        widths = [self._weights.places.matrices[f"{each.key}.weight"].columns for each in projections]
+        widths = [self._weights.places.matrices[f"{projection.key}.weight"].columns for projection in projections]
         parts = self._nodes.split(product, widths, -1)
-        return {f"{each.key}.weight": View(part) for each, part in zip(projections, parts, strict=True)}
+        return {f"{projection.key}.weight": View(part) for projection, part in zip(projections, parts, strict=True)}
 
     def _projected_heads(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
         """Queries, keys or values, or several of them; queries and keys are one stack if they are rotated next."""
         spec, layer = self.spec, projections[0].layer
-        names = [each.name for each in projections]
+        names = [projection.name for projection in projections]
         heads = [spec.heads if name == _QUERY else spec.of_layer(layer).kv_heads for name in names]
         stack = self._to_heads(self._together_product(x, projections), sum(heads))
         if self._decoder.lora is not None and _HEADS[names[0]] in self._decoder.lora:
@@ -188,7 +188,7 @@ class FloatOps(StackedOps):
             ]
             added = self._multiply(self._reduced(x, layer, _HEADS[names[0]]), self._adapter(pieces), self._ar)
             stack = self._nodes.add("Add", [stack, added], f"{stack}.adapted")
-        if names[:2] != [_QUERY, _KEY] or spec.qk_norm is not None or spec.rope_of(layer) is None:
+        if names[:2] != [_QUERY, _KEY] or spec.qk_norm_of(layer) is not None or spec.rope_of(layer) is None:
             views = [View(part, n) for part, n in zip(self._nodes.split(stack, heads, 0), heads, strict=True)]
         else:
             queries, keys, *values = heads
@@ -196,10 +196,10 @@ class FloatOps(StackedOps):
             self._turning.add(both)
             views = [View(both, queries + keys), View(both, queries + keys, queries)]
             views += [View(part, n) for part, n in zip(rest, values, strict=True)]
-        return {f"{each.key}.weight": view for each, view in zip(projections, views, strict=True)}
+        return {f"{projection.key}.weight": view for projection, view in zip(projections, views, strict=True)}
 
     def adapt(self, y: View, x: View, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> View:
-        projection = next((name for name, each in _HEADS.items() if each == target), None)
+        projection = next((name for name, slot in _HEADS.items() if slot == target), None)
         if projection is not None and len(self._together(f"{_Projection(layer, projection).key}.weight")) > 1:
             return y  # it is adapted with the others
         return super().adapt(y, x, layer, target, name, head=head)
@@ -219,12 +219,12 @@ class FloatOps(StackedOps):
             result = self._nodes.unique(name)
             inputs, outputs = [*self._sums.pop(x.tensor), gamma], [result, "", "", x.tensor]
             self._nodes.write("SkipSimplifiedLayerNormalization", inputs, outputs, epsilon=self.spec.eps)
-            found = View(result)
+            normalized = View(result)
         else:
             attributes = {"axis": -1, "epsilon": self.spec.eps, "stash_type": 1}
-            found = self._each("SimplifiedLayerNormalization", [x], name, [gamma], **attributes)
-        self._normal.add(found.tensor)
-        return found
+            normalized = self._each("SimplifiedLayerNormalization", [x], name, [gamma], **attributes)
+        self._normal.add(normalized.tensor)
+        return normalized
 
     def normalize(self, x: View, width: int, name: str) -> View:
         attributes = {"axis": -1, "epsilon": self.spec.eps, "stash_type": 1}
@@ -279,10 +279,10 @@ class FloatOps(StackedOps):
 
     def _rows_of_groups(self, x: View, shared: View) -> tuple[str, int]:
         """The queries that share keys or values as rows of one product."""
-        each = x.heads // shared.heads
-        if each == 1:
+        group_size = x.heads // shared.heads
+        if group_size == 1:
             return x.tensor, self._ar
-        return self._nodes.reshape(x.tensor, [shared.heads, 1, -1, 0]), each * self._ar
+        return self._nodes.reshape(x.tensor, [shared.heads, 1, -1, 0]), group_size * self._ar
 
     def _apart(self, product: str, heads: int) -> str:
         # A single row stays a row of its group until heads are joined.

@@ -18,12 +18,12 @@ from edgekv.graphs.source import PartSource, Source
 from edgekv.machine.program import program_sha256
 from edgekv.machine.scratch import atomic_file, held_folder, scratch_folder
 from edgekv.machine.steps import step
-from edgekv.machine.system import MIB, cache_folder, read_file
+from edgekv.machine.system import MIB, cache_folder, cache_limit_bytes, read_file
 
 EMULATED = "emulated"
 RENDERED = "rendered"
-_MOST_FILES = 64
-_MOST_RENDERED = 16
+_MAX_FILES = 64
+_MAX_RENDERED = 16
 _COUNT_BYTES = 4
 _INVARIANT = ("batch invariant",)
 _LARGEST_BYTES = 256 * MIB
@@ -40,8 +40,8 @@ def emulated_bytes(source: PartSource, *, batch_invariant: bool = False) -> byte
     # The content of weights is not part of the key: they stay in their files.
     kept = cache_folder() / EMULATED / f"{_key(source, *_INVARIANT * batch_invariant)}.onnx"
     with suppress(OSError):
-        if (found := _read(kept)) is not None:
-            return found
+        if (graph := _read(kept)) is not None:
+            return graph
     if not batch_invariant and not can_build():
         return read_file(source.file, _LARGEST_BYTES)
     # Importing onnx takes a third of a second; kept graphs do not need it.
@@ -84,7 +84,7 @@ def rendered_graph(
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             content, names = _render(source, mode, folder, batch_invariant)
-            _keep(kept, _with_names(content, names), _MOST_RENDERED)
+            _keep(kept, _with_names(content, names), _MAX_RENDERED)
             _remove_unused(folder)
     if content is not None:
         yield content, folder
@@ -123,8 +123,8 @@ def _without_names(content: bytes) -> tuple[bytes, tuple[str, ...]]:
 def _read_rendered(kept: Path, hashes: FileHashes) -> bytes | None:
     """A kept model; None if it or its weights are missing or damaged."""
     with suppress(OSError):
-        if (found := _read(kept)) is not None:
-            content, weights = _without_names(found)
+        if (rendered := _read(kept)) is not None:
+            content, weights = _without_names(rendered)
             if all(hashes.sha256_of(kept.with_name(name)) == Path(name).stem for name in weights):
                 os.utime(kept)  # the least recently used are removed
                 return content
@@ -132,11 +132,31 @@ def _read_rendered(kept: Path, hashes: FileHashes) -> bytes | None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove the weights of models that are gone."""
+    """Remove the least recently used models above the limit of the cache, and the weights of models that are gone.
+
+    Models share files of weights. The last one stays, however large it is.
+    """
     from edgekv.graphs.packed_weights import remove_unused_weights
 
-    models = [_read(path) for path in folder.glob("*.onnx")]
-    remove_unused_weights(folder, {name for each in models if each is not None for name in _without_names(each)[1]})
+    used, held_bytes, most_bytes = set[str](), 0, cache_limit_bytes()
+    for path in sorted(folder.glob("*.onnx"), key=lambda path: -path.stat().st_mtime_ns):
+        content = _read(path)
+        names = () if content is None else _without_names(content)[1]
+        new_bytes = path.stat().st_size + sum(_file_bytes(folder / name) for name in {*names} - used)
+        if used and held_bytes + new_bytes > most_bytes:
+            path.unlink(missing_ok=True)
+        else:
+            held_bytes += new_bytes
+            used.update(names)
+    remove_unused_weights(folder, used)
+
+
+def _file_bytes(path: Path) -> int:
+    """Its size; 0 if another process has removed it."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _read(kept: Path) -> bytes | None:
@@ -146,18 +166,18 @@ def _read(kept: Path) -> bytes | None:
     return content if digest == sha256(content).digest() else None
 
 
-def _keep(kept: Path, content: bytes, most: int = _MOST_FILES) -> None:
+def _keep(kept: Path, content: bytes, max_files: int = _MAX_FILES) -> None:
     """Write a file and remove the oldest ones."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(kept, flush=False) as partial:
         partial.touch(0o600)
         partial.write_bytes(sha256(content).digest() + content)
-    _remove_oldest(kept.parent, kept.suffix, most)
+    _remove_oldest(kept.parent, kept.suffix, max_files)
 
 
-def _remove_oldest(folder: Path, suffix: str, most: int) -> None:
+def _remove_oldest(folder: Path, suffix: str, max_files: int) -> None:
     newest_first = sorted(folder.glob(f"*{suffix}"), key=lambda path: -path.stat().st_mtime_ns)
-    for old in newest_first[most:]:
+    for old in newest_first[max_files:]:
         old.unlink()
 
 

@@ -30,7 +30,7 @@ _CONTRIB_OPERATIONS = frozenset(
     }
 )
 """ONNX Runtime's own. ONNX has a RotaryEmbedding too, which reads other inputs."""
-_MOST_NAMED = 16  # elements of a constant whose name says its value
+_MAX_NAMED = 16  # elements of a constant whose name says its value
 
 
 class Nodes:
@@ -89,7 +89,7 @@ class Nodes:
     def constant(self, value: NDArray[Any], name: str | None = None) -> str:
         """Store a constant; without a name it has one that says its value."""
         if name is None:
-            assert value.size <= _MOST_NAMED, "a constant of this size needs a name"
+            assert value.size <= _MAX_NAMED, "a constant of this size needs a name"
             name = f"{value.dtype}_{'x'.join(map(str, value.shape))}_" + "_".join(map(repr, value.ravel().tolist()))
         if name not in self._initializers:
             self._initializers[name] = numpy_helper.from_array(value, name)
@@ -118,9 +118,9 @@ class Nodes:
             encoding = encodings[0]
             zero = np.array(encoding.zero_point, DTYPES[encoding.dtype])
             return self.number(encoding.scale), self.constant(zero)
-        scales = np.array([each.scale for each in encodings], np.float32)
-        zeros = np.array([each.zero_point for each in encodings], DTYPES[encodings[0].dtype])
-        names = ["_".join(map(repr, each.tolist())) for each in (scales, zeros)]
+        scales = np.array([encoding.scale for encoding in encodings], np.float32)
+        zeros = np.array([encoding.zero_point for encoding in encodings], DTYPES[encodings[0].dtype])
+        names = ["_".join(map(repr, array.tolist())) for array in (scales, zeros)]
         return self.constant(scales, f"scales_{names[0]}"), self.constant(zeros, f"zeros_{zeros.dtype}_{names[1]}")
 
     # ------------------------------------------------------------------ the model
@@ -129,8 +129,8 @@ class Nodes:
         self, name: str, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
     ) -> onnx.ModelProto:
         """The model, with the constants that its nodes read."""
-        read = {each for node in self.nodes for each in node.input}
-        constants = [each for each in self._initializers.values() if each.name in read]
+        read = {tensor for node in self.nodes for tensor in node.input}
+        constants = [constant for constant in self._initializers.values() if constant.name in read]
         graph = helper.make_graph(self.nodes, name, inputs, outputs, constants)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(_CONTRIB, 1)]
         model: onnx.ModelProto = helper.make_model(

@@ -71,7 +71,7 @@ def _move(tensor: onnx.TensorProto, content: mmap.mmap, folder: Path) -> str:
 
     entries = {entry.key: entry for entry in tensor.external_data}
     entries["offset"].value = moved(entries["offset"].value, entries["length"].value)
-    for key in sorted(each for each in entries if each.startswith(_PACKED)):
+    for key in sorted(entry for entry in entries if entry.startswith(_PACKED)):
         kernel, *blobs = entries[key].value.split("|")
         places = [blob.split(";") for blob in blobs]  # offset, length, checksum
         entries[key].value = "|".join(

@@ -16,14 +16,14 @@ from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.weight_file import WeightFile
 from quant import Grid, QuantizedWeight
 
-_LEAST_ROWS = 4  # with fewer, reading 4-bit weights is faster
+_MIN_ROWS = 4  # with fewer, reading 4-bit weights is faster
 _LARGE = 1 << 23  # weights: their product takes as long with two rows as with one
 _BITS = 8
 _MIDDLE = 128  # zero point of uint8
 _BLOCK_ROWS = 64  # of matrices with one scale a column; int8 activations get a scale for each block
 _INT8_ACTIVATIONS = 4
 _STEPS = (1 / 127, 1 / 127 / 254)  # of the largest element: the rest is at most half a step, 127 smaller ones
-_LEAST_STEP = 1e-30  # of a row of zeros
+_MIN_STEP = 1e-30  # of a row of zeros
 
 _Part = tuple[str, str, str]  # integers, their scale and zero point
 
@@ -49,8 +49,8 @@ def beside(matrices: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Matrices of one type that read the same activations, as one."""
     if len(matrices) == 1:
         return matrices[0]
-    integers = np.concatenate([each.integers for each in matrices], axis=1)
-    return QuantizedWeight(integers, Grid.joined([each.grid for each in matrices]))
+    integers = np.concatenate([matrix.integers for matrix in matrices], axis=1)
+    return QuantizedWeight(integers, Grid.joined([matrix.grid for matrix in matrices]))
 
 
 def packed(weight: QuantizedWeight) -> NDArray[np.uint8]:
@@ -116,7 +116,6 @@ class Products:
         Args:
             nodes: takes the nodes.
             weights: takes the integers and their scales.
-            mode: see above.
             is_scoring: whether to multiply all rows as few ones.
             batch_invariant: whether the bits of a row must not depend on how many others there are: the kernel of 4-bit
                 weights takes rows in pairs, and a single one differently, so that an odd row is multiplied twice.
@@ -130,7 +129,7 @@ class Products:
 
     def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
         """The product `[1, rows, out]`; `key` is the name of the matrix."""
-        by_row = self._is_scoring or x.count < _LEAST_ROWS
+        by_row = self._is_scoring or x.count < _MIN_ROWS
         is_large, is_bytes = weight.integers.size >= _LARGE, weight.grid.type.bits == _BITS
         is_shared = x.only_bytes and (x.is_normal or self._mode != "fast")
         if not multiplies_integers() or (by_row and not (is_bytes and (is_large or is_shared))):
@@ -226,7 +225,7 @@ class Products:
 
 def _round(nodes: Nodes, x: str) -> list[_Part]:
     """A tensor in two parts of 8 bits, each with its scale and zero point."""
-    integers, scale, zero = (nodes.unique(f"{x}.{each}") for each in ("integers", "scale", "zero"))
+    integers, scale, zero = (nodes.unique(f"{x}.{output}") for output in ("integers", "scale", "zero"))
     nodes.write("DynamicQuantizeLinear", [x], [integers, scale, zero])
     held = nodes.add("DequantizeLinear", [integers, scale, zero], f"{x}.held")
     rest = nodes.add("Sub", [x, held], f"{x}.rest")
@@ -242,7 +241,7 @@ def _round_rows(nodes: Nodes, x: str) -> tuple[str, str]:
     magnitude = nodes.add("Abs", [x], f"{x}.abs")
     largest = nodes.add("ReduceMax", [magnitude, nodes.integers([0, 2])], f"{x}.largest", keepdims=0)
     scaled = nodes.add("Mul", [largest, nodes.number(_STEPS[0])], f"{x}.scaled")
-    steps = nodes.add("Max", [scaled, nodes.number(_LEAST_STEP)], f"{x}.steps")
+    steps = nodes.add("Max", [scaled, nodes.number(_MIN_STEP)], f"{x}.steps")
     middle = nodes.number(_MIDDLE, np.uint8)
     middles = nodes.add("Expand", [middle, nodes.add("Shape", [steps], f"{x}.count")], f"{x}.middles")
     rows = nodes.add("QuantizeLinear", [x, steps, middles], f"{x}.rows", axis=1)
@@ -254,17 +253,17 @@ def _round_each_row(nodes: Nodes, x: Rows) -> _Part:
 
     The range of a row is that of its elements and 0, as `DynamicQuantizeLinear` takes it for a tensor.
     """
-    along, none, most, least = nodes.integers([-1]), *(nodes.number(each) for each in (0, 255, _LEAST_STEP))
-    low = nodes.add("Min", [nodes.add("ReduceMin", [x.name, along], f"{x.name}.min"), none], f"{x.name}.low")
-    high = nodes.add("Max", [nodes.add("ReduceMax", [x.name, along], f"{x.name}.max"), none], f"{x.name}.high")
+    along, zero, max_level, min_step = nodes.integers([-1]), *(nodes.number(value) for value in (0, 255, _MIN_STEP))
+    low = nodes.add("Min", [nodes.add("ReduceMin", [x.name, along], f"{x.name}.min"), zero], f"{x.name}.low")
+    high = nodes.add("Max", [nodes.add("ReduceMax", [x.name, along], f"{x.name}.max"), zero], f"{x.name}.high")
     span = nodes.add("Sub", [high, low], f"{x.name}.span")
-    steps = nodes.add("Max", [nodes.add("Div", [span, most], f"{x.name}.step"), least], f"{x.name}.steps")
+    steps = nodes.add("Max", [nodes.add("Div", [span, max_level], f"{x.name}.step"), min_step], f"{x.name}.steps")
     below = nodes.add("Neg", [nodes.add("Div", [low, steps], f"{x.name}.first")], f"{x.name}.below")
-    zeros = nodes.add("Round", [nodes.add("Clip", [below, none, most], f"{x.name}.clipped")], f"{x.name}.zeros")
+    zeros = nodes.add("Round", [nodes.add("Clip", [below, zero, max_level], f"{x.name}.clipped")], f"{x.name}.zeros")
     flat = nodes.reshape(zeros, [x.count])
     rounded = nodes.add("Cast", [flat], f"{x.name}.zero_bytes", to=helper.np_dtype_to_tensor_dtype(np.dtype(np.uint8)))
     rows = nodes.add("QuantizeLinear", [x.name, nodes.reshape(steps, [x.count]), rounded], f"{x.name}.rows", axis=1)
-    columns = [nodes.reshape(each, [x.count, 1]) for each in (steps, zeros)]
+    columns = [nodes.reshape(column, [x.count, 1]) for column in (steps, zeros)]
     int32 = helper.np_dtype_to_tensor_dtype(np.dtype(np.int32))
     return rows, columns[0], nodes.add("Cast", [columns[1]], f"{x.name}.zero_integers", to=int32)
 
@@ -282,7 +281,7 @@ def _round_in_two_parts(nodes: Nodes, x: Rows) -> tuple[str, str]:
     magnitude = nodes.add("Abs", [x.name], f"{x.name}.abs")
     axes = nodes.integers([0, 1, 2] if is_single else [0, 2])
     largest = nodes.add("ReduceMax", [magnitude, axes], f"{x.name}.largest", keepdims=0)
-    steps = [nodes.add("Mul", [largest, nodes.number(each)], f"{x.name}.step") for each in _STEPS]
+    steps = [nodes.add("Mul", [largest, nodes.number(step)], f"{x.name}.step") for step in _STEPS]
     whole = nodes.add("QuantizeLinear", [x.name, steps[0], middle], f"{x.name}.whole", **along)
     held = nodes.add("DequantizeLinear", [whole, steps[0], middle], f"{x.name}.held", **along)
     rest = nodes.add("Sub", [x.name, held], f"{x.name}.rest")
@@ -293,8 +292,8 @@ def _round_in_two_parts(nodes: Nodes, x: Rows) -> tuple[str, str]:
         return rows, nodes.add("Mul", [nodes.constant(both.reshape(1, 1, 2)), largest], f"{x.name}.scales")
     wide_rows = nodes.add("Concat", [whole, small], f"{x.name}.two_rows", axis=2)
     by_row = nodes.reshape(largest, [x.count, 1, 1])
-    found = nodes.add("Mul", [nodes.constant(both.reshape(1, 1, 1, 2)), by_row], f"{x.name}.scales")
-    return nodes.reshape(wide_rows, [1, 2 * x.count, -1]), found
+    scales = nodes.add("Mul", [nodes.constant(both.reshape(1, 1, 1, 2)), by_row], f"{x.name}.scales")
+    return nodes.reshape(wide_rows, [1, 2 * x.count, -1]), scales
 
 
 def _in_two_rows(nodes: Nodes, x: Rows, width: int, block: int) -> str:

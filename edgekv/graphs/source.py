@@ -44,7 +44,6 @@ class PartSource:
         Args:
             folder: of the bundle.
             manifest: of the bundle.
-            file: its name.
             wide: graphs that the bundle does not have; see `wide_prefill`.
 
         Raises:
@@ -122,7 +121,7 @@ def wide_prefill(manifest: Manifest) -> list[GraphRecord]:
 
     It takes any number of tokens up to AR, and is divided as the bundle's graphs are.
     """
-    contexts, windows = manifest.contexts, [each for each in manifest.windows if each is not None]
+    contexts, windows = manifest.contexts, [window for window in manifest.windows if window is not None]
     ar = min(WIDE_ROWS, contexts[0] // 2, *(window // 2 for window in windows))
     if ar < 2:
         return []

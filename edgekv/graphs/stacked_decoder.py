@@ -49,7 +49,7 @@ _HEAD = re.compile(r"\.h\d+")
 _GROUP = re.compile(r"(?<=\.g)\d+")
 _LAYER = re.compile(r"(?<=^layers\.)\d+")
 _ROWS = 2  # axis of [1, 1, rows, width]
-_MOST = np.iinfo(np.int64).max
+_MAX_INDEX = np.iinfo(np.int64).max
 _AXES_OF_TOKENS = {"ids": 1} | dict.fromkeys(
     ("embeddings", "layer_inputs", "hidden", "mask", "cos", "sin", "borrowed", "new", "target_hidden", "last_hidden"),
     _ROWS,
@@ -228,7 +228,7 @@ class StackedOps(StackedDelta):
 
     def tap(self, rows: View, weight: str, tap: int, name: str) -> View:
         past_rows = self._states.kernel - 1
-        source, start, end = rows.tensor, tap, _MOST if tap == past_rows else tap - past_rows
+        source, start, end = rows.tensor, tap, _MAX_INDEX if tap == past_rows else tap - past_rows
         if CONV_ROWS in self._ports and tap < past_rows:
             gathered = [source, CONV_ROWS]
             source = self._once(
@@ -246,9 +246,9 @@ class StackedOps(StackedDelta):
     def _appended(self, new: View, tensor: KvTensor) -> View:
         """The integers of past and new rows of all heads."""
         nodes, heads = self._nodes, [replace(tensor, head=head) for head in range(new.heads)]
-        encodings = tuple(self._encoding(each.past) for each in heads)
+        encodings = tuple(self._encoding(head.past) for head in heads)
         integers = nodes.quantize(new.tensor, encodings, tensor.new if new.heads == 1 else f"{tensor.new}.of_all")
-        names = [each.new for each in heads]
+        names = [head.new for head in heads]
         if new.heads > 1:
             nodes.split(integers, [1] * len(heads), 0, names)
         return self._together_rows(heads)
@@ -261,8 +261,8 @@ class StackedOps(StackedDelta):
     def _together_rows(self, heads: Sequence[KvTensor]) -> View:
         """Past and new rows of all heads, which are inputs or results."""
         nodes, tensor = self._nodes, heads[0]
-        encodings = tuple(self._encoding(each.past) for each in heads)
-        pairs = [name for each in heads for name in (each.past, each.new)]
+        encodings = tuple(self._encoding(head.past) for head in heads)
+        pairs = [name for head in heads for name in ((head.past, head.new) if self._decoder.is_cached else (head.new,))]
         # One copy of the past: the rows of the heads follow each other.
         together = nodes.add("Concat", pairs, f"{tensor.past}.all", axis=2)
         if len(heads) > 1:
@@ -390,7 +390,7 @@ class StackedOps(StackedDelta):
         Raises:
             BundleError: the manifest has none.
         """
-        if (found := self._source.manifest.encodings.get(name)) is None:
+        if (encoding := self._source.manifest.encodings.get(name)) is None:
             folder = self._source.folder
             raise BundleError(
                 f"{folder / MANIFEST}: encodings",
@@ -398,7 +398,7 @@ class StackedOps(StackedDelta):
                 expected="one for each result of the decoder",
                 fix=export_again(folder),
             )
-        return found
+        return encoding
 
     def _tokens(self) -> str:
         entry = self._ports.entry

@@ -23,7 +23,7 @@ from quant import Encoding
 
 _SWAPPED = (0, 1, 3, 2)
 _ROWS = 2  # axis of [1, 1, rows, width]
-_MOST = np.iinfo(np.int64).max
+_MAX_INDEX = np.iinfo(np.int64).max
 
 
 class StackedDelta(HeadStacks, DeltaOps[View]):
@@ -39,7 +39,6 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
         """Start without nodes.
 
         Args:
-            spec: the decoder.
             graph: the graph to build.
             weights: of the bundle.
             takes_fewer: whether steps can have fewer tokens than AR.
@@ -124,12 +123,12 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
     def _appended_decays(self, new: View, tensor: KvTensor) -> View:
         """Past and new decays `[heads, 1, P+AR, 1]`."""
         nodes, heads = self._nodes, [replace(tensor, head=head) for head in range(new.heads)]
-        encodings = tuple(self._encoding(each.past) for each in heads)
+        encodings = tuple(self._encoding(head.past) for head in heads)
         integers = nodes.quantize(new.tensor, encodings, tensor.new if new.heads == 1 else f"{tensor.new}.of_all")
         if new.heads > 1:
-            nodes.split(integers, [1] * new.heads, 0, [each.new for each in heads])
+            nodes.split(integers, [1] * new.heads, 0, [head.new for head in heads])
         together = nodes.add(
-            "Concat", [name for each in heads for name in (each.past, each.new)], f"{tensor.past}.all", axis=_ROWS
+            "Concat", [name for head in heads for name in (head.past, head.new)], f"{tensor.past}.all", axis=_ROWS
         )
         stack = nodes.reshape(together, [new.heads, 1, -1, 1])
         return View(nodes.dequantize(stack, encodings, f"{together}.floats"), new.heads, 0, encodings)
@@ -144,9 +143,9 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
         )
 
     def row(self, x: View, row: int) -> View:
-        found = x if self._ar == 1 else self._cut(x, row, row + 1, _ROWS)
-        self._single_rows.add(found.tensor)
-        return found
+        single = x if self._ar == 1 else self._cut(x, row, row + 1, _ROWS)
+        self._single_rows.add(single.tensor)
+        return single
 
     def together(self, rows: list[View], name: str) -> View:
         if len(rows) == 1:
@@ -159,13 +158,13 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
         return replace(rows[0], tensor=joined)
 
     def columns(self, x: View, stop: int) -> View:
-        found = self._cut(x, 0, CHECKPOINT_TOKENS + stop, -1)
+        cut = self._cut(x, 0, CHECKPOINT_TOKENS + stop, -1)
         if x.tensor in self._single_rows:
-            self._single_rows.add(found.tensor)
-        return found
+            self._single_rows.add(cut.tensor)
+        return cut
 
     def new_columns(self, x: View) -> View:
-        return self._cut(x, CHECKPOINT_TOKENS, _MOST, -1)
+        return self._cut(x, CHECKPOINT_TOKENS, _MAX_INDEX, -1)
 
     def _cut(self, x: View, first: int, stop: int, axis: int) -> View:
         """A slice of all heads."""
@@ -177,16 +176,16 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
 
     def decay_sums(self, rows: View, name: str) -> View:
         def summed() -> View:
-            each = self._nodes.reshape(rows.tensor, [rows.heads, 1, 1, -1])
+            changes = self._nodes.reshape(rows.tensor, [rows.heads, 1, 1, -1])
             if self._ar > 1:
-                each = self._nodes.add("Mul", [each, self._ones("seen")], f"{rows.tensor}.seen")
-            return self._rounded(self._multiply(each, self._after(), self._ar), name, rows.heads)
+                changes = self._nodes.add("Mul", [changes, self._ones("seen")], f"{rows.tensor}.seen")
+            return self._rounded(self._multiply(changes, self._after(), self._ar), name, rows.heads)
 
         return replace(self._once(("sums", rows.tensor), summed), head=rows.head)
 
     def decays(self, sums: View, name: str) -> tuple[View, View]:
-        found = self._each("Exp", [sums], name)
-        rows, start = self._cut(found, 0, -1, -1), self._cut(found, -1, _MOST, -1)
+        powers = self._each("Exp", [sums], name)
+        rows, start = self._cut(powers, 0, -1, -1), self._cut(powers, -1, _MAX_INDEX, -1)
         if self._ar > 1:
             key = ("seen", rows.tensor)
             seen = self._once(key, lambda: self._nodes.add("Mul", [rows.tensor, self._ones("seen")], f"{name}.seen"))
@@ -206,7 +205,7 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
 
         return replace(self._once(("identity", x.tensor), subtracted), head=x.head)
 
-    def observe_known(self, wanted: View, correction: View, name: str) -> None:
+    def observe_known(self, target: View, correction: View, name: str) -> None:
         """Nothing: encodings are chosen."""
 
     def _ones(self, kind: str) -> str:
@@ -242,13 +241,13 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
             zero = nodes.integers([0])
             tokens = self._tokens()
             rows = nodes.add("Add", [tokens, nodes.integers([more_rows])], f"{constant}.stop")
-            found = nodes.add(
+            cut_rows = nodes.add(
                 "Slice", [constant, nodes.integers([0]), rows, nodes.integers([_ROWS])], f"{constant}.cut"
             )
             if more_columns is None:
-                return found
+                return cut_rows
             stop = nodes.add("Add", [tokens, nodes.integers([more_columns])], f"{constant}.stop")
-            return nodes.add("Slice", [found, zero, stop, nodes.integers([3])], f"{constant}.cut")
+            return nodes.add("Slice", [cut_rows, zero, stop, nodes.integers([3])], f"{constant}.cut")
 
         return self._once(("for tokens", constant), cut)
 
@@ -257,12 +256,12 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
         heads = max(left.heads, right.heads)
 
         def product() -> View:
-            factors = [self._repeated(each, heads) for each in (left, right)]
+            factors = [self._repeated(factor, heads) for factor in (left, right)]
             rows = 1 if left.tensor in self._single_rows else self._ar
             return self._rounded(self._multiply(factors[0], factors[1], rows), name, heads)
 
-        found = self._once(("product", left.tensor, right.tensor), product)
-        return replace(found, head=(left if left.heads == heads else right).head)
+        product_view = self._once(("product", left.tensor, right.tensor), product)
+        return replace(product_view, head=(left if left.heads == heads else right).head)
 
     def _operand(self, values: View) -> View:
         """Floats as the second operand of a product."""

@@ -103,6 +103,9 @@ class HeadStacks(ABC):
     def gelu(self, x: View, name: str) -> View:
         return self._each("Gelu", [x], name, approximate="tanh")
 
+    def exact_gelu(self, x: View, name: str) -> View:
+        return self._each("Gelu", [x], name)
+
     def softmax(self, x: View, name: str) -> View:
         return self._each("Softmax", [x], name, axis=-1)
 
@@ -173,15 +176,15 @@ class HeadStacks(ABC):
         def make() -> View:
             return self._rounded(self._nodes.add(op, tensors, name, **attributes), name, stack.heads)
 
-        found = self._once((op, *tensors), make) if stack.heads else make()
-        return replace(found, head=stack.head)
+        view = self._once((op, *tensors), make) if stack.heads else make()
+        return replace(view, head=stack.head)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What was made under a key before, or is made now."""
         if key not in self._made:
             self._made[key] = make()
-        found: T = self._made[key]
-        return found
+        made: T = self._made[key]
+        return made
 
     def _tensor(self, view: View) -> str:
         """The name of a view's tensor."""

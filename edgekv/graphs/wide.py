@@ -106,7 +106,7 @@ class WideOps(FloatOps):
             rows, columns = (nodes.add("Shape", [mask], f"{mask}.size", start=axis, end=axis + 1) for axis in (2, 3))
             past = nodes.add("Sub", [columns, rows], f"{mask}.past")
             sums = ([past, nodes.integers([at * _BLOCK_ROWS])] for at in range(1, self._count))
-            return [*(nodes.add("Add", each, f"{mask}.end") for each in sums), None]
+            return [*(nodes.add("Add", terms, f"{mask}.end") for terms in sums), None]
 
         return self._once(("ends", mask), ends)
 

@@ -14,7 +14,7 @@ from edgekv.qnn.vendor_libraries import (
     LIBRARIES,
     SKEL_VARIABLE,
     SYSTEM,
-    Place,
+    LibraryPlace,
     Platform,
     library_version,
     package_place,
@@ -77,7 +77,7 @@ def check_libraries(
 
 
 def find_fault(
-    place: Place,
+    place: LibraryPlace,
     on: Platform,
     needed: Iterable[str] = LIBRARIES,
     archs: Iterable[int] = (),
@@ -86,8 +86,6 @@ def find_fault(
     """The first fault of a folder's libraries; None if there is none.
 
     Args:
-        place: the folder.
-        on: its platform.
         needed: the libraries that must be there.
         archs: the HTP versions that must run; none for any.
         environment: the folders in its variables may have a stub or a skel of another version, which is then loaded
@@ -96,21 +94,21 @@ def find_fault(
     needed = tuple(needed)
     if missing := [on.library(name) for name in needed if not place.has(name, on)]:
         return Fault(f"no {', '.join(missing)} in {place.folder}", "Qualcomm's libraries", _AGAIN)
-    found = place.archs(on)
-    wanted = tuple(archs) or tuple(found)
-    if on.has_npu and (not wanted or not set(wanted) <= set(found)):
-        return _unsupported(place, on, found, wanted)
-    pairs = [place.folder / on.stub(arch) for arch in wanted] + [place.skel(arch) for arch in wanted]
+    available = place.archs(on)
+    required = tuple(archs) or tuple(available)
+    if on.has_npu and (not required or not set(required) <= set(available)):
+        return _unsupported(place, on, available, required)
+    pairs = [place.folder / on.stub(arch) for arch in required] + [place.skel(arch) for arch in required]
     versions = dict(_versions([*(place.folder / on.library(name) for name in needed), *pairs]))
     if len(set(versions.values())) > 1:
         return Fault(f"libraries of two versions: {_listed(versions)}", "one version", _AGAIN)
-    return _elsewhere(place, on, wanted, environment, versions) if on.has_npu else None
+    return _elsewhere(place, on, required, environment, versions) if on.has_npu else None
 
 
 def permission_fault(devices: Path) -> Fault | None:
     """Whether device files of FastRPC are there and none of them can be opened."""
     present = [devices / name for name in _RPC_DEVICES if (devices / name).exists()]
-    if not present or any(os.access(each, os.R_OK | os.W_OK) for each in present):
+    if not present or any(os.access(device, os.R_OK | os.W_OK) for device in present):
         return None
     return Fault(f"{present[0]} cannot be opened", "read and write permission", "Add yourself to its group.")
 
@@ -124,32 +122,32 @@ def driver_fault(devices: Path) -> Fault | None:
     return permission_fault(devices)
 
 
-def _unsupported(place: Place, on: Platform, found: list[int], wanted: tuple[int, ...]) -> Fault:
-    if not found:
+def _unsupported(place: LibraryPlace, on: Platform, available: list[int], required: tuple[int, ...]) -> Fault:
+    if not available:
         return Fault(
             f"no pair of {on.stub(73)} and its skel", "libraries for an HTP", "Install the wheel for this platform."
         )
-    arch = next(arch for arch in wanted if arch not in found)
+    arch = next(arch for arch in required if arch not in available)
     pair = (place.folder / on.stub(arch), place.skel(arch))
     missing = [file.name for file in pair if not file.is_file()]
     if len(missing) == 1:
         return Fault(f"no {missing[0]} in {place.folder}", "it, beside the others", _AGAIN)
     return Fault(
-        f"libraries for {', '.join(f'V{each}' for each in found)}",
+        f"libraries for {', '.join(f'V{arch}' for arch in available)}",
         f"for V{arch}",
         "Export with the --device of this machine's chip.",
     )
 
 
 def _elsewhere(
-    place: Place,
+    place: LibraryPlace,
     on: Platform,
     archs: tuple[int, ...],
     environment: Mapping[str, str],
     versions: Mapping[Path, str],
 ) -> Fault | None:
     """A stub or skel of another version in the folders that an environment names."""
-    wanted = next(iter(versions.values()), None)
+    own_version = next(iter(versions.values()), None)
     names = {
         on.search_variable: (os.pathsep, [on.stub(arch) for arch in archs]),
         SKEL_VARIABLE: (";", [skel(arch) for arch in archs]),
@@ -157,10 +155,10 @@ def _elsewhere(
     for variable, (between, files) in names.items():
         for folder in filter(None, environment.get(variable, "").split(between)):
             for file, version in _versions(Path(folder, name) for name in files):
-                if wanted is not None and version != wanted:
+                if own_version is not None and version != own_version:
                     return Fault(
                         f"{variable} has {file.name} of {version} in {folder}",
-                        f"only {wanted}, as in {place.folder}",
+                        f"only {own_version}, as in {place.folder}",
                         f"Remove {folder} from {variable}.",
                     )
     return None
@@ -175,6 +173,6 @@ def _listed(versions: Mapping[Path, str]) -> str:
     """`2.39.0 (libQnnHtpV73Skel.so), 2.51.0 (libQnnHtp.so and 4 more)`."""
     listed = []
     for version in sorted(set(versions.values())):
-        first, *others = [file.name for file, each in versions.items() if each == version]
+        first, *others = [file.name for file, own in versions.items() if own == version]
         listed.append(f"{version} ({first}{f' and {len(others)} more' if others else ''})")
     return ", ".join(listed)

@@ -26,8 +26,8 @@ Priority = Literal["low", "normal", "normal_high", "high"]
 
 FASTEST: Final = "fastest"
 
-_MOST_LATENCY_US = 1_000_000
-_MOST_DEVICES = 16
+_MAX_LATENCY_US = 1_000_000
+_MAX_DEVICES = 16
 _FLAGS = {"yes": True, "no": False}
 
 
@@ -66,11 +66,11 @@ class HtpOptions:
     def __post_init__(self) -> None:
         _check_name("performance", self.performance, get_args(Performance))
         _check_name("priority", self.priority, get_args(Priority))
-        _check_number("rpc-latency", self.rpc_latency_us, 0, _MOST_LATENCY_US, "microseconds")
+        _check_number("rpc-latency", self.rpc_latency_us, 0, _MAX_LATENCY_US, "microseconds")
         _check_number("vtcm", self.vtcm_mb, 1, 1024, "MiB")
         if self.optimization != FASTEST:
             _check_number("optimization", self.optimization, 1, 3, "level")
-        _check_number("device", self.device_id, 0, _MOST_DEVICES - 1, "number")
+        _check_number("device", self.device_id, 0, _MAX_DEVICES - 1, "number")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -79,19 +79,19 @@ class HtpOptions:
         Raises:
             UsageError: an unknown or repeated key, or a value that it cannot have.
         """
-        found: dict[str, Any] = {}
-        for item in filter(None, (each.strip() for each in text.split(","))):
-            key, _, value = (each.strip() for each in item.partition("="))
+        options: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            key, _, value = (part.strip() for part in item.partition("="))
             if key not in _KEYS:
                 raise UsageError("htp", got=repr(key), expected=", ".join(_KEYS), fix="Give KEY=VALUE,KEY=VALUE.")
             name, kind = _KEYS[key]
-            if name in found:
+            if name in options:
                 raise UsageError(f"htp {key}", got="given twice", expected="once", fix="Leave one out.")
             if (key, value) == ("optimization", FASTEST):
-                found[name] = value
+                options[name] = value
             else:
-                found[name] = value if kind is str else _number(key, value) if kind is int else _flag(key, value)
-        return cls(**found)
+                options[name] = value if kind is str else _number(key, value) if kind is int else _flag(key, value)
+        return cls(**options)
 
     @property
     def is_for_compiling(self) -> bool:
@@ -107,7 +107,7 @@ class HtpOptions:
         """
         if self.optimization == FASTEST:
             raise ValueError("optimization: got fastest; expected the level that was found")
-        given = {
+        options = {
             "htp_performance_mode": self.performance,
             "rpc_control_latency": self.rpc_latency_us,
             "qnn_context_priority": self.priority,
@@ -117,7 +117,7 @@ class HtpOptions:
             "enable_htp_shared_memory_allocator": 1 if self.shared_memory is True else None,
             "disable_file_mapped_weights": None if self.mapped_weights else 1,
         }
-        return MappingProxyType({name: str(value) for name, value in given.items() if value is not None})
+        return MappingProxyType({name: str(value) for name, value in options.items() if value is not None})
 
     def check_for_compiling(self, device: Device) -> None:
         """Refuse what a chip does not have, and what takes effect only when graphs run.
@@ -176,10 +176,10 @@ def _check_name(key: str, value: object, names: tuple[str, ...]) -> None:
         raise UsageError(f"htp {key}", got=repr(value), expected=", ".join(names), fix="Leave it out for the default.")
 
 
-def _check_number(key: str, value: int | str | None, least: int, most: int, unit: str) -> None:
-    if value is not None and not (isinstance(value, int) and least <= value <= most):
+def _check_number(key: str, value: int | str | None, minimum: int, maximum: int, unit: str) -> None:
+    if value is not None and not (isinstance(value, int) and minimum <= value <= maximum):
         fix = "Leave it out for the default."
-        raise UsageError(f"htp {key}", got=value, expected=f"{least} to {most} ({unit})", fix=fix)
+        raise UsageError(f"htp {key}", got=value, expected=f"{minimum} to {maximum} ({unit})", fix=fix)
 
 
 def _number(key: str, text: str) -> int:

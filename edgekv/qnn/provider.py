@@ -112,8 +112,8 @@ def _provider() -> _Provider:
         try:
             if not _ep_devices():
                 ort.register_execution_provider_library(EP_NAME, qnn.get_library_path())
-            if found := _ep_devices():
-                return _Provider(best_device(found), qnn.get_qnn_htp_path())
+            if devices := _ep_devices():
+                return _Provider(best_device(devices), qnn.get_qnn_htp_path())
         except Exception as error:  # as above
             failure = str(error)
     raise EngineError(
@@ -140,7 +140,7 @@ def _missing() -> EngineError:
 def best_device(devices: Sequence[ort.OrtEpDevice]) -> ort.OrtEpDevice:
     """The NPU among the devices that the provider offers, which may name the GPU and the processor first."""
     npu = ort.OrtHardwareDeviceType.NPU
-    return next((each for each in devices if each.device.type == npu), devices[0])
+    return next((device for device in devices if device.device.type == npu), devices[0])
 
 
 def _ep_devices() -> list[ort.OrtEpDevice]:

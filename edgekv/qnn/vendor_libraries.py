@@ -90,7 +90,7 @@ class Platform:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LibraryPlace:
     """A folder with Qualcomm's libraries.
 
     Attributes:
@@ -122,11 +122,11 @@ class Place:
         """The versions of Qualcomm's SDK that the libraries and skels are from, such as `2.51.0`: one, if not mixed."""
         names = [on.library(name) for name in LIBRARIES] + [on.stub(arch) for arch in self.archs(on)]
         skels = (file for folder in self.skels for file in folder.glob("*") if _SKEL.fullmatch(file.name))
-        found = (library_version(file) for file in (*(self.folder / name for name in names), *skels))
-        return {version for version in found if version is not None}
+        versions = (library_version(file) for file in (*(self.folder / name for name in names), *skels))
+        return {version for version in versions if version is not None}
 
 
-def find_places(on: Platform, environment: Mapping[str, str] = os.environ) -> list[Place]:
+def find_places(on: Platform, environment: Mapping[str, str] = os.environ) -> list[LibraryPlace]:
     """The folders with Qualcomm's libraries: the user's own, that of the package, and that of the SDK, in this order.
 
     A folder that a variable names counts if it has the HTP's backend.
@@ -134,7 +134,7 @@ def find_places(on: Platform, environment: Mapping[str, str] = os.environ) -> li
     return [place for place in _candidates(on, environment) if place.has(BACKEND, on)]
 
 
-def package_place(on: Platform) -> Place | None:
+def package_place(on: Platform) -> LibraryPlace | None:
     """The folder of the package, whose libraries edgekv runs; None if it is not installed."""
     places = list(_candidates(on, {}))
     return next((place for place in places if place.has(BACKEND, on)), places[0] if places else None)
@@ -171,10 +171,12 @@ def search_paths(folder: Path, on: Platform, environment: Mapping[str, str] = os
 
     Folders that the environment names come after it, so that libraries of two versions are not mixed.
     """
-    found = {on.search_variable: os.pathsep}
+    separators = {on.search_variable: os.pathsep}
     if on.has_npu and on.system != "windows":  # Windows has skels of its own beside the driver
-        found[SKEL_VARIABLE] = ";"
-    return {name: between.join(filter(None, [str(folder), environment.get(name)])) for name, between in found.items()}
+        separators[SKEL_VARIABLE] = ";"
+    return {
+        name: between.join(filter(None, [str(folder), environment.get(name)])) for name, between in separators.items()
+    }
 
 
 def skel(arch: int) -> str:
@@ -210,16 +212,16 @@ def _version(file: Path, *, is_library: bool) -> str | None:
         return None if match is None else match[1].decode()
 
 
-def _candidates(on: Platform, environment: Mapping[str, str]) -> Iterator[Place]:
-    if given := environment.get(FOLDER_VARIABLE):
-        yield Place(Path(given), (Path(given),), FOLDER_VARIABLE)
+def _candidates(on: Platform, environment: Mapping[str, str]) -> Iterator[LibraryPlace]:
+    if chosen := environment.get(FOLDER_VARIABLE):
+        yield LibraryPlace(Path(chosen), (Path(chosen),), FOLDER_VARIABLE)
     spec = util.find_spec(PACKAGE)
     if spec is not None and spec.origin is not None:
         for inner in _WHEEL_FOLDERS:
             folder = Path(spec.origin).parent / inner
-            yield Place(folder, (folder,), PACKAGE)
+            yield LibraryPlace(folder, (folder,), PACKAGE)
     for variable in SDK_VARIABLES:
         if root := environment.get(variable):
             skels = tuple(sorted(Path(root, "lib").glob("hexagon-v*/unsigned")))
             for target in _SDK_TARGETS.get((on.system, on.machine), ()):
-                yield Place(Path(root, "lib", target), skels, variable)
+                yield LibraryPlace(Path(root, "lib", target), skels, variable)

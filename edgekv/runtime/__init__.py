@@ -16,10 +16,11 @@ if TYPE_CHECKING:
         make_engine as make_engine,
     )
     from edgekv.runtime.graph import (
-        RowView as RowView,
+        Row as Row,
         StaticGraph as StaticGraph,
         StepTimes as StepTimes,
-        tree_views as tree_views,
+        tree_rows as tree_rows,
+        whole_texts as whole_texts,
     )
     from edgekv.runtime.htp import HtpEngine as HtpEngine
     from edgekv.runtime.litert import LitertEngine as LitertEngine

@@ -55,9 +55,9 @@ class AdapterMemory:
 
     def _zeros(self, port: Port) -> NDArray[Any]:
         """Zeros that all ports of up to this size share."""
-        wanted = math.prod(port.shape) * np.dtype(np.float32).itemsize
-        found = next((each for each in self._held.values() if each.nbytes >= wanted), None)
-        return aligned_zeros((wanted,), "uint8") if found is None else found
+        needed_bytes = math.prod(port.shape) * np.dtype(np.float32).itemsize
+        zeros = next((array for array in self._held.values() if array.nbytes >= needed_bytes), None)
+        return aligned_zeros((needed_bytes,), "uint8") if zeros is None else zeros
 
 
 NO_ADAPTER = AdapterMemory({}, {})

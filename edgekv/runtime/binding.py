@@ -135,8 +135,8 @@ class _GroupPorts:
         if window is self._window and bound is not None and bound[0] == self.group.reallocations:
             return
         self._window = window
-        wanted = (self.group.reallocations, window.past_row, window.new_row, window.columns, window.ar)
-        if bound == wanted:
+        region = (self.group.reallocations, window.past_row, window.new_row, window.columns, window.ar)
+        if bound == region:
             return
         self.bound = None  # until all ports are bound
         # Read the arenas from the group each time: keeping them would keep outgrown memory alive.
@@ -148,7 +148,7 @@ class _GroupPorts:
                 new_shape, addresses = arena.new_shape(window.ar), arena.new_addresses(window)[tensors]
                 bind = binding.inputs if self._borrows else binding.outputs  # another part has written borrowed rows
                 bind(ports.new_names, dtype, new_shape, addresses, new)
-        self.bound = wanted
+        self.bound = region
 
 
 class _MaskPort:
@@ -164,11 +164,11 @@ class _MaskPort:
 
     def bind(self, binding: Binding, window: Window) -> None:
         """Bind the port to a window, unless it already is."""
-        wanted = [1, 1, window.ar, window.columns + window.ar]
-        if self._bound != wanted:
+        shape = [1, 1, window.ar, window.columns + window.ar]
+        if self._bound != shape:
             self._bound = None  # until it is bound
-            binding.inputs(self._name, self._dtype, wanted, self._address)
-            self._bound = wanted
+            binding.inputs(self._name, self._dtype, shape, self._address)
+            self._bound = shape
 
 
 class BoundPart:
@@ -207,9 +207,9 @@ class BoundPart:
         Raises:
             BundleError: the part does not have the inputs and outputs of its interface.
         """
-        found = binding.interface
-        interface = interface.with_adapters_like(found)
-        interface.check(found, record.file)
+        loaded = binding.interface
+        interface = interface.with_adapters_like(loaded)
+        interface.check(loaded, record.file)
         self._adapters = AdapterPorts(binding, interface.adapter_ports)
         attends = any(port.kind == "mask" for port in interface.inputs)
         self.is_needed = is_needed
@@ -232,6 +232,7 @@ class BoundPart:
             if self.takes_fewer and port.kind in _ROW_A_TOKEN
         ]
         self._arrays = arrays
+        self._is_cached = any(port.kind in ("past", "state", "borrowed") for port in interface.inputs)
         self._tokens: int | None = None
         masks = [port for port in interface.inputs if port.name in mask_groups]
         self._masks = [_MaskPort(port, mask_groups[port.name], arrays[port.name]) for port in masks]
@@ -242,6 +243,8 @@ class BoundPart:
 
     def use(self, cache: KVCache) -> None:
         """Use this cache from the next step on."""
+        if not self._is_cached:
+            return
         held = [{tensor.layer for tensor in group.geometry.names()} for group in cache.groups]
         self._groups = [
             _GroupPorts(index, group, self._layers)
@@ -363,9 +366,9 @@ class _Place:
     addresses: Sequence[int]
     offset_bytes: int
 
-    def next(self, earlier: _Place | None) -> _Place:
+    def next(self, earlier: _Place) -> _Place:
         """The expected place if the tensors move and grow again by as much as since `earlier`."""
-        if earlier is None or earlier is self or earlier.addresses != self.addresses:
+        if earlier.addresses != self.addresses:
             return self
         if earlier.offset_bytes == self.offset_bytes and earlier.shape == self.shape:
             return self
@@ -376,10 +379,11 @@ class _Place:
 _Places = dict[str, _Place]  # by the first of their names
 
 
-class _Bound:
+class _BindingSet:
     """One set of bindings of a session, and the addresses it is bound to."""
 
     def __init__(self, session: ort.InferenceSession, shared: SharedAllocator | None = None) -> None:
+        self._session = session  # its bindings use it, also in the background after the graph was closed
         self.io = session.io_binding()
         self._binders = _binders(self.io)
         self._shared = shared
@@ -427,8 +431,8 @@ class MemoryBinding:
         self._session = session
         self._weights = weights
         self._shared = shared
-        self._bound = _Bound(session, shared)
-        self._other: _Bound | None = None
+        self._bound = _BindingSet(session, shared)
+        self._other: _BindingSet | None = None
         self._wanted: _Places = {}
         self._last: _Places = {}
         self._run_ns = 0
@@ -473,7 +477,7 @@ class MemoryBinding:
         bound.wait()
         bound.move(self._wanted.values())
         if self._run_ns > _LONG_NS and (ahead := self._expected()) is not None:
-            other = self._other or _Bound(self._session, self._shared)
+            other = self._other or _BindingSet(self._session, self._shared)
             self._bound, self._other = other, bound
             other.moving = BackgroundTask(partial(other.move, ahead))
         began = perf_counter_ns()
@@ -488,7 +492,8 @@ class MemoryBinding:
         """Where tensors are expected to be in the next step; None if few of them move."""
         ahead, moving = [], 0
         for name, place in self._wanted.items():
-            expected = place.next(self._last.get(name))
+            earlier = self._last.get(name)
+            expected = place if earlier is None or earlier is place else place.next(earlier)
             ahead.append(expected)
             if expected is not place:
                 moving += len(place.names)
@@ -496,13 +501,13 @@ class MemoryBinding:
         return ahead if moving >= _MANY else None
 
 
-def _ports(found: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
-    ports = ((a.name, a.type.removeprefix("tensor(").rstrip(")"), a.shape) for a in found)
-    return tuple(Port(name, dtype, tuple(_most(name, size) for size in shape)) for name, dtype, shape in ports)
+def _ports(args: Sequence[ort.NodeArg]) -> tuple[Port, ...]:
+    ports = ((a.name, a.type.removeprefix("tensor(").rstrip(")"), a.shape) for a in args)
+    return tuple(Port(name, dtype, tuple(_max_size(name, size) for size in shape)) for name, dtype, shape in ports)
 
 
-def _most(name: str, size: int | str | None) -> int:
-    """A size of a port; an open one is named after the most that it can be."""
+def _max_size(name: str, size: int | str | None) -> int:
+    """A size of a port; an open one is named after its maximum."""
     digits = str(size).removeprefix(OPEN_ROWS).removeprefix(OPEN_TOKENS)
     if not digits.isascii() or not digits.isdecimal():
         fix = "Export the bundle again."

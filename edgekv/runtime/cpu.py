@@ -23,7 +23,7 @@ from edgekv.runtime.mapped import MappedWeights
 
 _Loaded = tuple[ort.InferenceSession, MappedWeights | None]
 
-_LEAST_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
+_MIN_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class CpuEngine:
         Raises:
             UsageError: more threads than this process may use.
         """
-        most = processors()
-        if threads is not None and threads > most:
+        max_threads = processors()
+        if threads is not None and threads > max_threads:
             fix = "Leave --threads out for all of them; no mode is faster with more."
-            raise UsageError("threads", got=threads, expected=f"1 to {most}, the processors", fix=fix)
+            raise UsageError("threads", got=threads, expected=f"1 to {max_threads}, the processors", fix=fix)
         has_drafts = bundle.manifest.graph("verify") is not None
         return cls(threads, batch_invariant=has_drafts and can_build() and not is_arm())
 
@@ -164,16 +164,16 @@ class CpuEngine:
         """
         weights_bytes = source.manifest.weights.total_bytes
         is_emulated = self.mode == "emulate"
-        least_bytes = _LEAST_GROWTH * weights_bytes if is_emulated else weights_bytes
+        min_bytes = _MIN_GROWTH * weights_bytes if is_emulated else weights_bytes
         try:
             free_bytes = free_memory_bytes()
         except EngineError:
             return
-        if free_bytes < least_bytes:
+        if free_bytes < min_bytes:
             raise EngineError(
                 f"memory for {source.folder.name}",
                 got=f"{format_bytes(free_bytes)} free",
-                expected=f"at least {format_bytes(least_bytes)} in the mode {self.mode}",
+                expected=f"at least {format_bytes(min_bytes)} in the mode {self.mode}",
                 fix="Use --cpu-mode fast, or end other programs." if is_emulated else "End other programs.",
             )
 

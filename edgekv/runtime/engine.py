@@ -14,7 +14,7 @@ from edgekv.runtime.load_options import EngineOptions
 
 GROUP = "edgekv.engines"
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 _OWN = {
     "cpu": "edgekv.runtime.cpu:CpuEngine",
@@ -74,8 +74,8 @@ def open_encoder(engine: Engine, file: Path) -> Binding:
         fix = "Use --engine cpu or htp."
         at = f"{file.name} on {engine.name}"
         raise EngineError(at, got="an engine for text alone", expected="one with picture encoders", fix=fix)
-    found: Binding = encoder(file)
-    return found
+    binding: Binding = encoder(file)
+    return binding
 
 
 class EngineType(Protocol):
@@ -89,7 +89,6 @@ class EngineType(Protocol):
         """An engine for a bundle of this format.
 
         Args:
-            bundle: the bundle.
             threads: per operation; None for the runtime's own choice.
 
         Raises:
@@ -108,7 +107,7 @@ def _own_engines() -> dict[str, metadata.EntryPoint]:
     return {name: metadata.EntryPoint(name, value, GROUP) for name, value in _OWN.items()}
 
 
-def make_engine(bundle: Bundle, wanted: EngineOptions) -> Engine:
+def make_engine(bundle: Bundle, options: EngineOptions) -> Engine:
     """The engine that runs a bundle.
 
     Raises:
@@ -117,12 +116,12 @@ def make_engine(bundle: Bundle, wanted: EngineOptions) -> Engine:
         BundleError: a compiled binary was changed.
         devices.UnknownDeviceError: an unknown device in the manifest.
     """
-    name, threads = wanted.engine, wanted.threads
-    mode = _read_mode(name, wanted.cpu_mode)
-    if (options := wanted.htp) is not None and name != "htp":
+    name, threads = options.engine, options.threads
+    mode = _read_mode(name, options.cpu_mode)
+    if (htp := options.htp) is not None and name != "htp":
         raise UsageError("htp", got=f"options with the engine {name}", expected="none", fix="Leave them out.")
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise UsageError("threads", got=threads, expected=f"1 to {MOST_THREADS}", fix="Use the number of cores.")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise UsageError("threads", got=threads, expected=f"1 to {MAX_THREADS}", fix="Use the number of cores.")
     engines = _own_engines() if name in _OWN else find_engines()  # which reads every installed package
     graph_format = bundle.manifest.graph_format
     if name not in engines:
@@ -138,11 +137,11 @@ def make_engine(bundle: Bundle, wanted: EngineOptions) -> Engine:
             fix=f"Use {runnable}, or export with --format {kind.graph_format}.",
         )
     engine = kind.open(bundle, threads)
-    if options is not None:
+    if htp is not None:
         from edgekv.runtime.htp import HtpEngine
 
         assert isinstance(engine, HtpEngine), "no other engine has them"
-        return engine.with_options(options)
+        return engine.with_options(htp)
     if mode is None:
         return engine
     from edgekv.runtime.cpu import CpuEngine
@@ -156,12 +155,12 @@ def _read_mode(engine: str, text: str | None) -> CpuMode | None:
         return None
     if engine != "cpu":
         raise UsageError("cpu_mode", got=f"{text} with the engine {engine}", expected="none", fix="Leave it out.")
-    found = next((mode for mode in CPU_MODES if mode == text), None)
-    if found is None:
+    cpu_mode = next((mode for mode in CPU_MODES if mode == text), None)
+    if cpu_mode is None:
         raise UsageError(
             "cpu_mode", got=repr(text), expected=", ".join(CPU_MODES), fix="Use emulate for exact results."
         )
-    return found
+    return cpu_mode
 
 
 def _runnable(graph_format: GraphFormat) -> str:

@@ -25,7 +25,7 @@ _TRIAL_S = 300.0
 """To load a file and to run each graph once: a hundred times what a large model takes."""
 
 
-class TriedFiles:
+class CrashCheckedFiles:
     """The `.tflite` files of an engine: each is tried in a child process, then loaded once."""
 
     def __init__(self, runtime: str, load: Callable[[Path], Any], trial: Callable[[str], None] | None) -> None:

@@ -61,34 +61,61 @@ class Embeddings(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowView:
-    """What a new token of a step is and sees, where tokens do not simply follow each other.
+class HostTables:
+    """What the host looks up for the tokens of a step.
 
     Attributes:
+        ropes: see `rope_tables`.
+        embeddings: of tokens, if the graph reads them instead of ids.
+        layer_inputs: see `Bundle.layer_inputs`.
+    """
+
+    ropes: Mapping[str, RopeTable]
+    embeddings: Embeddings | None = None
+    layer_inputs: EmbeddingTable | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A new token of a step, where tokens do not simply follow each other: of some sequence, and what it sees of it.
+
+    Attributes:
+        token: its id.
         position: absolute position.
-        columns: past columns that it attends to; None for all that a token at its position sees.
-        rows: new rows that it attends to, with its own.
+        columns: past columns of its sequence; None for all that a token at its position sees.
+        rows: new rows of its sequence, with its own.
         states: of the layers that have some, `[N, K-1, H]`, if it follows another sequence than the cache's.
     """
 
+    token: int
     position: int
     columns: Sequence[int] | None
     rows: Sequence[int]
     states: NDArray[Any] | None = None
 
 
-def tree_views(parents: Sequence[int], position: int) -> list[RowView]:
-    """The views of tokens that branch; each sees what is before it.
+def whole_texts(texts: Sequence[Sequence[int]]) -> list[Row]:
+    """The tokens of texts beside each other; each sees all of its own text, before it and behind it."""
+    rows = list[Row]()
+    for text in texts:
+        own = range(len(rows), len(rows) + len(text))
+        rows += [Row(token, position, [], own) for position, token in enumerate(text)]
+    return rows
+
+
+def tree_rows(tokens: Sequence[int], parents: Sequence[int], position: int) -> list[Row]:
+    """Tokens that branch; each sees what is before it.
 
     Args:
+        tokens: ids.
         parents: row of the token before each, lower than its own; -1 for the last one in the cache.
         position: absolute position of a token behind the cache.
     """
-    views: list[RowView] = []
-    for row, parent in enumerate(parents):
-        before = () if parent < 0 else views[parent].rows
-        views.append(RowView(position + len(before), None, (*before, row)))
-    return views
+    rows: list[Row] = []
+    for at, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        before = () if parent < 0 else rows[parent].rows
+        rows.append(Row(token, position + len(before), None, (*before, at)))
+    return rows
 
 
 class StaticGraph:
@@ -113,9 +140,7 @@ class StaticGraph:
         manifest: Manifest,
         record: GraphRecord,
         cache: KVCache,
-        ropes: Mapping[str, RopeTable],
-        embeddings: Embeddings | None = None,
-        layer_inputs: EmbeddingTable | None = None,
+        tables: HostTables,
         adapter: AdapterMemory = NO_ADAPTER,
         clock: StepTimes | None = None,
     ) -> None:
@@ -126,9 +151,7 @@ class StaticGraph:
             manifest: of the bundle.
             record: the graph's entry in the manifest.
             cache: see `use`.
-            ropes: see `rope_tables`.
-            embeddings: of tokens, if the host looks them up.
-            layer_inputs: see `Bundle.layer_inputs`.
+            tables: what the host looks up.
             adapter: see `adapt`; graphs without slots need none.
             clock: counts its steps; None for one of its own.
 
@@ -141,14 +164,12 @@ class StaticGraph:
         self.steps = 0
         self.clock = StepTimes() if clock is None else clock
         self.takes_fewer = any(binding.takes_fewer for binding in bindings)
-        groups = [group.geometry for group in cache.groups]
-        self._inputs = StepInputs(
-            manifest, record, ropes, embeddings, layer_inputs, takes_fewer=self.takes_fewer, groups=groups
-        )
+        groups = [group.geometry for group in cache.groups] if manifest.interface.is_cached else []
+        self._inputs = StepInputs(manifest, record, tables, takes_fewer=self.takes_fewer, groups=groups)
         interfaces = manifest.interface.parts(record)
         own = ("hidden", "logits", "last_hidden")
-        given = [port for each in interfaces for port in each.outputs if port.kind in own]
-        exits = {port.name: aligned_zeros(port.shape, port.dtype) for port in given}
+        own_ports = [port for interface in interfaces for port in interface.outputs if port.kind in own]
+        exits = {port.name: aligned_zeros(port.shape, port.dtype) for port in own_ports}
         stop = manifest.model.first_without_cache or manifest.model.layers
         self._parts = [
             BoundPart(
@@ -217,13 +238,18 @@ class StaticGraph:
 
         Args:
             tokens: 1 to AR.
-            reads_all: whether the step reads all rows; one with views does.
+            reads_all: whether the step reads all rows; one with `run_rows` does.
 
         Raises:
             ContextFullError: the cache has no room for a step of this graph.
         """
         rows = tokens if self.takes_fewer else self.ar
         return self._cache.window(rows, self.record.context, 0 if reads_all else self.row_block)
+
+    def without_past(self) -> tuple[Window, ...]:
+        """The windows of a step that reads and writes no cache."""
+        count = 1 + max(self._inputs.groups.values(), default=0)
+        return (Window(self.ar, 0, 0, 0, in_place=False, first=0, stop=0),) * count
 
     def before_next_run(self, call: Callable[[], None]) -> None:
         """Call something once before the next step overwrites the logits of the last one."""
@@ -234,8 +260,8 @@ class StaticGraph:
         tokens: Sequence[int],
         windows: Sequence[Window],
         position: int,
-        views: Sequence[RowView] | None = None,
         *,
+        rows: Sequence[Row] = (),
         logits: bool = True,
     ) -> None:
         """Run tokens on open windows of the cache; the caller commits the new rows.
@@ -245,7 +271,7 @@ class StaticGraph:
             windows: where the graph reads and writes in each group of the cache.
             position: absolute position of the first one. After `window`, since a policy that evicts tokens there can
                 change it.
-            views: what each of them is and sees; None if they follow each other.
+            rows: of the tokens, if they do not follow each other; see `run_rows`.
             logits: whether the logits are needed; without them, the last parts without a cache do not run.
 
         Raises:
@@ -257,8 +283,8 @@ class StaticGraph:
         if self._before_next_run is not None:
             call, self._before_next_run = self._before_next_run, None
             call()
-        if views is not None:
-            self._inputs.write_views(tokens, views, windows)
+        if rows:
+            self._inputs.write_rows(rows, windows)
         else:
             self._inputs.write(tokens, position, windows)
         parts = self._parts if logits else [part for part in self._parts if part.is_needed]
@@ -282,6 +308,14 @@ class StaticGraph:
         clock.steps += 1
         self.steps += 1
 
+    def run_rows(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
+        """As `run`, of rows that say what they see: of several sequences, or of one that branches.
+
+        Raises:
+            EngineError: as `run`.
+        """
+        self.run([row.token for row in rows], windows, rows[0].position, rows=rows)
+
 
 class StepInputs:
     """Token ids or embeddings, masks, cosines and sines, and `logits_index` of an AR step.
@@ -296,9 +330,7 @@ class StepInputs:
         self,
         manifest: Manifest,
         record: GraphRecord,
-        ropes: Mapping[str, RopeTable],
-        embeddings: Embeddings | None = None,
-        layer_inputs: EmbeddingTable | None = None,
+        tables: HostTables,
         *,
         takes_fewer: bool = False,
         groups: Sequence[LayerSpec] = (),
@@ -307,10 +339,7 @@ class StepInputs:
 
         Args:
             manifest: of the bundle.
-            record: the graph.
-            ropes: see `rope_tables`.
-            embeddings: the table, if the graph reads `inputs_embeds` instead of ids.
-            layer_inputs: see `Bundle.layer_inputs`.
+            tables: what the host looks up.
             takes_fewer: whether the graph has no row without a token.
             groups: the layers that the windows of a step are of, which grow apart in some caches; those of the
                 bundle's cache by default.
@@ -320,16 +349,18 @@ class StepInputs:
         inputs = [port for part in decoder.parts(record) for port in part.inputs if port.kind in STEP_KINDS]
         self.arrays: dict[str, NDArray[Any]] = {port.name: aligned_zeros(port.shape, port.dtype) for port in inputs}
         self.filled = 0
-        self._table = embeddings
+        self._table = embeddings = tables.embeddings
         pad = manifest.tokens.pad or 0
         self._pad = np.asarray(pad) if embeddings is None else embeddings.rows([pad])[0]
         entry = self.arrays[inputs[0].name]
         self._entry = entry[0] if embeddings is None else entry[0, 0]
-        self._gathered = [] if layer_inputs is None else [(layer_inputs, self.arrays[LAYER_INPUTS_PORT][0, 0])]
+        self._gathered = (
+            [] if tables.layer_inputs is None else [(tables.layer_inputs, self.arrays[LAYER_INPUTS_PORT][0, 0])]
+        )
         self._pad_token = pad
         self._rotary = [
             (table, *(self.arrays[name][0, 0] for name in names))
-            for suffix, table in ropes.items()
+            for suffix, table in tables.ropes.items()
             if (names := rope_inputs(suffix))[0] in self.arrays
         ]
         self._index = self.arrays.get(LOGITS_INDEX)
@@ -340,8 +371,9 @@ class StepInputs:
             for name, group in decoder.mask_groups(groups or decoder.cache.groups()).items()
             if name in self.arrays
         }
+        reach = {} if decoder.is_cached else decoder.masks()
         self._masks = [
-            (group, AttentionMask(self.arrays[name][0, 0], manifest.encodings[MASK]))
+            (group, AttentionMask(self.arrays[name][0, 0], manifest.encodings[MASK], reach.get(name)))
             for name, group in self.groups.items()
         ]
 
@@ -356,17 +388,17 @@ class StepInputs:
             self._taps.write()
         self._write_entry(tokens, before)
 
-    def write_views(self, tokens: Sequence[int], views: Sequence[RowView], windows: Sequence[Window]) -> None:
-        """Write a step whose tokens do not follow each other; see `StaticGraph.run_views`."""
+    def write_rows(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
+        """Write a step whose tokens do not follow each other; see `StaticGraph.run_rows`."""
         before = self._invalidate()
         for table, cos, sin in self._rotary:
-            for row, view in enumerate(views):
-                cos[row], sin[row] = table.rows(view.position, 1)
+            for at, row in enumerate(rows):
+                cos[at], sin[at] = table.rows(row.position, 1)
         for group, mask in self._masks:
-            mask.write_views(views, windows[group])
+            mask.write_rows(rows, windows[group])
         if self._taps is not None:
-            self._taps.write_views(views)
-        self._write_entry(tokens, before)
+            self._taps.write_rows(rows)
+        self._write_entry([row.token for row in rows], before)
 
     def _invalidate(self) -> int:
         """Have a step that does not end leave nothing that the next one takes for written; return `filled`."""
@@ -421,18 +453,18 @@ class ConvolutionRows:
             self._rows[:] = np.arange(self._rows.shape[1]) + np.arange(self._past)[:, None]
             self._are_linear = True
 
-    def write_views(self, views: Sequence[RowView]) -> None:
-        """Write the rows of a step whose tokens see what `views` say."""
+    def write_rows(self, rows: Sequence[Row]) -> None:
+        """Write the taps of a step whose tokens do not follow each other."""
         self._are_linear = False
         past, ar = self._rows.shape
-        for token, view in enumerate(views):
+        for token, row in enumerate(rows):
             start = 0
-            if view.states is not None:
+            if row.states is not None:
                 place = past * token
-                for memory, state in zip(self._others, view.states, strict=True):
+                for memory, state in zip(self._others, row.states, strict=True):
                     memory[place : place + past] = state
                 start = past + ar + place
-            path = [*range(start, start + past), *(past + row for row in view.rows)]
+            path = [*range(start, start + past), *(past + new for new in row.rows)]
             self._rows[:, token] = path[-1 - past : -1]
 
 
@@ -444,8 +476,16 @@ class AttentionMask:
     those of rows that hold no token: then other rows, rounded over the range of all, would depend on what was there.
     """
 
-    def __init__(self, rows: NDArray[Any], encoding: Encoding) -> None:
-        """Use `rows`, which are contiguous, as the mask's memory."""
+    def __init__(self, rows: NDArray[Any], encoding: Encoding, reach: int | None = None) -> None:
+        """Use memory.
+
+        Args:
+            rows: the memory, contiguous.
+            encoding: of the mask.
+            reach: tokens that a row attends to on each side, its own included, if its text is whole in a step; None
+                for all that `Row` says.
+        """
+        self._reach = reach
         self._memory = rows.reshape(-1)
         self._rows = rows
         self._most = self._ar = len(rows)
@@ -473,23 +513,25 @@ class AttentionMask:
             rows[:, self._past :] = self._causal[: self._ar, : self._ar]
             self._filled = tokens
 
-    def write_views(self, views: Sequence[RowView], window: Window) -> None:
-        """Write the mask of a step whose rows see what `views` say."""
+    def write_rows(self, seen: Sequence[Row], window: Window) -> None:
+        """Write the mask of a step whose tokens do not follow each other."""
         if (window.columns, window.ar) != (self._past, self._ar):
             self._reshape(window)
         rows = self._rows
         before, self._filled = self._filled, 0  # the next step writes all rows
-        rows[: len(views)] = self._closed
-        for row, view in enumerate(views):
-            if view.columns is None:
-                rows[row, window.first : window.stop] = self._open
-                rows[row, window.unseen(len(view.rows) - 1)] = self._closed
+        rows[: len(seen)] = self._closed
+        for at, row in enumerate(seen):
+            if row.columns is None:
+                rows[at, window.first : window.stop] = self._open
+                rows[at, window.unseen(len(row.rows) - 1)] = self._closed
             else:
-                rows[row, view.columns] = self._open
-            rows[row, [self._past + each for each in view.rows]] = self._open
-        if len(views) != before:
-            rows[len(views) :, : self._past] = self._closed
-            rows[len(views) :, self._past :] = self._causal[len(views) : self._ar, : self._ar]
+                rows[at, row.columns] = self._open
+            reach = self._reach
+            new = row.rows if reach is None else [new for new in row.rows if abs(new - at) < reach]
+            rows[at, [self._past + each for each in new]] = self._open
+        if len(seen) != before:
+            rows[len(seen) :, : self._past] = self._closed
+            rows[len(seen) :, self._past :] = self._causal[len(seen) : self._ar, : self._ar]
 
     def _reshape(self, window: Window) -> None:
         """Take the rows of a window, and its width."""
@@ -503,7 +545,7 @@ class AttentionMask:
 Table = NDArray[Any]
 
 
-_MOST_POSITIONS = 1 << 16
+_MAX_POSITIONS = 1 << 16
 """Of a table that grows: texts that go on for ever, and files that say so, take no memory for their positions."""
 
 
@@ -530,11 +572,11 @@ class RopeTable:
         self._cos, self._sin = self._compute(0, positions)
 
     def rows(self, position: int, count: int) -> tuple[Table, Table]:
-        """Cosines and sines `[count, R/2]` from `position` on; the table grows up to `_MOST_POSITIONS`."""
+        """Cosines and sines `[count, R/2]` from `position` on; the table grows up to `_MAX_POSITIONS`."""
         if (end := position + count) > len(self._cos):
-            if end > _MOST_POSITIONS:
+            if end > _MAX_POSITIONS:
                 return self._compute(position, end)
-            more = self._compute(len(self._cos), min(max(end, 2 * len(self._cos)), _MOST_POSITIONS))
+            more = self._compute(len(self._cos), min(max(end, 2 * len(self._cos)), _MAX_POSITIONS))
             self._cos, self._sin = (np.concatenate(pair) for pair in zip((self._cos, self._sin), more, strict=True))
         return self._cos[position:end], self._sin[position:end]
 

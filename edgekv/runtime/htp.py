@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,13 +13,16 @@ import onnxruntime as ort
 
 from devices import Device, find
 from edgekv.bundle import ENCODER, Bundle, GraphFormat, open_compiled
-from edgekv.errors import UsageError
+from edgekv.errors import EdgeKVWarning, EngineError, UsageError
+from edgekv.machine.child import ChildEndedError, call
+from edgekv.machine.scratch import scratch_folder
 from edgekv.machine.steps import step
 from edgekv.qnn.library_fault import FOR_GRAPHS, check_libraries
 from edgekv.qnn.options import HtpOptions
 from edgekv.qnn.provider import compiler, create_session
 from edgekv.qnn.this_chip import find_chip
 from edgekv.qnn.vendor_libraries import Platform, has_rpc_memory
+from edgekv.qnn.worker import HtpJob, HtpStep, context_config, create_sessions
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.shared_memory import SharedAllocator
 
@@ -61,7 +66,12 @@ class HtpEngine:
             raise UsageError("threads", got=threads, expected="none with the engine htp", fix="Leave it out.")
         device, on = find(bundle.manifest.device), Platform.here()
         check_libraries(FOR_GRAPHS, device.arch, on, find_chip(on))
-        return cls.on(device, bundle)
+        engine = cls.on(device, bundle)
+        if not engine.compiled:
+            keep = f"edgekv compile {shlex.quote(str(bundle.path))} --device {device.soc}"
+            text = f"{bundle.path.name} is not compiled for {device.soc}, so each run compiles its graphs. Once: {keep}"
+            warnings.warn(text, EdgeKVWarning, stacklevel=2)
+        return engine
 
     @classmethod
     def on(cls, device: Device, bundle: Bundle) -> HtpEngine:
@@ -76,9 +86,9 @@ class HtpEngine:
         first = bundle.part_path(decode.parts[0])
         kinds = (True, False) if Platform.here().has_npu and device.arch >= _SHARES_FROM else (False,)
         for is_shared in kinds:
-            if found := _wrappers(bundle, device, is_shared=is_shared):
-                alone = _wrappers(bundle, device, is_shared=False) if is_shared else found
-                return cls(device, found, alone, shares_weights=is_shared, first=first)
+            if wrappers := _wrappers(bundle, device, is_shared=is_shared):
+                alone = _wrappers(bundle, device, is_shared=False) if is_shared else wrappers
+                return cls(device, wrappers, alone, shares_weights=is_shared, first=first)
         return cls(device, _encoder(bundle, device), first=first)
 
     def with_options(self, options: HtpOptions) -> HtpEngine:
@@ -144,20 +154,49 @@ class HtpEngine:
         Raises:
             EngineError: the runtime is missing or refused the graph.
         """
+        wrapper = self.compiled.get(graph)
+        if wrapper is not None or graph in self.compiled.values():
+            return self._created(graph if wrapper is None else wrapper, is_shared=self.shares_weights)
+        with scratch_folder("htp") as folder:
+            return self._created(self._compiled_in(folder, graph), is_shared=False)
+
+    def _created(self, model: Path, *, is_shared: bool) -> ort.InferenceSession:
         allocator = {_ALLOCATOR: "1"} if self.shared else {}
         return create_session(
-            self.compiled.get(graph, graph),
+            model,
             self.device,
-            session_config={_SHARE: "1"} if self.shares_weights else {},
+            session_config={_SHARE: "1"} if is_shared else {},
             provider_options={**self.options.provider_options, **allocator},
         )
+
+    def _compiled_in(self, folder: Path, graph: Path) -> Path:
+        """The wrapper of a graph that is compiled in a child process: Ctrl-C ends that, but no compiler in this one.
+
+        Raises:
+            EngineError: the compiler is missing, refused the graph, or crashed.
+        """
+        wrapper = folder / "compiled.onnx"
+        options = dict(self.options.provider_options)
+        job = HtpStep(model=str(graph), session_config=context_config(wrapper), provider_options=options)
+        with step(f"compile {graph.name} for {self.device.soc}"):
+            try:
+                call(create_sessions, HtpJob(soc=self.device.soc, steps=[job]))
+            except ChildEndedError as error:
+                fix = "Install the tested compiler: pip install edgekv[htp]. If it is, please report this graph."
+                wanted = "a graph that the HTP compiler accepts whole"
+                raise EngineError(
+                    f"{graph.name} on {self.device.soc}",
+                    got=f"the compiler ended with {error.ending}",
+                    expected=wanted,
+                    fix=fix,
+                ) from None
+        return wrapper
 
 
 def takes_shared_memory(options: HtpOptions, on: Platform, has_binaries: bool) -> bool:
     """Whether caches are in shared memory: as the options say, with `auto` if they can be.
 
     Args:
-        options: the options.
         on: this machine.
         has_binaries: whether each graph can be loaded by itself.
 
@@ -172,8 +211,8 @@ def takes_shared_memory(options: HtpOptions, on: Platform, has_binaries: bool) -
     elif not has_binaries:
         missing, fix = "only a binary of several graphs", "Compile without --no-per-graph-binaries"
     if missing and options.shared_memory is True:
-        wanted = "FastRPC, and a binary for each graph"
-        raise UsageError("htp shared-memory", got=missing, expected=wanted, fix=f"{fix}, or leave it out.")
+        expected = "FastRPC, and a binary for each graph"
+        raise UsageError("htp shared-memory", got=missing, expected=expected, fix=f"{fix}, or leave it out.")
     return not missing
 
 
@@ -181,8 +220,10 @@ def _wrappers(bundle: Bundle, device: Device, *, is_shared: bool = False) -> Map
     compiled = open_compiled(bundle, device.soc, compiler())
     if compiled is None:
         return {}
-    found = {bundle.part_path(part): compiled.wrapper(part.name, is_shared=is_shared) for part in bundle.manifest.parts}
-    wrappers = {part: wrapper for part, wrapper in found.items() if wrapper is not None}
+    by_part = {
+        bundle.part_path(part): compiled.wrapper(part.name, is_shared=is_shared) for part in bundle.manifest.parts
+    }
+    wrappers = {part: wrapper for part, wrapper in by_part.items() if wrapper is not None}
     return wrappers | _encoder(bundle, device) if wrappers else {}
 
 

@@ -22,7 +22,7 @@ from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.machine.native_output import captured_output
 from edgekv.qnn.vendor_libraries import Platform
 from edgekv.runtime.binding import BatchInvariance
-from edgekv.runtime.foreign_graph import TriedFiles, run_all
+from edgekv.runtime.foreign_graph import CrashCheckedFiles, run_all
 from edgekv.spec import GraphInterface, Port
 
 TESTED = "2.3.0"
@@ -51,7 +51,6 @@ class LitertEngine:
         """Find the runtime.
 
         Args:
-            threads: see above.
             tried: load files without testing them in a child process first.
 
         Raises:
@@ -60,7 +59,7 @@ class LitertEngine:
         _library()
         self.threads = threads
         runtime = f"ai-edge-litert {metadata.version('ai-edge-litert')}"
-        self._models = TriedFiles(runtime, self._open, None if tried else run_graphs)
+        self._models = CrashCheckedFiles(runtime, self._open, None if tried else run_graphs)
 
     @property
     def batch_invariance(self) -> BatchInvariance:
@@ -117,8 +116,8 @@ class LitertBinding:
         self._name = name
         self._index: int = model.get_signature_index(name)
         listed = model.get_signature_list()[name]
-        inputs = {each: model.create_input_buffer_by_name(name, each) for each in listed["inputs"]}
-        outputs = {each: model.create_output_buffer_by_name(name, each) for each in listed["outputs"]}
+        inputs = {tensor: model.create_input_buffer_by_name(name, tensor) for tensor in listed["inputs"]}
+        outputs = {tensor: model.create_output_buffer_by_name(name, tensor) for tensor in listed["outputs"]}
         self._inputs, self._outputs = _LentBuffers(inputs), _LentBuffers(outputs)
         self._has_run = False
 
@@ -210,12 +209,12 @@ class _LentBuffers:
 
     def addresses(self) -> dict[str, int]:
         """The address of each tensor, as LiteRT reports it."""
-        found, library = {}, self._library
+        addresses, library = {}, self._library
         for name, slot in self._by_name.items():
             address = ctypes.c_void_p()
             library.check(library.host_memory(slot.handle, ctypes.byref(address)))
-            found[name] = address.value or 0
-        return found
+            addresses[name] = address.value or 0
+        return addresses
 
     def __del__(self) -> None:
         for slot in self.slots:
@@ -269,7 +268,7 @@ def _bytes_of(dtype: np.dtype[Any], shape: Sequence[int]) -> int:
 
 
 def _ports(details: Mapping[str, Any]) -> tuple[Port, ...]:
-    return tuple(Port(name, each["dtype"], tuple(each["shape"])) for name, each in details.items())
+    return tuple(Port(name, detail["dtype"], tuple(detail["shape"])) for name, detail in details.items())
 
 
 def run_graphs(file: str) -> None:

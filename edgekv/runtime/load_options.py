@@ -29,8 +29,8 @@ def check_on_full(text: str, field: str = "on_full") -> OnFull:
     for name in get_args(OnFull):
         if text == name:
             return text  # type: ignore[return-value]
-    wanted = " or ".join(get_args(OnFull))
-    raise UsageError(field, got=repr(text), expected=wanted, fix="Leave it out to drop the oldest turns.")
+    expected = " or ".join(get_args(OnFull))
+    raise UsageError(field, got=repr(text), expected=expected, fix="Leave it out to drop the oldest turns.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class EngineOptions:
             "(yes, no or auto) and mapped-weights (yes or no).",
             metavar="OPTIONS",
             parse=lambda _, text: HtpOptions.parse(text),
+            subjects=("htp",),
         ),
     ] = None
 
@@ -70,6 +71,7 @@ class CacheOptions:
         Option(
             "How the cache takes new rows: pointer-shift, slot, mirror or shift-concat.",
             shown="slot; pointer-shift with --reserve",
+            subjects=("update strategy",),
         ),
     ] = None
     reserve: Annotated[
@@ -84,13 +86,15 @@ class CacheOptions:
             "keydiff(BUDGET, RECENT) keeps the BUDGET tokens whose keys are least similar to the mean key, the RECENT "
             "newest (an eighth) among them.",
             "--context-policy",
+            subjects=("context policy",),
         ),
     ] = "fail"
     cache_mode: Annotated[
         str | Any,  # a `CacheMode` of edgekv.engine
         Option(
             "What is kept from step to step: always, long-sequence-only(TOKENS), adaptive, adaptive(64MiB), "
-            "adaptive(25%), or disabled, which computes the whole sequence again for every token."
+            "adaptive(25%), or disabled, which computes the whole sequence again for every token.",
+            subjects=("cache mode", "memory budget"),
         ),
     ] = "always"
     kv_growth: Annotated[
@@ -99,6 +103,7 @@ class CacheOptions:
             "For a bundle with several contexts, with slot or pointer-shift: cache memory starts at the smallest and "
             "grows when it is outgrown, staggered (layer by layer) or together.",
             shown="all memory at once",
+            subjects=("growth",),
         ),
     ] = None
     reproducible: Annotated[

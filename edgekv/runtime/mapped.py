@@ -26,10 +26,10 @@ class MappedWeights:
     @contextmanager
     def within(cls, folder: Path) -> Iterator[MappedWeights]:
         """What is mapped from files of the folder between the begin and the end of the block."""
-        found, before = cls(), _mapped(folder)
-        yield found
+        weights, before = cls(), _mapped(folder)
+        yield weights
         # Pages that were written to are no longer the file's.
-        found._places = {place for place in _mapped(folder) - before if _is_as_in_file(*place)}
+        weights._places = {place for place in _mapped(folder) - before if _is_as_in_file(*place)}
 
     def release(self) -> None:
         """Let the system take the pages. What other sessions and processes map of the same files stays."""
@@ -41,15 +41,15 @@ class MappedWeights:
 
 def _mapped(folder: Path) -> set[tuple[int, int]]:
     """Start and length of each private mapping of a file in the folder."""
-    prefix, found = os.fsencode(f"{folder.resolve()}{os.sep}"), set()
+    prefix, mapped = os.fsencode(f"{folder.resolve()}{os.sep}"), set()
     with suppress(OSError):
         for line in (_PROCESS / "maps").read_bytes().splitlines():
             if prefix in line:
                 span, rights, *_, path = line.split(maxsplit=5)
                 if rights.endswith(b"p") and path.startswith(prefix):
-                    start, end = (int(each, 16) for each in span.split(b"-"))
-                    found.add((start, end - start))
-    return found
+                    start, end = (int(address, 16) for address in span.split(b"-"))
+                    mapped.add((start, end - start))
+    return mapped
 
 
 def _is_as_in_file(start: int, length: int) -> bool:

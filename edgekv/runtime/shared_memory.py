@@ -74,10 +74,10 @@ class SharedAllocator:
         return any(first <= address < first + size for first, (size, _) in self._held.items())
 
 
-def _refused(found: str, size_bytes: int) -> EngineError:
+def _refused(got: str, size_bytes: int) -> EngineError:
     return EngineError(
         "htp shared-memory",
-        got=found,
+        got=got,
         expected=f"{size_bytes} bytes on a boundary of {ALIGNMENT_BYTES}, from the allocator of Qualcomm's provider",
         fix="Leave shared-memory out, or export with a smaller --context.",
     )

@@ -23,7 +23,7 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.machine.native_output import captured_output
 from edgekv.runtime.binding import BatchInvariance
-from edgekv.runtime.foreign_graph import TriedFiles, run_all
+from edgekv.runtime.foreign_graph import CrashCheckedFiles, run_all
 from edgekv.spec import GraphInterface, Port
 from quant import WEIGHT_TYPES
 
@@ -55,14 +55,13 @@ class TfliteEngine:
         """Find the runtime.
 
         Args:
-            threads: see above.
             tried: load files without testing them in a child process first.
 
         Raises:
             EngineError: it is missing, or another version.
         """
         try:
-            found = metadata.version("tflite-runtime")
+            version = metadata.version("tflite-runtime")
         except metadata.PackageNotFoundError:
             raise EngineError(
                 "engine tflite",
@@ -70,15 +69,15 @@ class TfliteEngine:
                 expected=f"tflite-runtime {TESTED}",
                 fix=f"{_INSTALL}, or use --engine litert.",
             ) from None
-        if found != TESTED:
+        if version != TESTED:
             raise EngineError(
                 "engine tflite",
-                got=f"tflite-runtime {found}",
+                got=f"tflite-runtime {version}",
                 expected=f"the tested version, {TESTED}",
                 fix=_INSTALL,
             )
         self.threads = threads
-        self._interpreters = TriedFiles(f"tflite-runtime {TESTED}", self._open, None if tried else run_graphs)
+        self._interpreters = CrashCheckedFiles(f"tflite-runtime {TESTED}", self._open, None if tried else run_graphs)
 
     @property
     def batch_invariance(self) -> BatchInvariance:
@@ -139,7 +138,7 @@ class TfliteEngine:
 
 def _check_weights(bundle: Bundle) -> None:
     """Reject weights that tflite-runtime has no kernels for."""
-    others = [each for each in bundle.manifest.recipe.weights if "tflite" not in WEIGHT_TYPES[each.dtype].engines]
+    others = [weight for weight in bundle.manifest.recipe.weights if "tflite" not in WEIGHT_TYPES[weight.dtype].engines]
     if others:
         raise UsageError(
             "engine",
@@ -246,7 +245,8 @@ def _native() -> _Native:
 
 def _ports(details: Mapping[str, Any]) -> tuple[Port, ...]:
     return tuple(
-        Port(name, np.dtype(each["dtype"]).name, tuple(int(n) for n in each["shape"])) for name, each in details.items()
+        Port(name, np.dtype(detail["dtype"]).name, tuple(int(n) for n in detail["shape"]))
+        for name, detail in details.items()
     )
 
 

@@ -1,0 +1,131 @@
+"""Prompts on the CPU run in windows of as many tokens as there are, whatever AR the bundle's graphs have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+import edgekv
+from edgekv.bundle import Bundle, open_bundle
+from edgekv.graphs.cpu_mode import CpuMode
+from edgekv.graphs.source import wide_prefill
+from edgekv.runtime import CpuEngine
+from edgekv.runtime.binding import Binding
+from tests.support.bundles import Arrays, any_step
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.exports import export_options, exported
+
+PROMPT = [*range(5, 34)]  # 29 tokens
+
+
+def _loaded(model: edgekv.Model) -> dict[str, int]:
+    """The steps of each graph that is loaded."""
+    return {graph.record.name: graph.steps for graph in model.session._graphs.loaded}
+
+
+def _run(binding: Binding, feeds: Arrays, outputs: Arrays) -> Arrays:
+    for bind, arrays in ((binding.inputs, feeds), (binding.outputs, outputs)):
+        for name, array in arrays.items():
+            bind([name], array.dtype, array.shape, [array.ctypes.data])
+    binding.run()
+    return outputs
+
+
+def _outputs(bundle: Bundle, file: str, feeds: Arrays, ar: int, mode: CpuMode) -> Arrays:
+    """The results of AR tokens in a graph for as many or more."""
+    graph = structs.replace(bundle.manifest.graph("prefill"), ar=ar)
+    ports = bundle.manifest.interface.graph(graph).outputs
+    made = {port.name: np.zeros(port.shape, port.dtype) for port in ports}
+    return _run(CpuEngine(1, mode).load(bundle.path / file, "any"), feeds, made)
+
+
+@pytest.mark.parametrize("mode", ["exact16", "fast"])
+def test_a_window_has_the_bits_of_a_graph_of_its_size(small: Path, mode: CpuMode) -> None:
+    bundle = open_bundle(small)
+    graph = bundle.manifest.graph("prefill")
+    assert graph is not None and graph.ar == 8
+    (wide,) = wide_prefill(bundle.manifest)
+    assert (wide.ar, wide.role, wide.context) == (32, "prefill", 64)
+    feeds = any_step(bundle, graph)
+    static, found = (_outputs(bundle, each.part.file, feeds, 8, mode) for each in (graph, wide))
+    assert np.ptp(static["logits"]) > 1000
+    assert [name for name in static if not np.array_equal(static[name], found[name])] == []
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 29, 32, 33, 40, 63])
+def test_a_prompt_takes_as_few_steps_as_its_length_allows(small: Path, tokens: int) -> None:
+    with edgekv.load(small, cpu_mode="fast") as model:
+        (token,) = model.generate([*range(5, 5 + tokens)], 1, ignore_eos=True)
+        steps = _loaded(model)
+    alone = tokens % 32 == 1
+    assert token.id >= 0 and steps.get("ar1_cl64_wide") == (tokens - alone + 31) // 32
+    assert steps.get("ar1_cl64", 0) == alone and "ar8_cl64" not in steps
+
+
+def test_a_window_behind_others_sees_them(small: Path) -> None:
+    """One token at a time, and in windows: the same keys and values but for roundings of a step."""
+    rows = []
+    for pieces in ([29], [8, 21], [13, 2, 14]):
+        with edgekv.load(small, cpu_mode="exact16") as model:
+            session, at = model.session, 0
+            for piece in pieces:
+                session.feed(PROMPT[at : at + piece])
+                at += piece
+            assert _loaded(model) == {"ar1_cl64_wide": len(pieces)}
+            rows.append(session.cache.state.rows)
+    for name, wanted in rows[0].items():
+        for other in rows[1:]:
+            assert np.abs(wanted.astype(int) - other[name].astype(int)).max() <= 3, name
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cpu_mode": "emulate"}, {"cpu_mode": "fast", "policy": "sliding-window"}], ids=str
+)
+def test_elsewhere_prompts_run_in_the_bundles_graphs(small: Path, options: Any) -> None:
+    """`emulate` has the bits of the exported graphs; where tokens leave, the size of steps decides which ones."""
+    with edgekv.load(small, **options) as model:
+        assert len([*model.generate(PROMPT, 1, ignore_eos=True)]) == 1
+        assert _loaded(model)["ar8_cl64"] == 4 and not any("wide" in name for name in _loaded(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "options", "window"),
+    [
+        ("gemma3", {}, 12),  # layers that attend to 24 tokens
+        ("llama-2", {"splits": 2, "head": "own", "embedding": "host"}, 32),
+        ("llama-2", {"kv_dtype": "s16", "ar": (1,)}, 32),  # no prefill graph at all
+        ("qwen2", {"key_layout": "columns"}, 32),
+    ],
+)
+def test_windows_of_other_bundles(tmp_path: Path, architecture: str, options: Any, window: int | None) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
+    folder = exported(checkpoint, export_options(**{"context": 64, "ar": (1, 8), **options}))
+    assert {graph.ar for graph in wide_prefill(open_bundle(folder).manifest)} == ({window} if window else set())
+    logits = []
+    for mode in ("emulate", "exact16"):
+        with edgekv.load(folder, cpu_mode=mode) as model:
+            (token,) = model.generate(PROMPT, 1, ignore_eos=True, return_logits=True)
+            logits.append(np.asarray(token.logits))
+    noise = np.square(logits[1] - logits[0]).mean()
+    assert 10 * np.log10(logits[0].var() / noise) > 25
+
+
+def test_blocks_of_rows_change_only_the_order_of_sums(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of full blocks, of a part of the last one, and of so few tokens that the last ones are empty."""
+    scored = []
+    for rows in (8, 1000):
+        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / f"blocks of {rows}"))
+        monkeypatch.setattr("edgekv.graphs.wide._BLOCK_ROWS", rows)
+        with edgekv.load(small, cpu_mode="exact16", threads=1) as model:
+            logits = [model.session.feed(PROMPT[at:to]).copy() for at, to in ((0, 24), (24, 27), (27, 29))]
+            logits.append(model.session.feed([*range(60, 92)]).copy())
+            scored.append(np.stack(logits).astype(float))
+    noise = np.square(scored[1] - scored[0]).mean(axis=1)
+    assert (10 * np.log10(scored[0].var(axis=1) / np.maximum(noise, 1e-9)) > 30).all()
