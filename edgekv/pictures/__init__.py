@@ -5,15 +5,21 @@ from typing import TYPE_CHECKING
 from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
-    from edgekv.pictures.apart import (
+    from edgekv.pictures.decode import read_picture as read_picture
+    from edgekv.pictures.decoder_child import (
         PictureFile as PictureFile,
         PictureReader as PictureReader,
         open_tiles as open_tiles,
         picture_content as picture_content,
     )
-    from edgekv.pictures.decode import read_picture as read_picture
     from edgekv.pictures.encoder import PictureEncoder as PictureEncoder
-    from edgekv.pictures.patches import block_order as block_order, normalized as normalized, patches_of as patches_of
+    from edgekv.pictures.patches import (
+        EncoderInputs as EncoderInputs,
+        block_order as block_order,
+        encoder_inputs as encoder_inputs,
+        graph_inputs as graph_inputs,
+        normalized as normalized,
+    )
     from edgekv.pictures.prompt import expand as expand, place as place
     from edgekv.pictures.rows import (
         Picture as Picture,

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from edgekv.bundle import Bundle
 from edgekv.errors import EngineError, UsageError
 from edgekv.kv.memory import aligned_zeros
-from edgekv.pictures.patches import patches_of
+from edgekv.pictures.patches import encoder_inputs, graph_inputs
 from edgekv.runtime.binding import Binding
 from edgekv.runtime.engine import open_encoder
-from edgekv.spec import PIXELS_PORT, ROWS_PORT, EncoderSpec
+from edgekv.spec import ROWS_PORT, EncoderSpec
 from quant import DTYPES
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class PictureEncoder:
         self._embedding = bundle.manifest.encodings["embedding"]
         self._binding: Binding | None = None
         self._is_closed = False
-        self._pixels = self._rows = np.zeros(0)
+        self._inputs: dict[str, NDArray[Any]] = {}
+        self._rows = np.zeros(0)
 
     @property
     def spec(self) -> EncoderSpec:
@@ -43,10 +44,11 @@ class PictureEncoder:
     def close(self) -> None:
         """Free the graph; a later tile is refused."""
         self._binding, self._is_closed = None, True
-        self._pixels = self._rows = np.zeros(0)
+        self._inputs.clear()
+        self._rows = np.zeros(0)
 
     def encode(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
-        """The rows of a tile `[image, image, 3]` as decoders read embeddings, `[rows, hidden]`.
+        """The rows of a tile `[height, width, 3]` as decoders read embeddings, `[rows, hidden]`.
 
         Raises:
             EngineError: the engine has no encoders, refused the graph, or failed.
@@ -57,23 +59,28 @@ class PictureEncoder:
         vision = self._vision
         if self._binding is None:
             self._binding = self._bound()
-        patches = patches_of(pixels, vision.encoder, vision.pictures)
-        self._pixels[0, 0] = vision.encodings[PIXELS_PORT].quantize(patches)
+        inputs = encoder_inputs(pixels, vision.encoder, vision.pictures)
+        for name, values in graph_inputs(inputs, vision.encoder, vision.encodings).items():
+            self._inputs[name][:] = values
         try:
             self._binding.run()
         except Exception as error:  # the runtimes' exceptions have no common base
-            found = " ".join(str(error).split())
+            got = " ".join(str(error).split())
             fix = "Try another --engine; if it runs there, report this graph."
-            raise EngineError(f"running {vision.file}", got=found, expected="a picture's rows", fix=fix) from None
-        rows: NDArray[Any] = vision.encodings[ROWS_PORT].dequantize(self._rows[0, 0])
+            raise EngineError(f"running {vision.file}", got=got, expected="a picture's rows", fix=fix) from None
+        height, width = pixels.shape[:2]
+        integers = self._rows[0, 0, : vision.encoder.rows_of(width, height)]
+        rows: NDArray[Any] = vision.encodings[ROWS_PORT].dequantize(integers)
         return self._embedding.quantize(rows)
 
     def _bound(self) -> Binding:
         spec, encodings = self.spec, self._vision.encodings
         binding = open_encoder(self._engine, self._file)
-        pixels, rows = (DTYPES[encodings[name].dtype] for name in (PIXELS_PORT, ROWS_PORT))
-        self._pixels = aligned_zeros((1, 1, spec.inputs, spec.patch_values), pixels.name)
+        rows = DTYPES[encodings[ROWS_PORT].dtype]
         self._rows = aligned_zeros((1, 1, spec.rows, spec.output), rows.name)
-        binding.inputs([PIXELS_PORT], pixels, self._pixels.shape, [self._pixels.ctypes.data])
+        for name, shape in spec.input_shapes.items():
+            dtype = DTYPES[encodings[name].dtype]
+            self._inputs[name] = values = aligned_zeros(shape, dtype.name)
+            binding.inputs([name], dtype, shape, [values.ctypes.data])
         binding.outputs([ROWS_PORT], rows, self._rows.shape, [self._rows.ctypes.data])
         return binding

@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec import EncoderSpec, PictureSpec
+from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, EncoderSpec, PictureSpec
+from quant import Encoding
+
+_Floats = NDArray[np.float32]
 
 
-def block_order(spec: EncoderSpec) -> NDArray[np.int64]:
-    """The patches, numbered row by row, in the order of an encoder's inputs: square by square of those merged."""
-    blocks = spec.side // spec.merge
-    numbers = np.arange(spec.patches).reshape(blocks, spec.merge, blocks, spec.merge)
+@dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """A tile as an encoder reads it.
+
+    Attributes:
+        patches: channels, rows and columns of each, `[patches, 3 * patch**2]`, and zeros for a class.
+        places: how much of each row of the table of positions a patch gets, `[patches, table_side**2]`; None if all
+            tiles have one size.
+    """
+
+    patches: _Floats
+    places: _Floats | None = None
+
+
+def block_order(rows: int, columns: int, merge: int) -> NDArray[np.int64]:
+    """Patches, numbered row by row, in the order of an encoder's inputs: square by square of those merged."""
+    numbers = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
     return numbers.transpose(0, 2, 1, 3).reshape(-1)
 
 
-def normalized(pixels: NDArray[np.uint8], pictures: PictureSpec) -> NDArray[np.float32]:
+def normalized(pixels: NDArray[np.uint8], pictures: PictureSpec) -> _Floats:
     """Pixels `[H, W, 3]` as the encoder was trained on them, in the order of transformers' operations."""
     values = pixels.astype(np.float32) * np.float32(1 / 255)
-    found: NDArray[np.float32] = (values - np.array(pictures.mean, np.float32)) / np.array(
-        pictures.deviation, np.float32
-    )
+    scaled: _Floats = (values - np.array(pictures.mean, np.float32)) / np.array(pictures.deviation, np.float32)
+    return scaled
+
+
+def encoder_inputs(pixels: NDArray[np.uint8], spec: EncoderSpec, pictures: PictureSpec) -> EncoderInputs:
+    """A tile `[height, width, 3]`, whole patches, as the inputs of an encoder, without those that are no patches."""
+    rows, columns = (edge // spec.patch for edge in pixels.shape[:2])
+    values = normalized(pixels, pictures).reshape(rows, spec.patch, columns, spec.patch, 3)
+    patches: NDArray[Any] = values.transpose(0, 2, 4, 1, 3).reshape(rows * columns, spec.patch_values)
+    order = block_order(rows, columns, spec.merge)
+    inputs = np.zeros((len(patches) + spec.has_class, spec.patch_values), np.float32)
+    inputs[: len(patches)] = patches[order]
+    if not spec.has_shapes:
+        return EncoderInputs(inputs)
+    down, across = (_interpolation(edge, spec.table_side) for edge in (rows, columns))
+    places = down[:, None, :, None] * across[None, :, None, :]
+    return EncoderInputs(inputs, places.reshape(rows * columns, -1)[order])
+
+
+def _interpolation(size: int, table: int) -> _Floats:
+    """How much of each of `table` points each of `size` has, bilinear with antialiasing as PyTorch does it."""
+    scale = table / size
+    centers = (np.arange(size) + 0.5) * scale - 0.5
+    weights = np.maximum(1 - np.abs(np.arange(table) - centers[:, None]) / max(scale, 1), 0)
+    found: _Floats = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
     return found
 
 
-def patches_of(pixels: NDArray[np.uint8], spec: EncoderSpec, pictures: PictureSpec) -> NDArray[np.float32]:
-    """A tile `[image, image, 3]` as the inputs of an encoder, `[inputs, 3 * patch**2]`: channels, rows, columns."""
-    values = normalized(pixels, pictures).reshape(spec.side, spec.patch, spec.side, spec.patch, 3)
-    patches: NDArray[Any] = values.transpose(0, 2, 4, 1, 3).reshape(spec.patches, spec.patch_values)
-    inputs = np.zeros((spec.inputs, spec.patch_values), np.float32)
-    inputs[: spec.patches] = patches[block_order(spec)]
-    return inputs
+def graph_inputs(
+    inputs: EncoderInputs, spec: EncoderSpec, encodings: Mapping[str, Encoding]
+) -> dict[str, NDArray[Any]]:
+    """What an encoder's graph reads of a tile, by input; no patch sees the inputs behind those of the tile."""
+    count, shapes = len(inputs.patches), spec.input_shapes
+    values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    values[PIXELS_PORT][0, 0, :count] = inputs.patches
+    if inputs.places is not None:
+        values[PLACES_PORT][0, 0, :count] = inputs.places
+        values[PADDING_PORT][..., count:] = -np.inf
+    return {name: encodings[name].quantize(each) for name, each in values.items()}

@@ -17,28 +17,34 @@ def expand(text: str, pictures: Sequence[Picture | PictureSize], spec: PictureSp
     Raises:
         UsageError: the text has another number of these tokens.
     """
-    found = text.count(spec.token)
-    if not found and field == "prompt":
-        text, found = spec.token * len(pictures) + text, len(pictures)
-    if found != len(pictures):
-        wanted = f"{len(pictures)}, one for each picture"
+    count = text.count(spec.token)
+    if not count and field == "prompt":
+        text, count = spec.token * len(pictures) + text, len(pictures)
+    if count != len(pictures):
+        expected = f"{len(pictures)}, one for each picture"
         fix = f"Write {spec.token} where each picture stands, or nowhere to have them in front of a prompt."
-        raise UsageError(field, got=f"{found} times {spec.token}", expected=wanted, fix=fix)
+        raise UsageError(field, got=f"{count} times {spec.token}", expected=expected, fix=fix)
     first, *rest = text.split(spec.token)
-    return first + "".join(_written(each, spec) + part for each, part in zip(pictures, rest, strict=True))
+    return first + "".join(_written(picture, spec) + part for picture, part in zip(pictures, rest, strict=True))
 
 
 def _written(picture: Picture | PictureSize, spec: PictureSpec) -> str:
-    grid, rows = picture.grid, spec.token * picture.tile_rows
-    if not spec.numbered:
-        return f"{spec.begin}{rows * grid.tiles}{spec.end}"
-    whole = f"{spec.begin}{spec.whole}{rows}{spec.end}"
-    if not grid.rows:
+    grid, (*tiles, last) = picture.grid, (spec.token * rows for rows in picture.rows)
+    if spec.layout == "joined":
+        return f"{spec.begin}{''.join([*tiles, last])}{spec.end}"
+    places = [(row + 1, column + 1) for row in range(grid.rows) for column in range(grid.columns)]
+    if spec.layout == "marked":
+        if not tiles:
+            return f"{spec.begin}{last}{spec.end}"
+        marked = (f"<|img_row_{row}_col_{column}|>{tile}" for (row, column), tile in zip(places, tiles, strict=True))
+        return f"{spec.begin}{''.join(marked)}{spec.whole}{last}{spec.end}"
+    whole = f"{spec.begin}{spec.whole}{last}{spec.end}"
+    if not tiles:
         return whole
-    lines = [
-        "".join(f"{spec.begin}<row_{row + 1}_col_{column + 1}>{rows}" for column in range(grid.columns))
-        for row in range(grid.rows)
+    numbered = [
+        f"{spec.begin}<row_{row}_col_{column}>{tile}" for (row, column), tile in zip(places, tiles, strict=True)
     ]
+    lines = ["".join(numbered[first : first + grid.columns]) for first in range(0, len(tiles), grid.columns)]
     return "\n".join([*lines, "", whole])
 
 
@@ -49,12 +55,12 @@ def place(tokens: Sequence[int], pictures: Sequence[Picture], spec: PictureSpec,
         UsageError: there are more or fewer of these than rows.
     """
     ids = [id for picture in pictures for tile in picture.tiles for id in tile.ids]
-    wanted = [at for at, token in enumerate(tokens) if token == spec.token_id]
-    if len(wanted) != len(ids):
+    places = [at for at, token in enumerate(tokens) if token == spec.token_id]
+    if len(places) != len(ids):
         expected = f"{len(ids)}, one for each row of {len(pictures)} pictures"
         fix = f"Write {spec.token} once for each picture, and nowhere else."
-        raise UsageError(field, got=f"{len(wanted)} times the token {spec.token}", expected=expected, fix=fix)
-    found = [*tokens]
-    for at, id in zip(wanted, ids, strict=True):
-        found[at] = id
-    return found
+        raise UsageError(field, got=f"{len(places)} times the token {spec.token}", expected=expected, fix=fix)
+    placed = [*tokens]
+    for at, id in zip(places, ids, strict=True):
+        placed[at] = id
+    return placed

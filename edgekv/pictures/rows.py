@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import EmbeddingTable
 from edgekv.pictures.encoder import PictureEncoder
+from edgekv.spec import EncoderSpec
 
 if TYPE_CHECKING:
     from edgekv.pictures.tiled import TiledPicture, TileGrid
@@ -24,7 +25,9 @@ _FIRST_ID = 1 << 62
 
 
 class Tile:
-    """A tile of a picture. Its rows are computed when the first of them is run, and its pixels freed then.
+    """A tile `[height, width, 3]` of a picture.
+
+    Its rows are computed when the first of them is run, and its pixels freed then.
 
     Attributes:
         ids: of its rows, from a hash of its pixels and of the salt: users of different salts share no rows.
@@ -33,9 +36,10 @@ class Tile:
 
     def __init__(self, pixels: NDArray[np.uint8], rows: int, salt: str | None = None) -> None:
         key = b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=32).digest()
-        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=32, key=key).digest()
+        shape = b"%d" % pixels.shape[0]  # with the number of bytes it is the tile's
+        digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=32, key=key, salt=shape).digest()
         hashed = np.frombuffer(hashlib.shake_128(digest).digest(8 * rows), ">u8") >> np.uint64(2)
-        self.ids: tuple[int, ...] = tuple(_FIRST_ID | int(each) for each in hashed)
+        self.ids: tuple[int, ...] = tuple(_FIRST_ID | int(number) for number in hashed)
         self.encode_ms = 0.0
         self._pixels: NDArray[np.uint8] | None = pixels
         self._rows: NDArray[Any] | None = None
@@ -54,8 +58,8 @@ class Tile:
             self._rows = encoder.encode(self._pixels)
             self.encode_ms = (perf_counter_ns() - started) / 1e6
             self._pixels = None
-        found: NDArray[Any] = self._rows[self.ids.index(id)]
-        return found
+        row: NDArray[Any] = self._rows[self.ids.index(id)]
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,9 @@ class Picture:
         return f"{width} x {height} pixels, {tiles}, {self.tokens} tokens"
 
     @property
-    def tile_rows(self) -> int:
-        """Rows of a tile."""
-        return len(self.tiles[0].ids)
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each tile."""
+        return tuple(len(tile.ids) for tile in self.tiles)
 
     @property
     def tokens(self) -> int:
@@ -83,10 +87,20 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PictureSize:
-    """A picture of which the headers alone were read: enough to count its tokens."""
+    """A picture of which the headers alone were read: enough to count its tokens.
+
+    Attributes:
+        grid: how it is cut.
+        rows: of each tile.
+    """
 
     grid: TileGrid
-    tile_rows: int
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, grid: TileGrid, encoder: EncoderSpec) -> PictureSize:
+        """That of a picture that is cut so."""
+        return cls(grid, tuple(encoder.rows_of(*size) for size in grid.tile_sizes(encoder.image)))
 
 
 class PictureRows:
@@ -106,7 +120,8 @@ class PictureRows:
 
     def open(self, picture: TiledPicture, salt: str | None = None) -> Picture:
         """A picture with the ids of its rows; tiles that somebody with the same salt holds are the same objects."""
-        tiles = [Tile(pixels, self.encoder.spec.rows, salt) for pixels in picture.tiles]
+        rows = PictureSize.of(picture.grid, self.encoder.spec).rows
+        tiles = [Tile(pixels, count, salt) for pixels, count in zip(picture.tiles, rows, strict=True)]
         with self._lock:
             return Picture(tuple(map(self._shared, tiles)), picture.grid)
 
@@ -121,8 +136,8 @@ class PictureRows:
         pictured = np.flatnonzero(ids >= _FIRST_ID)
         if not len(pictured):
             return self._table.rows(ids)
-        found = self._table.rows(np.where(ids >= _FIRST_ID, 0, ids))
+        rows = self._table.rows(np.where(ids >= _FIRST_ID, 0, ids))
         for at in pictured:
             id = int(ids[at])
-            found[at] = self._tiles[id].row(id, self.encoder)
-        return found
+            rows[at] = self._tiles[id].row(id, self.encoder)
+        return rows

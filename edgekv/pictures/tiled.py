@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Pixels = NDArray[np.uint8]
-WANTED = "a picture: PNG, JPEG, WebP, GIF or BMP"
+EXPECTED = "a picture: PNG, JPEG, WebP, GIF or BMP"
 """What files may be, for errors."""
 
 
@@ -20,11 +20,21 @@ class TileGrid(msgspec.Struct, frozen=True):
         size: width and height of the picture as it was given.
         rows: of tiles; 0 if there is only the whole picture.
         columns: of tiles.
+        whole: width and height of the whole picture's tile; None if it is as all others.
     """
 
     size: tuple[int, int]
     rows: int = 0
     columns: int = 0
+    whole: tuple[int, int] | None = None
+
+    def tile_sizes(self, edge: int) -> list[tuple[int, int]]:
+        """Width and height of each tile.
+
+        Args:
+            edge: of a square tile, in pixels.
+        """
+        return [(edge, edge)] * (self.rows * self.columns) + [self.whole or (edge, edge)]
 
     @property
     def tiles(self) -> int:
@@ -34,7 +44,7 @@ class TileGrid(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TiledPicture:
-    """A picture as an encoder reads it: tiles `[edge, edge, 3]`."""
+    """A picture as an encoder reads it: tiles `[height, width, 3]`."""
 
     tiles: tuple[Pixels, ...]
     grid: TileGrid

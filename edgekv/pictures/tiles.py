@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edgekv.pictures.tiled import TiledPicture, TileGrid
-from edgekv.spec import PictureSpec
+from edgekv.spec import PictureShapes, PictureSpec
 
 Pixels = NDArray[np.uint8]
 
@@ -21,24 +21,25 @@ def tile_grid(size: tuple[int, int], pictures: PictureSpec, edge: int) -> TileGr
     return _plan(size, pictures, edge)[0]
 
 
-def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int) -> TiledPicture:
+def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int, size: tuple[int, int] | None = None) -> TiledPicture:
     """The tiles of a picture `[height, width, 3]`.
 
     Every size and pixel is that of transformers' `SmolVLMImageProcessor` or, for the nearest aspect ratio, of its
-    `GotOcr2ImageProcessor`: each step is resized by itself.
+    `GotOcr2ImageProcessor`: each step is resized by itself. With shapes, sizes are those of its `Lfm2VlImageProcessor`,
+    and pixels differ by 1 at most.
 
     Args:
-        pixels: the picture.
         pictures: says whether it is split, and how large it may be.
         edge: of a tile, in pixels.
+        size: width and height that it had before it was read; None for those of its pixels.
     """
     image = Image.fromarray(pixels)
-    grid, steps = _plan(image.size, pictures, edge)
+    grid, steps = _plan(size or image.size, pictures, edge)
     by = Image.Resampling[pictures.resample.upper()]
     if pictures.longest is not None:
         image = image.resize(steps[0], by)
-    if pictures.tiling == "none":
-        return TiledPicture((_square(image, edge, by),), grid)
+    if pictures.tiling == "none" or (grid.whole is not None and not grid.rows):
+        return TiledPicture((_whole(image, grid, edge, by),), grid)
     split = image.resize(steps[-1], by)
     whole = np.asarray(split)
     if not grid.rows:
@@ -49,35 +50,63 @@ def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int) -> TiledPicture:
         for column in range(grid.columns)
     ]
     last = split if pictures.tiling == "multiples" else image
-    return TiledPicture((*tiles, _square(last, edge, by)), grid)
+    return TiledPicture((*tiles, _whole(last, grid, edge, by)), grid)
 
 
 def _plan(size: tuple[int, int], pictures: PictureSpec, edge: int) -> tuple[TileGrid, list[tuple[int, int]]]:
     """The grid of a picture, and the sizes that it is resized to, one after the other."""
     steps = [size if pictures.longest is None else _bounded(*size, pictures.longest)]
-    if pictures.tiling == "none":
-        return TileGrid(size), steps
+    whole = None if pictures.shapes is None else _within(*steps[0], pictures.shapes)
+    is_small = pictures.shapes is not None and not _is_split(*steps[0], pictures.shapes)
+    if pictures.tiling == "none" or is_small:
+        return TileGrid(size, whole=whole), steps
     if pictures.tiling == "aspect":
         columns, rows = _nearest_grid(*steps[0], edge, pictures.least_tiles, pictures.most_tiles)
         steps.append((columns * edge, rows * edge))
     else:
         steps.append(_multiples(*steps[0], edge))
         columns, rows = steps[1][0] // edge, steps[1][1] // edge
-    return TileGrid(size) if columns * rows == 1 else TileGrid(size, rows, columns), steps
+    return TileGrid(size) if columns * rows == 1 else TileGrid(size, rows, columns, whole), steps
 
 
-def _square(image: Image.Image, edge: int, by: Image.Resampling) -> Pixels:
-    return np.asarray(image.resize((edge, edge), by))
+def _whole(image: Image.Image, grid: TileGrid, edge: int, by: Image.Resampling) -> Pixels:
+    return np.asarray(image.resize(grid.whole or (edge, edge), by))
 
 
-def _nearest_grid(width: int, height: int, edge: int, least: int, most: int) -> tuple[int, int]:
+def _is_split(width: int, height: int, shapes: PictureShapes) -> bool:
+    """Whether a picture is too large for one tile."""
+    area = max(shapes.patch, _nearest(width, shapes.step)) * max(shapes.patch, _nearest(height, shapes.step))
+    return area > shapes.most * shapes.step**2 * shapes.split_above
+
+
+def _within(width: int, height: int, shapes: PictureShapes) -> tuple[int, int]:
+    """Width and height in whole steps, with an area within the limits and nearly the same ratio."""
+    step, least, most = shapes.step, shapes.least * shapes.step**2, shapes.most * shapes.step**2
+    within = [max(step, _nearest(edge, step)) for edge in (width, height)]
+    if (area := within[0] * within[1]) > most:
+        factor = math.sqrt(width * height / most)
+        within = [max(step, math.floor(edge / factor / step) * step) for edge in (width, height)]
+    elif area < least:
+        factor = math.sqrt(least / (width * height))
+        within = [math.ceil(edge * factor / step) * step for edge in (width, height)]
+    if within[0] * within[1] > most:  # of a long strip; transformers has more rows there than it lets others have
+        longer = int(within[1] > within[0])
+        within[longer] = max(most // within[1 - longer] // step, 1) * step
+    return within[0], within[1]
+
+
+def _nearest(edge: int, step: int) -> int:
+    return round(edge / step) * step
+
+
+def _nearest_grid(width: int, height: int, edge: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
     """Columns and rows of tiles with the ratio nearest to that of a picture.
 
     Of grids that are equally near, the picture gets the larger one unless it would have less than half of its pixels.
     """
-    sizes = range(1, most + 1)
+    sizes = range(1, max_tiles + 1)
     grids = sorted(
-        ((columns, rows) for columns in sizes for rows in sizes if least <= columns * rows <= most),
+        ((columns, rows) for columns in sizes for rows in sizes if min_tiles <= columns * rows <= max_tiles),
         key=lambda grid: grid[0] * grid[1],
     )
     ratio, best, nearest = width / height, (1, 1), math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,19 +19,19 @@ from edgekv.errors import EngineError, UsageError
 from edgekv.machine.child import Child, ChildEndedError, Limits
 from edgekv.machine.scratch import scratch_folder
 from edgekv.machine.system import MIB, read_file
-from edgekv.pictures.tiled import WANTED, TiledPicture, TileGrid
+from edgekv.pictures.tiled import EXPECTED, TiledPicture, TileGrid
 from edgekv.spec import PictureSpec
 
 MAX_FILE_BYTES = 32 * MIB
 LIMIT_S = 30.0
 """Of a picture."""
 LIMIT_BYTES = 1024 * MIB
-"""Address space of the child; see `MAX_PIXELS` for what the largest pictures need. Only Linux limits it."""
+"""Address space of the child; see `MAX_DECODED_BYTES` for what the largest pictures need. Only Linux limits it."""
 
 _LIMITS = Limits(LIMIT_S, LIMIT_BYTES, {"OPENBLAS_NUM_THREADS": "1"})  # threads take address space
 
 
-class Job(msgspec.Struct, frozen=True):
+class DecodeJob(msgspec.Struct, frozen=True):
     """What to do with a picture.
 
     Attributes:
@@ -68,7 +69,6 @@ class PictureReader:
         """Read nothing yet.
 
         Args:
-            files: the pictures.
             edge: of a tile, in pixels.
         """
         self._files = files
@@ -100,15 +100,17 @@ class PictureReader:
         """The tiles of a picture; see `read_picture` and `cut_tiles`.
 
         Raises:
-            UsageError: it is no picture of a known format, truncated, animated, or too large; or `stop` was called.
+            UsageError: it is no picture of a known format, truncated, or too large; or `stop` was called.
             EngineError: Pillow is not installed.
         """
-        grid, edge = self._answer(number, is_decoded=True), self._edge
+        grid = self._answer(number, is_decoded=True)
         assert self._folder is not None, "it has answered"
         file = self._folder / f"{number}.tiles"
-        tiles = np.frombuffer(file.read_bytes(), np.uint8).reshape(grid.tiles, edge, edge, 3)
+        shapes = [(height, width, 3) for width, height in grid.tile_sizes(self._edge)]
+        ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+        tiles = np.split(np.frombuffer(file.read_bytes(), np.uint8), ends)
         file.unlink()
-        return TiledPicture(tuple(tiles), grid)
+        return TiledPicture(tuple(tile.reshape(shape) for tile, shape in zip(tiles, shapes, strict=True)), grid)
 
     def stop(self) -> None:
         """Stop reading, from any thread; a read in progress fails at once."""
@@ -123,7 +125,7 @@ class PictureReader:
         if not (path := folder / str(number)).exists():
             path.write_bytes(file.content)
         try:
-            return child.call(read_apart, Job(str(path), file.pictures, self._edge, is_decoded))
+            return child.call(run_job, DecodeJob(str(path), file.pictures, self._edge, is_decoded))
         except ChildEndedError as error:
             raise _undecoded(file.field, error.ending if error.timed_out else error.ending.partition(":")[0]) from None
         except UsageError as error:
@@ -160,8 +162,8 @@ def open_tiles(source: Path | bytes, field: str, pictures: PictureSpec, edge: in
 
 
 def _undecoded(field: str, ending: str) -> UsageError:
-    found, wanted = f"a picture whose decoding ended with {ending}", "one that is decoded"
-    return UsageError(field, got=found, expected=wanted, fix="Save it again as PNG or JPEG, or resize it.")
+    got, expected = f"a picture whose decoding ended with {ending}", "one that is decoded"
+    return UsageError(field, got=got, expected=expected, fix="Save it again as PNG or JPEG, or resize it.")
 
 
 def picture_content(source: Path | bytes, field: str) -> bytes:
@@ -174,15 +176,15 @@ def picture_content(source: Path | bytes, field: str) -> bytes:
         try:
             return read_file(source, MAX_FILE_BYTES)
         except OSError as error:
-            found = f"{source}: {error.strerror or error}"
-            raise UsageError(field, got=found, expected=WANTED, fix="Check the path.") from None
+            got = f"{source}: {error.strerror or error}"
+            raise UsageError(field, got=got, expected=EXPECTED, fix="Check the path.") from None
     if len(source) > MAX_FILE_BYTES:
-        found, wanted = f"{len(source):,} bytes", f"at most {MAX_FILE_BYTES // MIB} MiB"
-        raise UsageError(field, got=found, expected=wanted, fix="Use a smaller picture.")
+        got, expected = f"{len(source):,} bytes", f"at most {MAX_FILE_BYTES // MIB} MiB"
+        raise UsageError(field, got=got, expected=expected, fix="Use a smaller picture.")
     return source
 
 
-def read_apart(job: Job) -> TileGrid:
+def run_job(job: DecodeJob) -> TileGrid:
     """Read a picture in this process.
 
     Raises:
@@ -195,9 +197,10 @@ def read_apart(job: Job) -> TileGrid:
     try:
         if not job.is_decoded:
             return tile_grid(picture_size(content, ""), job.pictures, job.edge)
-        picture = cut_tiles(read_picture(content, ""), job.pictures, job.edge)
-        Path(f"{job.file}.tiles").write_bytes(np.stack(picture.tiles).tobytes())
+        pixels, size = read_picture(content, "")
+        picture = cut_tiles(pixels, job.pictures, job.edge, size)
+        Path(f"{job.file}.tiles").write_bytes(b"".join(tile.tobytes() for tile in picture.tiles))
     except MemoryError:
-        wanted, fix = f"one that is decoded in {LIMIT_BYTES // MIB:,} MiB", "Resize it, or save it in 8 bits."
-        raise UsageError("", got="a picture that takes more memory", expected=wanted, fix=fix) from None
+        expected, fix = f"one that is decoded in {LIMIT_BYTES // MIB:,} MiB", "Resize it, or save it in 8 bits."
+        raise UsageError("", got="a picture that takes more memory", expected=expected, fix=fix) from None
     return picture.grid
