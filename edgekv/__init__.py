@@ -9,9 +9,9 @@
 `load` opens a bundle (made with `edgekv export`) on an engine and returns a `Model`. `Model.generate` continues a
 prompt and yields tokens; `SamplingParams` says how they are chosen, `BeamParams` asks for beam search,
 `Speculation` for drafts, `Tools` for functions that the model may call. `Conversation` keeps the turns of a chat.
-`Model.score` gives the logits of a text. `HtpOptions` tunes the engine `htp`. `estimate` simulates the speed of a
-bundle on a chip. Every error is an `EdgeKVError` that names what was found, what was expected and the fix.
-`edgekv --help` lists the commands.
+`Model.score` gives the logits of a text, `Model.embed` the embeddings of texts, `Model.rerank` documents in the order
+of a query. `HtpOptions` tunes the engine `htp`. `estimate` simulates the speed of a bundle on a chip. Every error is an
+`EdgeKVError` that names what was found, what was expected and the fix. `edgekv --help` lists the commands.
 """
 
 from __future__ import annotations

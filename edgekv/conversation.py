@@ -22,16 +22,16 @@ from edgekv.text import Prompt, SamplingParams, Token, split_turns
 from edgekv.text.tools import render_with_tools
 
 
-class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+class _ConversationFile(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
 
 
 def answer_defaults(model: Model) -> SamplingParams:
-    """The bundle's defaults for an answer, which may fill the context unless the bundle says otherwise."""
+    """The defaults for an answer, which may fill the context unless the bundle says otherwise."""
     manifest = model.bundle.manifest
     if manifest.generation is not None and manifest.generation.max_new_tokens is not None:
-        return model.defaults
-    return replace(model.defaults, max_new_tokens=manifest.context)
+        return model.chat_defaults
+    return replace(model.chat_defaults, max_new_tokens=manifest.context)
 
 
 class Conversation:
@@ -85,14 +85,14 @@ class Conversation:
     def system(self) -> str | None:
         """The system prompt; None for the template's own. A new one holds from the next answer on."""
         leading, _ = split_turns(self.messages)
-        return None if not leading else "\n".join(text_of(each) for each in leading)
+        return None if not leading else "\n".join(text_of(message) for message in leading)
 
     @system.setter
     def system(self, text: str | None) -> None:
         self._finish()
         leading, _ = split_turns(self.messages)
-        given: list[Message] = [] if text is None else [{"role": "system", "content": text}]
-        self.messages = [*given, *self.messages[len(leading) :]]
+        instructions: list[Message] = [] if text is None else [{"role": "system", "content": text}]
+        self.messages = [*instructions, *self.messages[len(leading) :]]
 
     @property
     def context_tokens(self) -> int:
@@ -130,7 +130,6 @@ class Conversation:
         A turn whose answer is interrupted or fails before its first token is taken back.
 
         Args:
-            content: the text.
             pictures: in front of it, as `Model.open_picture` opens them.
 
         Raises:
@@ -156,8 +155,8 @@ class Conversation:
         self._finish()
         taken = self._last_turn()
         if taken[0].get("role") != "user":
-            wanted = "a message of the user"
-            raise UsageError("conversation", got="only an answer", expected=wanted, fix="Say something first.")
+            expected = "a message of the user"
+            raise UsageError("conversation", got="only an answer", expected=expected, fix="Say something first.")
         return self._answer(self.messages[: len(self.messages) - len(taken) + 1])
 
     def save(self, path: Path) -> None:
@@ -171,11 +170,13 @@ class Conversation:
             raise UsageError("conversation", got="turns with pictures", expected="text, which a file holds", fix=fix)
         try:
             with atomic_file(path) as partial:
-                partial.write_bytes(readable_json(_Saved(messages=[dict(each) for each in self.messages])))
+                partial.write_bytes(
+                    readable_json(_ConversationFile(messages=[dict(message) for message in self.messages]))
+                )
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            found = error.strerror if isinstance(error, OSError) else error
+            got = error.strerror if isinstance(error, OSError) else error
             fix = "Choose another place."
-            raise UsageError(str(path), got=found, expected="a file that can be written", fix=fix) from None
+            raise UsageError(str(path), got=got, expected="a file that can be written", fix=fix) from None
 
     def load(self, path: Path) -> None:
         """Continue the conversation in a file that `save` wrote.
@@ -185,7 +186,7 @@ class Conversation:
         """
         fix = "Give a file that a conversation was saved in."
         try:
-            saved = read_json(path, _Saved, expected="a saved conversation", fix=fix, error=UsageError)
+            saved = read_json(path, _ConversationFile, expected="a saved conversation", fix=fix, error=UsageError)
         except ValueError as error:  # a NUL in the path
             raise UsageError(repr(str(path)), got=error, expected="a saved conversation", fix=fix) from None
         if saved.messages:
@@ -226,7 +227,7 @@ class Conversation:
                 kept, self.pictures_of(kept), lambda told: render_with_tools(templates, told, None)
             ),
             on_full=self.on_full,
-            wanted_tokens=self.params.max_new_tokens,
+            max_answer_tokens=self.params.max_new_tokens,
             tokenize=lambda text: self._known.tokens_of(text, self._model),
         )
         generation = self._model.generate(
@@ -360,6 +361,16 @@ class Answer(Iterator[Token]):
         self.close()
 
     @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return self._generation.prompt_tokens
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """How many of them the cache has by now; another thread may ask while they run."""
+        return self._generation.prefilled_tokens
+
+    @property
     def stats(self) -> GenerationStats:
         """Statistics so far."""
         return self._generation.stats
@@ -371,4 +382,4 @@ def text_of(message: Message) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    return "".join(str(each.get("text", "")) for each in parts if isinstance(each, dict))
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

@@ -54,9 +54,9 @@ def load(
     if isinstance(htp := options.get("htp"), str):
         options["htp"] = HtpOptions.parse(htp)
     chosen = EngineOptions(engine) if isinstance(engine, str) else engine
-    of_engine = {each.name: options.pop(each.name) for each in fields(chosen) if each.name in options}
-    if unknown := options.keys() - {each.name for each in fields(cache)}:
-        known = ", ".join(each.name for record in (chosen, cache) for each in fields(record))
+    of_engine = {field.name: options.pop(field.name) for field in fields(chosen) if field.name in options}
+    if unknown := options.keys() - {field.name for field in fields(cache)}:
+        known = ", ".join(field.name for record in (chosen, cache) for field in fields(record))
         raise TypeError(f"load: got the option {min(unknown)!r}; expected one of {known}")
     return open_model(bundle, replace(chosen, **of_engine), replace(cache, **options), prefix_cache, verify=verify)
 
@@ -117,7 +117,6 @@ def bake_prefix(bundle: str | Path, text: str, name: str, engine: EngineOptions 
     """Run a text and store its keys and values in the bundle, for all later runs on the same engine.
 
     Args:
-        bundle: its folder.
         text: the start of prompts; last tokens that may merge with the following text are computed again.
         name: name of the prefix; an existing one of the same name and engine is replaced.
         engine: `cpu` or `htp`; each, and each mode of the CPU, has its own prefixes.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import abc
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack, cast, overload
 from weakref import finalize
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
+from edgekv.embed import Embedder, RankedDocument, Ranker, ReadText, packed
 from edgekv.engine import (
     DEFAULT_CACHE,
     Batch,
@@ -25,25 +28,40 @@ from edgekv.engine import (
     Engine,
     Generation,
     Request,
+    Scores,
     Scoring,
     Session,
     SessionPool,
 )
 from edgekv.engine.pictures import Pictures, PictureSource
 from edgekv.engine.pool import check_id
+from edgekv.errors import EdgeKVWarning, UsageError, refuse
 from edgekv.kv import KVCache
 from edgekv.pictures import Picture
 from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
 from edgekv.runtime import Engine as Backend
 from edgekv.spec.chat import ChatTemplates, Message
 from edgekv.text import PromptInput, Tools
-from edgekv.text.params import BeamParams, SamplingParams, choose_params, default_params
+from edgekv.text.params import (
+    CHAT_PARAMS,
+    BeamKeywords,
+    BeamParams,
+    SamplingKeywords,
+    SamplingParams,
+    choose_params,
+    default_params,
+)
 from edgekv.text.sampler import LogitsProcessor
 
 if TYPE_CHECKING:
     from typing import Self
 
     from tokenizers import Tokenizer
+
+
+def _are_texts(prompt: object) -> TypeGuard[abc.Sequence[str]]:
+    """Whether a prompt is several."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(each, str) for each in prompt)
 
 
 _OWN_SEQUENCES = count((1 << 64) - 1, -1)
@@ -62,6 +80,7 @@ class Model:
     Attributes:
         bundle: the bundle.
         defaults: default sampling parameters: the bundle's, or greedy decoding.
+        chat_defaults: of conversations: the bundle's, or the usual sampling, `edgekv.text.params.CHAT_PARAMS`.
         engine: what runs the calls; only one thread may use it directly, while no other uses the model.
     """
 
@@ -69,9 +88,11 @@ class Model:
         """See `edgekv.load`."""
         self.bundle = bundle
         self.defaults = default_params(bundle.manifest.generation)
+        self.chat_defaults = default_params(bundle.manifest.generation, CHAT_PARAMS)
         self.engine = Engine(bundle, backend, caches, prefix_cache)
         self._texts = self.engine.texts
         self._pictures = self.engine.pictures
+        self._embedding_cache: int | None = None
 
     def __repr__(self) -> str:
         state = ", closed" if self.engine.is_closed else ""
@@ -108,7 +129,7 @@ class Model:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether a prompt has the same answer whatever is cached of it."""
+        """Whether output is independent of what is cached of a prompt."""
         return self.engine.is_reproducible
 
     @property
@@ -201,7 +222,7 @@ class Model:
         """A picture for `generate`, resized and cut into tiles. It is encoded when a cache needs its rows.
 
         Raises:
-            UsageError: the bundle reads text alone, or the file is no picture, damaged, animated or too large.
+            UsageError: the bundle reads text alone, or the file is no picture, damaged or too large.
             EngineError: Pillow is not installed.
         """
         return self._pictures.open(source, field)
@@ -219,11 +240,43 @@ class Model:
 
     @overload
     def generate(
-        self, prompt: PromptInput, params: int | None = None, *, num_beams: int, **keywords: Any
+        self,
+        prompt: PromptInput,
+        params: int | None = None,
+        *,
+        num_beams: int,
+        sequence: int | None = None,
+        lora: str | None = None,
+        pictures: abc.Sequence[Picture | PictureSource] = (),
+        **keywords: Unpack[BeamKeywords],
     ) -> BeamResult: ...
 
     @overload
-    def generate(self, prompt: PromptInput, params: BeamParams, **keywords: Any) -> BeamResult: ...
+    def generate(
+        self,
+        prompt: PromptInput,
+        params: BeamParams,
+        *,
+        sequence: int | None = None,
+        lora: str | None = None,
+        pictures: abc.Sequence[Picture | PictureSource] = (),
+        **keywords: Unpack[BeamKeywords],
+    ) -> BeamResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        params: SamplingParams | int | None = None,
+        *,
+        cache_salt: str | None = None,
+        retention: RetentionPolicy | None = None,
+        processors: abc.Sequence[LogitsProcessor] = (),
+        return_logits: bool = False,
+        speculate: Speculation | SpeculationMode | None = None,
+        lora: str | None = None,
+        **keywords: Unpack[SamplingKeywords],
+    ) -> list[Generation]: ...
 
     @overload
     def generate(
@@ -233,12 +286,21 @@ class Model:
         *,
         messages: abc.Sequence[Message] | None = None,
         tools: Tools | abc.Sequence[Mapping[str, Any]] | None = None,
-        **keywords: Any,
+        sequence: int | None = None,
+        cache_salt: str | None = None,
+        retention: RetentionPolicy | None = None,
+        processors: abc.Sequence[LogitsProcessor] = (),
+        thoughts: bool | None = None,
+        return_logits: bool = False,
+        speculate: Speculation | SpeculationMode | None = None,
+        lora: str | None = None,
+        pictures: abc.Sequence[Picture | PictureSource] = (),
+        **keywords: Unpack[SamplingKeywords],
     ) -> Generation: ...
 
     def generate(
         self,
-        prompt: PromptInput | None = None,
+        prompt: PromptInput | list[str] | tuple[str, ...] | None = None,
         params: SamplingParams | BeamParams | int | None = None,
         *,
         messages: abc.Sequence[Message] | None = None,
@@ -253,14 +315,14 @@ class Model:
         lora: str | None = None,
         pictures: abc.Sequence[Picture | PictureSource] = (),
         **keywords: Any,
-    ) -> Generation | BeamResult:
+    ) -> Generation | list[Generation] | BeamResult:
         """Continue a prompt, from an empty cache or, with `sequence`, from that sequence's cache.
 
         The prompt is the whole text in both cases, such as all turns of a conversation; tokens that it shares with the
         cache are not run again.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, or token ids; or a list of texts, which run to their ends one after another.
             messages: a conversation instead, rendered by the bundle's chat template.
             tools: functions that the model may call, as OpenAI's API declares them, or `Tools.read(...)` with a choice.
                 They are rendered into messages, and bind the answer once it opens a call; `Token.tool_calls` has the
@@ -281,7 +343,8 @@ class Model:
                 `BeamParams`.
 
         Returns:
-            An iterator of `Token` with `.stats`; of beam search, the sequences and `.stats` once they are known.
+            An iterator of `Token` with `.text` and `.stats`; a list of them for a list of texts; of beam search, the
+            sequences and `.stats` once they are known.
 
         Raises:
             ContextFullError: the prompt is longer than the context and the policy is `fail`; nothing was run.
@@ -292,15 +355,33 @@ class Model:
             EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
         self.engine.check_open()
+        if _are_texts(prompt):
+            shared: dict[str, Any] = {
+                "cache_salt": cache_salt,
+                "retention": retention,
+                "processors": processors,
+                "return_logits": return_logits,
+                "speculate": speculate,
+                "lora": lora,
+                **keywords,
+            }
+            for name, value in (("messages", messages), ("tools", tools), ("sequence", sequence)):
+                if value is not None:
+                    refuse(name, "it with a list of texts", "a single prompt", "Call generate for each.")
+            if isinstance(params, BeamParams) or "num_beams" in keywords or pictures:
+                refuse("prompt", "a list of texts with beams or pictures", "a single text", "Call generate for each.")
+            return [self._generated(each, params, shared) for each in prompt]
         chosen, bundle_defaults = choose_params(params, keywords, self.defaults)
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
         field = "prompt" if messages is None else "messages"
         opened = tuple(
-            each if isinstance(each, Picture) else self._pictures.open(each, f"pictures[{number}]", salt=cache_salt)
-            for number, each in enumerate(pictures)
+            picture
+            if isinstance(picture, Picture)
+            else self._pictures.open(picture, f"pictures[{number}]", salt=cache_salt)
+            for number, picture in enumerate(pictures)
         )
         text = self._texts.text_or_messages(
-            prompt,
+            cast("PromptInput | None", prompt),
             messages,
             declared,
             written=lambda text: self._pictures.expanded(text, opened, field),
@@ -329,6 +410,104 @@ class Model:
         finally:
             search.close()
 
+    def _generated(self, prompt: str, params: SamplingParams | int | None, options: Mapping[str, Any]) -> Generation:
+        """What `generate` gives, run to its end."""
+        generation = self.generate(prompt, params, **options)
+        _ = generation.text
+        return generation
+
+    def embed(
+        self,
+        texts: abc.Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """The embeddings of texts, `[texts, dimensions]`.
+
+        As many texts share a pass as the bundle's largest graph has rows. Longer ones run one after another in a cache
+        of their own: what one begins with as the text before it is not run again.
+
+        Args:
+            texts: none of them empty.
+            prompt_name: whose text the bundle puts in front of each, such as `query`; None for the bundle's default.
+            dimensions: the first elements that are wanted, normalized like all; None for all.
+            truncate: whether the end of a text that is too long is left out.
+
+        Raises:
+            ContextFullError: a text is too long; nothing was run.
+            UsageError: a bundle that writes text, an empty text, a name that the bundle has no prompt of, or more
+                dimensions than there are; nothing was run.
+            EngineError: the engine refused a graph.
+        """
+        self.engine.check_open()
+        embedder = Embedder(self.bundle, self._texts)
+        if isinstance(texts, str):
+            raise UsageError("texts", got="a text", expected="a list of texts", fix="Give [text].")
+        width, prompt = embedder.check_dimensions(dimensions), embedder.prompt(prompt_name)
+        cut_to = embedder.max_tokens if truncate else None
+        read = [
+            embedder.read(text, f"texts[{number}]", prompt=prompt, cut_to=cut_to) for number, text in enumerate(texts)
+        ]
+        _warn_of_cuts("texts", read)
+        vectors = np.empty((len(read), width), np.float32)
+        for number, rows in self._rows([text.request for text in read]):
+            vectors[number] = embedder.embedding(read[number], rows, width)
+        return vectors
+
+    def rerank(
+        self,
+        query: str,
+        documents: abc.Sequence[str],
+        *,
+        instruction: str | None = None,
+        top_n: int | None = None,
+        truncate: bool = False,
+    ) -> list[RankedDocument]:
+        """Documents by how well they fit a query, best first.
+
+        As many share a pass as the bundle's largest graph has rows; the query, which they share, is run once.
+
+        Args:
+            query: not empty.
+            documents: none of them empty.
+            instruction: what the query asks for, if the model's template has a place for it; None for the model's own.
+            top_n: how many of the best are wanted; None for all.
+            truncate: whether the end of a document that is too long is left out.
+
+        Raises:
+            ContextFullError: a document is too long with the query; nothing was run.
+            UsageError: a bundle of another kind, an empty text, an instruction without a place for it, or a number
+                below 1; nothing was run.
+            EngineError: the engine refused a graph.
+        """
+        self.engine.check_open()
+        ranker = Ranker(self.bundle, self._texts)
+        if isinstance(documents, str):
+            raise UsageError("documents", got="a text", expected="a list of texts", fix="Give [text].")
+        if top_n is not None and top_n < 1:
+            raise UsageError("top_n", got=top_n, expected="at least 1", fix="Leave it out for all.")
+        ranker.check(query, instruction)
+        cut_to = ranker.max_tokens if truncate else None
+        read = [
+            ranker.read(query, text, f"documents[{number}]", instruction=instruction, cut_to=cut_to)
+            for number, text in enumerate(documents)
+        ]
+        _warn_of_cuts("documents", read)
+        scores = dict.fromkeys(range(len(read)), 0.0)
+        for number, rows in self._rows([document.request for document in read]):
+            scores[number] = ranker.score(rows)
+        return ranker.ranked([*scores.values()], top_n)
+
+    def _rows(self, requests: abc.Sequence[Request]) -> abc.Iterator[tuple[int, NDArray[np.float32]]]:
+        """The number of each text and what it gives, `[rows, width]`, in any order; in the cache of such texts."""
+        if self._embedding_cache is None:
+            self._embedding_cache = self.own_sequence(self)
+        for pack in packed(requests, self.engine.branch_rows, self.bundle.manifest):
+            request = replace(pack.request, cache=self._embedding_cache)
+            yield from pack.rows_of(np.concatenate([each.rows for each in Call[Scores](self.engine, request)]))
+
     @property
     def batch(self) -> Batch:
         """Runs passes of several generations; it has a cache of its own.
@@ -350,19 +529,22 @@ class Model:
         Args:
             tokens: ids.
             lora: as in `generate`.
-
-        Raises:
-            EdgeKVError: as `generate`.
         """
         rows: NDArray[np.float32] = np.concatenate([*self.score_steps(tokens, lora=lora)])[-len(tokens) :]
         return rows
 
     def score_steps(self, tokens: abc.Sequence[int], *, lora: str | None = None) -> Scoring:
-        """As `score`, a step at a time; with those of the sink, if the tokens do not begin with it.
-
-        Raises:
-            EdgeKVError: as `generate`.
-        """
+        """As `score`, a step at a time; with those of the sink, if the tokens do not begin with it."""
         self.engine.check_open()
         whole = self._texts.read(tokens, "tokens")
         return Scoring(self.engine, Request(tuple(whole), cache=DEFAULT_CACHE, lora=lora, scores=True))
+
+
+def _warn_of_cuts(field: str, texts: abc.Sequence[ReadText]) -> None:
+    """Warn of the texts that were cut, from the caller of the method that calls this."""
+    cut = {number: text for number, text in enumerate(texts) if text.cut_tokens}
+    if cut:
+        first, others = next(iter(cut.items())), len(cut) - 1
+        more = f"; and that of {others:,} of the others" if others else ""
+        text = f"{field}[{first[0]}]: its end was left out, {first[1].cut_tokens:,} tokens or more{more}"
+        warnings.warn(text, EdgeKVWarning, stacklevel=3)

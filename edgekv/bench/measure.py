@@ -63,18 +63,24 @@ def run_bench(
     room = _room(model)
     for depth in plan.depths:
         decoded_after = max(depth, 1)
-        tests = (*((each, depth) for each in plan.prompt_tokens), *((each, decoded_after) for each in plan.new_tokens))
+        tests = (
+            *((length, depth) for length in plan.prompt_tokens),
+            *((length, decoded_after) for length in plan.new_tokens),
+        )
         for length, before in tests:
             if before + length > room:
-                found = f"{length} tokens after {before}" if before else f"{length} tokens"
-                wanted = f"at most {room}, the room in the context of the bundle"
-                raise UsageError("length", got=found, expected=wanted, fix="Use smaller ones.")
+                got = f"{length} tokens after {before}" if before else f"{length} tokens"
+                expected = f"at most {room}, the room in the context of the bundle"
+                raise UsageError("length", got=got, expected=expected, fix="Use smaller ones.")
     random = np.random.default_rng(plan.seed)
     warm_up = _begin(model, _tokens(model, 1, random), 1)
     list(warm_up)
     speeds: list[Speed] = []
     for depth in plan.depths:
-        for prompt, new in (*((each, 0) for each in plan.prompt_tokens), *((0, each) for each in plan.new_tokens)):
+        for prompt, new in (
+            *((length, 0) for length in plan.prompt_tokens),
+            *((0, length) for length in plan.new_tokens),
+        ):
             speeds.append(_speed(model, prompt, new, depth, plan.repetitions, random))
             report(speeds[-1])
     first: list[FirstToken] = []
@@ -168,7 +174,7 @@ def _verify_pass(
 
 
 def _first_token(model: Model, length: int, cached: int, repetitions: int, random: np.random.Generator) -> FirstToken:
-    samples, found = list[float](), 0
+    samples, restored = list[float](), 0
     for number in range(1 + repetitions):
         tokens, salt = _tokens(model, length, random), f"{length} {cached} {number}"
         if cached:
@@ -177,9 +183,9 @@ def _first_token(model: Model, length: int, cached: int, repetitions: int, rando
         began = perf_counter_ns()
         next(generation)
         samples.append((perf_counter_ns() - began) / 1e6)
-        found = generation.stats.cache.restored_tokens
+        restored = generation.stats.cache.restored_tokens
     counted = samples[1:]
-    return FirstToken(length, found, fmean(counted), _deviation(counted), counted)
+    return FirstToken(length, restored, fmean(counted), _deviation(counted), counted)
 
 
 def _tokens(model: Model, count: int, random: np.random.Generator) -> list[int]:

@@ -46,5 +46,5 @@ class BenchPlan:
             if any(value < 1 for value in values):
                 raise UsageError(field, got=min(values), expected="at least 1", fix="Ask for a token or more.")
         if not 1 <= self.repetitions <= MAX_REPETITIONS:
-            wanted = f"1 to {MAX_REPETITIONS}"
-            raise UsageError("repetitions", got=self.repetitions, expected=wanted, fix="Use 5.")
+            expected = f"1 to {MAX_REPETITIONS}"
+            raise UsageError("repetitions", got=self.repetitions, expected=expected, fix="Use 5.")

@@ -20,12 +20,12 @@ _PRIOR_WEIGHT = 2.0
 _PRIOR = ((0.6, 0.6), (0.25, 0.65), (0.6, 0.78), (0.8, 0.87), (0.85, 0.9), (0.95, 0.96))
 """How likely the first token of a draft is right, and a further one after right ones, by the draft's class: as measured
 with prompt lookup in SmolLM2-135M (`benchmarks.speculation`)."""
-MOST_TOKENS = 31
+MAX_TOKENS = 31
 """Tokens of a draft that are counted."""
 _SAMPLES = 31
 _MANY = 8
 _PATIENCE = 256
-_MOST_PATIENCE = 4096
+_MAX_PATIENCE = 4096
 _COST_OF_A_ROW = 1 / 64
 """Of a pass of one row; assumed of a graph that has not run yet. 8 to 16 rows cost an NPU some 1.1 to 1.2 passes."""
 
@@ -38,14 +38,14 @@ class Acceptance:
 
     def __init__(self) -> None:
         """Start with what is usual."""
-        self._right = [[_PRIOR_WEIGHT * first * more**n for n in range(MOST_TOKENS)] for first, more in _PRIOR]
+        self._right = [[_PRIOR_WEIGHT * first * more**n for n in range(MAX_TOKENS)] for first, more in _PRIOR]
         self._weight = [_PRIOR_WEIGHT] * len(_PRIOR)
 
     def add(self, support: int, right: int) -> None:
         """Count a draft whose first `right` tokens were right."""
         kind = _kind(support)
         self._weight[kind] = self._weight[kind] * _DECAY + 1
-        self._right[kind] = [each * _DECAY + (at < right) for at, each in enumerate(self._right[kind])]
+        self._right[kind] = [count * _DECAY + (at < right) for at, count in enumerate(self._right[kind])]
 
     def expected(self, support: int, tokens: int) -> float:
         """How many of a draft's first tokens are expected to be right."""
@@ -87,7 +87,7 @@ class _Graph:
     def forget(self) -> None:
         self.samples_ns.clear()
         self.ns = None
-        self.patience = min(2 * self.patience, _MOST_PATIENCE)
+        self.patience = min(2 * self.patience, _MAX_PATIENCE)
 
 
 class PassCosts:
@@ -158,32 +158,40 @@ class Source(Drafter, Protocol):
     def ns_per_token(self) -> float: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A proposal, which is compared with the text as it grows even if no pass checked it."""
-
-    at: int
-    tree: DraftTree
-    support: int
-
-
 @dataclass(slots=True)
 class _Tried:
-    """A drafter, and what its proposals were worth."""
+    """A drafter, and what its proposals were worth.
+
+    Attributes:
+        source: the drafter.
+        acceptance: of its proposals.
+        pending: a proposal, which is compared with the text as it grows even if no pass checked it; None if there is
+            none.
+        pending_at: tokens of the text that it follows.
+        support: of it.
+        asked_at: tokens of the text at which a drafter that takes time was asked; None before that.
+    """
 
     source: Source
     acceptance: Acceptance
-    pending: _Draft | None = None
+    pending: DraftTree | None = None
+    pending_at: int = 0
+    support: int = 0
     asked_at: int | None = None
+
+    def keep(self, draft: DraftTree, at: int) -> None:
+        """Have a proposal compared, unless an earlier one is."""
+        if len(draft) and self.pending is None:
+            self.pending, self.pending_at, self.support = draft, at, self.source.support
 
     def compare(self, tokens: Sequence[int]) -> None:
         """Count the pending proposal once the text says how much of it is right."""
         if (draft := self.pending) is None:
             return
-        right = draft.tree.path(tokens[draft.at : draft.at + len(draft.tree)])
-        if draft.at + len(right) == len(tokens) and draft.tree.continues(right[-1] if right else -1):
+        right = draft.path(tokens[self.pending_at : self.pending_at + len(draft)])
+        if self.pending_at + len(right) == len(tokens) and draft.continues(right[-1] if right else -1):
             return
-        self.acceptance.add(draft.support, len(right))
+        self.acceptance.add(self.support, len(right))
         self.pending = None
 
 
@@ -208,10 +216,10 @@ class AdaptiveDrafter:
             most: tokens of a draft.
         """
         self.name = ""
-        self._tried = [_Tried(each, record.acceptance[each.name]) for each in sources]
+        self._tried = [_Tried(source, record.acceptance[source.name]) for source in sources]
         self._rows = sorted(rows)
         self.costs = record.costs
-        self._most = min(most, self._rows[-1] - 1, MOST_TOKENS)
+        self._most = min(most, self._rows[-1] - 1, MAX_TOKENS)
         self._taken: Source | None = None
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
@@ -219,14 +227,14 @@ class AdaptiveDrafter:
         best = DraftTree.chain(())
         best_rate = _MARGIN / self.costs.ns(1)
         self._taken = None
-        for each in self._tried:
-            each.compare(tokens)
-            draft = self._ask(each, tokens, k, best_rate)
+        for tried in self._tried:
+            tried.compare(tokens)
+            draft = self._ask(tried, tokens, k, best_rate)
             if not len(draft):
                 continue
-            length, rate = self._fastest(each, each.source.support, len(draft), draft)
+            length, rate = self._fastest(tried, tried.source.support, len(draft), draft)
             if rate > best_rate:
-                best, best_rate, self._taken, self.name = draft.first(length), rate, each.source, each.source.name
+                best, best_rate, self._taken, self.name = draft.first(length), rate, tried.source, tried.source.name
         return best.tokens if best.is_chain else best
 
     def accepted(self, n: int) -> None:
@@ -245,8 +253,7 @@ class AdaptiveDrafter:
             most = length if promised > rate else min(most, self._rows[0] - 1)
             tried.asked_at = at
         draft = as_tree(source.propose(tokens, most))
-        if len(draft) and tried.pending is None:
-            tried.pending = _Draft(at, draft, source.support)
+        tried.keep(draft, at)
         return draft
 
     def _fastest(self, tried: _Tried, support: int, most: int, draft: DraftTree | None = None) -> tuple[int, float]:

@@ -23,7 +23,7 @@ from edgekv.spec.text import encode
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MOST_MATCHED = 32
+MAX_MATCHED = 32
 """Tokens of context that are compared."""
 BYTES_PER_TOKEN = 8
 """Of an index."""
@@ -38,7 +38,7 @@ _FIX = "Give a UTF-8 text file, such as source code."
 CORPORA = "corpora"
 _SUFFIX = ".corpus"
 _FORMAT = b"edgekv corpus 1\n"
-_MOST_FILES = 16
+_MAX_FILES = 16
 _DIGEST_BYTES = sha256().digest_size
 
 
@@ -62,13 +62,13 @@ class CorpusDrafter:
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
         """The most frequent continuations among the first places that match best; none at the end of the corpus."""
-        self.support, places = self._index.places(tokens[-MOST_MATCHED:], _CANDIDATES)
+        self.support, places = self._index.places(tokens[-MAX_MATCHED:], _CANDIDATES)
         if not places:
             return ()
         next_tokens = [self._index.token_bytes(place) for place in places]
         frequent = Counter(next_tokens).most_common(self._branches)
-        found = [self._index.after(places[next_tokens.index(token)], k) for token, _ in frequent]
-        return found[0] if len(found) == 1 else DraftTree.of(found, k)
+        drafts = [self._index.after(places[next_tokens.index(token)], k) for token, _ in frequent]
+        return drafts[0] if len(drafts) == 1 else DraftTree.of(drafts, k)
 
     def accepted(self, n: int) -> None:
         """No-op."""
@@ -90,9 +90,9 @@ def open_corpus(path: Path, tokenizer: Tokenizer, vocab: int, field: str = "draf
         raw = read_file(path, LARGEST_BYTES)
         text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        wanted = f"UTF-8 text of at most {LARGEST_BYTES >> 20} MiB"
-        raise UsageError(field, got=f"{path}: {found}", expected=wanted, fix=_FIX) from None
+        got = error.strerror if isinstance(error, OSError) else error
+        expected = f"UTF-8 text of at most {LARGEST_BYTES >> 20} MiB"
+        raise UsageError(field, got=f"{path}: {got}", expected=expected, fix=_FIX) from None
     if "\0" in text:
         raise UsageError(field, got=f"{path}: a binary file", expected="UTF-8 text", fix=_FIX)
     if not text.strip():
@@ -106,13 +106,13 @@ def open_corpus(path: Path, tokenizer: Tokenizer, vocab: int, field: str = "draf
 
 def _tokens(text: str, tokenizer: Tokenizer, vocab: int, field: str) -> list[int]:
     """The tokens of a text, which is divided at lines: a tokenizer needs many times the memory of its text."""
-    found: list[int] = []
+    tokens: list[int] = []
     at = 0
     while at < len(text):
         end = text.find("\n", at + _PIECE_CHARACTERS) + 1 or len(text)
-        found += encode(tokenizer, text[at:end], vocab=vocab, field=field, add_special_tokens=False)
+        tokens += encode(tokenizer, text[at:end], vocab=vocab, field=field, add_special_tokens=False)
         at = end
-    return found
+    return tokens
 
 
 class CorpusIndex:
@@ -134,13 +134,13 @@ class CorpusIndex:
         """Where the end of a context occurs.
 
         Args:
-            context: tokens; the last `MOST_MATCHED` are compared.
+            context: tokens; the last `MAX_MATCHED` are compared.
             most: how many places to return at most.
 
         Returns:
             The length of the longest end of the context that occurs, in tokens, and places with it, for `after`.
         """
-        newest_first = context[: -MOST_MATCHED - 1 : -1]
+        newest_first = context[: -MAX_MATCHED - 1 : -1]
         # Ids of rows of pictures are larger than any token's, so no corpus has them.
         end = next((at for at, token in enumerate(newest_first) if token > _LARGEST_TOKEN), len(newest_first))
         key = np.array(newest_first[:end], _TOKEN).tobytes()
@@ -157,13 +157,13 @@ class CorpusIndex:
         length = max((common for common, _ in around), default=0)
         if not length:
             return 0, []
-        found: list[int] = []
+        places: list[int] = []
         start = key[: length * _TOKEN.itemsize]
         for at, step in ((low, 1), (low - 1, -1)):
-            while 0 <= at < self._size and len(found) < most and self._context(at, len(start)) == start:
-                found.append(self._place(at))
+            while 0 <= at < self._size and len(places) < most and self._context(at, len(start)) == start:
+                places.append(self._place(at))
                 at += step
-        return length, found
+        return length, places
 
     def after(self, place: int, k: int) -> tuple[int, ...]:
         """The next `k` tokens from a place on; fewer at the end of the corpus."""
@@ -186,7 +186,7 @@ class CorpusIndex:
 def build_index(tokens: NDArray[np.uint32]) -> bytes:
     """A corpus backwards, then its places ordered by their contexts; see `CorpusIndex`.
 
-    Contexts of `MOST_MATCHED` tokens are sorted by doubling their length (Manber and Myers, 1990).
+    Contexts of `MAX_MATCHED` tokens are sorted by doubling their length (Manber and Myers, 1990).
     """
     backwards = tokens[::-1]
     _, ranks = np.unique(backwards, return_inverse=True)
@@ -203,7 +203,7 @@ def build_index(tokens: NDArray[np.uint32]) -> bytes:
         np.cumsum(steps, out=steps)
         ranks[order] = steps
         length *= 2
-        if length >= MOST_MATCHED or length >= len(ranks) or steps[-1] == len(ranks) - 1:
+        if length >= MAX_MATCHED or length >= len(ranks) or steps[-1] == len(ranks) - 1:
             return backwards.astype(_TOKEN).tobytes() + order.astype(_PLACE).tobytes()
 
 
@@ -225,8 +225,8 @@ def kept_index(key: Sequence[bytes], make: Callable[[], bytes]) -> CorpusIndex:
         make: see `build_index`.
     """
     digest = sha256(_FORMAT)
-    for each in key:
-        digest.update(sha256(each).digest())
+    for part in key:
+        digest.update(sha256(part).digest())
     kept = cache_folder() / CORPORA / f"{digest.hexdigest()}{_SUFFIX}"
     with suppress(OSError, ValueError):
         return _map(kept)
@@ -245,7 +245,7 @@ def _keep(kept: Path, content: bytes) -> None:
             file.write(content)
             file.write(sha256(content).digest())
     newest_first = sorted(kept.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
-    for old in newest_first[_MOST_FILES:]:
+    for old in newest_first[_MAX_FILES:]:
         old.unlink(missing_ok=True)
 
 

@@ -88,10 +88,10 @@ class SuffixAutomaton:
             following[state][token] = new
             state = link[state]
         if state >= 0:
-            found = following[state][token]
-            if length[found] > length[state] + 1:
-                found = self._split(found, state, token)
-            link[new] = found
+            after = following[state][token]
+            if length[after] > length[state] + 1:
+                after = self._split(after, state, token)
+            link[new] = after
         self._last = new
         earlier = link[new]
         self._match = Match(length[earlier], end[earlier] if earlier else 0)
@@ -101,11 +101,13 @@ class SuffixAutomaton:
             end[earlier] = self._size
             earlier = link[earlier]
 
-    def _split(self, found: int, state: int, token: int) -> int:
+    def _split(self, divided: int, state: int, token: int) -> int:
         """A state for those of a state's substrings that also end at the new token."""
-        clone = self._new_state(self._length[state] + 1, self._next[found].copy(), self._link[found], self._end[found])
-        self._link[found] = clone
-        while state >= 0 and self._next[state].get(token) == found:
+        clone = self._new_state(
+            self._length[state] + 1, self._next[divided].copy(), self._link[divided], self._end[divided]
+        )
+        self._link[divided] = clone
+        while state >= 0 and self._next[state].get(token) == divided:
             self._next[state][token] = clone
             state = self._link[state]
         return clone

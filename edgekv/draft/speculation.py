@@ -121,16 +121,16 @@ class Speculation:
             refuse("drafter", f"one with the mode {mode}", "no other drafter", "Leave one of them out.")
 
     @classmethod
-    def read(cls, wanted: Speculation | SpeculationMode | None) -> Speculation | None:
+    def read(cls, speculation: Speculation | SpeculationMode | None) -> Speculation | None:
         """As a caller gives it; None for no drafts.
 
         Raises:
             UsageError: an unknown mode, or one that needs more than its name.
         """
-        if not isinstance(wanted, Speculation):
+        if not isinstance(speculation, Speculation):
             try:
-                wanted = cls(wanted or "off")
+                speculation = cls(speculation or "off")
             except UsageError as error:
                 fix = 'Use "auto" or "lookup", or give a Speculation.'
-                refuse("speculate", repr(wanted)[:40], str(error.expected), fix)
-        return None if wanted.mode == "off" else wanted
+                refuse("speculate", repr(speculation)[:40], str(error.expected), fix)
+        return None if speculation.mode == "off" else speculation

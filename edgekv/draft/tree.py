@@ -87,14 +87,14 @@ class DraftTree:
 
     def path(self, tokens: Sequence[int], node: int = -1) -> list[int]:
         """The nodes of the tokens that follow a node, or the text, as far as there are any."""
-        found: list[int] = []
+        nodes: list[int] = []
         for token in tokens:
             after = self.child(node, token)
             if after is None:
                 break
             node = after
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def continues(self, node: int) -> bool:
         """Whether there is a draft behind a node, or behind the text."""

@@ -8,7 +8,7 @@ from edgekv.engine.caches import CacheSetup
 from edgekv.engine.draft_model import DraftModel, DraftTarget
 from edgekv.engine.engine import Call, Engine, Generation, Scoring
 from edgekv.engine.pool import PoolStats, SessionPool
-from edgekv.engine.request import DEFAULT_CACHE, POOLED, Request
+from edgekv.engine.request import DEFAULT_CACHE, Request
 from edgekv.engine.sequence import Event, Scores, Sequence, Status
 from edgekv.engine.session import CacheUse, Graphs, Session
 from edgekv.engine.sink import read_sink
@@ -17,11 +17,10 @@ from edgekv.engine.speculation import (
     SpeculationRun,
     SpeculationStats,
 )
-from edgekv.engine.stats import GenerationStats, GenerationTimes, Setup
+from edgekv.engine.stats import EngineGauges, GenerationStats, GenerationTimes, Setup
 
 __all__ = [
     "DEFAULT_CACHE",
-    "POOLED",
     "Batch",
     "BeamResult",
     "BeamSequence",
@@ -35,6 +34,7 @@ __all__ = [
     "DraftTarget",
     "DrafterStats",
     "Engine",
+    "EngineGauges",
     "Event",
     "Generation",
     "GenerationStats",

@@ -45,8 +45,8 @@ class LoraChoice:
         """
         if not isinstance(text, str):  # as a caller of the library may give it
             raise UsageError(field, got=repr(text)[:80], expected="a name", fix="See edgekv lora ls BUNDLE.")
-        choices = tuple(cls._parse_one(each.strip(), text, field) for each in text.split(","))
-        if len({each.name for each in choices}) < len(choices):
+        choices = tuple(cls._parse_one(choice.strip(), text, field) for choice in text.split(","))
+        if len({choice.name for choice in choices}) < len(choices):
             raise UsageError(field, got=repr(text), expected="each adapter once", fix="Add up its scales.")
         return choices
 
@@ -58,8 +58,8 @@ class LoraChoice:
         except ValueError:
             scale = math.nan
         if not name or not 0 < abs(scale) <= _LARGEST_SCALE:
-            wanted = f"NAME or NAME=SCALE, a scale up to {_LARGEST_SCALE:g} and not 0"
-            raise UsageError(field, got=repr(whole), expected=wanted, fix="See edgekv lora ls BUNDLE.")
+            expected = f"NAME or NAME=SCALE, a scale up to {_LARGEST_SCALE:g} and not 0"
+            raise UsageError(field, got=repr(whole), expected=expected, fix="See edgekv lora ls BUNDLE.")
         return cls(name, scale)
 
     def __str__(self) -> str:
@@ -105,25 +105,25 @@ class Adapters:
         if slots is None:
             fix = "Export it with --lora-slots 16."
             raise UsageError("lora", got="a bundle without slots", expected="slots for adapters", fix=fix)
-        found = [open_lora(self._bundle, choice.name) for choice in choices]
-        key = tuple((each.sha256, choice) for each, choice in zip(found, choices, strict=True))
+        adapters = [open_lora(self._bundle, choice.name) for choice in choices]
+        key = tuple((adapter.sha256, choice) for adapter, choice in zip(adapters, choices, strict=True))
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        made = self._make(slots, found, choices)
+        made = self._make(slots, adapters, choices)
         self._kept[key] = made
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         return made
 
-    def _make(self, slots: LoraSlots, found: Sequence[LoraAdapter], choices: Sequence[LoraChoice]) -> BoundAdapter:
+    def _make(self, slots: LoraSlots, adapters: Sequence[LoraAdapter], choices: Sequence[LoraChoice]) -> BoundAdapter:
         manifest = self._bundle.manifest
         shapes = slot_shapes(manifest)
         memory = {name: aligned_zeros(shape, "int16") for name, shape in shapes.items()}
         used: dict[tuple[int, LoraTarget], int] = {}
         own = read_sink(self._bundle)
         rows: dict[str, NDArray[Any]] = {}
-        for adapter, choice in zip(found, choices, strict=True):
+        for adapter, choice in zip(adapters, choices, strict=True):
             arrays = adapter.arrays()
             _check_arrays(adapter, arrays, slots, shapes, own, manifest)
             for layer in range(manifest.model.layers):
@@ -133,7 +133,7 @@ class Adapters:
                         end = _place(memory, slots, layer, slot.target, first, arrays, choice)
                         used[layer, slot.target] = end
             _add_sink(rows, own, arrays, choice, manifest)
-        said = repr([(each.sha256, choice) for each, choice in zip(found, choices, strict=True)])
+        said = repr([(adapter.sha256, choice) for adapter, choice in zip(adapters, choices, strict=True)])
         encodings = {name: manifest.encodings[encoding] for name, encoding in _encoding_names(manifest).items()}
         return BoundAdapter(
             tuple(choices),
@@ -167,20 +167,20 @@ def _check_arrays(
 ) -> None:
     """Refuse tensors that are missing, or that have another type or shape than the slots and the sink."""
     fixed = {} if sink is None else {**sink.rows, LOGITS: sink.logits}
-    wanted = {name: (array.dtype, array.shape) for name, array in fixed.items()}
+    forms = {name: (array.dtype, array.shape) for name, array in fixed.items()}
     for layer in range(manifest.model.layers):
         for slot in slots.of_layer(layer):
             a, b = (lora_tensor(half, layer, slot.target) for half in ("a", "b"))
             if a in arrays or b in arrays:
                 rank = arrays[a].shape[0] if a in arrays and arrays[a].ndim else 0
                 inputs = shapes[lora_a(layer, lora_group(slot.target))][2]
-                wanted[a] = np.dtype(np.int16), (max(rank, 1), inputs)
-                wanted[b] = np.dtype(np.int16), (max(rank, 1), slot.width * len(slot.pieces))
-    for name, (dtype, shape) in wanted.items():
+                forms[a] = np.dtype(np.int16), (max(rank, 1), inputs)
+                forms[b] = np.dtype(np.int16), (max(rank, 1), slot.width * len(slot.pieces))
+    for name, (dtype, shape) in forms.items():
         held = arrays.get(name)
         if held is None or (held.dtype, held.shape) != (dtype, shape):
-            found = "nothing" if held is None else f"{held.dtype} {list(held.shape)}"
-            raise adapter.refusal(f"{name}: {found}", f"{dtype} {list(shape)}")
+            got = "nothing" if held is None else f"{held.dtype} {list(held.shape)}"
+            raise adapter.refusal(f"{name}: {got}", f"{dtype} {list(shape)}")
 
 
 def _place(

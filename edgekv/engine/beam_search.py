@@ -17,8 +17,8 @@ from edgekv.text.sampler import most_likely
 _MAX_DECADES = 300  # within float64
 
 
-def _refuse(field: str, found: object, wanted: str, fix: str) -> None:
-    raise UsageError(field, got=found, expected=wanted, fix=fix)
+def _refuse(field: str, got: object, expected: str, fix: str) -> None:
+    raise UsageError(field, got=got, expected=expected, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class BeamSearch:
             most = vocab // max(2, 1 + len(set(eos)))
             _refuse("num_beams", params.num_beams, f"at most {most} with a vocabulary of {vocab}", "Use fewer beams.")
         if abs(params.length_penalty) * math.log10(max_new_tokens) > _MAX_DECADES:
-            wanted = f"one with which {max_new_tokens}**length_penalty is a number"
-            _refuse("length_penalty", params.length_penalty, wanted, "Use one from -10 to 10.")
+            expected = f"one with which {max_new_tokens}**length_penalty is a number"
+            _refuse("length_penalty", params.length_penalty, expected, "Use one from -10 to 10.")
         self.params = params
         self.eos = frozenset(eos)
         self.max_new_tokens = max_new_tokens
@@ -110,7 +110,7 @@ class BeamSearch:
     ) -> None:
         divisor = self._divisor(self.length)
         ended = [Hypothesis((*self._sequences[parents[i]], tokens[i]), float(sums[i]) / divisor) for i in which]
-        ranked = sorted(self.finished + ended, key=lambda each: -each.score)
+        ranked = sorted(self.finished + ended, key=lambda hypothesis: -hypothesis.score)
         self.finished = ranked[: self.params.num_beams]
 
     def _enough(self) -> bool:

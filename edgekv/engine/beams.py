@@ -10,16 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Manifest
+from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.request import DEFAULT_CACHE, Request
+from edgekv.engine.request import DEFAULT_CACHE, Request, pieces
+from edgekv.engine.rows import SequenceRows
 from edgekv.engine.session import CacheUse, Graphs
 from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
-from edgekv.kv.beam_cache import BeamCache
 from edgekv.prefix import StoreStats
-from edgekv.runtime import RowView, StepTimes
+from edgekv.runtime import StepTimes
 from edgekv.text.output import Detokenizer, StopReason
 from edgekv.text.params import BeamParams
 from quant import Encoding
@@ -52,7 +53,7 @@ class BeamStats:
     Attributes:
         prompt_tokens: tokens of the prompt.
         num_beams: number of beams.
-        decoded_tokens: positions run after the prompt; each one runs all beams in turn.
+        decoded_tokens: positions run after the prompt; each one runs all beams.
         prefill_ms: time from the prompt to its last logits.
         decode_ms_per_token: mean time of one position of all beams; None if none was decoded.
         steps: inferences of prefill and decode.
@@ -100,7 +101,9 @@ class BeamResult:
 
 
 class BeamRun:
-    """A beam search in steps: the logits of the prompt, then the AR-1 graph once per beam and position.
+    """A beam search in steps: the logits of the prompt, then a row for each beam and position.
+
+    Each beam is a fork of the prompt's sequence.
 
     Attributes:
         search: what it has found; done at the end.
@@ -128,8 +131,8 @@ class BeamRun:
         self._encoding: Encoding = manifest.encodings["logits"]
         self._steps = length - 1
         self._taken = 0
-        self._beams: BeamCache | None = None
-        self._prefill_ns = self._decode_ns = self._cache_ns = 0
+        self._rows: SequenceRows | None = None
+        self._prefill_ns = self._decode_ns = 0
         self._times = StepTimes()
 
     @property
@@ -142,31 +145,29 @@ class BeamRun:
         self._prefill_ns = ns
         self.search.advance(self._encoding.dequantize(logits)[None])
 
-    def step(self, cache: KVCache) -> None:
-        """Run the next position of all beams, on the cache that holds the prompt.
+    def step(self, cache: KVCache, adapter: BoundAdapter | None) -> None:
+        """Run the next position of all beams.
+
+        Args:
+            cache: holds the prompt.
+            adapter: to compute with; None for the base model.
 
         Raises:
             EngineError: the runtime failed.
         """
-        started, times = perf_counter_ns(), self._graphs.times
-        if self._beams is None:
-            self._beams = BeamCache(cache, self.search.params.num_beams, kept=self._steps - 1)
-        else:
-            self._beams.reorder(self.search.parents)
+        started, times, search = perf_counter_ns(), self._graphs.times, self.search
+        if self._rows is None:
+            self._rows = _forkable(self._graphs, cache, search.params.num_beams * (self._steps - 1))
+        self._rows.shared.fork(dict(enumerate(search.parents)))
         self._taken += 1
-        beams, graph = self._beams, self._graphs.largest_decode()
-        rows = []
-        for beam, token in enumerate(self.search.tokens):
-            copying = perf_counter_ns()
-            view = RowView(beams.position, [*beams.prompt, *beams.columns(beam)], (0,))
-            self._cache_ns += perf_counter_ns() - copying
-            graph.run((token,), (beams.window,), beams.position, (view,))
-            rows.append(self._encoding.dequantize(graph.logits[-1]))
-            copying = perf_counter_ns()
-            if self._taken < self._steps:
-                beams.keep(beam)
-            self._cache_ns += perf_counter_ns() - copying
-        self.search.advance(np.stack(rows))
+        logits = []
+        for beams in pieces(range(search.params.num_beams), self._rows.most):
+            rows = self._rows.run(beams, [search.tokens[beam] for beam in beams], adapter)
+            logits.append(self._encoding.dequantize(rows))
+            if self._taken < self._steps:  # nothing follows the last ones
+                for at, beam in enumerate(beams):
+                    self._rows.keep(at, beam)
+        search.advance(np.concatenate(logits))
         self._times += self._graphs.times - times
         self._decode_ns += perf_counter_ns() - started
 
@@ -189,7 +190,8 @@ class BeamRun:
             prefix: statistics of the prefix cache; None without one.
             tokenizer: of the bundle.
         """
-        prompt, search, held, beams = self._request.tokens, self.search, cache.stats, self._beams
+        prompt, search, held = self._request.tokens, self.search, cache.stats
+        beams = None if self._rows is None else self._rows.shared
         decoded = search.length - 1
         kept, gathered = (0, 0) if beams is None else (beams.bytes_kept, beams.bytes_gathered)
         times += self._times
@@ -200,7 +202,7 @@ class BeamRun:
             prefill_ms=self._prefill_ns / 1e6,
             decode_ms_per_token=self._decode_ns / 1e6 / decoded if decoded else None,
             steps=times.steps,
-            host_us_per_step=(times.host_ns + self._cache_ns) / 1e3 / max(times.steps, 1),
+            host_us_per_step=times.host_ns / 1e3 / max(times.steps, 1),
             setup=setup,
             kv_bytes_held=held.bytes_held if beams is None else beams.bytes_held,
             kv_bytes_beside=0 if beams is None else beams.spill_bytes,
@@ -210,14 +212,37 @@ class BeamRun:
             restored_tokens=use.restored_tokens,
             prefix=prefix,
         )
-        return BeamResult(prompt, tuple(self._sequence(each, tokenizer) for each in search.best), stats)
+        return BeamResult(prompt, tuple(self._sequence(hypothesis, tokenizer) for hypothesis in search.best), stats)
 
-    def _sequence(self, found: Hypothesis, tokenizer: Tokenizer) -> BeamSequence:
-        ended = found.tokens[-1] in self.search.eos
+    def _sequence(self, hypothesis: Hypothesis, tokenizer: Tokenizer) -> BeamSequence:
+        tokens = hypothesis.tokens
+        ended = tokens[-1] in self.search.eos
         detokenizer = Detokenizer(tokenizer, self._request.tokens)
-        pushed = [detokenizer.push(token) for token in found.tokens[: len(found.tokens) - ended]]
+        pushed = [detokenizer.push(token) for token in tokens[: len(tokens) - ended]]
         text = "".join(pushed) + detokenizer.flush()
-        return BeamSequence(found.tokens, text, found.score, "eos" if ended else self._limit)
+        return BeamSequence(tokens, text, hypothesis.score, "eos" if ended else self._limit)
+
+
+def _forkable(graphs: Graphs, cache: KVCache, kept: int) -> SequenceRows:
+    """The prompt in a cache as sequence 0, which beams fork: rows of one pass where the window has room for all.
+
+    Args:
+        graphs: of the bundle.
+        cache: holds the prompt.
+        kept: rows of all beams beside it.
+
+    Raises:
+        ContextFullError: the cache has no room.
+    """
+    graph = graphs.largest_decode()
+    # Elsewhere a row has other bits beside others than alone.
+    if graphs.batch_invariance == "equal" and graphs.has_verify:
+        verify = graphs.largest_verify()
+        if cache.length + kept <= cache.geometry.context - verify.ar:
+            graph = verify
+    rows = SequenceRows(graphs, graph, cache, rows=kept)
+    rows.shared.adopt(0)
+    return rows
 
 
 def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> None:
@@ -228,8 +253,8 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
             key layout or attention window without beam search.
     """
 
-    def refuse(field: str, found: object, wanted: str, fix: str) -> NoReturn:
-        raise UsageError(field, got=f"{found} with num_beams", expected=wanted, fix=fix)
+    def refuse(field: str, got: object, expected: str, fix: str) -> NoReturn:
+        raise UsageError(field, got=f"{got} with num_beams", expected=expected, fix=fix)
 
     if request.cache != DEFAULT_CACHE:
         refuse("sequence", request.cache, "none with num_beams", "Leave one of them out.")
@@ -249,10 +274,10 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
         refuse("growth", caches.growth.name, "none with num_beams", "Leave one of them out.")
     has_states = manifest.model.has_states
     if manifest.windows or has_states:
-        found = "layers with states, which beams cannot share" if has_states else "layers with an attention window"
+        got = "layers with states, which beams cannot share" if has_states else "layers with an attention window"
         raise UsageError(
             "num_beams",
-            got=found,
+            got=got,
             expected="layers that all attend to the whole context",
             fix="Leave num_beams out, or export another bundle for it.",
         )

@@ -54,8 +54,8 @@ class CacheMode:
         if self.budget is not None:
             _checked(self.budget)
         if self.name == "long-sequence-only" and self.threshold_tokens < 1:
-            wanted, fix = "a threshold of at least 1 token", "Use always to keep every sequence."
-            raise UsageError("cache mode", got=self, expected=wanted, fix=fix)
+            expected, fix = "a threshold of at least 1 token", "Use always to keep every sequence."
+            raise UsageError("cache mode", got=self, expected=expected, fix=fix)
 
     def __str__(self) -> str:
         if self.name == "long-sequence-only":
@@ -138,8 +138,8 @@ def parse_budget(text: str) -> int | Fraction:
     try:
         limit_bytes = parse_bytes("memory budget", text)
     except UsageError:
-        wanted = "bytes with or without a unit such as MiB, or a percentage of the free memory"
-        raise UsageError("memory budget", got=repr(text), expected=wanted, fix="Use 64MiB or 50%.") from None
+        expected = "bytes with or without a unit such as MiB, or a percentage of the free memory"
+        raise UsageError("memory budget", got=repr(text), expected=expected, fix="Use 64MiB or 50%.") from None
     return _checked(limit_bytes)
 
 

@@ -12,9 +12,11 @@ from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
 from edgekv.kv import (
     DEFAULT_RESERVE,
+    ConvSpec,
     Growth,
     KVCache,
     Policy,
+    RowSpec,
     Sink,
     default_strategy,
     parse_growth,
@@ -26,6 +28,7 @@ from edgekv.runtime import Engine, HtpEngine
 from edgekv.runtime.engine import run_by, wide_prefill_of
 from edgekv.runtime.load_options import CacheOptions
 
+_LEAST_CONTEXT = 2
 _FIXED = ("slot", "shift-concat")
 """Strategies that bind the same addresses in every step."""
 
@@ -71,11 +74,12 @@ class CacheSetup:
         manifest = run_by(engine, bundle.manifest)
         strategy = kv_update or default_strategy(reserve)
         if reserve is not None and strategy != "pointer-shift":
-            found, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
-            raise UsageError("reserve", got=found, expected="the update strategy pointer-shift", fix=fix)
+            got, fix = f"{reserve} with {strategy}", "Leave it out, or choose pointer-shift."
+            raise UsageError("reserve", got=got, expected="the update strategy pointer-shift", fix=fix)
         ratio = DEFAULT_RESERVE if reserve is None else parse_reserve(reserve)
-        row_bytes = manifest.geometry.row_bytes
-        if row_bytes % engine.alignment_bytes and strategy != "slot":
+        moved = [group.row_bytes for group in manifest.cache_geometry.groups() if isinstance(group, RowSpec | ConvSpec)]
+        row_bytes = next((size for size in moved if size % engine.alignment_bytes), 0)
+        if row_bytes and strategy != "slot":
             raise UsageError(
                 "update strategy",
                 got=f"{strategy} with rows of {row_bytes} bytes on the engine {engine.name}",
@@ -97,13 +101,15 @@ class CacheSetup:
                 fix="Use fail or sliding-window.",
             )
         if kv_growth is not None and mode.budget is not None:
-            found, fix = f"{kv_growth} with {mode}", "Leave it out, or choose another cache mode."
-            wanted = "a cache mode without a memory budget, which counts on sequences of one size"
-            raise UsageError("growth", got=found, expected=wanted, fix=fix)
+            got, fix = f"{kv_growth} with {mode}", "Leave it out, or choose another cache mode."
+            expected = "a cache mode without a memory budget, which counts on sequences of one size"
+            raise UsageError("growth", got=got, expected=expected, fix=fix)
         growth = None if kv_growth is None else parse_growth(kv_growth, manifest.contexts)
         ar = frozenset(graph.ar for graph in manifest.graphs)
         if chosen.name == "fail":  # elsewhere the size of steps decides which tokens leave
             ar |= {graph.ar for graph in wide_prefill_of(engine, manifest)}
+        if manifest.model.bidirectional:
+            ar = frozenset({1})
         sink, allocate = read_sink(bundle), _allocate(engine, strategy)
         return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate, options.reproducible)
 
@@ -114,6 +120,8 @@ class CacheSetup:
             UsageError: options that do not fit the bundle's graphs.
         """
         geometry = self.manifest.cache_geometry
+        if self.manifest.model.bidirectional:
+            geometry = geometry.in_context(_LEAST_CONTEXT)  # graphs read none of it
         cache = KVCache(
             geometry,
             ar=self.ar,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from time import perf_counter_ns
 from typing import Any
 from weakref import WeakSet
 
@@ -50,15 +49,15 @@ class DraftModel:
         name = "draft bundle"
         if self is target:
             raise UsageError(name, got="the model itself", expected="another, smaller one", fix=_FIX)
-        ours, theirs = (each.texts.tokenizer for each in (target, self))
-        our_ids, their_ids = (each.get_vocab(with_added_tokens=True) for each in (ours, theirs))
+        ours, theirs = (model.texts.tokenizer for model in (target, self))
+        our_ids, their_ids = (tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (ours, theirs))
         if our_ids != their_ids:
             differing = len({*our_ids.items()} ^ {*their_ids.items()})
-            found = f"{self.bundle.path}: a tokenizer with {len(their_ids):,} tokens, {differing:,} entries differ"
-            raise UsageError(name, got=found, expected=f"the {len(our_ids):,} tokens of {target.bundle.path}", fix=_FIX)
+            got = f"{self.bundle.path}: a tokenizer with {len(their_ids):,} tokens, {differing:,} entries differ"
+            raise UsageError(name, got=got, expected=f"the {len(our_ids):,} tokens of {target.bundle.path}", fix=_FIX)
         if ours.to_str() != theirs.to_str():
-            found = f"{self.bundle.path}: a tokenizer that divides texts in another way"
-            raise UsageError(name, got=found, expected=f"that of {target.bundle.path}", fix=_FIX)
+            got = f"{self.bundle.path}: a tokenizer that divides texts in another way"
+            raise UsageError(name, got=got, expected=f"that of {target.bundle.path}", fix=_FIX)
         if self.pool.default.cache.room_tokens is None:
             fix = "Load it with the policy fail."
             raise UsageError(name, got="a context policy that drops tokens", expected="the policy fail", fix=fix)
@@ -67,14 +66,38 @@ class DraftModel:
         """Free the caches of the texts that it drafted for, but its own, which is emptied. None if it was closed."""
         ids, self._ids = self._ids, [DEFAULT_CACHE]
         if not self.pool.is_closed:
-            for each in ids:
-                if each != DEFAULT_CACHE:
-                    self.pool.free(each)
+            for cache_id in ids:
+                if cache_id != DEFAULT_CACHE:
+                    self.pool.free(cache_id)
             self.pool.default.reset()
 
-    def drafter(self, vocab: int) -> BundleDrafter:
-        """What drafts for one text; see `BundleDrafter`."""
-        return BundleDrafter(self, vocab)
+    def drafter(self, vocab: int) -> ModelDrafter:
+        """What drafts for one text; `vocab` as for `ModelDrafter`."""
+        return ModelDrafter(self.propose, vocab)
+
+    def propose(self, tokens: Sequence[int], k: int, vocab: int, target: Session | None) -> list[int]:
+        """See `Propose`: none where the text is longer than the context; rejected tokens are rewound.
+
+        Raises:
+            EngineError: the runtime failed.
+            UsageError: the model was closed.
+        """
+        whole, sink = [*tokens], None if self.pool.is_closed else self.pool.default.cache.sink
+        if sink is not None and not begins_with(whole, [*sink.tokens]):
+            whole = [*sink.tokens, *whole]
+        session = self.session_of(whole)
+        held = session.reuse(whole)
+        room = session.cache.room_tokens
+        max_drafts = k if room is None else min(k, room - (len(whole) - held) + 1)
+        drafts: list[int] = []
+        unfed = whole[held:]
+        while len(drafts) < max_drafts:
+            token = int(session.feed(unfed).argmax())
+            if token >= vocab:
+                break
+            drafts.append(token)
+            unfed = [token]
+        return drafts
 
     def session_of(self, tokens: Sequence[int]) -> Session:
         """The session that holds the beginning of a text, so that texts which take turns keep their caches.
@@ -87,62 +110,22 @@ class DraftModel:
         """
         if self.pool.is_closed:
             raise UsageError("draft", got="a closed model", expected="an open one", fix="Load the bundle again.")
-        held = {each: session for each in self._ids if (session := self.pool.touch(each)) is not None}
+        held = {cache_id: session for cache_id in self._ids if (session := self.pool.touch(cache_id)) is not None}
         chosen = self._holder(held, tokens)
-        self._ids = [*(each for each in held if each != chosen), chosen]
+        self._ids = [*(number for number in held if number != chosen), chosen]
         return held.get(chosen) or self.pool.get_or_create(chosen)
 
     def _holder(self, held: dict[int, Session], tokens: Sequence[int]) -> int:
-        common = {each: common_tokens(session.tokens, tokens) for each, session in held.items()}
+        common = {number: common_tokens(session.tokens, tokens) for number, session in held.items()}
         best = max(common, key=common.__getitem__)
         if held[best].is_empty or (common[best] > 0 and len(held[best].tokens) - common[best] <= _REJECTED):
             return best
-        empty = next((each for each, session in held.items() if session.is_empty), best)
+        empty = next((number for number, session in held.items() if session.is_empty), best)
         if empty != best:
             return empty
         if len(held) < _SESSIONS and self.pool.has_room:
             return next(number for number in range(_SESSIONS) if number not in held)
         return next(iter(held))
-
-
-class BundleDrafter(ModelDrafter):
-    """Proposes the tokens that a smaller model finds most likely; rejected tokens are rewound."""
-
-    def __init__(self, model: DraftModel, vocab: int) -> None:
-        """Draft with a model.
-
-        Args:
-            model: open while this is used, and used by nothing else meanwhile.
-            vocab: as for `ModelDrafter`.
-        """
-        super().__init__(vocab)
-        self._model = model
-        sink = model.pool.default.cache.sink
-        self._first = [] if sink is None else [*sink.tokens]
-
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
-        """At most `k` tokens; none where the text is longer than the draft's context.
-
-        Raises:
-            EngineError: the runtime failed.
-        """
-        started = perf_counter_ns()
-        whole = [*tokens]
-        if not begins_with(whole, self._first):
-            whole = [*self._first, *whole]
-        session = self._model.session_of(whole)
-        held = session.reuse(whole)
-        room = session.cache.room_tokens
-        most = k if room is None else min(k, room - (len(whole) - held) + 1)
-        found: list[int] = []
-        unfed = whole[held:]
-        while len(found) < most:
-            token = int(session.feed(unfed).argmax())
-            if token >= self._vocab:
-                break
-            found.append(token)
-            unfed = [token]
-        return self._timed(started, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +158,7 @@ class DraftTarget:
             draft.forget()
         self.drafts.clear()
 
-    def check(self, wanted: Speculation) -> None:
+    def check(self, speculation: Speculation) -> None:
         """Refuse what the bundle cannot do.
 
         Raises:
@@ -184,57 +167,57 @@ class DraftTarget:
                 tokenizer.
         """
         rows = self.rows
-        if not rows and wanted.mode not in ("auto", "off"):
-            refuse("mode", f"{wanted.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
-        if rows and not self.takes_drafts and wanted.mode not in ("auto", "off"):
-            found = f"{wanted.mode} on the engine {self.engine}, whose results depend on the number of tokens"
+        if not rows and speculation.mode not in ("auto", "off"):
+            refuse("mode", f"{speculation.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
+        if rows and not self.takes_drafts and speculation.mode not in ("auto", "off"):
+            got = f"{speculation.mode} on the engine {self.engine}, whose results depend on the number of tokens"
             wanted_engine = "an engine that gives a token the same bits beside others, such as htp, or cpu on x86"
-            refuse("mode", found, wanted_engine, "Use auto, which drafts nothing here, or leave it out.")
-        if rows and wanted.tokens is not None and wanted.tokens >= rows[-1]:
-            found = f"{wanted.tokens} drafts of a pass"
+            refuse("mode", got, wanted_engine, "Use auto, which drafts nothing here, or leave it out.")
+        if rows and speculation.tokens is not None and speculation.tokens >= rows[-1]:
+            got = f"{speculation.tokens} drafts of a pass"
             most = f"at most {rows[-1] - 1}: the largest verify graph has {rows[-1]} rows, one of them no draft"
-            fix = f"Give less, or export with --draft-rows {wanted.tokens + 1}."
-            refuse("tokens", found, most, fix)
-        if rows and wanted.tree and self.only_chains:
+            fix = f"Give less, or export with --draft-rows {speculation.tokens + 1}."
+            refuse("tokens", got, most, fix)
+        if rows and speculation.tree and self.only_chains:
             wanted_bits = (
                 "a model and an engine that give a token the same bits in any column, such as attention on htp"
             )
             refuse("tree", self.only_chains, wanted_bits, "Leave it out.")
-        for name, given, fix in (
-            ("corpus", wanted.corpus, "Open it with Model.open_corpus."),
-            ("draft", wanted.draft, "Load it with edgekv.load."),
+        for name, source, fix in (
+            ("corpus", speculation.corpus, "Open it with Model.open_corpus."),
+            ("draft", speculation.draft, "Load it with edgekv.load."),
         ):
-            if isinstance(given, str | PathLike):
-                refuse(name, f"the path {fspath(given)!r}", "what it leads to", fix)
-        if wanted.draft is not None and not isinstance(wanted.draft, str):
-            wanted.draft.draft_model.check(self.model)
+            if isinstance(source, str | PathLike):
+                refuse(name, f"the path {fspath(source)!r}", "what it leads to", fix)
+        if speculation.draft is not None and not isinstance(speculation.draft, str):
+            speculation.draft.draft_model.check(self.model)
 
-    def begin(self, wanted: Speculation | None) -> SpeculationRun | None:
+    def begin(self, speculation: Speculation | None) -> SpeculationRun | None:
         """The speculation of one text; None for none, as with `auto` in a bundle without verify graphs.
 
         Raises:
             UsageError: see `check`.
         """
-        if wanted is None or wanted.mode == "off":
+        if speculation is None or speculation.mode == "off":
             return None
-        self.check(wanted)
-        if wanted.drafter is not None:
-            return SpeculationRun(wanted.drafter, wanted.tokens)
+        self.check(speculation)
+        if speculation.drafter is not None:
+            return SpeculationRun(speculation.drafter, speculation.tokens)
         if not self.rows:
             return None
         sources: list[Source] = []
         reader: ModelDrafter | None = None
-        if wanted.mode in ("lookup", "auto"):
-            sources.append(PromptLookup(tree=wanted.tree))
-        if wanted.corpus is not None and not isinstance(wanted.corpus, str):
-            sources.append(CorpusDrafter(wanted.corpus, tree=wanted.tree))
-        if wanted.draft is not None and not isinstance(wanted.draft, str):
-            drafter: ModelDrafter = wanted.draft.draft_model.drafter(self.vocab)
-            self.drafts.add(wanted.draft.draft_model)
+        if speculation.mode in ("lookup", "auto"):
+            sources.append(PromptLookup(tree=speculation.tree))
+        if speculation.corpus is not None and not isinstance(speculation.corpus, str):
+            sources.append(CorpusDrafter(speculation.corpus, tree=speculation.tree))
+        if speculation.draft is not None and not isinstance(speculation.draft, str):
+            drafter: ModelDrafter = speculation.draft.draft_model.drafter(self.vocab)
+            self.drafts.add(speculation.draft.draft_model)
             sources.append(drafter)
             reader = drafter
-        most = wanted.tokens or self.rows[-1] - 1
-        if wanted.mode == "auto":
+        most = speculation.tokens or self.rows[-1] - 1
+        if speculation.mode == "auto":
             adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
             return SpeculationRun(adaptive, costs=adaptive.costs, reader=reader)
         (source,) = sources

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from html import escape
 from queue import Empty, SimpleQueue
 from time import perf_counter_ns
 from types import TracebackType
@@ -29,7 +31,8 @@ from edgekv.engine.runner import Runner
 from edgekv.engine.scheduler import Scheduler
 from edgekv.engine.sequence import Event, Scores, Sequence, Status
 from edgekv.engine.session import Graphs, Session
-from edgekv.engine.stats import GenerationStats
+from edgekv.engine.stats import EngineGauges, GenerationStats
+from edgekv.engine.task import check_ends, check_writes
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from edgekv.pictures import Picture
 
 _MAX_SEQUENCES = 4
+_SHOWN_CHARACTERS = 60
 _POLL_S = 0.5
 """A thread that died without closing its generation notifies nobody."""
 
@@ -76,8 +80,8 @@ class Engine:
         draft_model: for models that it drafts for.
         waiting: added and not begun, in the order of their arrival.
         running: begun and not ended.
-        used_batch: `batch`, once it was needed.
         verify_rows: tokens per inference of the graphs that check drafts, ascending.
+        branch_rows: the most tokens of a request's branches together; 0 if it can have none.
         is_reproducible: whether a prompt has the same answer whatever is cached of it.
         shares_passes: whether a pass of `step` advances all sequences that have room in it.
         is_closed: whether it was closed.
@@ -108,8 +112,8 @@ class Engine:
         self.caches = caches
         self.graphs = graphs = Graphs(bundle, backend, caches.make())
         self.pictures = Pictures(bundle, graphs.pictures)
-        self.window = 0
-        if caches.reproducible and graphs.batch_invariance != "equal":
+        self.window, is_alone = 0, caches.reproducible and graphs.batch_invariance != "equal"
+        if is_alone and not graphs.reads_whole_texts:
             self.window = CHECKPOINT_TOKENS if graphs.sees_later_tokens else graphs.most("prefill")
         default = Session(graphs.cache, graphs, self.window)
         self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, default, self.lock)
@@ -125,17 +129,18 @@ class Engine:
         self.target = DraftTarget(self.draft_model, self.name, verify, spec.vocab, takes_drafts, only_chains)
         self.verify_rows = verify
         self.is_reproducible = self.window > 0 or graphs.batch_invariance == "equal"
-        self.used_batch: Batch | None = None
+        self._batch: Batch | None = None
         self.shares_passes = False
         keeps_all = caches.mode.keeps_all
         if prefix_cache is not None and not keeps_all:
-            found, fix = f"{caches.mode} with a prefix cache", "Choose the mode always, or leave the prefix cache out."
-            raise UsageError("cache mode", got=found, expected="always or adaptive", fix=fix)
-        least_block = self.window if graphs.sees_later_tokens else 0
-        stored = bundle, self.name, graphs.cache, prefix_cache, self.window, least_block
+            got, fix = f"{caches.mode} with a prefix cache", "Choose the mode always, or leave the prefix cache out."
+            raise UsageError("cache mode", got=got, expected="always or adaptive", fix=fix)
+        min_block_tokens = self.window if graphs.sees_later_tokens else 0
+        stored = bundle, self.name, graphs.cache, prefix_cache, self.window, min_block_tokens
         self._store = store = open_store(*stored) if keeps_all else None
         self._adapters = Adapters(bundle)
         self._setup = caches.described(backend)
+        self.branch_rows = 0 if is_alone else graphs.branch_rows
         self._encoding = bundle.manifest.encodings["logits"]
         self._runner = Runner(self.pool, graphs, self.texts, self._encoding)
         pieces = graphs.cache.ar[-1], max(graph.ar for graph in bundle.manifest.graphs)
@@ -154,7 +159,7 @@ class Engine:
             self.abort(sequence)
         if self._store is not None:
             self._store.close()
-        self.used_batch = None
+        self._batch = None
         # What a caller still holds, such as a generation for its statistics, keeps no memory.
         self.target.close()
         self.graphs.close()
@@ -189,9 +194,29 @@ class Engine:
             UsageError: the bundle or the runtime cannot.
             EngineError: the runtime refused the verify graph.
         """
-        if self.used_batch is None:
-            self.used_batch = make_batch(self.graphs, self.caches)
-        return self.used_batch
+        if self._batch is None:
+            self._batch = make_batch(self.graphs, self.caches)
+        return self._batch
+
+    def gauges(self) -> EngineGauges:
+        """What it holds now."""
+        pool, store = self.pool.stats, self.prefix_store
+        gauges = EngineGauges(
+            queued=len(self.waiting),
+            running=len(self.running),
+            sessions=pool.total_sequences,
+            session_bytes=pool.total_bytes,
+            evictions=pool.evictions,
+            busy=self.pool.taken,
+        )
+        if store is not None:
+            stats = store.stats
+            gauges.prefix_blocks, gauges.prefix_bytes = stats.memory.blocks, stats.memory.bytes_held
+            gauges.prefix_hits, gauges.prefix_misses = stats.hits, stats.misses
+            gauges.rejected_files = stats.rejected_files
+        if self._batch is not None:
+            gauges.batch_passes, gauges.batch_tokens = self._batch.passes, self._batch.rows
+        return gauges
 
     def open_lora(self, lora: str | None) -> BoundAdapter | None:
         """The adapters that a call names, ready to be bound; None for the base model.
@@ -234,51 +259,55 @@ class Engine:
         if only.status >= Status.ENDED:
             self._check_kept(only)
             return []
-        started, runner, sequence = perf_counter_ns(), self._runner, only
         try:
-            if sequence.status == Status.WAITING and not self._begin(sequence):
+            if only.status == Status.WAITING and not self._begin(only):
                 return []
-            event: Event | None
-            output = sequence.output
-            if sequence.unscored is not None:
-                event = runner.score(sequence, sequence.unscored)
-                has_ended = sequence.unscored is None and sequence.request.params is None
-            elif output is None:
-                event = runner.search(sequence)
-                has_ended = event is not None
-            else:
-                logits, logits_ns = None, 0
-                if output.needs_logits:
-                    if (logits := sequence.ready_logits) is not None:
-                        sequence.ready_logits = None
-                    elif sequence.speculation is None or not output.tokens:
-                        logits = runner.run(sequence)
-                    else:
-                        logits = runner.run_with_drafts(sequence, sequence.speculation)
-                    logits_ns = perf_counter_ns() - started
-                choosing = perf_counter_ns()
-                token = output.choose(logits)
-                if sequence.speculation is not None and len(output.tokens) > 1:
-                    sequence.speculation.chose(perf_counter_ns() - choosing)
-                sequence.tokens.append(token)
-                room = sequence.room_tokens
-                is_full = room is not None and room < len(sequence.tokens) - sequence.known_tokens
-                event = output.say(token, logits, is_full=is_full)
-                has_ended = output.stop_reason is not None
-                token_ns = perf_counter_ns() - started
-                if sequence.first_ns == 0:
-                    sequence.status = Status.DECODING
-                    sequence.first_ns = sequence.prefill_ns + token_ns
-                    sequence.prefill_ns += logits_ns
-                    sequence.prefill_steps = sequence.times.steps
-                else:
-                    sequence.decode_ns += token_ns
+            event, has_ended = self._next_event(only)
         except BaseException:
-            self.abort(sequence)
+            self.abort(only)
             raise
         if has_ended:
-            self.abort(sequence)
-        return [] if event is None else [(sequence, event)]
+            self.abort(only)
+        return [] if event is None else [(only, event)]
+
+    def _next_event(self, sequence: Sequence) -> tuple[Event | None, bool]:
+        """The next event of a sequence that has begun, and whether it was the last; none within a beam search."""
+        if sequence.unscored is not None:
+            scores = self._runner.score(sequence, sequence.unscored)
+            return scores, sequence.unscored is None and sequence.request.params is None
+        if sequence.request.ends:
+            return Scores(self._encoding.dequantize(self._runner.run(sequence)[None])), True
+        if sequence.request.branches:
+            return Scores(self._encoding.dequantize(self._runner.branch(sequence))), True
+        if sequence.output is None:
+            result = self._runner.search(sequence)
+            return result, result is not None
+        started, output, logits, logits_ns = perf_counter_ns(), sequence.output, None, 0
+        if output.needs_logits:
+            if (logits := sequence.ready_logits) is not None:
+                sequence.ready_logits = None
+            elif sequence.speculation is None or not output.tokens:
+                logits = self._runner.run(sequence)
+            else:
+                logits = self._runner.run_with_drafts(sequence, sequence.speculation)
+            logits_ns = perf_counter_ns() - started
+        choosing = perf_counter_ns()
+        token = output.choose(logits)
+        if sequence.speculation is not None and len(output.tokens) > 1:
+            sequence.speculation.chose(perf_counter_ns() - choosing)
+        sequence.tokens.append(token)
+        room = sequence.room_tokens
+        is_full = room is not None and room < len(sequence.tokens) - sequence.known_tokens
+        said = output.say(token, logits, is_full=is_full)
+        token_ns = perf_counter_ns() - started
+        if sequence.first_ns:
+            sequence.decode_ns += token_ns
+        else:
+            sequence.status = Status.DECODING
+            sequence.first_ns = sequence.prefill_ns + token_ns
+            sequence.prefill_ns += logits_ns
+            sequence.prefill_steps = sequence.times.steps
+        return said, output.stop_reason is not None
 
     def abort(self, sequence: Sequence, status: Status = Status.ENDED) -> None:
         """End a sequence; computed rows are stored in the prefix cache. Nothing happens if it has ended."""
@@ -305,11 +334,14 @@ class Engine:
         manifest, params, setup = self.bundle.manifest, request.params, self._setup
         adapter = self.open_lora(request.lora)
         key = None if adapter is None else adapter.key
-        if params is None:
+        self._check_task(request)
+        if not request.is_pooled:
             return Sequence(request, setup, adapter)
         if request.pictures:
             check_pictured(request)
         prefixes = open_prefixes(self._store, request.salt, request.retention, key, len(request.tokens))
+        if params is None:
+            return Sequence(request, setup, adapter, prefixes)
         if isinstance(params, BeamParams):
             check_beams(manifest, self.caches, request)
             return Sequence(request, setup, adapter, prefixes, beams=BeamRun(request, params, self.graphs, manifest))
@@ -331,6 +363,20 @@ class Engine:
             returns_logits=request.returns_logits,
         )
         return Sequence(request, setup, adapter, prefixes, output, speculation)
+
+    def _check_task(self, request: Request) -> None:
+        """Refuse texts of a model that gives embeddings, and the ends of texts of one that writes.
+
+        Raises:
+            UsageError: the bundle is of the other kind.
+        """
+        if request.only_reads:
+            check_ends(self.bundle)
+        elif request.params is not None:
+            check_writes(self.bundle)
+        if self.graphs.reads_whole_texts and not request.branches:
+            wanted = "whole texts of `Model.embed`: its tokens attend to both sides"
+            raise UsageError(str(self.bundle.path), got="logits of a prompt", expected=wanted, fix="Use it.")
 
     def _as_text(self, request: Request) -> tuple[int, ...]:
         """The tokens of a prompt in the vocabulary: rows of pictures as the token that stands for them."""
@@ -549,11 +595,55 @@ class Generation(Call[Token]):
     """A stream of tokens. The prompt is run when the first token is requested.
 
     It owns its cache until it ends, is closed (`close`, or a `with` block), or is dropped; then the computed rows are
-    stored in the prefix cache, even if it was interrupted. `stats.stop_reason` says why it has ended.
+    stored in the prefix cache, even if it was interrupted. `stats.stop_reason` says why it has ended. `str` gives the
+    whole text; `async for` steps in a thread, so that an event loop goes on meanwhile.
 
     Attributes:
         sequence: what the engine runs.
     """
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return self
+
+    async def __anext__(self) -> Token:
+        """As `__next__`, with StopAsyncIteration at the end."""
+        try:
+            token = await asyncio.to_thread(next, self, None)
+        finally:
+            self.sequence.thread = threading.current_thread()  # a later call in this thread takes the cache over
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        text = self._said[0]
+        said = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+        return f"<Generation {said!r}: {self._state}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the text so far with its lines."""
+        return f"<pre style='white-space: pre-wrap'>{escape(self._said[0])}</pre><small>{self._state}</small>"
+
+    @property
+    def _state(self) -> str:
+        state = self.stop_reason or ("interrupted" if self.sequence.has_ended else "running")
+        return f"{self.prompt_tokens} + {self._said[1]} tokens, {state}"
+
+    @property
+    def text(self) -> str:
+        """The whole text: what is left of it is generated first."""
+        for _ in self:
+            pass
+        return self._said[0]
+
+    @property
+    def _said(self) -> tuple[str, int]:
+        """The text so far, and its tokens."""
+        output = self.sequence.output
+        return ("", 0) if output is None else ("".join(output.texts), len(output.tokens))
 
     def __enter__(self) -> Self:
         return self
@@ -567,6 +657,16 @@ class Generation(Call[Token]):
     def prompt(self) -> tuple[int, ...]:
         """Token ids of the prompt."""
         return self.sequence.request.tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return self.sequence.prompt_tokens
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """How many of them its cache has by now; another thread may ask while they run."""
+        return self.sequence.prefilled_tokens
 
     @property
     def pictures(self) -> tuple[Picture, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_LEAST_ROWS = 64
+_MIN_ROWS = 64
 
 
 class HiddenStates:
@@ -38,18 +38,18 @@ class HiddenStates:
             first = min(position, max(self.first, self.stop - max(self._most // 2, 1)))
             self._rows = self._rows[first - self.first :].copy()
             self.first = first
-        start, wanted = position - self.first, self.stop - self.first
-        if wanted > len(self._rows) or self._rows.dtype != rows.dtype:
-            grown = np.empty((max(wanted, min(2 * wanted, self._most), _LEAST_ROWS), rows.shape[1]), rows.dtype)
+        start, end = position - self.first, self.stop - self.first
+        if end > len(self._rows) or self._rows.dtype != rows.dtype:
+            grown = np.empty((max(end, min(2 * end, self._most), _MIN_ROWS), rows.shape[1]), rows.dtype)
             grown[:start] = self._rows[:start] if start else 0
             self._rows = grown
-        self._rows[start:wanted] = rows
+        self._rows[start:end] = rows
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """The rows of positions, `[T, H]`, valid until the next change."""
         assert self.first <= start <= stop <= self.stop, "rows that are held"
-        found: NDArray[Any] = self._rows[start - self.first : stop - self.first]
-        return found
+        held: NDArray[Any] = self._rows[start - self.first : stop - self.first]
+        return held
 
     def rewind(self, position: int) -> None:
         """Drop the rows from a position on; their memory with all of them."""

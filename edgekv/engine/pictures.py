@@ -81,7 +81,7 @@ class PictureOpening:
             UsageError: it is refused by what its headers say.
             EngineError: Pillow is not installed.
         """
-        return self.opened[number] or PictureSize(self._reader.grid(number), self._rows.encoder.spec.rows)
+        return self.opened[number] or PictureSize.of(self._reader.grid(number), self._rows.encoder.spec)
 
     def open(self, number: int) -> Picture:
         """A picture, resized and cut into tiles; its rows are computed when they are run.
@@ -90,10 +90,10 @@ class PictureOpening:
             UsageError: it cannot be read.
             EngineError: Pillow is not installed.
         """
-        found = self.opened[number]
-        if found is None:
-            found = self.opened[number] = self._rows.open(self._reader.open(number), self._salt)
-        return found
+        picture = self.opened[number]
+        if picture is None:
+            picture = self.opened[number] = self._rows.open(self._reader.open(number), self._salt)
+        return picture
 
     def stop(self) -> None:
         """Let no further picture be read, from any thread."""
@@ -125,8 +125,8 @@ class Pictures:
         vision = self._bundle.manifest.vision
         if vision is None:
             fix = "Leave pictures out, or export a checkpoint with a vision encoder, such as SmolVLM2."
-            found = f"a picture for {self._bundle.path.name}, which reads text alone"
-            raise UsageError("pictures", got=found, expected="text", fix=fix)
+            got = f"a picture for {self._bundle.path.name}, which reads text alone"
+            raise UsageError("pictures", got=got, expected="text", fix=fix)
         return vision.pictures
 
     def open(self, source: PictureSource, field: str = "picture", *, salt: str | None = None) -> Picture:
@@ -160,8 +160,8 @@ class Pictures:
         spec, rows = self.spec, self._rows
         assert rows is not None, "it has a spec"
         whole = msgspec.structs.replace(spec, tiling="none")
-        files = [PictureFile(each.content, each.field, spec if each.is_split else whole) for each in sent]
-        keys = [_key(each, salt) for each in sent]
+        files = [PictureFile(picture.content, picture.field, spec if picture.is_split else whole) for picture in sent]
+        keys = [_key(picture, salt) for picture in sent]
         with self._lock:
             kept = [self._kept.get(key) for key in keys]
         with PictureReader(files, rows.encoder.spec.image) as reader:
@@ -177,7 +177,7 @@ class Pictures:
         with self._lock:
             self._kept[key] = picture
             self._kept.move_to_end(key)
-            held = sum(tile.nbytes for each in self._kept.values() for tile in each.tiles)
+            held = sum(tile.nbytes for picture in self._kept.values() for tile in picture.tiles)
             while held > _KEPT_BYTES and len(self._kept) > 1:
                 _, dropped = self._kept.popitem(last=False)
                 held -= sum(tile.nbytes for tile in dropped.tiles)
@@ -248,7 +248,7 @@ def _key(sent: PictureSent, salt: str | None) -> bytes:
 
 def _told_by_user(messages: Sequence[Message]) -> list[Message]:
     """The messages with the pictures of tools' results in a message of the user behind them."""
-    found: list[Message] = []
+    told: list[Message] = []
     waiting: list[Any] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -256,15 +256,15 @@ def _told_by_user(messages: Sequence[Message]) -> list[Message]:
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
             message, waiting = {**message, "content": [*waiting, *parts]}, []
         elif waiting and role != "tool":
-            found.append({"role": "user", "content": waiting})
+            told.append({"role": "user", "content": waiting})
             waiting = []
         if role == "tool" and isinstance(content, list) and pictures_in([message]):
             parts = [part for part in content if isinstance(part, dict)]
             shown = [part for part in parts if part.get("type") == IMAGE_PART]
             text = "".join(str(part.get("text", "")) for part in parts if part not in shown)
             message, waiting = {**message, "content": text}, [*waiting, *shown]
-        found.append(message)
-    return [*found, {"role": "user", "content": waiting}] if waiting else found
+        told.append(message)
+    return [*told, {"role": "user", "content": waiting}] if waiting else told
 
 
 def check_pictured(request: Request) -> None:
@@ -273,11 +273,11 @@ def check_pictured(request: Request) -> None:
     Raises:
         UsageError: a beam search, or a draft model.
     """
-    found = ""
+    other = ""
     if isinstance(request.params, BeamParams):
-        found = "a beam search"
+        other = "a beam search"
     elif request.speculation is not None and request.speculation.draft is not None:
-        found = "a draft model"
-    if found:
+        other = "a draft model"
+    if other:
         fix = "Leave one of them out."
-        raise UsageError("pictures", got=f"some with {found}", expected="one of them", fix=fix)
+        raise UsageError("pictures", got=f"some with {other}", expected="one of them", fix=fix)

@@ -174,8 +174,8 @@ class SessionPool:
     def choose(self, tokens: Tokens[int], owner: Hashable, most: int) -> int | None:
         """The id of the cache in which a text goes on; `take` it.
 
-        It is that of the idle cache that has most of the text, if more of it is kept than lost. Otherwise it is a new
-        one, in place of the idle cache used least recently if there are too many.
+        It is that of the idle cache that has most of the text, if at least half of its tokens are kept. Otherwise it is
+        a new one, in place of the idle cache used least recently if there are too many.
 
         Args:
             tokens: the text.
@@ -370,12 +370,12 @@ def check_id(sequence: int) -> int:
         UsageError: it is not a 64-bit integer.
     """
     if isinstance(sequence, bool) or not isinstance(sequence, int) or not 0 <= sequence < _IDS:
-        wanted, fix = "a whole number of 64 bits, from 0 on", "Use 0, 1, 2, ... or a 64-bit hash."
+        expected, fix = "a whole number of 64 bits, from 0 on", "Use 0, 1, 2, ... or a 64-bit hash."
         is_huge = isinstance(sequence, int) and sequence.bit_length() > 4 * 64
         raise UsageError(
             "sequence",
             got=f"a number of {sequence.bit_length()} bits" if is_huge else repr(sequence),
-            expected=wanted,
+            expected=expected,
             fix=fix,
         )
     return sequence

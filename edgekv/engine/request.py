@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from edgekv.draft import Speculation
 from edgekv.pictures import Picture
@@ -13,12 +13,12 @@ from edgekv.text.params import BeamParams, SamplingParams
 from edgekv.text.sampler import LogitsProcessor
 from edgekv.text.tools import Tools
 
-POOLED: Final = None
-"""The pool chooses the cache: the idle one that has most of the prompt, or a new one."""
 DEFAULT_CACHE: Final = -1
 """The default one of the pool, which is emptied for each request, and in which all scores are computed."""
 
 _SEEDS = 1 << 64
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Request:
     Attributes:
         tokens: the prompt, as `Texts.read` gives it.
         params: how to sample, or how to search with beams; None generates nothing.
-        cache: 64-bit id of the cache to run in, or `DEFAULT_CACHE`; None to let the pool choose.
+        cache: pins the cache of a 64-bit id, or `DEFAULT_CACHE`; None lets the pool choose: the idle one that has most
+            of the prompt, or a new one.
         salt: prefixes and pooled caches are shared only between equal salts.
         retention: how long the prefix cache keeps the blocks of this call.
         processors: change the logits before a token is chosen.
@@ -38,13 +39,16 @@ class Request:
         reads_thoughts: whether the model's thoughts are apart from the text, if its chat template has marks for them.
         returns_logits: whether tokens carry the logits of their steps.
         scores: whether the logits after each token of the prompt are wanted, before any token.
+        ends: whether those after its last token are wanted, and no token.
+        branches: texts that each follow the tokens by itself, in one pass: the logits after each token of theirs are
+            wanted.
         pictures: whose rows are among the tokens, so that they are there when they are run.
         bundle_defaults: names of the parameters that the bundle set, for the statistics.
     """
 
     tokens: tuple[int, ...]
     params: SamplingParams | BeamParams | None = None
-    cache: int | None = POOLED
+    cache: int | None = None
     salt: str | None = None
     retention: RetentionPolicy | None = None
     processors: tuple[LogitsProcessor, ...] = ()
@@ -54,8 +58,25 @@ class Request:
     reads_thoughts: bool = False
     returns_logits: bool = False
     scores: bool = False
+    ends: bool = False
+    branches: tuple[tuple[int, ...], ...] = ()
     pictures: tuple[Picture, ...] = ()
     bundle_defaults: tuple[str, ...] = ()
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it runs in a cache that it may share prefixes with, and not in the default one alone."""
+        return self.params is not None or self.only_reads
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether it is a text, or several, for a model that writes none, in a cache of the pool."""
+        return self.ends or bool(self.branches)
+
+    @property
+    def read_tokens(self) -> int:
+        """Number of tokens that are given to the model."""
+        return len(self.tokens) + sum(map(len, self.branches))
 
     def for_answer(self, number: int) -> Request:
         """That of one of several answers: with a seed, each has its own, from the given one up."""
@@ -69,6 +90,6 @@ class Request:
         return (self.tokens, self.lora, self.salt) == (other.tokens, other.lora, other.salt)
 
 
-def pieces(tokens: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Tokens in pieces of a size; the last may be shorter."""
-    return [tokens[at : at + size] for at in range(0, len(tokens), size)]
+def pieces(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Tokens, or others, in pieces of a size; the last may be shorter."""
+    return [items[at : at + size] for at in range(0, len(items), size)]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.bundle import Role
 from edgekv.draft import DraftTree
 from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.batch import Batch
@@ -54,13 +55,17 @@ class Runner:
         self._keep_last()
         default, request = self._pool.default, sequence.request
         assert sequence.cache is not None, "it has a cache"
-        if request.params is not None:
+        if request.is_pooled:
             self._pool.claim(sequence.cache, sequence.prompt_tokens)
-            self._graphs.prepare("decode", *(() if sequence.speculation is None else ("verify",)))
+            if request.branches and self._graphs.reads_whole_texts:
+                self._graphs.shortest(request.read_tokens)
+            self._graphs.prepare(*_roles(sequence, self._graphs))
             self._graphs.prepare_prompt("prefill", sequence.prompt_tokens)
         if request.scores:
             sink = default.cache.sink
-            self._graphs.prepare_prompt("score", sequence.prompt_tokens - (0 if sink is None else len(sink.tokens)))
+            self._graphs.prepare_prompt(
+                self._graphs.scoring_role, sequence.prompt_tokens - (0 if sink is None else len(sink.tokens))
+            )
         held = default.cache.stats
         sequence.own_use.bytes_held, sequence.own_use.bytes_peak = held.bytes_held, held.peak_bytes
         sequence.status = Status.PREFILLING
@@ -127,15 +132,34 @@ class Runner:
             session.adapt(sequence.adapter)
             session.writer = sequence
             if new := done[len(session.tokens) :]:
-                session.feed(new, "score", logits=False)
+                session.feed(new, self._graphs.scoring_role, logits=False)
         rows: list[NDArray[Any]] = []
         if session.cache.sink is not None and session.is_empty:
             rows.append(session.cache.sink.logits)
-        piece = left[: self._graphs.most("score")]
+        piece = left[: self._graphs.most(self._graphs.scoring_role)]
         if piece:
-            session.feed(piece, "score", lambda logits: rows.append(logits.copy()))
+            session.feed(piece, self._graphs.scoring_role, lambda logits: rows.append(logits.copy()))
         sequence.unscored = left[len(piece) :] or None
         return Scores(self._encoding.dequantize(np.concatenate(rows)))
+
+    def branch(self, sequence: Sequence) -> NDArray[Any]:
+        """The logits after each token of the sink, and then of its branches, as integers `[rows, V]`.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+            MemoryBudgetError: as `run`.
+        """
+        self._keep_last()
+        session = self._held_session(sequence)
+        if session is None:
+            session, sequence.known_tokens = self._enter(sequence, sequence.tokens)
+        if new := sequence.unknown:
+            self._feed(sequence, session, new, logits=False)
+            sequence.known_tokens = len(sequence.tokens)
+        rows, sink = session.branch(sequence.request.branches), session.cache.sink
+        sequence.own_use.computed_tokens += len(new) + len(rows)
+        return rows if sink is None else np.concatenate([sink.logits, rows])
 
     def search(self, sequence: Sequence) -> BeamResult | None:
         """Run the next position of a beam search; its result at the end.
@@ -149,8 +173,7 @@ class Runner:
             logits = self.run(sequence)
             beams.begin(logits, perf_counter_ns() - started)
         else:
-            self._graphs.use(cache, sequence.adapter)
-            beams.step(cache)
+            beams.step(cache, sequence.adapter)
         if not beams.search.done:
             return None
         prefix = None if sequence.prefixes is None else sequence.prefixes.stats
@@ -228,9 +251,9 @@ class Runner:
             return session.feed(tokens, logits=logits)
         piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
         for at in range(0, len(tokens), piece):
-            found = session.feed(tokens[at : at + piece], logits=logits and at + piece >= len(tokens))
+            last = session.feed(tokens[at : at + piece], logits=logits and at + piece >= len(tokens))
             self._keep(sequence, session)
-        return found
+        return last
 
     def _feed_again(self, sequence: Sequence, session: Session, text: Tokens[int]) -> NDArray[Any]:
         """Run what an evicted session had, in the steps that it had it from: the prompt, then token by token."""
@@ -258,7 +281,7 @@ class Runner:
 
     def _recall(self, sequence: Sequence, session: Session, tokens: list[int]) -> tuple[int, int]:
         """How many of these tokens the session has, and how many of those were restored."""
-        start = session.reuse(tokens)
+        start = session.reuse(tokens, logits=not sequence.request.branches)
         if sequence.prefixes is None or start >= len(tokens) - 1:
             return start, 0
         try:
@@ -406,6 +429,13 @@ class Runner:
             return None
         is_single = len(sequence.tokens) - sequence.known_tokens == 1 and sequence.speculation is None
         return self._held_session(sequence) if is_single and self._pool.keeps(len(sequence.tokens)) else None
+
+
+def _roles(sequence: Sequence, graphs: Graphs) -> tuple[Role, ...]:
+    """The graphs that it runs behind its prompt; of those for whole texts one was chosen."""
+    if sequence.request.branches:
+        return () if graphs.reads_whole_texts else ("verify",)
+    return ("decode",) if sequence.speculation is None else ("decode", "verify")
 
 
 def _has_run(session: Session, sequence: Sequence, tokens: int) -> bool:

@@ -11,8 +11,6 @@ from edgekv.kv import StateError, read_state, write_state
 from edgekv.kv.policies.text import policy_text
 from edgekv.prefix import prefix_fingerprint
 
-_ELEMENT_BYTES = 8  # at most, of any row
-
 
 def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
     """Restore a file written by `save_sequence`; if it does not exist, the sequence stays empty.
@@ -40,12 +38,10 @@ def load_sequence(engine: Engine, sequence: int, file: Path) -> int:
         )
     if not file.exists():
         return 0
-    groups = engine.bundle.manifest.geometry.groups()
-    most_bytes = sum(_ELEMENT_BYTES * each.tensors * each.read_rows * each.width for each in groups)
-    state = read_state(file, fingerprint=_fingerprint(engine), rows_bytes=most_bytes)
+    state = read_state(file, fingerprint=_fingerprint(engine), rows_bytes=engine.pool.default.cache.max_state_bytes)
     if len(state.tokens) != state.tokens_seen:
-        found = f"{len(state.tokens)} tokens of {state.tokens_seen}"
-        raise StateError(f"state {file}: tokens", got=found, expected="all", fix="Remove the file.")
+        got = f"{len(state.tokens)} tokens of {state.tokens_seen}"
+        raise StateError(f"state {file}: tokens", got=got, expected="all", fix="Remove the file.")
     engine.pool.default.cache.check_state(state)
     session = engine.pool.get_or_create(sequence)
     session.cache.restore(state)

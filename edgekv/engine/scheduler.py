@@ -83,7 +83,7 @@ class Scheduler:
 
     def _is_read(self, request: Request) -> bool:
         """Whether another sequence is reading the same prompt, whose rows are restored once it has."""
-        if request.params is None or not self._shares_prompts:
+        if not request.is_pooled or not self._shares_prompts:
             return False
-        reading = (each for each in self.running if each.output is not None and not each.output.tokens)
-        return any(each.request.has_prompt_of(request) for each in reading)
+        reading = (sequence for sequence in self.running if sequence.is_reading)
+        return any(sequence.request.has_prompt_of(request) for sequence in reading)

@@ -25,7 +25,7 @@ from edgekv.text.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """The logits after the next tokens of a prompt, first those of the sink.
+    """The logits after the next tokens of a prompt or of its branches, first those of the sink; or after its last one.
 
     Attributes:
         rows: `[rows, V]` in float32.
@@ -105,7 +105,7 @@ class Sequence:
     decode_ns: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = DEFAULT_CACHE if self.request.params is None else self.request.cache
+        self.cache = self.request.cache if self.request.is_pooled else DEFAULT_CACHE
         self.tokens = [*self.request.tokens]
 
     @property
@@ -129,6 +129,18 @@ class Sequence:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.tokens)
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of the prompt that its cache has by now; another thread may ask while they run."""
+        session = self.session
+        held = 0 if session is None or session.writer is not self else len(session.tokens)
+        return min(held, self.prompt_tokens)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it has brought nothing of its prompt yet, in a cache that others may share prefixes with."""
+        return not self.output.tokens if self.output is not None else self.request.only_reads and not self.has_ended
 
     @property
     def max_tokens(self) -> int:

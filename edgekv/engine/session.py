@@ -17,10 +17,10 @@ from edgekv.engine.hidden_states import HiddenStates
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureRows
-from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_views
+from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_rows, whole_texts
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import run_by, wide_prefill_of
-from edgekv.runtime.graph import Embeddings, rope_tables
+from edgekv.runtime.graph import Embeddings, HostTables, rope_tables
 from edgekv.spec import FINAL_NORM_RESULT
 from quant import Encoding
 
@@ -48,6 +48,9 @@ _IDLE_STEPS = 16
 """Steps of another graph after which one is idle: reading its pages again takes less time than one step."""
 _IDLE_VERIFY_STEPS = 256
 """The same for verify graphs: where drafts are rare, a fifth of their pass would go to reading pages."""
+
+_ROWS_OF_A_STEP = 8
+"""Rows of a graph that scores which take as long as a single token: of 32, 5 in `fast` and 8 in `emulate`."""
 
 _Ladder = dict[int, dict[int, GraphRecord]]  # by AR, then by context, ascending
 
@@ -110,7 +113,15 @@ class Graphs:
     @property
     def vocab(self) -> int:
         """Number of the logits."""
-        return self._bundle.manifest.model.vocab
+        return self._bundle.manifest.model.result_width
+
+    @property
+    def scoring_role(self) -> Role:
+        """The role of the graphs that give what follows every token of a text.
+
+        Embedders that pool all tokens have verify graphs for it, which are compiled for chips; `score` is not.
+        """
+        return "score" if self._bundle.manifest.task is None or "verify" not in self._ladders else "verify"
 
     @property
     def hidden_encoding(self) -> Encoding:
@@ -146,7 +157,7 @@ class Graphs:
         if self.batch_invariance == "in-place" and not self._verifies_anywhere:
             if not self._load(next(iter(next(iter(verify.values())).values()))).row_block:
                 return 0
-            least = min(group.geometry.context for group in cache.row_groups)
+            least = min(group.geometry.window for group in cache.row_groups)
         most = max((ar for ar in verify if ar <= least - cache.length), default=0)
         return min(most, cache.step_tokens)
 
@@ -164,8 +175,8 @@ class Graphs:
         if cache is self.cache:
             return
         if (cache.geometry, cache.ar) != (self.cache.geometry, self.cache.ar):
-            found = f"{cache.geometry} with AR {cache.ar}"
-            raise ValueError(f"cache: got {found}; expected {self.cache.geometry} with AR {self.cache.ar}")
+            got = f"{cache.geometry} with AR {cache.ar}"
+            raise ValueError(f"cache: got {got}; expected {self.cache.geometry} with AR {self.cache.ar}")
         self.cache = cache
         for graph in self._loaded.values():
             graph.use(cache)
@@ -201,7 +212,7 @@ class Graphs:
         ladder = self._steps[role]
         while tokens > 0:
             step = min(tokens, self.cache.step_tokens)
-            ar = choose_ar(step, ladder, lambda ar: True)
+            ar = self._choose_ar(role, step, lambda ar: True)
             self._load(next(iter(ladder[ar].values())))
             tokens -= min(ar, step)
 
@@ -215,11 +226,41 @@ class Graphs:
         def rows(ar: int) -> int:
             return min(ar, remaining) if takes_fewer else ar
 
-        ar = choose_ar(remaining, ladder, lambda ar: self.cache.room(rows(ar)))
+        ar = self._choose_ar(role, remaining, lambda ar: self.cache.room(rows(ar)))
         context = choose_context(self.cache.length + rows(ar), [*ladder[ar]])
         graph = self._load(ladder[ar][context])
         self._release_idle(graph)
         return graph
+
+    def _choose_ar(self, role: Role, remaining: int, room: Callable[[int], bool]) -> int:
+        """The AR of the next step. A few tokens are scored one by one: a graph that scores computes all its rows."""
+        ar = choose_ar(remaining, self._steps[role], room)
+        return 1 if role == "score" and remaining <= ar // _ROWS_OF_A_STEP else ar
+
+    @property
+    def reads_whole_texts(self) -> bool:
+        """Whether tokens attend to both sides, so that a text is run as a whole, without a cache."""
+        return self._manifest.model.bidirectional
+
+    def shortest(self, tokens: int) -> StaticGraph:
+        """The shortest graph that runs whole texts of so many tokens together.
+
+        Raises:
+            EngineError: the engine refused it.
+        """
+        ar = choose_ar(tokens, self._ladders["verify"], lambda ar: True)
+        return self._load(self._ladders["verify"][ar][ar])
+
+    @property
+    def branch_rows(self) -> int:
+        """The most tokens of texts that a pass runs beside each other; 0 if layers mix the tokens of all rows."""
+        has_rule = self._manifest.model.delta_rule is not None
+        return 0 if has_rule else max(self._ladders.get("verify", ()), default=0)
+
+    @property
+    def has_verify(self) -> bool:
+        """Whether there are verify graphs."""
+        return "verify" in self._ladders
 
     def largest_verify(self) -> StaticGraph:
         """The verify graph of the largest AR and context; ValueError if there is none."""
@@ -252,9 +293,7 @@ class Graphs:
                 self._manifest,
                 record,
                 self.cache,
-                self._ropes,
-                self._embeddings,
-                self._layer_inputs,
+                HostTables(self._ropes, self._embeddings, self._layer_inputs),
                 self._adapter,
                 self.clock,
             )
@@ -459,6 +498,36 @@ class Session:
         self._pass = DraftPass(self._graphs.choose("verify", rows), self.cache, tokens, as_tree(drafts))
         return self._pass.logits
 
+    def branch(self, texts: Sequence[Sequence[int]]) -> NDArray[Any]:
+        """Run texts that each follow the tokens by itself, in one pass; none of them becomes part of the sequence.
+
+        Args:
+            texts: none empty, together at most `Graphs.branch_rows` tokens.
+
+        Returns:
+            The logits after each of their tokens as integers `[tokens, V]`, valid until the next step.
+
+        Raises:
+            ContextFullError: the context has no room.
+            EngineError: the runtime failed.
+        """
+        self.settle()
+        self._graphs.use(self.cache, self.adapter)
+        tokens = [token for text in texts for token in text]
+        if self._graphs.reads_whole_texts:
+            graph = self._graphs.shortest(len(tokens))
+            graph.run_rows(whole_texts(texts), graph.without_past())
+            return graph.logits
+        parents = list[int]()
+        for text in texts:
+            parents += [-1, *range(len(parents), len(parents) + len(text) - 1)]
+        self.cache.expect(len(tokens))
+        graph = self._graphs.choose("verify", len(tokens))
+        windows = graph.window(len(tokens))
+        graph.run_rows(tree_rows(tokens, parents, self.cache.position), windows)
+        self.cache.commit(0)
+        return graph.logits
+
     def take(self, tokens: Sequence[int]) -> int:
         """The text continues with these tokens: return how many of them the last pass has run as drafts."""
         return 0 if self._pass is None else self._pass.take(tokens)
@@ -534,10 +603,10 @@ class Session:
         self._stable = len(self.tokens)
         self.writer = None
 
-    def reuse(self, tokens: list[int]) -> int:
+    def reuse(self, tokens: list[int], *, logits: bool = True) -> int:
         """Keep the longest common prefix with a sequence of tokens, of the stable ones, and return its length.
 
-        At least the last token is left to be run, since its logits are needed; those of the sink are known. A cache
+        At least the last token is left to be run if its `logits` are needed; those of the sink are known. A cache
         that has evicted tokens can be extended but not rewound: it is reset unless the sequence continues it.
         """
         if self.cache.dirty:
@@ -546,7 +615,7 @@ class Session:
         first = len(self._first)
         if self.cache.tokens_seen != len(self.tokens):
             self.reset()  # the cache was used without this session, or a change of it was interrupted
-        common = min(common_tokens(self.tokens, tokens), max(len(tokens) - 1, first))
+        common = min(common_tokens(self.tokens, tokens), max(len(tokens) - logits, first))
         if self.window:
             common = max(first, min(common, self._stable) // self.window * self.window)
         surplus = len(self.tokens) - common
@@ -651,7 +720,7 @@ class DraftPass:
             graph.run(rows, windows, position)
         else:
             parents = (*range(-1, len(known) - 1), *(len(known) + parent for parent in drafts.parents))
-            graph.run(rows, windows, position, tree_views(parents, position))
+            graph.run_rows(tree_rows(rows, parents, position), windows)
         self._logits, self._hidden = graph.logits, graph.hidden
         graph.before_next_run(self._keep_logits)
 

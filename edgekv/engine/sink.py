@@ -25,13 +25,13 @@ def read_sink(bundle: Bundle) -> Sink | None:
     path, count = bundle.path / record.file, len(record.tokens)
     groups = manifest.cache_geometry.groups()
     shapes = {tensor.past: (count, group.width) for group in groups for tensor in group.names()}
-    shapes[LOGITS] = (count, manifest.model.vocab)
+    shapes[LOGITS] = (count, manifest.model.result_width)
     try:
         held = dict(decode_tensors(read_file(path, manifest.files[record.file].bytes)).arrays)
         for name, shape in shapes.items():
-            found, wanted = (held[name].dtype, held[name].shape), (DTYPES[manifest.encodings[name].dtype], shape)
-            if found != wanted:
-                raise ValueError(f"{name}: {found[0]} {list(found[1])}, not {wanted[0]} {list(shape)}")
+            form, expected = (held[name].dtype, held[name].shape), (DTYPES[manifest.encodings[name].dtype], shape)
+            if form != expected:
+                raise ValueError(f"{name}: {form[0]} {list(form[1])}, not {expected[0]} {list(shape)}")
     except (OSError, KeyError, ValueError) as error:
         raise BundleError(
             str(path), got=error, expected="keys, values and logits of the sink", fix="Export the bundle again."

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter_ns
@@ -16,8 +15,13 @@ from edgekv.errors import refuse, shown
 _SAMPLES = 15
 
 
-class ModelDrafter(ABC):
-    """What all models that draft for one text have in common.
+Propose = Callable[[Sequence[int], int, int, Session | None], list[int]]
+"""Gives the tokens that a model finds most likely after a text. Arguments: the text, the maximum number of tokens, the
+number of the target's logits (a token beyond them ends the draft), and the target's session; see `ModelDrafter`."""
+
+
+class ModelDrafter:
+    """A model that drafts for one text; a proposal begins with what the model has of it.
 
     Attributes:
         name: for statistics.
@@ -28,31 +32,35 @@ class ModelDrafter(ABC):
 
     name = "draft"
     support = 0
-    session: Session | None = None
 
-    def __init__(self, vocab: int) -> None:
-        """Args: vocab: number of the target's logits; a draft ends before a token beyond it."""
+    def __init__(self, propose: Propose, vocab: int) -> None:
+        """Draft with a model.
+
+        Args:
+            propose: of a model, which is open while this is used, and used by nothing else meanwhile.
+            vocab: number of the target's logits; a draft ends before a token beyond it.
+        """
         self.ns_per_token = 1.0
+        self.session: Session | None = None
+        self._propose = propose
         self._vocab = vocab
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
-    @abstractmethod
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
         """At most `k` tokens that follow a text.
 
         Raises:
             EngineError: the runtime failed.
         """
-
-    def accepted(self, n: int) -> None:  # noqa: B027  # nothing is to be done
-        """No-op: a proposal begins with what its model has of the text."""
-
-    def _timed(self, started_ns: int, proposed: list[int]) -> list[int]:
-        """A proposal, whose time counts if it has tokens."""
+        started = perf_counter_ns()
+        proposed = self._propose(tokens, k, self._vocab, self.session)
         if proposed:
-            self._samples.append((perf_counter_ns() - started_ns) / len(proposed))
+            self._samples.append((perf_counter_ns() - started) / len(proposed))
             self.ns_per_token = median(self._samples)
         return proposed
+
+    def accepted(self, n: int) -> None:
+        """No-op."""
 
 
 @dataclass(slots=True)
@@ -98,12 +106,12 @@ class SpeculationStats:
     @property
     def proposed(self) -> int:
         """Tokens that all drafters proposed."""
-        return sum(each.proposed for each in self.drafters.values())
+        return sum(drafter.proposed for drafter in self.drafters.values())
 
     @property
     def accepted(self) -> int:
         """Those that were right."""
-        return sum(each.accepted for each in self.drafters.values())
+        return sum(drafter.accepted for drafter in self.drafters.values())
 
 
 @dataclass(slots=True)
@@ -164,11 +172,13 @@ class SpeculationRun:
             self.reader.session = session
         started = perf_counter_ns()
         most = k if self.max_drafts is None else min(k, self.max_drafts)
-        found = self.drafter.propose(tokens, most)
+        proposed = self.drafter.propose(tokens, most)
         try:
-            drafts = as_tree(found).first(most).within(vocab)
+            drafts = as_tree(proposed).first(most).within(vocab)
         except TypeError:
-            refuse(f"drafter {self.drafter.name}", shown(found), "token ids", "Return a list of ids, or a DraftTree.")
+            refuse(
+                f"drafter {self.drafter.name}", shown(proposed), "token ids", "Return a list of ids, or a DraftTree."
+            )
         self._draft_ns += perf_counter_ns() - started
         return drafts
 

@@ -1,4 +1,4 @@
-"""Statistics of a request."""
+"""Statistics of a request, and of an engine."""
 
 from __future__ import annotations
 
@@ -93,3 +93,38 @@ class GenerationStats:
     seed: int | None
     prefix: StoreStats | None
     speculation: SpeculationStats | None
+
+
+@dataclass(slots=True)
+class EngineGauges:
+    """What the engine held when it was noted last.
+
+    Attributes:
+        queued: requests that wait for a session.
+        running: requests that take turns.
+        sessions: sessions with a cache.
+        session_bytes: bytes of these caches.
+        evictions: sessions evicted under memory pressure.
+        prefix_blocks: blocks of the prefix cache in memory.
+        prefix_bytes: bytes of them.
+        prefix_hits: lookups in the prefix cache that found a token.
+        prefix_misses: lookups that found none.
+        rejected_files: files of the prefix cache that are broken or foreign.
+        busy: sessions that a request uses.
+        batch_passes: passes that advanced several answers.
+        batch_tokens: tokens that they brought.
+    """
+
+    queued: int = 0
+    running: int = 0
+    sessions: int = 0
+    session_bytes: int = 0
+    evictions: int = 0
+    prefix_blocks: int = 0
+    prefix_bytes: int = 0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+    rejected_files: int = 0
+    busy: int = 0
+    batch_passes: int = 0
+    batch_tokens: int = 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -24,9 +23,9 @@ from edgekv.engine.session import Graphs, Session, choose_context, common_tokens
 from edgekv.engine.speculation import ModelDrafter
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
-from edgekv.runtime import Engine, RowView, StaticGraph
+from edgekv.runtime import Engine, Row, StaticGraph
 from edgekv.runtime.engine import run_by
-from edgekv.runtime.graph import rope_tables
+from edgekv.runtime.graph import HostTables, rope_tables
 from edgekv.spec import TARGET_HIDDEN, TARGET_OUT_RESULT
 from quant import Encoding
 
@@ -50,17 +49,17 @@ def _check_states(drafter: Bundle, target: DraftModel) -> None:
         raise UsageError(at, got=got, expected=expected, fix=fix)
 
     if not theirs.model.gives_hidden:
-        wanted = "graphs of the target that give their last hidden state"
-        refuse(f"{target.bundle.path}, whose graphs do not", wanted, "Export the target with --give-hidden.")
+        needed = "graphs of the target that give their last hidden state"
+        refuse(f"{target.bundle.path}, whose graphs do not", needed, "Export the target with --give-hidden.")
     if ours.model.vocab != theirs.model.vocab:
         refuse(f"a vocabulary of {ours.model.vocab:,} tokens", f"the target's {theirs.model.vocab:,}")
     if ours.target.weights_sha256 != theirs.source.weights_sha256:
-        found = f"one made for weights with sha256 {ours.target.weights_sha256[:12]}..."
-        refuse(found, f"{theirs.source.weights_sha256[:12]}..., those of {target.bundle.path}")
+        made_for = f"one made for weights with sha256 {ours.target.weights_sha256[:12]}..."
+        refuse(made_for, f"{theirs.source.weights_sha256[:12]}..., those of {target.bundle.path}")
     form = theirs.recipe.rotation, theirs.model.vocabulary
     if (ours.target.rotation, ours.target.vocabulary) != form:
-        found = f"one made for a rotation {ours.target.rotation} and embeddings {ours.target.vocabulary}"
-        refuse(found, f"{form[0]} and {form[1]}, as in the target")
+        made_for = f"one made for a rotation {ours.target.rotation} and embeddings {ours.target.vocabulary}"
+        refuse(made_for, f"{form[0]} and {form[1]}, as in the target")
     if target.pool.default.cache.room_tokens is None:
         policy = target.pool.default.cache.policy
         refuse(f"the target's context policy {policy}", "fail, which drops no tokens", "Load it with the policy fail.")
@@ -104,8 +103,16 @@ class TargetDraftModel(ABC):
         """
 
     @abstractmethod
+    def propose(self, tokens: Sequence[int], k: int, vocab: int, target: Session | None) -> list[int]:
+        """See `Propose`: none where the target's last pass gave no hidden state, such as after a shared one.
+
+        Raises:
+            EngineError: the runtime failed.
+        """
+
     def drafter(self, vocab: int) -> ModelDrafter:
         """What drafts for one text; `vocab` as for `ModelDrafter`."""
+        return ModelDrafter(self.propose, vocab)
 
 
 @dataclass(eq=False)
@@ -132,18 +139,42 @@ class CacheDraftModel(TargetDraftModel):
             raise UsageError(f"drafter {self.bundle.path}", got=got, expected=expected, fix=_REPEAT_FIX)
 
         if ours.cache_geometry.groups() != theirs.cache_geometry.groups() or ours.contexts != theirs.contexts:
-            found = f"a cache of {_cache_of(ours)}"
-            refuse(found, f"that of the target, {_cache_of(theirs)}")
+            difference = f"a cache of {_cache_of(ours)}"
+            refuse(difference, f"that of the target, {_cache_of(theirs)}")
         names = [tensor.past for tensor in theirs.cache_geometry.names()]
         if wrong := [name for name in names if ours.encodings[name] != theirs.encodings[name]]:
-            found = f"{wrong[0]} with the scale {ours.encodings[wrong[0]].scale:.6g}"
-            refuse(found, f"{theirs.encodings[wrong[0]].scale:.6g}, as in the target's cache")
+            difference = f"{wrong[0]} with the scale {ours.encodings[wrong[0]].scale:.6g}"
+            refuse(difference, f"{theirs.encodings[wrong[0]].scale:.6g}, as in the target's cache")
         heads = theirs.files.get(HEADS_FILE)
         if ours.target.heads_sha256 != (None if heads is None else heads.sha256):
             refuse("keys and values with other transforms", "those of the target's cache")
 
-    def drafter(self, vocab: int) -> CacheDrafter:
-        return CacheDrafter(self, vocab)
+    def propose(self, tokens: Sequence[int], k: int, vocab: int, target: Session | None) -> list[int]:
+        if target is None or (hidden := target.last_hidden) is None or not target.cache.room(1):
+            return []
+        unknown, drafts, cache = [*tokens[len(target.tokens) :]], list[int](), target.cache
+        encodings = self.bundle.manifest.encodings
+        graph = self.graph(cache)
+
+        def read(hidden: NDArray[Any], encoding: Encoding) -> None:
+            """Put a hidden state into the graph's input, in that one's encoding."""
+            graph.target_hidden[:] = encodings[TARGET_HIDDEN].quantize(encoding.dequantize(hidden))
+
+        read(hidden, target.hidden_encoding)
+        windows = graph.window(1, reads_all=True)
+        # The last token has no keys yet, and no step adds any: all have its position and see what the target has run.
+        while unknown and len(drafts) < k:
+            graph.run_rows([Row(unknown.pop(0), cache.position, None, ())], windows)
+            assert graph.hidden is not None, "a drafter gives it"
+            read(graph.hidden, encodings[TARGET_OUT_RESULT])
+            if unknown:
+                continue
+            token = int(graph.logits[-1].argmax())
+            if token >= vocab:
+                break
+            drafts.append(token)
+            unknown.append(token)
+        return drafts
 
     def graph(self, cache: KVCache) -> StaticGraph:
         """The graph that reads this cache, as many tokens as it holds."""
@@ -158,51 +189,8 @@ class CacheDraftModel(TargetDraftModel):
     def _load(self, record: GraphRecord, cache: KVCache) -> StaticGraph:
         bundle = self.bundle
         bindings = [self._engine.load(bundle.part_path(part), part.name) for part in record.parts]
-        return StaticGraph(bindings, run_by(self._engine, bundle.manifest), record, cache, rope_tables(bundle.manifest))
-
-
-class CacheDrafter(ModelDrafter):
-    """Proposes the tokens that a drafter finds most likely behind what its target has run."""
-
-    def __init__(self, model: CacheDraftModel, vocab: int) -> None:
-        """Args: model: open while this is used. vocab: as for `ModelDrafter`."""
-        super().__init__(vocab)
-        self._model = model
-
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
-        """At most `k` tokens; none where the target's last pass gave no hidden state, such as after a shared one.
-
-        Raises:
-            EngineError: the runtime failed.
-        """
-        session = self.session
-        if session is None or (hidden := session.last_hidden) is None or not session.cache.room(1):
-            return ()
-        started, unknown = perf_counter_ns(), [*tokens[len(session.tokens) :]]
-        cache, found = session.cache, list[int]()
-        given = self._model.bundle.manifest.encodings[TARGET_OUT_RESULT]
-        graph = self._model.graph(cache)
-        self._read(graph, hidden, session.hidden_encoding)
-        windows = graph.window(1, reads_all=True)
-        # The last token has no keys yet, and no step adds any: all have its position and see what the target has run.
-        view = RowView(cache.position, None, ())
-        while unknown and len(found) < k:
-            graph.run([unknown.pop(0)], windows, cache.position, [view])
-            assert graph.hidden is not None, "a drafter gives it"
-            self._read(graph, graph.hidden, given)
-            if unknown:
-                continue
-            token = int(graph.logits[-1].argmax())
-            if token >= self._vocab:
-                break
-            found.append(token)
-            unknown.append(token)
-        return self._timed(started, found)
-
-    def _read(self, graph: StaticGraph, hidden: NDArray[Any], encoding: Encoding) -> None:
-        """Put a hidden state into the graph's input, in that one's encoding."""
-        wanted = self._model.bundle.manifest.encodings[TARGET_HIDDEN]
-        graph.target_hidden[:] = wanted.quantize(encoding.dequantize(hidden))
+        tables = HostTables(rope_tables(bundle.manifest))
+        return StaticGraph(bindings, run_by(self._engine, bundle.manifest), record, cache, tables)
 
 
 def _cache_of(manifest: Manifest) -> str:
@@ -266,20 +254,46 @@ class HeadDraftModel(TargetDraftModel):
         _check_states(self.bundle, target)
         ours, theirs = self.bundle.manifest, target.bundle.manifest
         if ours.contexts != theirs.contexts:
-            got, expected = (f"contexts {', '.join(map(str, each.contexts))}" for each in (ours, theirs))
+            got, expected = (f"contexts {', '.join(map(str, manifest.contexts))}" for manifest in (ours, theirs))
             at = f"drafter {self.bundle.path}"
             raise UsageError(at, got=got, expected=f"{expected}, those of the target", fix=_REPEAT_FIX)
 
-    def drafter(self, vocab: int) -> HeadDrafter:
-        return HeadDrafter(self, vocab)
+    def propose(self, tokens: Sequence[int], k: int, vocab: int, target: Session | None) -> list[int]:
+        if target is None or target.last_hidden is None:
+            return []
+        states, known, drafts = target.hidden, len(target.tokens), list[int]()
+        rows = self.rows(target)
+        # The last row is run again if it is known: its logits are wanted.
+        stop = rows.follow(tokens[: known + 1], states.first, known - 1)
+        room = rows.cache.room_tokens
+        if room is None or room < len(tokens) - stop + k:
+            return []
+        unread = [*tokens[stop + 1 :]]
+        graph = self.run(rows, unread[: known - stop], states.rows(stop, known), target.hidden_encoding)
+        rows.text = [*tokens[: known + 1]]
+        unread = unread[known - stop :]
+        while True:
+            if not unread:
+                token = int(graph.logits[-1].argmax())
+                if token >= vocab:
+                    break
+                drafts.append(token)
+                unread.append(token)
+            if len(drafts) == k:
+                break
+            hidden = graph.hidden
+            assert hidden is not None, "a drafter gives it"
+            guessed = self.bundle.manifest.encodings[TARGET_OUT_RESULT]
+            graph = self.run(rows, [unread.pop(0)], np.array(hidden[-1:]), guessed)
+        return drafts
 
     def rows(self, session: Session) -> HeadRows:
         """The cache of the text in a session of the target."""
-        found = self._rows.get(session)
-        if found is None:
-            found = HeadRows(self._make_cache())
-            self._rows[session] = found
-        return found
+        rows = self._rows.get(session)
+        if rows is None:
+            rows = HeadRows(self._make_cache())
+            self._rows[session] = rows
+        return rows
 
     def run(self, rows: HeadRows, tokens: Sequence[int], hidden: NDArray[Any], encoding: Encoding) -> StaticGraph:
         """Append rows; return the graph that has run the last one.
@@ -298,58 +312,14 @@ class HeadDraftModel(TargetDraftModel):
             self._loaded = Graphs(self.bundle, self._engine, cache)
         self._loaded.use(cache)
         cache.expect(len(tokens))
-        wanted = self.bundle.manifest.encodings[TARGET_HIDDEN]
+        entry = self.bundle.manifest.encodings[TARGET_HIDDEN]
         while done < len(tokens):
             most = min(len(tokens) - done, cache.step_tokens)
             graph = self._loaded.choose("prefill", most)
             step = slice(done, done + min(graph.ar, most))
             part, done = tokens[step], step.stop
-            graph.target_hidden[: len(part)] = wanted.quantize(encoding.dequantize(hidden[step]))
+            graph.target_hidden[: len(part)] = entry.quantize(encoding.dequantize(hidden[step]))
             windows = cache.window(len(part) if graph.takes_fewer else graph.ar, graph.context, graph.row_block)
             graph.run(part, windows, rows.start + cache.position)
             cache.commit(len(part))
         return graph
-
-
-class HeadDrafter(ModelDrafter):
-    """Proposes the tokens that a model's own head finds most likely behind what the model has run."""
-
-    def __init__(self, model: HeadDraftModel, vocab: int) -> None:
-        """Args: model: open while this is used. vocab: as for `ModelDrafter`."""
-        super().__init__(vocab)
-        self._model = model
-
-    def propose(self, tokens: Sequence[int], k: int) -> Sequence[int]:
-        """At most `k` tokens; none where the target's last pass gave no hidden state, such as after a shared one.
-
-        Raises:
-            EngineError: the runtime failed.
-        """
-        session = self.session
-        if session is None or session.last_hidden is None:
-            return ()
-        started, model, states, known = perf_counter_ns(), self._model, session.hidden, len(session.tokens)
-        rows, found = model.rows(session), list[int]()
-        # The last row is run again if it is known: its logits are wanted.
-        stop = rows.follow(tokens[: known + 1], states.first, known - 1)
-        room = rows.cache.room_tokens
-        if room is None or room < len(tokens) - stop + k:
-            return ()
-        unread = [*tokens[stop + 1 :]]
-        given, guessed = session.hidden_encoding, model.bundle.manifest.encodings[TARGET_OUT_RESULT]
-        graph = model.run(rows, unread[: known - stop], states.rows(stop, known), given)
-        rows.text = [*tokens[: known + 1]]
-        unread = unread[known - stop :]
-        while True:
-            if not unread:
-                token = int(graph.logits[-1].argmax())
-                if token >= self._vocab:
-                    break
-                found.append(token)
-                unread.append(token)
-            if len(found) == k:
-                break
-            hidden = graph.hidden
-            assert hidden is not None, "a drafter gives it"
-            graph = model.run(rows, [unread.pop(0)], np.array(hidden[-1:]), guessed)
-        return self._timed(started, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from time import monotonic
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,10 @@ MAX_COMPILING = 4
 MAX_LEXER_STATES = 50_000
 """Of a text while it is generated; a state has 1 to 2 kB."""
 _KEPT = 64
+MAX_DIGITS = 20
+"""As many as a 64-bit integer has."""
+_DIGITS = b"0123456789"
+_QUOTE, _BACKSLASH = b'"\\'
 _SHOWN_CHARACTERS = 300
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python's `json.dumps` and the `tojson` of chat templates write JSON. Free whitespace could go on without end."""
@@ -49,8 +54,8 @@ class Constraint(Protocol):
     def forced(self) -> list[int]:
         """The tokens that have to come next, as far as they are known; often none."""
 
-    def continued(self, drafts: Sequence[int], most: int) -> list[int]:
-        """Drafts as far as they are allowed, then the tokens forced behind them, at most `most`; the text stays."""
+    def continued(self, drafts: Sequence[int], max_tokens: int) -> list[int]:
+        """Drafts as far as they are allowed, then the forced tokens, at most `max_tokens`; the text stays."""
 
     def push(self, token: int) -> None:
         """Continue the text with an allowed token."""
@@ -63,10 +68,19 @@ class GrammarConstraint:
     follows.
     """
 
-    def __init__(self, matcher: LLMatcher, grammar: Grammar, vocab: int) -> None:
+    def __init__(self, matcher: LLMatcher, grammar: Grammar, vocab: int, digits: Digits | None = None) -> None:
+        """A constraint at the start of a text.
+
+        Args:
+            matcher: its state.
+            grammar: for errors.
+            vocab: number of the model's logits.
+            digits: bounds numbers; None if nothing does.
+        """
         self._matcher = matcher
         self._grammar = grammar
         self._vocab = vocab
+        self._digits = digits
 
     @property
     def is_complete(self) -> bool:
@@ -75,7 +89,8 @@ class GrammarConstraint:
     def allowed(self) -> NDArray[np.intp]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._vocab])
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[: self._vocab])
+        return allowed if self._digits is None else self._digits.bounded(allowed)
 
     def forced(self) -> list[int]:
         tokens: list[int] = self._matcher.compute_ff_tokens()
@@ -83,21 +98,59 @@ class GrammarConstraint:
         outside = (at for at, token in enumerate(tokens) if token >= self._vocab)
         return tokens[: next(outside, len(tokens))]
 
-    def continued(self, drafts: Sequence[int], most: int) -> list[int]:
+    def continued(self, drafts: Sequence[int], max_tokens: int) -> list[int]:
         matcher = self._matcher.deep_copy()
         allowed = list(drafts[: matcher.validate_tokens(list(drafts))])
         matcher.consume_tokens(allowed)
-        tokens = [*allowed, *matcher.compute_ff_tokens()][:most]
+        tokens = [*allowed, *matcher.compute_ff_tokens()][:max_tokens]
         outside = (at for at, token in enumerate(tokens) if token >= self._vocab)
         return tokens[: next(outside, len(tokens))]
 
     def push(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._check()
+        if self._digits is not None:
+            self._digits.push(token)
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise _refused(self._grammar, self._matcher.get_error())
+
+
+class Digits:
+    """Where a JSON text is within a number, whose integer, fraction and exponent have at most MAX_DIGITS digits each.
+
+    JSON's grammar lets each of them run on without end, and models that repeat themselves do.
+    """
+
+    def __init__(self, leading: NDArray[np.int64], text_of: Callable[[int], bytes]) -> None:
+        """At the start of a text.
+
+        Args:
+            leading: how many digits each token begins with, `[V]`.
+            text_of: the bytes of a token.
+        """
+        self._leading = leading
+        self._text_of = text_of
+        self._is_string = self._is_escaped = False
+        self._run = 0
+
+    def bounded(self, allowed: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The allowed tokens without those that make a number too long, unless the schema asks for nothing else."""
+        if not self._run:
+            return allowed
+        kept = allowed[self._leading[allowed] <= max(0, MAX_DIGITS - self._run)]
+        return kept if kept.size else allowed
+
+    def push(self, token: int) -> None:
+        """Continue the text."""
+        for byte in self._text_of(token):
+            if self._is_string:
+                self._is_string = self._is_escaped or byte != _QUOTE
+                self._is_escaped = byte == _BACKSLASH and not self._is_escaped
+            else:
+                self._is_string = byte == _QUOTE
+                self._run = self._run + 1 if byte in _DIGITS else 0
 
 
 class _Compilation:
@@ -195,15 +248,25 @@ class GrammarCompiler:
             running = self._started(key) if kept is None else None
         if running is not None:  # without the lock: compiled grammars need not wait for this one
             if not running.has_ended(0 if running.is_late else COMPILE_LIMIT_S):
-                found, wanted = f"one that does not compile within {COMPILE_LIMIT_S:g} s", "one that does"
-                raise BusyError(grammar.field, got=found, expected=wanted, fix="Try again later, or simplify it.")
+                got, expected = f"one that does not compile within {COMPILE_LIMIT_S:g} s", "one that does"
+                raise BusyError(grammar.field, got=got, expected=expected, fix="Try again later, or simplify it.")
             kept = _outcome(grammar, running.result)
         assert kept is not None
         with self._lock:
             self._keep(key, kept)
             if not isinstance(kept, UsageError):
-                return GrammarConstraint(kept.deep_copy(), grammar, self._vocab)
+                digits = Digits(self._leading_digits, self._text_of) if grammar.kind == "json_schema" else None
+                return GrammarConstraint(kept.deep_copy(), grammar, self._vocab, digits)
         raise UsageError(kept.field, got=kept.got, expected=kept.expected, fix=kept.fix)
+
+    @cached_property
+    def _leading_digits(self) -> NDArray[np.int64]:
+        """How many digits each token begins with, `[V]`."""
+        texts = (self._text_of(token) for token in range(self._vocab))
+        return np.array([len(text) - len(text.lstrip(_DIGITS)) for text in texts])
+
+    def _text_of(self, token: int) -> bytes:
+        return bytes(self._tokenizer.decode_bytes([token]))
 
     def is_special(self, token: int) -> bool:
         """Whether a token is written by its id in grammars, not by its text."""
@@ -219,12 +282,12 @@ class GrammarCompiler:
         def is_free() -> bool:
             return key in self._compiling or self.compiling < MAX_COMPILING
 
-        if any(not each.is_late for each in self._compiling.values()):
+        if any(not compilation.is_late for compilation in self._compiling.values()):
             self._changed.wait_for(is_free, COMPILE_LIMIT_S)
         if key not in self._compiling:
             if self.compiling >= MAX_COMPILING:
-                found, wanted = f"{self.compiling} others that compile", f"fewer than {MAX_COMPILING}"
-                raise BusyError(key[1].field, got=found, expected=wanted, fix="Try again later.")
+                got, expected = f"{self.compiling} others that compile", f"fewer than {MAX_COMPILING}"
+                raise BusyError(key[1].field, got=got, expected=expected, fix="Try again later.")
             self._compiling[key] = _Compilation(lambda: self._matcher(key[1]), lambda: self._end(key))
         return self._compiling[key]
 
@@ -275,5 +338,5 @@ def _refused(grammar: Grammar, reason: object) -> UsageError:
         reason = "one that no text satisfies"
     lines = [line.strip() for line in str(reason).splitlines()]
     text = " ".join(line for line in lines if line and not line.startswith("<"))[:_SHOWN_CHARACTERS]
-    wanted = "one that llguidance supports and that has a text"
-    return UsageError(grammar.field, got=text, expected=wanted, fix="Correct or simplify it.")
+    expected = "one that llguidance supports and that has a text"
+    return UsageError(grammar.field, got=text, expected=expected, fix="Correct or simplify it.")

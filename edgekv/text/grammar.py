@@ -50,11 +50,11 @@ class Grammar:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text.strip():
             refuse(self.field, type(self.text).__name__ if self.text != "" else "an empty text", "text", "Give one.")
-        if "\0" in self.text or any("\ud800" <= each <= "\udfff" for each in self.text):
+        if "\0" in self.text or any("\ud800" <= character <= "\udfff" for character in self.text):
             refuse(self.field, "a zero byte or half a surrogate pair", "Unicode text", "Correct the encoding.")
-        most = MAX_TOOLS_BYTES if self.kind == "tools" else MAX_GRAMMAR_BYTES
-        if (size := len(self.text.encode())) > most:
-            refuse(self.field, f"{size:,} bytes", f"at most {most:,}", "Use a smaller one.")
+        max_bytes = MAX_TOOLS_BYTES if self.kind == "tools" else MAX_GRAMMAR_BYTES
+        if (size := len(self.text.encode())) > max_bytes:
+            refuse(self.field, f"{size:,} bytes", f"at most {max_bytes:,}", "Use a smaller one.")
         if self.kind == "json_schema":
             self._check_schema()
         if self.kind != "regex":
@@ -98,17 +98,17 @@ class Grammar:
             UsageError: it is neither; tokens by name or id are not supported.
             EngineError: llguidance is not installed.
         """
-        given = cls("lark", grammar)
+        lark = cls("lark", grammar)
         try:
             from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
         except ImportError as error:
             fix = 'Install it: pip install "edgekv[serve]"'
             raise EngineError("llguidance", got=error, expected="the library", fix=fix) from None
         try:
-            return given if is_lark_syntax(grammar) else cls("lark", gbnf_to_lark(grammar))
+            return lark if is_lark_syntax(grammar) else cls("lark", gbnf_to_lark(grammar))
         except (GbnfToLarkError, ValueError, KeyError, IndexError, RecursionError) as error:
-            found = " ".join(str(error).split())[:200] or type(error).__name__
-            return refuse("grammar", found, "a grammar of llama.cpp, or of Lark", "Correct or simplify it.")
+            got = " ".join(str(error).split())[:200] or type(error).__name__
+            return refuse("grammar", got, "a grammar of llama.cpp, or of Lark", "Correct or simplify it.")
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
@@ -127,14 +127,14 @@ class Grammar:
 
     def _check_schema(self) -> None:
         depth, deepest, in_string, escaped = 0, 0, False, False
-        for each in self.text:
+        for character in self.text:
             if in_string:
-                in_string, escaped = escaped or each != '"', each == "\\" and not escaped
-            elif each == '"':
+                in_string, escaped = escaped or character != '"', character == "\\" and not escaped
+            elif character == '"':
                 in_string = True
-            elif each in "{[":
+            elif character in "{[":
                 deepest = max(deepest, depth := depth + 1)
-            elif each in "}]":
+            elif character in "}]":
                 depth -= 1
         if deepest > MAX_GRAMMAR_DEPTH:
             refuse(self.field, f"{deepest} levels", f"at most {MAX_GRAMMAR_DEPTH}", "Nest less, or use $ref.")
@@ -143,11 +143,11 @@ class Grammar:
         except ValueError as error:
             refuse(self.field, error, "JSON", "Correct the schema.")
         if schema is not True and not isinstance(schema, dict):
-            found = "false, which nothing satisfies" if schema is False else type(schema).__name__
-            refuse(self.field, found, "a JSON object", 'Give a schema such as {"type": "object"}.')
+            got = "false, which nothing satisfies" if schema is False else type(schema).__name__
+            refuse(self.field, got, "a JSON object", 'Give a schema such as {"type": "object"}.')
         if not has_finite_answer(schema):
-            found = "a recursion without end: every instance contains another one"
-            refuse(self.field, found, "a schema with a finite instance", "Make a property of the recursion optional.")
+            got = "a recursion without end: every instance contains another one"
+            refuse(self.field, got, "a schema with a finite instance", "Make a property of the recursion optional.")
 
     def _check_divisors(self) -> None:
         """Intersected divisors multiply, so the limit is on the product of all that occur."""
@@ -162,13 +162,15 @@ class Grammar:
                 refuse(self.field, f"multipleOf {written}", "a decimal number above 0", "Use a simpler divisor.")
             states *= divisor.numerator
         if states > MAX_DIVISOR:
-            found, wanted = f"multipleOf with {states:,} remainders", f"at most {MAX_DIVISOR:,} in all"
-            refuse(self.field, found, wanted, "Use smaller divisors, or none.")
+            got, expected = f"multipleOf with {states:,} remainders", f"at most {MAX_DIVISOR:,} in all"
+            refuse(self.field, got, expected, "Use smaller divisors, or none.")
 
 
 def _literal(text: str) -> str:
     """A text as a regular expression in Rust's syntax: what is neither a letter nor a digit is escaped."""
     return "".join(
-        each if each.isalnum() or (not each.isascii() and each.isprintable()) else f"\\x{{{ord(each):x}}}"
-        for each in text
+        character
+        if character.isalnum() or (not character.isascii() and character.isprintable())
+        else f"\\x{{{ord(character):x}}}"
+        for character in text
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -74,6 +75,7 @@ class Output:
 
     Attributes:
         tokens: generated so far.
+        texts: of these tokens, as they were given.
         stop_reason: why the last one was the last; None before.
         sampler: chooses tokens by logits.
         stream: their text.
@@ -110,12 +112,13 @@ class Output:
         """
         self.constraint = constraint
         self.tokens: list[int] = []
+        self.texts: list[str] = []
         self.stop_reason: StopReason | None = None
         self.sampler = sampler
         self.forced_tokens = 0
         self.stream = TextStream(tokenizer, prompt, params.stop, readers)
         self._prompt = prompt
-        self._most_tokens = params.max_new_tokens
+        self._max_tokens = params.max_new_tokens
         self._eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
         self._returns_logits = returns_logits
         self._forced: deque[int] = deque()  # tokens of the text that are known already
@@ -171,13 +174,14 @@ class Output:
             self.stop_reason = "stop"
         elif self.constraint is not None and self.constraint.is_complete:
             self.stop_reason = "grammar"
-        elif len(self.tokens) == self._most_tokens:
+        elif len(self.tokens) == self._max_tokens:
             self.stop_reason = "length"
         elif is_full:
             self.stop_reason = "context"
         if self.stop_reason is not None:
             rest, more = stream.flush(cut=self.stop_reason in ("length", "context"))
             text, thoughts = text + rest, thoughts if more is None else (thoughts or "") + more
+        self.texts.append(text)
         real = self.sampler.real(logits) if self._returns_logits and logits is not None else None
         return Token(token, text, real, stream.tool_calls[known:], thoughts)
 
@@ -216,7 +220,7 @@ class TextStream:
     @property
     def has_stopped(self) -> bool:
         """Whether a stop text was found."""
-        return self._stops is not None and self._stops.found
+        return self._stops is not None and self._stops.has_matched
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -286,8 +290,7 @@ class Detokenizer:
         Raises:
             UsageError: the tokenizer fails.
         """
-        self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
+        self._decoded = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
         self._tokens = list(prompt[-_CONTEXT_TOKENS:])
         self._start = 0  # decoding begins with this token
         self._whole = self._last_whole()  # the text of the tokens before this one was returned
@@ -326,12 +329,10 @@ class Detokenizer:
 
     def _added_after(self, start: int, cut: int) -> str:
         """The text that the tokens from `cut` on add to the tokens from `start` on."""
-        before, text = self._decoded(start, cut), self._decoded(start)
+        tokens = self._tokens
+        before, text = self._decoded(tokens[start:cut]), self._decoded(tokens[start:])
         # Byte tokens of a SentencePiece vocabulary turn a whole run into U+FFFD when one of them is wrong.
-        return text[len(before) :] if text.startswith(before) else self._decoded(cut)
-
-    def _decoded(self, start: int, cut: int | None = None) -> str:
-        return decode(self._tokenizer, self._tokens[start:cut], skip_special_tokens=self._skips)
+        return text[len(before) :] if text.startswith(before) else self._decoded(tokens[cut:])
 
     def _advance(self, text: str) -> None:
         """Stop decoding tokens whose text is final: a long run of invalid bytes has no complete character."""
@@ -346,7 +347,7 @@ class Detokenizer:
         """Tokens of the prompt up to its last complete character; an incomplete one belongs to the first piece."""
         end = len(self._tokens)
         for length in range(end, max(end - _OPEN_BYTES - 1, -1), -1):
-            if not self._decoded(0, length).endswith(_REPLACEMENT):
+            if not self._decoded(self._tokens[:length]).endswith(_REPLACEMENT):
                 return length
         return end
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from edgekv.errors import BundleError, UsageError, refuse, shown
 from edgekv.option import Option
@@ -66,7 +67,11 @@ class SamplingParams:
     ] = None
     seed: Annotated[
         int | None,
-        Option("Random seed, 64 bits; the same seed, prompt and options give the same tokens.", shown="drawn"),
+        Option(
+            "Random seed, 64 bits; the same seed, prompt, options and cached tokens give the same text, and with "
+            "--reproducible whatever is cached.",
+            shown="drawn",
+        ),
     ] = None
     min_p: Annotated[
         float, Option("Drop tokens less likely than this times the most likely one.", shown="the bundle's, or 0")
@@ -109,8 +114,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         temperature = _check_real("temperature", self.temperature)
         if temperature != 0 and not _MIN_TEMPERATURE <= temperature < math.inf:
-            wanted = f"0, or at least {_MIN_TEMPERATURE:.5f}"
-            refuse("temperature", self.temperature, wanted, "Use 0 for greedy, about 0.8 for variety.")
+            expected = f"0, or at least {_MIN_TEMPERATURE:.5f}"
+            refuse("temperature", self.temperature, expected, "Use 0 for greedy, about 0.8 for variety.")
         if self.top_k is not None:
             _check_int("top_k", self.top_k, 1, _MAX_INT, "Leave it out to consider all tokens.")
         if self.top_p is not None and not 0 < _check_real("top_p", self.top_p) <= 1:
@@ -127,11 +132,11 @@ class SamplingParams:
         _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             refuse("grammar", type(self.grammar).__name__, "a Grammar", "Use Grammar.json_schema(...).")
-        wanted = f"0 to {self.max_new_tokens}, the most tokens"
-        _check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens, "Ask for fewer.", wanted)
+        expected = f"0 to {self.max_new_tokens}, the most tokens"
+        _check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens, "Ask for fewer.", expected)
         if self.min_new_tokens and self.grammar is not None:
-            found, fix = f"{self.min_new_tokens} with a grammar", "Leave one of them out."
-            refuse("min_new_tokens", found, "nothing: the grammar says where a text may end", fix)
+            got, fix = f"{self.min_new_tokens} with a grammar", "Leave one of them out."
+            refuse("min_new_tokens", got, "nothing: the grammar says where a text may end", fix)
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -140,15 +145,15 @@ class SamplingParams:
         if self.greedy:
             for name in _SAMPLING_ONLY:
                 if getattr(self, name) not in (None, 0.0) or (name == "seed" and self.seed is not None):
-                    found = f"{getattr(self, name)} at temperature 0, where it changes nothing"
-                    refuse(name, found, "a temperature above 0", "Give a temperature such as 0.8, or leave it out.")
+                    got = f"{getattr(self, name)} at temperature 0, where it changes nothing"
+                    refuse(name, got, "a temperature above 0", "Give a temperature such as 0.8, or leave it out.")
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is chosen."""
         return self.temperature == 0
 
-    def overlaid(self, **given: Any) -> SamplingParams:
+    def overlaid(self, **overrides: Any) -> SamplingParams:
         """These values as defaults, overridden by others.
 
         Values that only apply to sampling are dropped if the result is greedy.
@@ -156,15 +161,15 @@ class SamplingParams:
         Raises:
             UsageError: as at construction.
         """
-        if given.get("temperature", self.temperature) == 0:
+        if overrides.get("temperature", self.temperature) == 0:
             cleared: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": 0.0, "seed": None}
-            return replace(self, **{**cleared, **given})
-        return replace(self, **given)
+            return replace(self, **{**cleared, **overrides})
+        return replace(self, **overrides)
 
     def described(self) -> str:
         """The values that differ from greedy decoding without penalties, in one line."""
         plain = SamplingParams()
-        names = [each.name for each in fields(self) if each.name not in ("stop", "max_new_tokens", "seed")]
+        names = [field.name for field in fields(self) if field.name not in ("stop", "max_new_tokens", "seed")]
         changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
         listed = [f"{name} {shown(getattr(self, name))}" for name in changed]
         return ", ".join(["greedy"] * self.greedy + listed)
@@ -204,8 +209,8 @@ class BeamParams:
     def __post_init__(self) -> None:
         _check_int("num_beams", self.num_beams, 1, _MAX_INT, "Use 4, or leave it out.")
         fix = "Ask for fewer, or use more beams."
-        wanted = f"1 to {self.num_beams}, the number of beams"
-        _check_int("num_return_sequences", self.num_return_sequences, 1, self.num_beams, fix, wanted)
+        expected = f"1 to {self.num_beams}, the number of beams"
+        _check_int("num_return_sequences", self.num_return_sequences, 1, self.num_beams, fix, expected)
         if not math.isfinite(_check_real("length_penalty", self.length_penalty)):
             refuse("length_penalty", self.length_penalty, "a finite number", "Use 1.0.")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -213,9 +218,51 @@ class BeamParams:
         _check_int("max_new_tokens", self.max_new_tokens, 1, _MAX_INT, "Ask for a token or more.")
 
 
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords of `Model.generate`; None means not given."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    stop: str | Sequence[str] | None
+    max_new_tokens: int | None
+    ignore_eos: bool | None
+    grammar: Grammar | None
+    stop_token_ids: Sequence[int] | None
+    min_new_tokens: int | None
+
+
+class BeamKeywords(TypedDict, total=False):
+    """The fields of `BeamParams` as keywords, but `num_beams`."""
+
+    num_return_sequences: int | None
+    length_penalty: float | None
+    early_stopping: EarlyStopping | None
+    max_new_tokens: int | None
+
+
 Params = SamplingParams | BeamParams
+_OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "num_predict": "max_new_tokens",
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "beams": "num_beams",
+}
+"""Names that other programs have for a field."""
 _SAMPLING_FIELDS, _BEAM_FIELDS = (
-    {each.name for each in fields(kind)} - {"max_new_tokens"} for kind in (SamplingParams, BeamParams)
+    {field.name for field in fields(kind)} - {"max_new_tokens"} for kind in (SamplingParams, BeamParams)
 )
 
 
@@ -236,39 +283,45 @@ def choose_params(
     Returns:
         The parameters, and the names of those that the bundle has set.
     """
-    if unknown := keywords.keys() - _SAMPLING_FIELDS - _BEAM_FIELDS - {"max_new_tokens"}:
-        raise TypeError(f"generate: got the keyword {min(unknown)!r}; expected a field of SamplingParams or BeamParams")
-    given = {name: value for name, value in keywords.items() if value is not None}
+    known = _SAMPLING_FIELDS | _BEAM_FIELDS | {"max_new_tokens"}
+    if unknown := keywords.keys() - known:
+        name = min(unknown)
+        near = _OTHER_NAMES.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+        fix = "" if near is None else f". Did you mean {near}?"
+        raise TypeError(f"generate: got the keyword {name!r}; expected a field of SamplingParams or BeamParams{fix}")
+    chosen_fields = {name: value for name, value in keywords.items() if value is not None}
     if params is not None and not isinstance(params, Params):  # checked as the number of tokens
-        given, params = {"max_new_tokens": params, **given}, None
-    if isinstance(params, BeamParams) or (params is None and "num_beams" in given):
+        chosen_fields, params = {"max_new_tokens": params, **chosen_fields}, None
+    if isinstance(params, BeamParams) or (params is None and "num_beams" in chosen_fields):
         fix = "Leave it out: beam search draws nothing, and its text is known at its end alone."
-        _refuse_given(given, _SAMPLING_FIELDS, "with num_beams", fix)
-        kept = {name: value for name, value in given.items() if name in _BEAM_FIELDS or name == "max_new_tokens"}
+        _refuse_given(chosen_fields, _SAMPLING_FIELDS, "with num_beams", fix)
+        kept = {
+            name: value for name, value in chosen_fields.items() if name in _BEAM_FIELDS or name == "max_new_tokens"
+        }
         return BeamParams(**kept) if params is None else replace(params, **kept), ()
-    _refuse_given(given, _BEAM_FIELDS, "without num_beams", "Leave it out, or give num_beams too.")
+    _refuse_given(chosen_fields, _BEAM_FIELDS, "without num_beams", "Leave it out, or give num_beams too.")
     if params is not None:
-        return params.overlaid(**given), ()
-    chosen, plain = defaults.overlaid(**given), SamplingParams()
-    names = (each.name for each in fields(SamplingParams) if each.name not in given)
+        return params.overlaid(**chosen_fields), ()
+    chosen, plain = defaults.overlaid(**chosen_fields), SamplingParams()
+    names = (field.name for field in fields(SamplingParams) if field.name not in chosen_fields)
     set_by_bundle = tuple(n for n in names if getattr(chosen, n) != getattr(plain, n))
     return chosen, set_by_bundle
 
 
-def _refuse_given(given: Mapping[str, object], names: set[str], condition: str, fix: str) -> None:
-    for name, value in given.items():
+def _refuse_given(chosen_fields: Mapping[str, object], names: set[str], condition: str, fix: str) -> None:
+    for name, value in chosen_fields.items():
         if name in names and not (value == 0 and name == "temperature") and value not in ((), []):
             refuse(name, f"{shown(value)} {condition}", "nothing", fix)
 
 
-def default_params(record: GenerationRecord | None) -> SamplingParams:
-    """The bundle's defaults; greedy decoding if it has none.
+def default_params(record: GenerationRecord | None, otherwise: SamplingParams | None = None) -> SamplingParams:
+    """The bundle's defaults; if it has none, others, or greedy decoding.
 
     Raises:
         BundleError: a value that sampling refuses.
     """
     if record is None:
-        return SamplingParams()
+        return otherwise or SamplingParams()
     try:
         return SamplingParams(
             record.temperature,
@@ -285,16 +338,20 @@ def default_params(record: GenerationRecord | None) -> SamplingParams:
         ) from None
 
 
-def _check_int(name: str, value: object, least: int, most: int, fix: str, wanted: str | None = None) -> None:
-    if type(value) is int and least <= value <= most:  # what follows takes ten times as long
+def _check_int(name: str, value: object, minimum: int, maximum: int, fix: str, expected: str | None = None) -> None:
+    if type(value) is int and minimum <= value <= maximum:  # what follows takes ten times as long
         return
     try:
-        right = not isinstance(value, bool) and least <= index(value) <= most  # type: ignore[arg-type]
+        right = not isinstance(value, bool) and minimum <= index(value) <= maximum  # type: ignore[arg-type]
     except TypeError:
         right = False
     if not right:
-        bounds = f"at least {least}, at most {most}" if most < _MAX_SEED else f"a whole number from {least} on, 64 bits"
-        refuse(name, value, wanted or bounds, fix)
+        bounds = (
+            f"at least {minimum}, at most {maximum}"
+            if maximum < _MAX_SEED
+            else f"a whole number from {minimum} on, 64 bits"
+        )
+        refuse(name, value, expected or bounds, fix)
 
 
 def _check_real(name: str, value: object) -> float:
@@ -318,8 +375,8 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     for token, value in dict(bias).items():
         _check_int("logit_bias", token, 0, _MAX_INT, "Use ids of the bundle's tokenizer.")
         if abs(number := _check_real("logit_bias", value)) > _MAX_BIAS and number != -math.inf:
-            found, wanted = f"{value} for token {token}", "at most 1e30 in magnitude, or -inf"
-            refuse("logit_bias", found, wanted, "Use 100 to force a token.")
+            got, expected = f"{value} for token {token}", "at most 1e30 in magnitude, or -inf"
+            refuse("logit_bias", got, expected, "Use 100 to force a token.")
         checked[index(token)] = float(value)
     return checked
 
@@ -333,6 +390,11 @@ def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
             refuse("stop", repr(text), "texts", "Give a list of texts.")
         if not text:
             refuse("stop", "an empty text", "one character or more", "Leave it out.")
-        if any("\ud800" <= each <= "\udfff" for each in text):
+        if any("\ud800" <= character <= "\udfff" for character in text):
             refuse("stop", "half a surrogate pair", "Unicode text", "Correct the encoding.")
     return texts
+
+
+CHAT_PARAMS = SamplingParams(0.8, 40, 0.95, min_p=0.05, repetition_penalty=1.05)
+"""Of conversations with a checkpoint that says nothing: the defaults of llama.cpp, and a mild penalty, since small
+models repeat themselves."""

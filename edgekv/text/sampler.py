@@ -96,8 +96,8 @@ def check_ids(params: SamplingParams, vocab: int) -> None:
     """Raise UsageError for a bias, or an end, of a token outside of the vocabulary."""
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         if wrong := [token for token in ids if token >= vocab]:
-            wanted, fix = f"0 to {vocab - 1}, the model's vocabulary", "Use ids of the bundle's tokenizer."
-            raise UsageError(name, got=f"id {wrong[0]}", expected=wanted, fix=fix)
+            expected, fix = f"0 to {vocab - 1}, the model's vocabulary", "Use ids of the bundle's tokenizer."
+            raise UsageError(name, got=f"id {wrong[0]}", expected=expected, fix=fix)
 
 
 def processors_of(params: SamplingParams, vocab: int, eos: Collection[int] = ()) -> list[LogitsProcessor]:
@@ -199,8 +199,8 @@ class Sampler:
             return self._choose(values, len(prompt) + len(generated))
         values = values[allowed]
         if self._processors and not np.isfinite(values.max()):
-            found, wanted = "none that is finite among those that the grammar allows", "one at least"
-            raise UsageError("logits", got=found, expected=wanted, fix="Correct the bias or the logits processor.")
+            got, expected = "none that is finite among those that the grammar allows", "one at least"
+            raise UsageError("logits", got=got, expected=expected, fix="Correct the bias or the logits processor.")
         return int(allowed[self._choose(values, len(prompt) + len(generated))])
 
     def _choose(self, values: NDArray[Any], position: int) -> int:
@@ -247,9 +247,9 @@ class Sampler:
         for processor in self._processors:
             values = np.asarray(processor(prompt, generated, values))
             if values.shape != logits.shape or np.isnan(values).any() or not np.isfinite(values.max()):
-                found = f"{list(values.shape)}, {np.isfinite(values).sum()} of them finite, from {processor}"
-                wanted = f"{list(logits.shape)} without NaN, one of them finite at least"
-                raise UsageError("logits", got=found, expected=wanted, fix="Correct the logits processor.")
+                got = f"{list(values.shape)}, {np.isfinite(values).sum()} of them finite, from {processor}"
+                expected = f"{list(logits.shape)} without NaN, one of them finite at least"
+                raise UsageError("logits", got=got, expected=expected, fix="Correct the logits processor.")
         return values
 
     def _uniform(self, position: int) -> float:
@@ -263,7 +263,7 @@ def most_likely(values: NDArray[Any], count: int) -> NDArray[np.intp]:
     """Indices of the largest values in descending order; ties go to the lower index."""
     if count == len(values):
         return np.argsort(-values, kind="stable")
-    least = np.partition(values, len(values) - count)[len(values) - count]
-    enough = np.flatnonzero(values >= least)
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    enough = np.flatnonzero(values >= threshold)
     best: NDArray[np.intp] = enough[np.argsort(-values[enough], kind="stable")[:count]]
     return best

@@ -42,8 +42,8 @@ def has_finite_answer(schema: dict[str, Any] | bool) -> bool:
 def _nodes(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _nodes(each)
+    for member in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _nodes(member)
 
 
 def _is_finite(node: dict[str, Any], root: dict[str, Any], known: _Known) -> bool:
@@ -52,10 +52,10 @@ def _is_finite(node: dict[str, Any], root: dict[str, Any], known: _Known) -> boo
         return True
     if isinstance(reference := node.get("$ref"), str) and not known(_resolved(reference, root)):
         return False
-    if not all(known(each) for each in _listed(node.get("allOf"))):
+    if not all(known(part) for part in _listed(node.get("allOf"))):
         return False
     for name in ("anyOf", "oneOf"):
-        if (alternatives := _listed(node.get(name))) and not any(known(each) for each in alternatives):
+        if (alternatives := _listed(node.get(name))) and not any(known(alternative) for alternative in alternatives):
             return False
     kinds = _kinds(node.get("type"))
     if not kinds or kinds - {"object", "array"}:
@@ -71,14 +71,14 @@ def _object_ends(node: dict[str, Any], known: _Known) -> bool:
 
 
 def _array_ends(node: dict[str, Any], known: _Known) -> bool:
-    least = node.get("minItems", 0)
-    least = least if isinstance(least, int) else 0
-    first = _listed(node.get("prefixItems"))[:least]
-    return all(known(each) for each in first) and (least == len(first) or known(node.get("items", True)))
+    min_items = node.get("minItems", 0)
+    min_items = min_items if isinstance(min_items, int) else 0
+    first = _listed(node.get("prefixItems"))[:min_items]
+    return all(known(item) for item in first) and (min_items == len(first) or known(node.get("items", True)))
 
 
 def _kinds(value: Any) -> set[str]:
-    return {value} if isinstance(value, str) else {each for each in _listed(value) if isinstance(each, str)}
+    return {value} if isinstance(value, str) else {kind for kind in _listed(value) if isinstance(kind, str)}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -89,13 +89,13 @@ def _resolved(reference: str, root: dict[str, Any]) -> Any:
     """The schema that a local reference names; True if it is another kind of reference."""
     if not reference.startswith("#") or (len(reference) > 1 and reference[1] != "/"):
         return True
-    found: Any = root
+    node: Any = root
     for step in reference[1:].split("/")[1:]:
         name = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
         else:
             return True
-    return found
+    return node

@@ -27,21 +27,21 @@ class StopSequences:
             raise UsageError("stop", got="an empty text", expected="one character or more", fix="Leave it out.")
         self._sequences = tuple(sequences)
         self._held = ""
-        self.found = False
+        self.has_matched = False
 
     @property
     def withholds(self) -> bool:
         """Whether some text was not returned."""
-        return self.found or bool(self._held)
+        return self.has_matched or bool(self._held)
 
     def push(self, piece: str) -> str:
-        """The text that can be printed now; empty once `found` is true."""
-        if self.found or not self._sequences:
-            return "" if self.found else piece
+        """The text that can be printed now; empty once `has_matched` is true."""
+        if self.has_matched or not self._sequences:
+            return "" if self.has_matched else piece
         text = self._held + piece
         ends = [(at + len(s), at) for s in self._sequences if (at := text.find(s)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.has_matched, self._held = True, ""
             return text[: min(ends)[1]]
         keep = max(overlap(text, s) for s in self._sequences)
         self._held = text[len(text) - keep :]
@@ -67,12 +67,12 @@ class SpecialStops:
             sequences: stop texts.
             special: the texts of special tokens by their ids.
         """
-        found = [token for token, text in special.items() if text and any(text in each for each in sequences)]
-        self._marks = {token: chr(_FIRST_MARK + at) for at, token in enumerate(found[:_MARKS])}
+        tokens = [token for token, text in special.items() if text and any(text in sequence for sequence in sequences)]
+        self._marks = {token: chr(_FIRST_MARK + at) for at, token in enumerate(tokens[:_MARKS])}
         self._shown = dict.fromkeys(map(ord, self._marks.values()))
         marks = {special[token]: mark for token, mark in self._marks.items()}
         pattern = re.compile("|".join(re.escape(text) for text in sorted(marks, key=len, reverse=True)) or "(?!)")
-        marked = (pattern.sub(lambda match: marks[match[0]], each) for each in sequences)
+        marked = (pattern.sub(lambda match: marks[match[0]], sequence) for sequence in sequences)
         self.sequences = tuple(dict.fromkeys([*sequences, *marked]))
 
     def text(self, token: int) -> str:

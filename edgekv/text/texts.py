@@ -105,15 +105,15 @@ class Texts:
         Raises:
             UsageError: it has none.
         """
-        found = read_bundle_templates(self._bundle.path)
-        if found is None:
+        templates = read_bundle_templates(self._bundle.path)
+        if templates is None:
             raise UsageError(
                 "chat template",
                 got=f"none in the bundle {self._bundle.path.name}",
                 expected="a bundle of a chat model",
                 fix="Export a checkpoint that has one, or continue a text with edgekv generate or /v1/completions.",
             )
-        return found
+        return templates
 
     def text_or_messages(
         self,
@@ -137,8 +137,8 @@ class Texts:
             UsageError: both or neither are given, or the chat template refuses the messages.
         """
         if (prompt is None) == (messages is None):
-            found = "neither" if prompt is None else "both"
-            raise UsageError("prompt, messages", got=found, expected="one of them", fix="Give a prompt or messages.")
+            got = "neither" if prompt is None else "both"
+            raise UsageError("prompt, messages", got=got, expected="one of them", fix="Give a prompt or messages.")
         if messages is not None:
             check_messages(messages)
             templates = self.chat_templates
@@ -153,7 +153,7 @@ class Texts:
             ContextFullError: the text is too long to fit; it is refused before it is tokenized.
             UsageError: the text is not Unicode, or the tokenizer fails on it.
         """
-        self._check_length(text, "messages")
+        self.check_length(text, "messages")
         vocab = self._bundle.manifest.model.vocab
         return encode_cut(self.tokenizer, text, vocab=vocab, field="messages")
 
@@ -171,19 +171,15 @@ class Texts:
         """
         manifest = self._bundle.manifest
         if isinstance(prompt, str):
-            self._check_length(prompt, field)
+            self.check_length(prompt, field)
             tokens = self.encode(prompt)
             if tokens and not begins_with(tokens, self._first):  # the sink has what the tokenizer puts in front
                 vocab = self._bundle.manifest.model.vocab
                 tokens = [*self._first, *encode(self.tokenizer, prompt, vocab=vocab, add_special_tokens=False)]
         else:
-            tokens = _ids(prompt, field)
+            tokens = self.read_ids(prompt, field)
         if not tokens:
             raise UsageError(field, got="no tokens", expected="at least one", fix="Give some text.")
-        if wrong := [t for t in tokens if not 0 <= t < manifest.model.vocab]:
-            found = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
-            wanted = f"0 to {manifest.model.vocab - 1}, the model's vocabulary"
-            raise UsageError(field, got=found, expected=wanted, fix="Use the bundle's own tokenizer.")
         if not begins_with(tokens, self._first):
             tokens = [*self._first, *tokens]
         if self._policy == "fail" and len(tokens) > manifest.context:
@@ -194,6 +190,19 @@ class Texts:
                 fix="Shorten it, choose the policy sliding-window, or export with a larger --context.",
             )
         return tokens
+
+    def read_ids(self, tokens: Sequence[int], field: str) -> list[int]:
+        """Token ids that a caller gives.
+
+        Raises:
+            UsageError: one is no whole number, or not in the vocabulary.
+        """
+        found, vocab = _ids(tokens, field), self._bundle.manifest.model.vocab
+        if wrong := [t for t in found if not 0 <= t < vocab]:
+            got = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
+            wanted = f"0 to {vocab - 1}, the model's vocabulary"
+            raise UsageError(field, got=got, expected=wanted, fix="Use the bundle's own tokenizer.")
+        return found
 
     def thoughts(self, prompt: Sequence[int], grammar: Grammar | None, tools: Tools | None) -> ThoughtReader | None:
         """A new reader of the thoughts of an answer; None if it can have none.
@@ -210,8 +219,8 @@ class Texts:
 
     @cached_property
     def _thought_format(self) -> ThoughtFormat | None:
-        found = read_bundle_templates(self._bundle.path)
-        return None if found is None else thought_format(found)
+        templates = read_bundle_templates(self._bundle.path)
+        return None if templates is None else thought_format(templates)
 
     @cached_property
     def special_texts(self) -> dict[int, str]:
@@ -225,21 +234,20 @@ class Texts:
         render: Callable[[Sequence[Message]], str],
         *,
         on_full: OnFull = "drop-oldest",
-        wanted_tokens: int | None = None,
+        max_answer_tokens: int | None = None,
         tokenize: Callable[[str], list[int]] | None = None,
     ) -> Prompt:
         """The prompt of a conversation.
 
-        Where it leaves less than a quarter of the context for the answer, or less than `wanted_tokens` if that is
+        Where it leaves less than a quarter of the context for the answer, or less than `max_answer_tokens` if that is
         fewer, the oldest turns are dropped. System messages and the newest turn stay. Turns are dropped in steps of a
         quarter of the context, counted from the first one, so that the next prompts begin alike and find that in the
         cache.
 
         Args:
-            messages: the conversation.
             render: the text of messages.
             on_full: whether turns are dropped.
-            wanted_tokens: the most tokens that the answer may have; None for as many as there is room for.
+            max_answer_tokens: maximum length of the answer; None for all that fit.
             tokenize: the tokens of a text; None for `encode_chat`.
 
         Raises:
@@ -250,10 +258,10 @@ class Texts:
         last = len(turns) - 1
         context: int = self._bundle.manifest.context
         step = max(1, context // _PARTS)
-        room = step if wanted_tokens is None else min(step, wanted_tokens)
+        answer_tokens = step if max_answer_tokens is None else min(step, max_answer_tokens)
 
         def prompt(first: int) -> Prompt:
-            kept = [*system, *(each for turn in turns[first:] for each in turn)]
+            kept = [*system, *(message for turn in turns[first:] for message in turn)]
             text = render(kept)
             tokens = self.read((tokenize or self.encode_chat)(text), "messages")
             dropped = len(messages) - len(kept)
@@ -262,24 +270,24 @@ class Texts:
         @cache
         def fitting(first: int) -> Prompt | None:
             try:
-                found = prompt(first)
+                fitted = prompt(first)
             except ContextFullError:
                 return None
-            return found if len(found.tokens) + room <= context + 1 else None
+            return fitted if len(fitted.tokens) + answer_tokens <= context + 1 else None
 
         if on_full == "stop" or last < 1 or self._policy != "fail":
             return prompt(0)
         if (whole := fitting(0)) is not None:
             return whole
         # In tokens; those of the template are left out, as only the step that a turn begins in matters.
-        offsets = [0, *accumulate(sum(self._about_tokens(each) for each in turn) for turn in turns[:-1])]
+        offsets = [0, *accumulate(sum(self._about_tokens(message) for message in turn) for turn in turns[:-1])]
         firsts = sorted({bisect_left(offsets, at) for at in range(step, offsets[-1] + 1, step)} | {last})
         at = bisect_left(firsts, True, key=lambda first: fitting(first) is not None)
         return (fitting(firsts[at]) if at < len(firsts) else None) or prompt(last)
 
     def _about_tokens(self, message: Message) -> int:
         """About how many tokens a message has; of one that is too long to be tokenized, those of the whole context."""
-        values = (each if isinstance(each, str) else json.dumps(each, default=str) for each in message.values())
+        values = (value if isinstance(value, str) else json.dumps(value, default=str) for value in message.values())
         try:
             return len(self.encode_chat(" ".join(values)))
         except ContextFullError:
@@ -354,32 +362,44 @@ class Texts:
         manifest = self._bundle.manifest
         return GrammarCompiler(self.tokenizer, manifest.model.vocab, manifest.tokens.eos)
 
-    def _check_length(self, prompt: str, field: str) -> None:
+    @cached_property
+    def max_characters(self) -> int:
+        """More than a text has whose tokens fill the context."""
+        # Byte-level vocabularies write one character per byte, others the text's characters.
+        longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
+        return max(_ALWAYS_READ, _SLACK * longest * self._bundle.manifest.context)
+
+    def check_length(self, prompt: str, field: str) -> None:
+        """Refuse a text that is too long to fit before it is tokenized.
+
+        Raises:
+            ContextFullError: it is.
+        """
         if len(prompt) <= _ALWAYS_READ:
             return
         context = self._bundle.manifest.context
         if self._policy == "fail":
-            # Byte-level vocabularies write one character per byte, others the text's characters.
-            longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
-            most = max(_ALWAYS_READ, _SLACK * longest * context)
-            wanted = f"at most {most:,}, more than {context} tokens (the context of the bundle) can hold"
+            max_characters = self.max_characters
+            expected = f"at most {max_characters:,}, more than {context} tokens (the context of the bundle) can hold"
             fix = "Shorten it, or export with a larger --context."
         else:
-            most, wanted, fix = _MAX_SLIDING, f"at most {_MAX_SLIDING:,}", "Shorten it, or give token ids."
-        if len(prompt) > most:
-            raise ContextFullError(field, got=f"{len(prompt):,} characters", expected=wanted, fix=fix)
+            max_characters, expected, fix = _MAX_SLIDING, f"at most {_MAX_SLIDING:,}", "Shorten it, or give token ids."
+        if len(prompt) > max_characters:
+            raise ContextFullError(field, got=f"{len(prompt):,} characters", expected=expected, fix=fix)
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
     """The system messages at the front, and the turns: each begins with a message of the user, except for the first."""
-    first = next((at for at, each in enumerate(messages) if each.get("role") not in ("system", "developer")), None)
+    first = next(
+        (at for at, message in enumerate(messages) if message.get("role") not in ("system", "developer")), None
+    )
     if first is None:
         return [*messages], []
     turns = [[messages[first]]]
-    for each in messages[first + 1 :]:
-        if each.get("role") == "user":
+    for message in messages[first + 1 :]:
+        if message.get("role") == "user":
             turns.append([])
-        turns[-1].append(each)
+        turns[-1].append(message)
     return [*messages[:first]], turns
 
 

@@ -35,7 +35,7 @@ def thought_format(templates: ChatTemplates) -> ThoughtFormat | None:
     """The format whose marks a model's template has; None if it has none that is known."""
     source = templates.templates.get(DEFAULT, "")
     # A template that leaves the thoughts of earlier turns out may name the closing mark alone.
-    return next((each for each in _FORMATS if each.close in source), None)
+    return next((thought for thought in _FORMATS if thought.close in source), None)
 
 
 class ThoughtReader:
@@ -45,7 +45,6 @@ class ThoughtReader:
         """Start an answer.
 
         Args:
-            form: the marks.
             special: the special tokens, which have no text in the answer.
             is_open: whether the prompt ends within thoughts.
         """
@@ -70,7 +69,6 @@ class ThoughtReader:
         """The thoughts and the text that a token adds.
 
         Args:
-            token: its id.
             text: that it adds, as a `Detokenizer` gives it.
         """
         if self._place == "text":

@@ -25,7 +25,6 @@ def render_with_tools(
 
     Args:
         templates: of the model.
-        messages: the conversation.
         tools: that the model may call; None for none.
         variables: further variables of the template.
 
@@ -44,7 +43,7 @@ def declared_messages(
 ) -> tuple[Sequence[Message], list[Mapping[str, Any]] | None]:
     """The messages, with objects as arguments of calls, and the tools, for a template."""
     messages = [_with_objects(message) for message in messages]
-    if tools is None and not any(each.get("role") == "tool" or each.get("tool_calls") for each in messages):
+    if tools is None and not any(message.get("role") == "tool" or message.get("tool_calls") for message in messages):
         return messages, None
     if native_format(templates) is None:
         if tools is not None and tools.callable:
@@ -69,14 +68,14 @@ def _with_object(call: object) -> object:
     return {**call, "arguments": _arguments(call["arguments"])} if "arguments" in call else call
 
 
-def _arguments(given: object) -> Mapping[str, Any]:
-    found: object = given
-    if isinstance(given, str):
+def _arguments(written: object) -> Mapping[str, Any]:
+    arguments: object = written
+    if isinstance(written, str):
         with suppress(ValueError, RecursionError):
-            found = json.loads(given) if given.strip() else None
-    if isinstance(found, Mapping):
-        return found
-    return {} if found is None else {"arguments": given}
+            arguments = json.loads(written) if written.strip() else None
+    if isinstance(arguments, Mapping):
+        return arguments
+    return {} if arguments is None else {"arguments": written}
 
 
 def _described(messages: Sequence[Message], tools: Tools) -> list[Message]:
@@ -89,22 +88,21 @@ def _described(messages: Sequence[Message], tools: Tools) -> list[Message]:
             'or with "response", a reply to the user\'s request.'
         )
     description = f"You can call these functions:\n{functions}\n\n{form}"
-    found = list(messages)
-    if found and found[0].get("role") in ("system", "developer"):
-        found[0] = {**found[0], "content": _joined(found[0].get("content"), description)}
-        return found
-    at = next((at for at, message in enumerate(found) if message.get("role") == "user"), None)
+    described = list(messages)
+    if described and described[0].get("role") in ("system", "developer"):
+        described[0] = {**described[0], "content": _joined(described[0].get("content"), description)}
+        return described
+    at = next((at for at, message in enumerate(described) if message.get("role") == "user"), None)
     if at is None:
-        return [{"role": "user", "content": description}, *found]
-    found[at] = {**found[at], "content": _joined(description, found[at].get("content"))}
-    return found
+        return [{"role": "user", "content": description}, *described]
+    described[at] = {**described[at], "content": _joined(description, described[at].get("content"))}
+    return described
 
 
 def _written(messages: Sequence[Message], *, has_form: bool) -> list[Message]:
     """The messages with earlier calls and their results as text, for templates that do not know them.
 
     Args:
-        messages: the conversation.
         has_form: whether answers without calls are written as the model has to write them now.
     """
     written: list[Message] = []

@@ -25,7 +25,6 @@ def arguments_rules(tool: Tool, field: str, prefix: str, quote: str) -> tuple[st
     """Lark rules for the arguments of a tool, and the name of the first one. Their size is linear in the schema's.
 
     Args:
-        tool: the tool.
         field: of its schema, for errors.
         prefix: of the rules' names.
         quote: marker of strings, in Lark.
@@ -63,15 +62,15 @@ class _Rules:
             return self._value(schema["const"], f"{field}.const")
         if "enum" in schema:
             values = _list(schema, "enum", field)
-            return " | ".join(self._value(each, f"{field}.enum[{at}]") for at, each in enumerate(values))
+            return " | ".join(self._value(value, f"{field}.enum[{at}]") for at, value in enumerate(values))
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 parts = _list(schema, name, field)
-                return " | ".join(self.rule(each, f"{field}.{name}[{at}]") for at, each in enumerate(parts))
+                return " | ".join(self.rule(part, f"{field}.{name}[{at}]") for at, part in enumerate(parts))
         kinds = schema.get("type", "string")
         if isinstance(kinds, list):
-            found = dict.fromkeys(each if isinstance(each, str) else "" for each in _list(schema, "type", field))
-            return " | ".join(self.rule({**schema, "type": each}, field) for each in found)
+            unique_kinds = dict.fromkeys(kind if isinstance(kind, str) else "" for kind in _list(schema, "type", field))
+            return " | ".join(self.rule({**schema, "type": kind}, field) for kind in unique_kinds)
         if kinds in _SCALARS:
             return f"%json {json.dumps({**schema, 'x-guidance': SEPARATORS})}"
         if kinds == "string":
@@ -84,17 +83,17 @@ class _Rules:
 
     def _string(self, schema: Mapping[str, Any], field: str) -> str:
         _check(schema, ("minLength", "maxLength"), field)
-        least, most = _limits(schema, "minLength", "maxLength", field)
-        return rf"{self._quote} /(.|\n){{{least},{'' if most is None else most}}}/ {self._quote}"
+        min_length, max_length = _limits(schema, "minLength", "maxLength", field)
+        return rf"{self._quote} /(.|\n){{{min_length},{'' if max_length is None else max_length}}}/ {self._quote}"
 
     def _array(self, schema: Mapping[str, Any], field: str) -> str:
         _check(schema, ("items", "minItems", "maxItems"), field)
-        least, most = _limits(schema, "minItems", "maxItems", field)
+        min_items, max_items = _limits(schema, "minItems", "maxItems", field)
         item = self.rule(schema.get("items", {}), f"{field}.items")
-        if most == 0:
+        if max_items == 0:
             return '"[" "]"'
-        more = f'"[" {item} ("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}} "]"'
-        return more if least else f'"[" "]" | {more}'
+        more = f'"[" {item} ("," {item}){{{max(min_items - 1, 0)},{"" if max_items is None else max_items - 1}}} "]"'
+        return more if min_items else f'"[" "]" | {more}'
 
     def _object(self, schema: Mapping[str, Any], field: str) -> str:
         """Properties in their order: a rule for what follows one that was written, and one if none was."""
@@ -102,16 +101,16 @@ class _Rules:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping):
             raise _refused(f"{field}.properties", properties, "schemas by name")
-        if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise _refused(f"{field}.required", required, "a list of names")
-        if missing := [each for each in required if each not in properties]:
+        if missing := [name for name in required if name not in properties]:
             raise _refused(f"{field}.required", repr(missing[0]), "names of properties")
         needed = frozenset(required)
         first = later = '"}"'
-        for name, each in reversed([*properties.items()]):
+        for name, property in reversed([*properties.items()]):
             if ":" in name:
                 raise _refused(f"{field}.properties", repr(name), "names without a colon, which ends them")
-            item = f"{json.dumps(name + ':')} {self.rule(each, f'{field}.properties.{name}')}"
+            item = f"{json.dumps(name + ':')} {self.rule(property, f'{field}.properties.{name}')}"
             is_needed = name in needed
             first = self._add(f"{item} {later}" if is_needed else f"{item} {later} | {first}")
             later = self._add(f'"," {item} {later}' if is_needed else f'("," {item})? {later}')
@@ -126,21 +125,21 @@ class _Rules:
 
 
 def _list(schema: Mapping[str, Any], name: str, field: str) -> list[Any]:
-    found = schema[name]
-    if not isinstance(found, list) or not found:
-        raise _refused(f"{field}.{name}", found, "a list of one or more")
-    return found
+    values = schema[name]
+    if not isinstance(values, list) or not values:
+        raise _refused(f"{field}.{name}", values, "a list of one or more")
+    return values
 
 
-def _limits(schema: Mapping[str, Any], least: str, most: str, field: str) -> tuple[int, int | None]:
+def _limits(schema: Mapping[str, Any], min_name: str, max_name: str, field: str) -> tuple[int, int | None]:
     """The least and the greatest number; None for no greatest one."""
-    for name in (least, most):
+    for name in (min_name, max_name):
         value = schema.get(name, 0)
         if type(value) is not int or not 0 <= value < 1 << 31:
             raise _refused(f"{field}.{name}", value, "a whole number of at least 0")
-    low, high = schema.get(least, 0), schema.get(most)
+    low, high = schema.get(min_name, 0), schema.get(max_name)
     if high is not None and high < low:
-        raise _refused(f"{field}.{most}", high, f"at least {low}, {least}")
+        raise _refused(f"{field}.{max_name}", high, f"at least {low}, {min_name}")
     return low, high
 
 
@@ -149,9 +148,9 @@ def _check(schema: Mapping[str, Any], known: tuple[str, ...], field: str) -> Non
         raise _refused(field, f"the keyword {unknown[0]}", "what can be written in Gemma's notation")
 
 
-def _refused(field: str, found: object, wanted: str) -> UsageError:
+def _refused(field: str, got: object, expected: str) -> UsageError:
     fix = "Use plain types, enum, minLength, maxLength, minItems and maxItems."
-    return UsageError(field, got=f"{shown(found)}"[:80], expected=wanted, fix=fix)
+    return UsageError(field, got=f"{shown(got)}"[:80], expected=expected, fix=fix)
 
 
 def read_arguments(text: str, at: int, quote: str) -> tuple[Any, int]:
@@ -172,10 +171,10 @@ def read_arguments(text: str, at: int, quote: str) -> tuple[Any, int]:
     for word, value in _WORDS.items():
         if text.startswith(word, at):
             return value, at + len(word)
-    found = _NUMBER.match(text, at)
-    if found is None or found.end() == len(text):
+    number = _NUMBER.match(text, at)
+    if number is None or number.end() == len(text):
         raise IncompleteError
-    return json.loads(found[0]), found.end()
+    return json.loads(number[0]), number.end()
 
 
 def _read_items(text: str, at: int, quote: str) -> tuple[Any, int]:

@@ -118,8 +118,8 @@ def _tool_rules(number: int, tool: Tool, field: str, call: CallFormat, special: 
 def _moved(value: Any, place: str) -> Any:
     """A schema whose references to itself are right in another place of a schema."""
     if isinstance(value, Mapping):
-        return {name: _moved_reference(name, each, place) for name, each in value.items()}
-    return [_moved(each, place) for each in value] if isinstance(value, list) else value
+        return {name: _moved_reference(name, member, place) for name, member in value.items()}
+    return [_moved(member, place) for member in value] if isinstance(value, list) else value
 
 
 def _moved_reference(name: str, value: Any, place: str) -> Any:

@@ -48,7 +48,6 @@ class ToolCallReader:
         """The text of the answer that a token adds, without the notation of calls.
 
         Args:
-            token: its id.
             text: that it adds, as a `Detokenizer` gives it.
         """
         text = self._special.get(token, text)
@@ -60,7 +59,7 @@ class ToolCallReader:
             return self._read()
         self._buffer += text
         shown = self._plain(self._text.push(text))
-        if not self._text.found:
+        if not self._text.has_matched:
             return shown
         _, _, rest = self._buffer.partition(self._marker)
         self._is_call = True
@@ -82,10 +81,10 @@ class ToolCallReader:
     def _read(self) -> str:
         """Take complete calls from the buffer; the text after the last one."""
         while self._is_call:
-            found = self._call()
-            if found is None:
+            read = self._call()
+            if read is None:
                 return ""
-            call, rest = found
+            call, rest = read
             close, separator = self._format.close, self._format.separator
             if separator and rest.startswith(separator):
                 self._begin(rest[len(separator) :])
@@ -142,17 +141,17 @@ class _OpenObject:
     def has_ended(self, text: str) -> bool:
         """Whether it has ended in a text, which begins with the one before."""
         while self._depth or not self._at or not text.startswith("}", self._at - 1):
-            found = (self._inside if self._in_string else self._outside).search(text, self._at)
-            if found is None:
+            match = (self._inside if self._in_string else self._outside).search(text, self._at)
+            if match is None:
                 # What may be the beginning of a marker, or of an escape, is looked at again.
                 rest = len(self._quote) - 1 if len(self._quote) > 1 else text.endswith("\\")
                 self._at = max(self._at, len(text) - rest)
                 return False
-            self._at = found.end()
-            if found[0] == self._quote:
+            self._at = match.end()
+            if match[0] == self._quote:
                 self._in_string = not self._in_string
             elif not self._in_string:
-                self._depth += 1 if found[0] == "{" else -1
+                self._depth += 1 if match[0] == "{" else -1
         return True
 
 
@@ -176,9 +175,9 @@ class JsonReply:
         self._raw += text[before:]
         if self._has_ended:
             return ""
-        found = _WHOLE_CHARACTERS.match(self._raw)
-        assert found is not None
-        end = found.end()
+        characters = _WHOLE_CHARACTERS.match(self._raw)
+        assert characters is not None
+        end = characters.end()
         self._has_ended = self._raw.startswith('"', end)
         whole, self._raw = self._raw[:end], self._raw[end:]
         decoded: str = json.loads(f'"{whole}"', strict=False)

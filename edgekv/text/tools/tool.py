@@ -57,14 +57,14 @@ class Tool:
             raise UsageError(field, got="another kind of tool", expected="a function", fix=fix)
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            wanted = "up to 64 letters, digits, _, . or -"
-            raise UsageError(f"{field}.function.name", got=repr(name)[:80], expected=wanted, fix="Rename it.")
-        given = function.get("parameters")
-        parameters = _NO_PARAMETERS if given is None else given
+            expected = "up to 64 letters, digits, _, . or -"
+            raise UsageError(f"{field}.function.name", got=repr(name)[:80], expected=expected, fix="Rename it.")
+        declared = function.get("parameters")
+        parameters = _NO_PARAMETERS if declared is None else declared
         if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            found = type(parameters).__name__ if not isinstance(parameters, Mapping) else parameters.get("type")
+            got = type(parameters).__name__ if not isinstance(parameters, Mapping) else parameters.get("type")
             fix = 'Use {"type": "object", "properties": ...}.'
-            raise UsageError(f"{field}.function.parameters", got=found, expected="a schema of an object", fix=fix)
+            raise UsageError(f"{field}.function.parameters", got=got, expected="a schema of an object", fix=fix)
         schema = {"type": "object", **parameters}
         try:
             Grammar.json_schema(schema)
@@ -98,13 +98,13 @@ class Tools:
         """
         if not 0 < len(declarations) <= MAX_TOOLS:
             raise UsageError("tools", got=len(declarations), expected=f"1 to {MAX_TOOLS}", fix="Give fewer.")
-        tools = tuple(Tool.read(each, f"tools[{number}]") for number, each in enumerate(declarations))
+        tools = tuple(Tool.read(declaration, f"tools[{number}]") for number, declaration in enumerate(declarations))
         names = [tool.name for tool in tools]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise UsageError("tools", got=f"{twice} twice", expected="a name for each", fix="Rename one of them.")
         if choice not in (*CHOICES, *names):
-            wanted = ", ".join([*CHOICES, *names])[:300]
-            raise UsageError("tool_choice", got=repr(choice)[:80], expected=wanted, fix="Choose one of them.")
+            expected = ", ".join([*CHOICES, *names])[:300]
+            raise UsageError("tool_choice", got=repr(choice)[:80], expected=expected, fix="Choose one of them.")
         return cls(tools, choice, parallel)
 
     @property
