@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from edgekv.embed import packed
 from edgekv.engine import Request
+from edgekv.engine.request import pieces
 from edgekv.serve.engine_thread import AnswerQueue, FinishReason, PendingAnswer, ServerEvent
 from edgekv.serve.errors import ApiError, DisconnectedError
 from edgekv.serve.http import WAITING, Exchange
@@ -15,6 +20,8 @@ from edgekv.serve.logprobs import TokenLogprob
 from edgekv.serve.service import Service
 from edgekv.text import Token
 
+PREFILL_S = 1.0
+"""Between comments that say how much of a prompt has run."""
 WAITING_S = 15.0
 """Proxies close a connection that is silent for a minute."""
 
@@ -62,6 +69,13 @@ class Usage(msgspec.Struct, frozen=True):
         return cls(prompt, generated, prompt + generated, cached, details)
 
 
+class TextUsage(msgspec.Struct, frozen=True):
+    """`usage` of embeddings and scores: what was read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
 class Reply(Protocol):
     """How an endpoint writes answers: as events of a stream, or as one record at the end.
 
@@ -98,7 +112,6 @@ async def answer(service: Service, exchange: Exchange, requests: Sequence[Reques
 
     Args:
         service: runs them.
-        exchange: the request.
         requests: one for each answer, with the `n` of a prompt side by side.
         reply: how they are written.
 
@@ -110,29 +123,85 @@ async def answer(service: Service, exchange: Exchange, requests: Sequence[Reques
     queue, engine = AnswerQueue(), service.engine
     answers = [PendingAnswer(request, index, queue, reply.top_logprobs) for index, request in enumerate(requests)]
 
+    with _submitted(service, exchange, answers, queue):
+        reading = _AnswerWriter(exchange, queue, answers, reply)
+        if reply.streams:
+            await exchange.begin_events(reply.head())
+            engine.wake()  # not before: its thread would take the interpreter from this one
+            await reading.stream()
+        else:
+            engine.wake()
+            await reading.all()
+            await exchange.reply(reply.whole(answers))
+
+
+@contextmanager
+def _submitted(
+    service: Service, exchange: Exchange, answers: Sequence[PendingAnswer], queue: AnswerQueue
+) -> Iterator[None]:
+    """Have answers in the engine's queue; those that have not ended by the end of the block are cancelled."""
+
     def end(error: ApiError) -> None:
-        engine.cancel(answers, error)
+        service.engine.cancel(answers, error)
         queue.wake()
 
-    engine.submit(answers)
+    service.engine.submit(answers)
     try:
         with exchange.stopped_by(end):
-            reading = _Reading(exchange, queue, answers, reply)
-            if reply.streams:
-                await exchange.begin_events(reply.head())
-                engine.wake()  # not before: its thread would take the interpreter from this one
-                await reading.stream()
-            else:
-                engine.wake()
-                await reading.all()
-                await exchange.reply(reply.whole(answers))
+            yield
     finally:
         if not all(pending.has_ended for pending in answers):  # one of them has failed
             end(DisconnectedError())
         queue.close()
 
 
-class _Reading:
+async def run_all(service: Service, exchange: Exchange, requests: Sequence[Request]) -> list[NDArray[np.float32]]:
+    """Run texts of a model that writes none, several in a pass, and as many passes as there are sessions at a time.
+
+    Args:
+        service: runs them.
+        exchange: the request.
+        requests: for each text.
+
+    Returns:
+        What each text gives, `[rows, width]`.
+
+    Raises:
+        ApiError: the queue is full, or one failed.
+        DisconnectedError: the client has gone.
+    """
+    exchange.record.prompt_tokens = sum(len(request.tokens) for request in requests)
+    packs = packed(requests, service.branch_rows, service.model.bundle.manifest)
+    found, cached_tokens = dict[int, NDArray[np.float32]](), 0
+    for some in pieces(packs, service.limits.sessions):
+        queue = AnswerQueue()
+        answers = [PendingAnswer(pack.request, at, queue, gives_rows=True) for at, pack in enumerate(some)]
+        with _submitted(service, exchange, answers, queue):
+            service.engine.wake()
+            await _ended(exchange, queue, len(answers))
+        for pack, answer in zip(some, answers, strict=True):
+            found.update(pack.rows_of(np.concatenate(answer.rows)))
+            cached_tokens += answer.cached_tokens
+    exchange.record.cached_tokens = cached_tokens
+    return [found[number] for number in range(len(requests))]
+
+
+async def _ended(exchange: Exchange, queue: AnswerQueue, left: int) -> None:
+    """Wait for the end of so many answers.
+
+    Raises:
+        ApiError: one failed, or nobody waits for them any more.
+    """
+    while left:
+        events = await queue.take()
+        exchange.check()
+        for _, event in events:
+            if isinstance(event, ApiError):
+                raise event
+            left -= isinstance(event, str)
+
+
+class _AnswerWriter:
     """Writes the events of answers as they come."""
 
     def __init__(self, exchange: Exchange, queue: AnswerQueue, answers: Sequence[PendingAnswer], reply: Reply) -> None:
@@ -164,13 +233,13 @@ class _Reading:
         exchange, reply = self._exchange, self._reply
         try:
             while True:
-                events = await self._queue.take(WAITING_S, self._send_tokens)
+                events = await self._queue.take(self._wait_s, self._send_tokens)
                 exchange.check()
                 self._add(events)
                 if not self._left:
                     break
                 if self._data or not events:
-                    await exchange.send_events(self._taken() or WAITING)
+                    await exchange.send_events(self._taken() or self._waiting())
         except DisconnectedError:
             raise
         except ApiError as error:
@@ -182,13 +251,27 @@ class _Reading:
 
     def _send_tokens(self, events: Sequence[tuple[int, ServerEvent]]) -> bool:
         """Nearly all events are tokens and find room in the connection's buffer."""
-        exchange = self._exchange
-        if not exchange.has_room or any(isinstance(event, (str, ApiError)) for _, event in events):
+        connection = self._exchange.connection
+        if not connection.has_room:
             return False
+        for _, event in events:
+            if isinstance(event, (str, ApiError)):
+                return False
         self._add(events)
         if self._data:
-            exchange.send_now(self._taken())
+            connection.send_part(self._taken())
         return True
+
+    @property
+    def _wait_s(self) -> float:
+        return WAITING_S if any(answer.generated_tokens for answer in self._answers) else PREFILL_S
+
+    def _waiting(self) -> bytes:
+        """The comment that says how much of the prompt has run, or that keeps the connection open."""
+        first = self._answers[0]
+        if first.generated_tokens or first.sequence is None:
+            return WAITING
+        return f": prefill {first.sequence.prefilled_tokens} of {first.prompt_tokens}\n\n".encode()
 
     def _taken(self) -> bytes:
         data, self._data = self._data, b""

@@ -9,13 +9,25 @@ import msgspec
 
 from edgekv.serve.chat import chat_completions
 from edgekv.serve.completions import completions
-from edgekv.serve.errors import ApiError
+from edgekv.serve.embeddings import embeddings
 from edgekv.serve.http import App, Exchange, Guard, Handler, Routes
 from edgekv.serve.metrics import CONTENT_TYPE
 from edgekv.serve.options import ServeOptions
 from edgekv.serve.page import chat_page
+from edgekv.serve.rerank import rerank
 from edgekv.serve.responses import Responses, ResponseStore
 from edgekv.serve.service import Service
+from edgekv.serve.tokenize import detokenize, tokenize
+
+
+class ChatSampling(msgspec.Struct, frozen=True):
+    """How chats are sampled that ask for nothing; see `SamplingParams`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float
+    repetition_penalty: float
 
 
 class ModelRecord(msgspec.Struct, frozen=True):
@@ -24,12 +36,14 @@ class ModelRecord(msgspec.Struct, frozen=True):
     Attributes:
         context_length: in tokens.
         input_modalities: what it reads: text, and for some images.
+        default_sampling: of chats.
     """
 
     id: str
     created: int
     context_length: int
     input_modalities: tuple[str, ...]
+    default_sampling: ChatSampling
     object: str = "model"
     owned_by: str = "edgekv"
 
@@ -65,16 +79,6 @@ async def one_model(service: Service, exchange: Exchange) -> None:
     await exchange.reply(_record(service, exchange.name))
 
 
-async def embeddings(service: Service, exchange: Exchange) -> None:
-    """`POST /v1/embeddings`.
-
-    Raises:
-        ApiError: always.
-    """
-    message = f"embeddings: {service.name} generates text and has no embeddings. Ask a server with a model for them."
-    raise ApiError(400, message, code="not_supported")
-
-
 async def health(service: Service, exchange: Exchange) -> None:
     """`GET /health`."""
     await exchange.reply(Health("ok", service.engine.running, service.engine.queued + service.work.waiting))
@@ -102,6 +106,11 @@ def make_app(service: Service, options: ServeOptions) -> App:
         ("POST", "/v1/chat/completions", of(chat_completions)),
         ("POST", "/v1/completions", of(completions)),
         ("POST", "/v1/embeddings", of(embeddings)),
+        ("POST", "/rerank", of(rerank)),
+        ("POST", "/v1/rerank", of(rerank)),
+        ("POST", "/v2/rerank", of(rerank)),
+        ("POST", "/tokenize", of(tokenize)),
+        ("POST", "/detokenize", of(detokenize)),
         ("POST", "/v1/responses", responses.create),
         ("GET", "/v1/responses/NAME", responses.get),
         ("DELETE", "/v1/responses/NAME", responses.delete),
@@ -111,4 +120,6 @@ def make_app(service: Service, options: ServeOptions) -> App:
 
 def _record(service: Service, name: str) -> ModelRecord:
     read = ("text", "image") if service.pictures.are_read else ("text",)
-    return ModelRecord(name, service.created, service.context_length, read)
+    params = service.model.chat_defaults
+    sampling = ChatSampling(params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty)
+    return ModelRecord(name, service.created, service.context_length, read, sampling)

@@ -23,7 +23,7 @@ from edgekv.runtime.load_options import OnFull
 from edgekv.serve.answers import Reply, Usage, answer
 from edgekv.serve.engine_thread import FinishReason, PendingAnswer
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.fields import Unsupported
+from edgekv.serve.fields import UnsupportedField
 from edgekv.serve.generation import (
     ResponseFormat,
     SamplingFields,
@@ -31,7 +31,6 @@ from edgekv.serve.generation import (
     check_max_tokens,
     check_top_logprobs,
     compile_grammar,
-    engine_request,
     for_answers,
 )
 from edgekv.serve.http import DONE, DROPPED_HEADER, Exchange, event
@@ -46,8 +45,8 @@ _TAKEN = {"messages", "tools", "add_generation_prompt", "name"}
 URL_PART = "image_url"
 MAX_PICTURES = 32
 """Of a request: more than any context has room for."""
-MAX_PIXELS = 1 << 26
-"""Of all pictures of a prompt: five photos of 12 million pixels. Decoding them takes seconds."""
+MAX_PIXELS = 1 << 28
+"""Of all pictures of a prompt: one photo of 200 million pixels, or 20 of 12. Decoding them takes seconds."""
 MAX_MESSAGES = 10_000
 """Of a conversation, with the turns that a full context drops."""
 _DATA = re.compile(r"data:image/[a-z0-9.+-]+(;[^;,]{0,80}){0,4};base64,", re.IGNORECASE | re.ASCII)
@@ -79,17 +78,17 @@ class MessagePictures:
             _ = self._pictures.spec
         except UsageError as error:
             raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
-        given = part.get(URL_PART)
-        inner, within = (given, f"{field}.{URL_PART}") if isinstance(given, dict) else (part, field)
-        url = inner.get("url") if isinstance(given, dict) else given
-        at = f"{within}.url" if isinstance(given, dict) else f"{field}.{URL_PART}"
+        image = part.get(URL_PART)
+        inner, within = (image, f"{field}.{URL_PART}") if isinstance(image, dict) else (part, field)
+        url = inner.get("url") if isinstance(image, dict) else image
+        at = f"{within}.url" if isinstance(image, dict) else f"{field}.{URL_PART}"
         if (detail := inner.get("detail")) not in _DETAILS:
             fix = "Ask for low to have a large picture in one tile."
             raise refused(f"{within}.detail", got=repr(detail)[:40], expected="auto, low or high", fix=fix)
         if not isinstance(url, str) or (start := _DATA.match(url)) is None:
-            found = url[:40] if isinstance(url, str) else type(url).__name__
+            got = url[:40] if isinstance(url, str) else type(url).__name__
             fix = "Send the picture itself: the server fetches nothing."
-            raise refused(at, got=repr(found), expected=_PICTURE, fix=fix)
+            raise refused(at, got=repr(got), expected=_PICTURE, fix=fix)
         if len(self.sent) == MAX_PICTURES:
             raise refused(at, got="one more", expected=f"at most {MAX_PICTURES} pictures", fix="Send fewer.")
         try:
@@ -108,8 +107,8 @@ def check_count(field: str, count: int) -> None:
         ApiError: naming the field.
     """
     if count > MAX_MESSAGES:
-        found, wanted = f"{count:,} messages", f"at most {MAX_MESSAGES:,}"
-        raise refused(field, got=found, expected=wanted, fix="Leave the oldest ones out.")
+        got, expected = f"{count:,} messages", f"at most {MAX_MESSAGES:,}"
+        raise refused(field, got=got, expected=expected, fix="Leave the oldest ones out.")
 
 
 def template_messages(
@@ -134,13 +133,13 @@ def _content(content: object, field: str, pictures: MessagePictures) -> object:
     """A content with its pictures by number; without any, as `text_of` gives it."""
     if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") == URL_PART for p in content):
         return text_of(content, field)
-    found = list[dict[str, Any]]()
+    parts = list[dict[str, Any]]()
     for at, part in enumerate(content):
         if isinstance(part, dict) and part.get("type") == URL_PART:
-            found.append({"type": IMAGE_PART, "picture": pictures.number(part, f"{field}[{at}]")})
+            parts.append({"type": IMAGE_PART, "picture": pictures.number(part, f"{field}[{at}]")})
         else:
-            found.append({"type": "text", "text": text_of([part], f"{field}[{at}]")})
-    return found
+            parts.append({"type": "text", "text": text_of([part], f"{field}[{at}]")})
+    return parts
 
 
 def text_of(content: object, field: str) -> object:
@@ -167,11 +166,11 @@ def text_of(content: object, field: str) -> object:
 
 
 def _message(message: Mapping[str, Any], field: str, pictures: MessagePictures, has_developer: bool) -> Message:
-    found = {name: value for name, value in message.items() if value is not None}
-    found["content"] = _content(message.get("content"), f"{field}.content", pictures)
-    if found.get("role") == "developer" and not has_developer:
-        found["role"] = "system"
-    return found
+    fields = {name: value for name, value in message.items() if value is not None}
+    fields["content"] = _content(message.get("content"), f"{field}.content", pictures)
+    if fields.get("role") == "developer" and not has_developer:
+        fields["role"] = "system"
+    return fields
 
 
 def _choice(choice: object) -> str:
@@ -196,11 +195,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         "prompt": "messages",
         "max_new_tokens": "max_completion_tokens",
     }
-    unsupported: ClassVar[dict[str, Unsupported]] = {
-        "add_special_tokens": Unsupported("The chat template writes them; leave it out.", (False,)),
-        "echo": Unsupported("Leave it out; the client has the messages.", (False,)),
-        "max_output_tokens": Unsupported("Use max_completion_tokens."),
-        "text": Unsupported("Use response_format."),
+    unsupported: ClassVar[dict[str, UnsupportedField]] = {
+        "add_special_tokens": UnsupportedField("The chat template writes them; leave it out.", (False,)),
+        "echo": UnsupportedField("Leave it out; the client has the messages.", (False,)),
+        "max_output_tokens": UnsupportedField("Use max_completion_tokens."),
+        "text": UnsupportedField("Use response_format."),
     }
 
     messages: list[dict[str, Any]]
@@ -273,9 +272,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             excluded["min_tokens"] = f"{self.min_tokens} with tools that may be called"
         if self.continue_final_message:
             excluded["continue_final_message"] = "true with tools that may be called"
-        for name, found in excluded.items():
+        for name, got in excluded.items():
             fix = "Leave the tools out, or set tool_choice to none."
-            raise refused(name, got=found, expected="one of them", fix=fix)
+            raise refused(name, got=got, expected="one of them", fix=fix)
         return tools
 
     def conversation(self, service: Service) -> tuple[list[Message], list[PictureSent]]:
@@ -295,8 +294,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         if self.continue_final_message and (
             last.get("role") != "assistant" or not isinstance(last.get("content"), str)
         ):
-            found, wanted = f"a last message of {last.get('role')!r}", "one of the assistant, with text"
-            raise refused("continue_final_message", got=found, expected=wanted, fix="Add it, or leave this out.")
+            got, expected = f"a last message of {last.get('role')!r}", "one of the assistant, with text"
+            raise refused("continue_final_message", got=got, expected=expected, fix="Add it, or leave this out.")
         return messages, pictures.sent
 
     def template_variables(self, templates: ChatTemplates) -> dict[str, Any]:
@@ -310,9 +309,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             raise refused("chat_template_kwargs", got=min(taken), expected="other variables", fix="Leave it out.")
         if self.reasoning_effort is not None:
             if not any("reasoning_effort" in source for source in templates.templates.values()):
-                found, wanted = repr(self.reasoning_effort)[:40], "nothing: the chat template does not know it"
+                got, expected = repr(self.reasoning_effort)[:40], "nothing: the chat template does not know it"
                 fix = "Leave it out, or set a variable that it knows in chat_template_kwargs, such as enable_thinking."
-                raise refused("reasoning_effort", got=found, expected=wanted, fix=fix)
+                raise refused("reasoning_effort", got=got, expected=expected, fix=fix)
             variables["reasoning_effort"] = self.reasoning_effort
         if self.continue_final_message or self.add_generation_prompt is False:
             variables["add_generation_prompt"] = False
@@ -333,8 +332,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         last = {**messages[-1], "content": text + mark}
         before, *after = render_with_tools(templates, [*messages[:-1], last], tools, **variables).split(mark)
         if len(after) != 1 or not before.endswith(text):
-            found, wanted = "a chat template that writes the last message otherwise", "one that writes it as it is"
-            raise refused("continue_final_message", got=found, expected=wanted, fix="Leave it out.")
+            got, expected = "a chat template that writes the last message otherwise", "one that writes it as it is"
+            raise refused("continue_final_message", got=got, expected=expected, fix="Leave it out.")
         return before
 
 
@@ -346,8 +345,8 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int]
 
     @classmethod
-    def of(cls, found: Likelihood, names: TokenNames) -> TopLogprob:
-        return cls(names.text(found.id), found.logprob, list(names.data(found.id)))
+    def of(cls, likelihood: Likelihood, names: TokenNames) -> TopLogprob:
+        return cls(names.text(likelihood.id), likelihood.logprob, list(names.data(likelihood.id)))
 
 
 class ContentLogprob(TopLogprob, frozen=True):
@@ -478,17 +477,25 @@ async def answer_chat(service: Service, exchange: Exchange, read: Callable[[], _
         chat, reply, lora, on_full = read()
         grammar, tools = chat.read_grammar(), chat.declared_tools()
         messages, sent = chat.conversation(service)
-        params = chat.params(service.model.defaults, chat.max_new_tokens or service.context, grammar)
-        request = engine_request(
-            service, exchange, params, tools=tools, lora=lora, reads_thoughts=True, returns_logits=bool(chat.logprobs)
-        )
+        vocab = service.model.bundle.manifest.model.vocab
+        params = chat.params(service.model.chat_defaults, vocab, chat.max_new_tokens or service.context, grammar)
 
         def fitted(opening: PictureOpening | None) -> list[Request]:
-            prompt, most = chat_prompt(service, exchange, chat, messages, tools, on_full, opening), params
+            prompt, answer_params = chat_prompt(service, exchange, chat, messages, tools, on_full, opening), params
             if chat.max_new_tokens is None:
-                most = replace(params, max_new_tokens=service.context - len(prompt.tokens) + 1)
-            whole = replace(request, tokens=prompt.tokens, pictures=prompt.pictures, params=most)
-            return for_answers(whole, reply.n)
+                answer_params = replace(params, max_new_tokens=service.context - len(prompt.tokens) + 1)
+            request = Request(
+                prompt.tokens,
+                answer_params,
+                salt=exchange.cache_salt,
+                tools=tools,
+                speculation=service.speculation,
+                lora=lora,
+                reads_thoughts=True,
+                returns_logits=bool(chat.logprobs),
+                pictures=prompt.pictures,
+            )
+            return for_answers(request, reply.n)
 
         def opened() -> list[Request]:
             opening = service.pictures.opening(sent, exchange.cache_salt)
@@ -550,7 +557,7 @@ def chat_prompt(
 
     while True:
         try:
-            prompt = texts.fit(messages, render, on_full=on_full, wanted_tokens=chat.max_new_tokens)
+            prompt = texts.fit(messages, render, on_full=on_full, max_answer_tokens=chat.max_new_tokens)
         except UsageError as error:
             if not error.field.startswith("chat template"):
                 raise
@@ -577,8 +584,8 @@ def _check_pixels(opening: PictureOpening, grids: Mapping[int, TileGrid]) -> Non
     for number, grid in grids.items():
         total += grid.size[0] * grid.size[1]
         if total > MAX_PIXELS:
-            found, wanted = f"pictures of {total:,} pixels up to this one", f"at most {MAX_PIXELS:,} in a prompt"
-            raise refused(opening.sent[number].field, got=found, expected=wanted, fix="Resize them first.")
+            got, expected = f"pictures of {total:,} pixels up to this one", f"at most {MAX_PIXELS:,} in a prompt"
+            raise refused(opening.sent[number].field, got=got, expected=expected, fix="Resize them first.")
 
 
 @dataclass(slots=True)
@@ -652,8 +659,8 @@ class _Reply:
         if happened.thoughts:
             data += self._chunk(ChunkChoice(Delta(reasoning_content=happened.thoughts), index=index))
         if happened.text or logprobs:
-            found = ChoiceLogprobs(logprobs) if logprobs else None
-            data += self._chunk(ChunkChoice(Delta(content=happened.text), logprobs=found, index=index))
+            choice_logprobs = ChoiceLogprobs(logprobs) if logprobs else None
+            data += self._chunk(ChunkChoice(Delta(content=happened.text), logprobs=choice_logprobs, index=index))
         if calls:
             data += self._chunk(ChunkChoice(Delta(tool_calls=calls), index=index))
         return data
@@ -669,15 +676,15 @@ class _Reply:
         choices = [
             Choice(
                 AnswerMessage(
-                    found.text or (None if found.calls else ""),
-                    reasoning_content=found.thoughts or UNSET,
-                    tool_calls=found.calls or UNSET,
+                    so_far.text or (None if so_far.calls else ""),
+                    reasoning_content=so_far.thoughts or UNSET,
+                    tool_calls=so_far.calls or UNSET,
                 ),
-                found.reason(answer.reason),
-                ChoiceLogprobs(found.logprobs) if self._request.logprobs else None,
+                so_far.reason(answer.reason),
+                ChoiceLogprobs(so_far.logprobs) if self._request.logprobs else None,
                 answer.index,
             )
-            for found, answer in zip(self._answers, answers, strict=True)
+            for so_far, answer in zip(self._answers, answers, strict=True)
         ]
         usage = Usage.of(answers, self.n)
         return ChatCompletion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
@@ -699,9 +706,9 @@ class _Reply:
             for number, call in enumerate(token.tool_calls, first)
         ]
 
-    def _logprobs(self, found: TokenLogprob | None) -> list[ContentLogprob]:
-        if found is None:
+    def _logprobs(self, logprob: TokenLogprob | None) -> list[ContentLogprob]:
+        if logprob is None:
             return []
-        own = TopLogprob.of(found.token, self._names)
-        top = [TopLogprob.of(likelihood, self._names) for likelihood in found.top]
+        own = TopLogprob.of(logprob.token, self._names)
+        top = [TopLogprob.of(likelihood, self._names) for likelihood in logprob.top]
         return [ContentLogprob(own.token, own.logprob, own.bytes, top)]

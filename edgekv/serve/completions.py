@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
@@ -16,7 +16,7 @@ from edgekv.engine import Request
 from edgekv.serve.answers import Usage, answer
 from edgekv.serve.engine_thread import FinishReason, PendingAnswer
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.fields import Unsupported
+from edgekv.serve.fields import UnsupportedField
 from edgekv.serve.generation import (
     ResponseFormat,
     SamplingFields,
@@ -24,7 +24,6 @@ from edgekv.serve.generation import (
     check_max_tokens,
     check_top_logprobs,
     compile_grammar,
-    engine_request,
     for_answers,
 )
 from edgekv.serve.http import DONE, Exchange, event
@@ -53,11 +52,11 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     suffix: Any = None
     response_format: ResponseFormat | None = None
 
-    unsupported: ClassVar[dict[str, Unsupported]] = {
-        "add_special_tokens": Unsupported("Send token ids for a prompt without them.", (True,)),
-        "max_completion_tokens": Unsupported("Use max_tokens."),
-        "max_output_tokens": Unsupported("Use max_tokens."),
-        "top_logprobs": Unsupported("Use logprobs, the number of tokens to report.", (0,)),
+    unsupported: ClassVar[dict[str, UnsupportedField]] = {
+        "add_special_tokens": UnsupportedField("Send token ids for a prompt without them.", (True,)),
+        "max_completion_tokens": UnsupportedField("Use max_tokens."),
+        "max_output_tokens": UnsupportedField("Use max_tokens."),
+        "top_logprobs": UnsupportedField("Use logprobs, the number of tokens to report.", (0,)),
     }
 
     def asked_format(self) -> tuple[str, ResponseFormat] | None:
@@ -72,13 +71,13 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
-        kinds = {type(each) for each in self.prompt}
+        kinds = {type(member) for member in self.prompt}
         if len(kinds) != 1:
-            found = "an empty list" if not kinds else "a mixture"
-            raise refused("prompt", got=found, expected="texts or token ids", fix="Give a text, or a list of one kind.")
+            got = "an empty list" if not kinds else "a mixture"
+            raise refused("prompt", got=got, expected="texts or token ids", fix="Give a text, or a list of one kind.")
         if kinds == {int}:
-            return [[each for each in self.prompt if isinstance(each, int)]]
-        return [each for each in self.prompt if not isinstance(each, int)]
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [text for text in self.prompt if not isinstance(text, int)]
 
     def prompt_field(self, index: int) -> str:
         """The place of a prompt in the request."""
@@ -116,11 +115,13 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
-    def add(self, found: TokenLogprob, offset: int, names: TokenNames) -> None:
+    def add(self, logprob: TokenLogprob, offset: int, names: TokenNames) -> None:
         """Add a token that begins at a character of the text."""
-        self.tokens.append(names.text(found.token.id))
-        self.token_logprobs.append(None if found.is_first else found.token.logprob)
-        self.top_logprobs.append(None if found.is_first else {names.text(each.id): each.logprob for each in found.top})
+        self.tokens.append(names.text(logprob.token.id))
+        self.token_logprobs.append(None if logprob.is_first else logprob.token.logprob)
+        self.top_logprobs.append(
+            None if logprob.is_first else {names.text(likelihood.id): likelihood.logprob for likelihood in logprob.top}
+        )
         self.text_offset.append(offset)
 
 
@@ -156,18 +157,23 @@ async def completions(service: Service, exchange: Exchange) -> None:
     def read() -> tuple[list[Request], _Reply, bool]:
         asked, lora = accept(service, exchange, body, CompletionRequest)
         n = asked.choices(len(asked.prompts), service.limits)
-        params = asked.params(service.model.defaults, asked.max_new_tokens, asked.read_grammar())
-        returns_logits = asked.logprobs is not None
-        request = engine_request(
-            service, exchange, None if asked.only_echoes else params, lora=lora, returns_logits=returns_logits
-        )
+        vocab = service.model.bundle.manifest.model.vocab
+        params = asked.params(service.model.defaults, vocab, asked.max_new_tokens, asked.read_grammar())
         reply = _Reply(service, asked, n)
         requests = list[Request]()
         for at, prompt in enumerate(asked.prompts):
             exchange.check()
             tokens = service.texts.read(prompt, asked.prompt_field(at))
-            scores = reply.add_prompt(prompt, tokens)
-            requests += for_answers(replace(request, tokens=tuple(tokens), scores=scores), n)
+            request = Request(
+                tuple(tokens),
+                None if asked.only_echoes else params,
+                salt=exchange.cache_salt,
+                speculation=service.speculation,
+                lora=lora,
+                returns_logits=asked.logprobs is not None,
+                scores=reply.add_prompt(prompt, tokens),
+            )
+            requests += for_answers(request, n)
         return requests, reply, service.texts.is_bound(params.grammar, None, exchange.cache_salt)
 
     requests, reply, is_bound = await service.work.run(exchange, "text", read)
@@ -244,9 +250,9 @@ class _Reply:
             text = prompt if isinstance(prompt, str) else decode(tokenizer, prompt, skip_special_tokens=False)
         if echoes and reports:
             offsets = text_offsets(tokenizer, prompt) if isinstance(prompt, str) else _offsets(tokenizer, prompt)
-            given = len(self._texts.encode(prompt)) if isinstance(prompt, str) else len(prompt)
+            prompt_length = len(self._texts.encode(prompt)) if isinstance(prompt, str) else len(prompt)
             # An empty prompt becomes BOS, which has no text.
-            offsets = ([0] * (given - len(offsets)) + offsets)[-min(given, len(tokens)) :]
+            offsets = ([0] * (prompt_length - len(offsets)) + offsets)[-min(prompt_length, len(tokens)) :]
         for _ in range(self.n):
             detokenizer = Detokenizer(tokenizer, tokens) if reports else None
             self._answers.append(_Answer(text, self._empty(), offsets, detokenizer, len(text)))
@@ -279,7 +285,7 @@ class _Reply:
 
     def whole(self, answers: Sequence[PendingAnswer]) -> Completion:
         pairs = enumerate(zip(self._answers, answers, strict=True))
-        choices = [CompletionChoice(at, found.text, found.logprobs, answer.reason) for at, (found, answer) in pairs]
+        choices = [CompletionChoice(at, so_far.text, so_far.logprobs, answer.reason) for at, (so_far, answer) in pairs]
         return self._made(choices, Usage.of(answers, self.n))
 
     def _empty(self) -> CompletionLogprobs | None:

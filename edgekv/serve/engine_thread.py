@@ -16,10 +16,13 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter, sleep
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgekv.engine import Engine, Event, Request, Scores, Sequence
 from edgekv.serve.errors import ApiError, api_error, queue_full, stopping
 from edgekv.serve.logprobs import Likelihood, TokenLogprob, token_logprob
-from edgekv.serve.metrics import Held, Metrics
+from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import Limits
 from edgekv.text import StopReason, Token
 
@@ -131,6 +134,8 @@ class PendingAnswer:
         accepted_drafts: generated tokens that speculation proposed, once it has ended.
         rejected_drafts: proposed tokens that were wrong, or not needed.
         scored: log-probabilities of the prompt so far.
+        rows: what came of the tokens of a text, of a model that writes none.
+        gives_rows: whether those are wanted, not log-probabilities.
     """
 
     request: Request
@@ -149,6 +154,8 @@ class PendingAnswer:
     accepted_drafts: int = 0
     rejected_drafts: int = 0
     scored: list[TokenLogprob] = field(default_factory=list)
+    rows: list[NDArray[np.float32]] = field(default_factory=list)
+    gives_rows: bool = False
 
     def __post_init__(self) -> None:
         self.last_token = self.began
@@ -393,6 +400,8 @@ class EngineThread:
         elif isinstance(event, BaseException):
             self._fail(answer, api_error(event))
             return
+        elif isinstance(event, Scores) and answer.gives_rows:
+            answer.rows.append(event.rows)
         elif isinstance(event, Scores) and answer.add_scores(event):
             self._events.append((answer, tuple(answer.scored)))
         if sequence.has_ended:
@@ -424,6 +433,8 @@ class EngineThread:
             reason, answer.cached_tokens = _REASONS[stats.stop_reason], stats.cache.reused_tokens
             if (drafts := stats.speculation) is not None:
                 answer.accepted_drafts, answer.rejected_drafts = drafts.accepted, drafts.proposed - drafts.accepted
+        elif sequence.request.only_reads:
+            answer.cached_tokens = sequence.use.reused_tokens
         answer.reason, answer.has_ended = reason, True
         self._events.append((answer, reason))
 
@@ -450,23 +461,15 @@ class EngineThread:
         self._has_first = False
 
     def _count_prompt(self, sequence: Sequence) -> None:
-        if sequence.output is not None and sequence.output.tokens:
+        if sequence.request.only_reads or (sequence.output is not None and sequence.output.tokens):
             use, run = sequence.use, sequence.speculation
-            self._metrics.count_prompt(sequence.prompt_tokens, use.reused_tokens, use.restored_tokens)
+            self._metrics.count_prompt(sequence.request.read_tokens, use.reused_tokens, use.restored_tokens)
             if run is not None:
                 self._metrics.count_drafts(run.stats)
 
     def _measure(self) -> None:
         """Note what the engine holds: other threads must not look at it."""
-        engine = self._engine
-        self._measured = queued, running = self.queued, self.running
-        pool, store = engine.pool.stats, engine.prefix_store
-        held = Held(queued, running, pool.total_sequences, pool.total_bytes, pool.evictions, busy=engine.pool.taken)
-        if store is not None:
-            stats = store.stats
-            held.prefix_blocks, held.prefix_bytes = stats.memory.blocks, stats.memory.bytes_held
-            held.prefix_hits, held.prefix_misses = stats.hits, stats.misses
-            held.rejected_files = stats.rejected_files
-        if (batch := engine.used_batch) is not None:
-            held.batch_passes, held.batch_tokens = batch.passes, batch.rows
-        self._metrics.held = held
+        gauges = self._engine.gauges()
+        gauges.queued = self.queued
+        self._measured = gauges.queued, gauges.running
+        self._metrics.gauges = gauges

@@ -78,9 +78,9 @@ class ApiError(Exception):
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Those that HTTP wants with it."""
-        found = {b"allow": ", ".join(self.allowed), b"www-authenticate": "Bearer" if self.status == 401 else ""}
-        found[b"retry-after"] = "" if self.retry_after_s is None else str(self.retry_after_s)
-        return tuple((name, value.encode()) for name, value in found.items() if value)
+        headers = {b"allow": ", ".join(self.allowed), b"www-authenticate": "Bearer" if self.status == 401 else ""}
+        headers[b"retry-after"] = "" if self.retry_after_s is None else str(self.retry_after_s)
+        return tuple((name, value.encode()) for name, value in headers.items() if value)
 
     def renamed(self, name_of: Callable[[str], str | None]) -> ApiError:
         """The same error with the request's name of the field; see `SamplingFields.name_of`."""
@@ -112,8 +112,8 @@ def queue_full(waiting: int, after_s: int, answers: int = 1) -> ApiError:
         after_s: when to try again.
         answers: that the request wants.
     """
-    found = "is full" if answers == 1 else f"has no room for {answers} answers"
-    message = f"The queue {found} ({waiting} waiting). Try again in {after_s} s."
+    problem = "is full" if answers == 1 else f"has no room for {answers} answers"
+    message = f"The queue {problem} ({waiting} waiting). Try again in {after_s} s."
     return ApiError(429, message, code="queue_full", retry_after_s=after_s)
 
 

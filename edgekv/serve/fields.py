@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from edgekv.machine.decoding import DECODERS
 from edgekv.serve.errors import refused
 
 
 @dataclass(frozen=True, slots=True)
-class Unsupported:
+class UnsupportedField:
     """A field that would change the answer.
 
     Attributes:
@@ -24,8 +26,13 @@ class Unsupported:
     neutral: tuple[Any, ...] = ()
 
 
-def _named(names: str, fix: str, *neutral: Any) -> dict[str, Unsupported]:
-    return dict.fromkeys(names.split(), Unsupported(fix, neutral))
+def within(field: str, names: Iterable[str]) -> str | None:
+    """A field of a request, or a place within one, such as `messages[0].content`; None if no name is its root."""
+    return field if re.split(r"[.\[]", field, maxsplit=1)[0] in names else None
+
+
+def _named(names: str, fix: str, *neutral: Any) -> dict[str, UnsupportedField]:
+    return dict.fromkeys(names.split(), UnsupportedField(fix, neutral))
 
 
 _LEAVE_OUT = "It is not supported; leave it out."
@@ -36,7 +43,7 @@ _ADAPTER = 'Use "model": "NAME:ADAPTER"; GET /v1/models lists them.'
 
 _NOTHING: tuple[Any, ...] = ((), {}, "", False, "none", "auto")
 
-UNSUPPORTED: Mapping[str, Unsupported] = {
+UNSUPPORTED: Mapping[str, UnsupportedField] = {
     # how tokens are chosen
     **_named("typical_p typical tfs_z length_penalty repeat_penalty encoder_repetition_penalty", _LEAVE_OUT, 1),
     **_named("guidance_scale cfg_scale num_beams", _LEAVE_OUT, 1),
@@ -132,7 +139,7 @@ CHANGES_NOTHING = frozenset(
 
 
 def check_fields(
-    body: bytes, known: Iterable[str], elsewhere: Mapping[str, str], own: Mapping[str, Unsupported]
+    body: bytes, known: Iterable[str], elsewhere: Mapping[str, str], own: Mapping[str, UnsupportedField]
 ) -> None:
     """Refuse the fields of a request that would change its answer, and that nothing reads.
 
@@ -145,25 +152,30 @@ def check_fields(
     Raises:
         ApiError: naming the first of them.
     """
-    for name, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+    for name, raw in DECODERS[dict[str, msgspec.Raw]].decode(body).items():
         if name in known or name in CHANGES_NOTHING:
             continue
-        found = own.get(name) or UNSUPPORTED.get(name)
-        if found is None and name in elsewhere:
-            found = Unsupported(
+        unsupported = own.get(name) or UNSUPPORTED.get(name)
+        if unsupported is None and name in elsewhere:
+            unsupported = UnsupportedField(
                 f"It is a field of {elsewhere[name]}; leave it out.", ((), {}, "", False, "none", "auto")
             )
-        if found is None:
+        if unsupported is None:
             continue
         value = msgspec.json.decode(raw)
-        given = tuple(value) if value == [] else value
+        comparable = tuple(value) if value == [] else value
         if value is None or any(
-            given == each and isinstance(given, str) == isinstance(each, str) for each in found.neutral
+            comparable == neutral and isinstance(comparable, str) == isinstance(neutral, str)
+            for neutral in unsupported.neutral
         ):
             continue
         shown = value if isinstance(value, (bool, int, float)) else f"a {_KINDS[type(value)]}"
-        wanted = "nothing" if found.neutral is _NOTHING else " or ".join(map(_written, found.neutral)) or "nothing"
-        raise refused(name, got=shown, expected=wanted, fix=found.fix)
+        expected = (
+            "nothing"
+            if unsupported.neutral is _NOTHING
+            else " or ".join(map(_written, unsupported.neutral)) or "nothing"
+        )
+        raise refused(name, got=shown, expected=expected, fix=unsupported.fix)
 
 
 _KINDS: Mapping[type, str] = {str: "text", list: "list", dict: "object"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -12,13 +11,13 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from edgekv.engine import POOLED, Request
+from edgekv.engine import Request
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.fields import Unsupported, check_fields
+from edgekv.serve.fields import UnsupportedField, check_fields, within
 from edgekv.serve.http import Exchange, read_json
 from edgekv.serve.options import Limits
 from edgekv.serve.service import Service
-from edgekv.text import SamplingParams, Tools
+from edgekv.text import SamplingParams
 from edgekv.text.grammar import Grammar
 from edgekv.text.sampler import check_ids
 
@@ -31,7 +30,7 @@ _ALL = (0, -1)
 _SEEDS = 1 << 64
 _CHANGED = ("seed", "stop", "logit_bias", "max_new_tokens", "grammar", "top_k", "min_new_tokens")
 """Fields of `SamplingParams` that requests have in another form."""
-_SAME = tuple(each.name for each in fields(SamplingParams) if each.name not in _CHANGED)
+_SAME = tuple(field.name for field in fields(SamplingParams) if field.name not in _CHANGED)
 """The others, which requests call the same."""
 
 
@@ -79,7 +78,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     path: ClassVar[str]
     names: ClassVar[dict[str, str]] = {"lora": "model", "min_new_tokens": "min_tokens"}
     """What the request calls fields of the library."""
-    unsupported: ClassVar[dict[str, Unsupported]] = {}
+    unsupported: ClassVar[dict[str, UnsupportedField]] = {}
     """Fields of other servers that are refused here, and those that are neutral here alone."""
 
     model: str | None = None
@@ -141,26 +140,22 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ApiError: two fields do, or an unknown form.
         """
-        found = dict[str, Callable[[], Grammar]]()
-        outputs = self.structured_outputs or StructuredOutputs()
-        for kind, own, others in (
-            ("json", outputs.json, ("guided_json", "json_schema")),
-            ("regex", outputs.regex, ("guided_regex", "regex")),
-            ("choice", outputs.choice, ("guided_choice",)),
-            ("grammar", outputs.grammar, ("guided_grammar", "ebnf", "grammar")),
-        ):
-            fields = {f"structured_outputs.{kind}": own, **{name: getattr(self, name) for name in others}}
-            for name, value in fields.items():
-                if value not in (None, "", []):  # an empty schema, {}, is any JSON
-                    found[name] = partial(_MAKERS[kind], value)
-        if outputs.json_object:
-            found["structured_outputs.json_object"] = Grammar.json_object
+        constraints = dict[str, Callable[[], Grammar]]()
+        if (outputs := self.structured_outputs) is not None:
+            for kind, make in _MAKERS.items():
+                if (value := getattr(outputs, kind)) not in _FREE:
+                    constraints[f"structured_outputs.{kind}"] = partial(make, value)
+            if outputs.json_object:
+                constraints["structured_outputs.json_object"] = Grammar.json_object
+        for name, kind in _CONSTRAINTS.items():
+            if (value := getattr(self, name)) not in _FREE:
+                constraints[name] = partial(_MAKERS[kind], value)
         if (asked := self.asked_format()) is not None and (made := _made_by_format(*asked)) is not None:
-            found[made[0]] = made[1]
-        if len(found) > 1:
-            first, second, *_ = found
+            constraints[made[0]] = made[1]
+        if len(constraints) > 1:
+            first, second, *_ = constraints
             raise refused(second, got=f"a constraint beside {first}", expected="one of them", fix="Leave one out.")
-        return next(iter(found.items()), None)
+        return next(iter(constraints.items()), None)
 
     def name_of(self, field: str) -> str | None:
         """The request's name of a field in an error; None if it has no such field.
@@ -176,8 +171,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             if field == ours or field.startswith((f"{ours}.", f"{ours}[")):
                 field = theirs + field[len(ours) :]
                 break
-        root = re.split(r"[.\[]", field, maxsplit=1)[0]
-        return field if root in self.__struct_fields__ else None
+        return within(field, self.__struct_fields__)
 
     @property
     def includes_usage(self) -> bool:
@@ -195,48 +189,60 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             ApiError: no answer, too many, or a best of more than are wanted.
         """
         n = 1 if self.n is None else self.n
-        most = min(MAX_ANSWERS, limits.sessions + limits.queue)
-        if prompts > most:
-            found, wanted = f"{prompts} prompts", f"at most {most}, which run or wait together"
-            raise refused("prompt", got=found, expected=wanted, fix="Send several requests.")
-        if not 1 <= n <= most // prompts:
-            wanted = f"1 to {most // prompts}" + (f" with {prompts} prompts" if prompts > 1 else "")
-            raise refused("n", got=n, expected=wanted, fix="Ask for fewer answers.")
+        max_answers = min(MAX_ANSWERS, limits.sessions + limits.queue)
+        if prompts > max_answers:
+            got, expected = f"{prompts} prompts", f"at most {max_answers}, which run or wait together"
+            raise refused("prompt", got=got, expected=expected, fix="Send several requests.")
+        if not 1 <= n <= max_answers // prompts:
+            expected = f"1 to {max_answers // prompts}" + (f" with {prompts} prompts" if prompts > 1 else "")
+            raise refused("n", got=n, expected=expected, fix="Ask for fewer answers.")
         if self.best_of not in (None, n):
             fix = "Leave it out; every answer is sent."
             raise refused("best_of", got=self.best_of, expected=f"{n}, the value of n", fix=fix)
         return n
 
-    def params(self, defaults: SamplingParams, max_new_tokens: int, grammar: Grammar | None) -> SamplingParams:
+    def params(
+        self, defaults: SamplingParams, vocab: int, max_new_tokens: int, grammar: Grammar | None
+    ) -> SamplingParams:
         """The parameters, with the model's defaults for what is not given.
 
         Fields that have no effect at temperature 0 are left out there, as clients send them with it.
 
+        Args:
+            defaults: of the model.
+            vocab: number of its tokens.
+            max_new_tokens: the most tokens of an answer.
+            grammar: what the text has to be; None for free text.
+
         Raises:
             ApiError: too many stop texts, or a bias for what is no token id.
-            UsageError: a value out of range.
+            UsageError: a value out of range, or a token outside of the vocabulary: the headers of a stream do not wait
+                for the engine.
         """
-        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "grammar": grammar}
+        params: dict[str, Any] = {"max_new_tokens": max_new_tokens, "grammar": grammar}
         for name in _SAME:
             if (value := getattr(self, name)) is not None:
-                given[name] = value
+                params[name] = value
         if self.top_k is not None:
-            given["top_k"] = None if self.top_k in _ALL else self.top_k
+            params["top_k"] = None if self.top_k in _ALL else self.top_k
         if self.min_tokens is not None:
-            given["min_new_tokens"] = self.min_tokens
+            params["min_new_tokens"] = self.min_tokens
         if self.seed is not None:
-            given["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed
+            params["seed"] = self.seed % _SEEDS if self.seed < 0 else self.seed
         if self.stop is not None:
-            given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
-            if len(given["stop"]) > MAX_STOPS:
-                found, fix = f"{len(given['stop'])} texts", "Give fewer."
-                raise refused("stop", got=found, expected=f"at most {MAX_STOPS}", fix=fix)
+            params["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
+            if len(params["stop"]) > MAX_STOPS:
+                got, fix = f"{len(params['stop'])} texts", "Give fewer."
+                raise refused("stop", got=got, expected=f"at most {MAX_STOPS}", fix=fix)
         if self.logit_bias is not None:
-            given["logit_bias"] = {_token(text): bias for text, bias in self.logit_bias.items()}
-        if given.get("temperature", defaults.temperature) == 0:
+            params["logit_bias"] = {_token(text): bias for text, bias in self.logit_bias.items()}
+        if params.get("temperature", defaults.temperature) == 0:
             for name in ("top_p", "top_k", "min_p", "seed"):
-                given.pop(name, None)
-        return defaults.overlaid(**given)
+                params.pop(name, None)
+        made = defaults.overlaid(**params)
+        if made.logit_bias or made.stop_token_ids:
+            check_ids(made, vocab)
+        return made
 
 
 def check_top_logprobs(name: str, value: int) -> int:
@@ -273,12 +279,12 @@ R = TypeVar("R", bound=SamplingFields)
 @cache
 def _elsewhere(kind: type[SamplingFields]) -> dict[str, str]:
     """The paths that read the fields that requests of a kind do not have, by the field."""
-    found = dict[str, str]()
+    paths = dict[str, str]()
     for other in SamplingFields.__subclasses__():
         for name in other.__struct_fields__:
             if name not in kind.__struct_fields__:
-                found.setdefault(name, other.path)
-    return found
+                paths.setdefault(name, other.path)
+    return paths
 
 
 def _made_by_format(field: str, asked: ResponseFormat) -> tuple[str, Callable[[], Grammar]] | None:
@@ -290,8 +296,8 @@ def _made_by_format(field: str, asked: ResponseFormat) -> tuple[str, Callable[[]
     if asked.type == "text":
         return None
     if asked.type not in _FORMS:
-        found, fix = repr(asked.type)[:40], "Leave it out for text."
-        raise refused(f"{field}.type", got=found, expected=" or ".join(_FORMS), fix=fix)
+        got, fix = repr(asked.type)[:40], "Leave it out for text."
+        raise refused(f"{field}.type", got=got, expected=" or ".join(_FORMS), fix=fix)
     named = None if asked.json_schema is None else asked.json_schema.schema
     if (schema := asked.schema if named is None else named) is None:
         if asked.type == "json_schema":
@@ -302,6 +308,19 @@ def _made_by_format(field: str, asked: ResponseFormat) -> tuple[str, Callable[[]
     return own, partial(Grammar.json_schema, schema)
 
 
+_FREE: tuple[Any, ...] = (None, "", [])
+"""Values of a constraint that leave a text free; an empty schema, {}, is any JSON."""
+_CONSTRAINTS = {
+    "guided_json": "json",
+    "json_schema": "json",
+    "guided_regex": "regex",
+    "regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+"""Fields that bind the text, by the kind of `_MAKERS`."""
 _OF_GRAMMARS = ("json_schema", "regex", "choice", "grammar")
 """Fields of the errors of `Grammar`."""
 _FORMS = ("text", "json_object", "json_schema")
@@ -329,45 +348,6 @@ def accept(service: Service, exchange: Exchange, body: bytes, kind: type[R]) -> 
         exchange.cache_salt = sha256(both).hexdigest()
     exchange.name_of = request.name_of
     return request, lora
-
-
-def engine_request(
-    service: Service,
-    exchange: Exchange,
-    params: SamplingParams | None,
-    *,
-    tools: Tools | None = None,
-    lora: str | None = None,
-    reads_thoughts: bool = False,
-    returns_logits: bool = False,
-) -> Request:
-    """What a request asks of the engine, without its prompt.
-
-    Args:
-        service: runs it.
-        exchange: the request.
-        params: how to sample; None generates nothing.
-        tools: functions that the answer may call.
-        lora: adapters, as `Model.generate` takes them.
-        reads_thoughts: whether the model's thoughts are apart from the text.
-        returns_logits: whether log-probabilities are reported.
-
-    Raises:
-        UsageError: a bias of a token outside of the vocabulary: the headers of a stream do not wait for the engine.
-    """
-    if params is not None and (params.logit_bias or params.stop_token_ids):
-        check_ids(params, service.model.bundle.manifest.model.vocab)
-    return Request(
-        (),
-        params,
-        POOLED if params is not None else None,
-        salt=exchange.cache_salt,
-        tools=tools,
-        speculation=service.speculation,
-        lora=lora,
-        reads_thoughts=reads_thoughts,
-        returns_logits=returns_logits,
-    )
 
 
 def for_answers(request: Request, n: int) -> list[Request]:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Seque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import lru_cache
 from hashlib import sha256
 from time import perf_counter
 from typing import Any, ClassVar, TypeVar
@@ -25,6 +26,7 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from edgekv.machine.decoding import DECODERS
 from edgekv.serve.errors import LEFT, ApiError, DisconnectedError, api_error, refused, timed_out
 from edgekv.serve.metrics import Metrics
 from edgekv.serve.options import LOOPBACK, Limits, ServeOptions
@@ -133,6 +135,7 @@ class Exchange:
         record: what the log will say of it.
         name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
         headers: of the answer, beside those of its content.
+        connection: takes parts of a stream that has begun past ASGI, which costs more than all else here.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -143,7 +146,7 @@ class Exchange:
         self.record: RequestRecord = scope["state"]["record"]
         self.name_of: Callable[[str], str | None] = _same
         self.headers: list[tuple[bytes, bytes]] = []
-        self._connection: Connection = scope["state"]["connection"]
+        self.connection: Connection = scope["state"]["connection"]
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -162,7 +165,7 @@ class Exchange:
 
     def watch(self) -> None:
         """End it when the client leaves, or at its deadline. The body has been read; in the loop's thread."""
-        connection = self._connection
+        connection = self.connection
         connection.on_lost = self._leave
         connection.flow.resume_reading()  # uvicorn pauses it at a long body, and would not see the client leave
         limit_s = self._limits.request_s
@@ -209,7 +212,7 @@ class Exchange:
         """Watch for nothing any more, in the loop's thread."""
         if self._timer is not None:
             self._timer.cancel()
-            self._connection.on_lost = None
+            self.connection.on_lost = None
 
     def _leave(self) -> None:
         self.end(DisconnectedError())
@@ -225,11 +228,11 @@ class Exchange:
             ApiError: 408, it takes too long; 413, it is too large; 415, it is no JSON.
             DisconnectedError: the client has gone.
         """
-        given = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if given != JSON:
+        content_type = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if content_type != JSON:
             # A web page cannot send JSON to another origin without asking, so this keeps foreign pages out.
-            found = given.decode("latin-1")[:80] or "nothing"
-            raise ApiError(415, f"content-type: got {found}; expected application/json. Set the header.")
+            got = content_type.decode("latin-1")[:80] or "nothing"
+            raise ApiError(415, f"content-type: got {got}; expected application/json. Set the header.")
         body = await self._body()
         self.watch()
         return body
@@ -272,15 +275,6 @@ class Exchange:
         """
         await self._write(data, more=more)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the connection takes more of a stream that has begun, without waiting for the client."""
-        return self._connection.has_room
-
-    def send_now(self, data: bytes) -> None:
-        """Send events of a stream that has begun, if `has_room`: past ASGI, which costs more than all else here."""
-        self._connection.send_part(data)
-
     async def _body(self) -> bytes:
         limit = self._limits.body_bytes
         announced = self.header(b"content-length")
@@ -288,7 +282,7 @@ class Exchange:
             raise _too_large(limit)
         parts, size, more = [], 0, True
         try:
-            async with asyncio.timeout(self._limits.body_s):
+            async with asyncio.timeout(None if self.connection.has_body else self._limits.body_s):
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -331,7 +325,7 @@ class Exchange:
             self._watch = loop.call_later(left_s, self._check_write)
         else:
             self._is_aborted = True
-            self._connection.abort()
+            self.connection.abort()
 
 
 def read_json(body: bytes, kind: type[T]) -> T:
@@ -341,7 +335,7 @@ def read_json(body: bytes, kind: type[T]) -> T:
         ApiError: no such object.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        return DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at `$")
         missing = _MISSING.search(reason)
@@ -372,9 +366,9 @@ class ApiKeys:
             authorization: the header's value, `Bearer KEY`; None if there is none.
         """
         scheme, _, key = (authorization or b"").partition(b" ")
-        given = _digest(key.strip() if scheme.lower() == b"bearer" else b"")
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return sha256(b"edgekv cache salt" + given).hexdigest() if any(matches) else None
+        key_digest = _digest(key.strip() if scheme.lower() == b"bearer" else b"")
+        matches = [hmac.compare_digest(key_digest, digest) for digest in self._digests]
+        return sha256(b"edgekv cache salt" + key_digest).hexdigest() if any(matches) else None
 
 
 class Routes:
@@ -402,7 +396,7 @@ class Routes:
         """
         methods, name = self._paths.get(path), ""
         if methods is None:
-            start = next((each for each in self._named if path.startswith(each) and path != each), None)
+            start = next((prefix for prefix in self._named if path.startswith(prefix) and path != prefix), None)
             if start is None:
                 message = f"path: got {path[:200]!r}; expected one of {self._shown}. Correct it."
                 raise ApiError(404, message, code="not_found")
@@ -446,7 +440,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 self._metrics.count_answer(path, record.status)
-                message["headers"].append((b"date", formatdate(usegmt=True).encode()))
+                message["headers"].append((b"date", _date(int(time.time()))))
             await send(message)
 
         try:
@@ -461,8 +455,8 @@ class Guard:
         try:
             self._check(exchange)
             if scope["path"] not in POLLED and scope["state"]["connection"].is_crowded:
-                most, fix = self._options.limits.connections, "Try again later."
-                message = f"connections: got more than {most} requests at once; expected at most that. {fix}"
+                max_connections, fix = self._options.limits.connections, "Try again later."
+                message = f"connections: got more than {max_connections} requests at once; expected at most that. {fix}"
                 raise ApiError(503, message, code="busy", retry_after_s=1)
             handler, exchange.name = self._routes.find(scope["method"], scope["path"])
             await handler(exchange)
@@ -524,6 +518,11 @@ class Connection(H11Protocol):
     def within(cls, limits: Limits) -> type[Connection]:
         """The same with limits, for a server: uvicorn makes the connections."""
         return type(cls.__name__, (cls,), {"limits": limits, "idle": {}})
+
+    @property
+    def has_body(self) -> bool:
+        """Whether all of the request has arrived: a timer for the rest would cost as much as reading it."""
+        return not self.cycle.more_body
 
     @property
     def is_crowded(self) -> bool:
@@ -588,21 +587,21 @@ class Connection(H11Protocol):
 
     def _look_for_refusal(self, after_s: float) -> None:
         """End the connection once the client's system has refused what was sent: asyncio no longer looks."""
-        found = self.transport.get_extra_info("socket")
-        if self.transport.is_closing() or found is None:
+        client = self.transport.get_extra_info("socket")
+        if self.transport.is_closing() or client is None:
             return
-        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        if client.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.abort()
         else:
             self._look = self.loop.call_later(after_s, self._look_for_refusal, min(2 * after_s, _LOOK_S))
 
     @property
     def has_room(self) -> bool:
-        """Whether it is open and the client has not too much unread."""
+        """Whether it takes a part without waiting: it is open, and the client has not too much unread."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def send_part(self, data: bytes) -> None:
-        """Send a part of an answer without a known length that has begun."""
+        """Send a part of an answer without a known length that has begun, if `has_room`."""
         if self.scope["http_version"] == "1.1":  # as h11 writes it, at a tenth of the time
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
@@ -626,7 +625,7 @@ def _use_origin_form(scope: Scope) -> None:
     scheme, _, rest = scope["path"].partition("://")
     if scheme.lower() in ("http", "https"):
         host, _, path = rest.partition("/")
-        others = (each for each in scope["headers"] if each[0] != b"host")
+        others = (header for header in scope["headers"] if header[0] != b"host")
         scope["headers"] = [(b"host", host.encode("latin-1", "replace")), *others]
         scope["path"] = f"/{path}"
 
@@ -635,6 +634,12 @@ def write_line(line: str) -> None:
     """Write a line with the time of day. A standard error that nobody reads any more is no reason to fail."""
     with suppress(OSError, ValueError):
         print(time.strftime("%Y-%m-%d %H:%M:%S"), line, file=sys.stderr, flush=True)
+
+
+@lru_cache(maxsize=1)
+def _date(second: int) -> bytes:
+    """A time since 1970 as headers have it: writing one takes as long as all else of a head."""
+    return formatdate(second, usegmt=True).encode()
 
 
 def _same(field: str) -> str:

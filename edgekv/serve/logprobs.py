@@ -47,7 +47,7 @@ def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLog
     largest = values.max()
     normalizer = largest + np.log(np.exp(values - largest).sum())
     best = most_likely(logits, min(top, len(logits))) if top else ()
-    ranked = tuple(Likelihood(int(each), float(values[each] - normalizer)) for each in best)
+    ranked = tuple(Likelihood(int(id), float(values[id] - normalizer)) for id in best)
     return TokenLogprob(Likelihood(token, float(values[token] - normalizer)), ranked)
 
 

@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edgekv.engine import SpeculationStats
+from edgekv.engine import EngineGauges, SpeculationStats
 from edgekv.serve.errors import ApiError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -39,41 +39,6 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class Held:
-    """What the engine held when it was noted last.
-
-    Attributes:
-        queued: requests that wait for a session.
-        running: requests that take turns.
-        sessions: sessions with a cache.
-        session_bytes: bytes of these caches.
-        evictions: sessions evicted under memory pressure.
-        prefix_blocks: blocks of the prefix cache in memory.
-        prefix_bytes: bytes of them.
-        prefix_hits: lookups in the prefix cache that found a token.
-        prefix_misses: lookups that found none.
-        rejected_files: files of the prefix cache that are broken or foreign.
-        busy: sessions that a request uses.
-        batch_passes: passes that advanced several answers.
-        batch_tokens: tokens that they brought.
-    """
-
-    queued: int = 0
-    running: int = 0
-    sessions: int = 0
-    session_bytes: int = 0
-    evictions: int = 0
-    prefix_blocks: int = 0
-    prefix_bytes: int = 0
-    prefix_hits: int = 0
-    prefix_misses: int = 0
-    rejected_files: int = 0
-    busy: int = 0
-    batch_passes: int = 0
-    batch_tokens: int = 0
-
-
-@dataclass(slots=True)
 class Metrics:
     """Counters since the start.
 
@@ -94,8 +59,8 @@ class Metrics:
         accepted: those that were right, by drafter.
         first_token: seconds from a request to its first token.
         token: seconds from each token to the next.
-        held: sessions and bytes.
-        is_reproducible: whether a prompt has the same answer whatever is cached of it.
+        gauges: sessions and bytes.
+        is_reproducible: whether output is independent of what is cached of a prompt.
     """
 
     answers: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -111,7 +76,7 @@ class Metrics:
     accepted: dict[str, int] = field(default_factory=dict)
     first_token: Histogram = field(default_factory=lambda: Histogram(_FIRST_TOKEN_S))
     token: Histogram = field(default_factory=lambda: Histogram(_TOKEN_S))
-    held: Held = field(default_factory=Held)
+    gauges: EngineGauges = field(default_factory=EngineGauges)
     is_reproducible: bool = False
 
     def count_answer(self, path: str, status: int) -> None:
@@ -143,7 +108,7 @@ class Metrics:
 
     def text(self, compiling_grammars: int = 0) -> str:
         """All of them, and the grammars that are compiled now, as Prometheus reads them."""
-        held = self.held
+        gauges = self.gauges
         lines: list[str] = []
 
         def add(name: str, kind: str, about: str, samples: Iterator[str]) -> None:
@@ -171,8 +136,8 @@ class Metrics:
         )
         one("requests_finished_total", "counter", "Answers that ran to their end.", self.finished)
         one("disconnects_total", "counter", "Clients that left before the end of their answer.", self.disconnects)
-        one("requests_queued", "gauge", "Requests that wait for a session.", held.queued)
-        one("requests_running", "gauge", "Requests that take turns.", held.running)
+        one("requests_queued", "gauge", "Requests that wait for a session.", gauges.queued)
+        one("requests_running", "gauge", "Requests that take turns.", gauges.running)
         one("prompt_tokens_total", "counter", "Tokens of the prompts of all answers.", self.prompt_tokens)
         one("prompt_tokens_reused_total", "counter", "Prompt tokens that were not computed.", self.reused_tokens)
         about = "Prompt tokens that came from the prefix cache."
@@ -188,22 +153,22 @@ class Metrics:
                 about = f"Drafted tokens{' that were right' if counts is self.accepted else ''}, by drafter."
                 samples = (f'edgekv_{name}{{drafter="{drafter}"}} {n}' for drafter, n in sorted(counts.items()))
                 add(name, "counter", about, samples)
-        if held.batch_passes:
+        if gauges.batch_passes:
             about = "Inferences that advanced several answers."
-            one("batch_passes_total", "counter", about, held.batch_passes)
-            one("batch_tokens_total", "counter", "Tokens that they brought.", held.batch_tokens)
+            one("batch_passes_total", "counter", about, gauges.batch_passes)
+            one("batch_tokens_total", "counter", "Tokens that they brought.", gauges.batch_tokens)
         about = "Grammars that are compiled, with those that take too long."
         one("grammars_compiling", "gauge", about, compiling_grammars)
-        one("sessions", "gauge", "Sessions with a cache.", held.sessions)
-        one("sessions_busy", "gauge", "Sessions that a request uses.", held.busy)
-        one("session_bytes", "gauge", "Bytes of the caches of sessions.", held.session_bytes)
-        one("session_evictions_total", "counter", "Sessions evicted under memory pressure.", held.evictions)
-        about = "Whether a request has the same answer whatever is cached of its prompt."
+        one("sessions", "gauge", "Sessions with a cache.", gauges.sessions)
+        one("sessions_busy", "gauge", "Sessions that a request uses.", gauges.busy)
+        one("session_bytes", "gauge", "Bytes of the caches of sessions.", gauges.session_bytes)
+        one("session_evictions_total", "counter", "Sessions evicted under memory pressure.", gauges.evictions)
+        about = "Whether output is independent of what is cached of a prompt."
         one("reproducible", "gauge", about, int(self.is_reproducible))
-        one("prefix_cache_blocks", "gauge", "Blocks of the prefix cache in memory.", held.prefix_blocks)
-        one("prefix_cache_bytes", "gauge", "Bytes of these blocks.", held.prefix_bytes)
-        one("prefix_cache_hits_total", "counter", "Lookups that found a prefix.", held.prefix_hits)
-        one("prefix_cache_misses_total", "counter", "Lookups that found none.", held.prefix_misses)
+        one("prefix_cache_blocks", "gauge", "Blocks of the prefix cache in memory.", gauges.prefix_blocks)
+        one("prefix_cache_bytes", "gauge", "Bytes of these blocks.", gauges.prefix_bytes)
+        one("prefix_cache_hits_total", "counter", "Lookups that found a prefix.", gauges.prefix_hits)
+        one("prefix_cache_misses_total", "counter", "Lookups that found none.", gauges.prefix_misses)
         about = "Files of the prefix cache that are broken or foreign."
-        one("prefix_cache_rejected_files_total", "counter", about, held.rejected_files)
+        one("prefix_cache_rejected_files_total", "counter", about, gauges.rejected_files)
         return "\n".join(lines) + "\n"

@@ -55,8 +55,8 @@ class Limits:
                 raise UsageError(name, got=getattr(self, name), expected="at least 1", fix="Leave it out.")
         for name in ("request_s", "header_s", "body_s", "send_s"):
             if not 0 < getattr(self, name) < 1e6:
-                found = getattr(self, name)
-                raise UsageError(name, got=found, expected="seconds, above 0 and below 1,000,000", fix="Leave it out.")
+                got = getattr(self, name)
+                raise UsageError(name, got=got, expected="seconds, above 0 and below 1,000,000", fix="Leave it out.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ def accepted_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
     """
     if key is not None and not _is_visible(key):
         # The key itself is a secret, so the message does not have it.
-        found = "other characters" if key else "an empty key"
+        got = "other characters" if key else "an empty key"
         fix = f"Correct --api-key, or the environment variable {KEY_VARIABLE}."
-        raise UsageError("API key", got=found, expected=_VISIBLE, fix=fix)
+        raise UsageError("API key", got=got, expected=_VISIBLE, fix=fix)
     return (*(() if key is None else (key,)), *(() if file is None else read_keys(file)))
 
 

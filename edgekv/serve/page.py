@@ -57,6 +57,6 @@ async def chat_page(exchange: Exchange) -> None:
 
 def _hash(text: str, tag: str) -> str:
     """The hash of an element's content, as a content security policy names it."""
-    found = re.search(f"<{tag}>(.*?)</{tag}>", text, re.S)
-    assert found is not None
-    return f"'sha256-{b64encode(sha256(found[1].encode()).digest()).decode()}'"
+    element = re.search(f"<{tag}>(.*?)</{tag}>", text, re.S)
+    assert element is not None
+    return f"'sha256-{b64encode(sha256(element[1].encode()).digest()).decode()}'"

@@ -17,7 +17,7 @@ from edgekv.serve.answers import PromptDetails, Reply
 from edgekv.serve.chat import URL_PART, ChatRequest, answer_chat, check_count, text_of
 from edgekv.serve.engine_thread import FinishReason, PendingAnswer
 from edgekv.serve.errors import ApiError, refused
-from edgekv.serve.fields import Unsupported
+from edgekv.serve.fields import UnsupportedField
 from edgekv.serve.generation import ResponseFormat, SamplingFields, accept
 from edgekv.serve.http import Exchange, event
 from edgekv.serve.logprobs import TokenLogprob
@@ -140,7 +140,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "response"
 
 
-class Deleted(msgspec.Struct, frozen=True):
+class DeletionRecord(msgspec.Struct, frozen=True):
     """That a stored answer was removed."""
 
     id: str
@@ -170,7 +170,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """An answer and the conversation that it ends.
 
     Attributes:
@@ -196,7 +196,7 @@ class ResponseStore:
         """
         self._max_responses = max_responses
         self._max_bytes = max(_MIN_BYTES, MAX_BYTES // max(keys, 1))
-        self._held: dict[str | None, OrderedDict[str, Stored]] = {}
+        self._held: dict[str | None, OrderedDict[str, StoredResponse]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._held.values()))
@@ -207,22 +207,24 @@ class ResponseStore:
         if size > self._max_bytes:
             return
         held = self._held.setdefault(salt, OrderedDict())
-        held[record.id] = Stored(record, messages, size)
-        while len(held) > self._max_responses or sum(each.size_bytes for each in held.values()) > self._max_bytes:
+        held[record.id] = StoredResponse(record, messages, size)
+        while (
+            len(held) > self._max_responses or sum(response.size_bytes for response in held.values()) > self._max_bytes
+        ):
             held.popitem(last=False)
 
-    def get(self, salt: str | None, name: str, param: str | None = None) -> Stored:
+    def get(self, salt: str | None, name: str, param: str | None = None) -> StoredResponse:
         """An answer of this key.
 
         Raises:
             ApiError: 404, there is none of this name.
         """
         held = self._held.get(salt)
-        found = None if held is None else held.get(name)
-        if found is None:
+        response = None if held is None else held.get(name)
+        if response is None:
             message = f"response: got {name[:80]!r}; expected one that is stored. Send the whole conversation."
             raise ApiError(404, message, param=param, code="response_not_found")
-        return found
+        return response
 
     def remove(self, salt: str | None, name: str) -> None:
         """Forget an answer.
@@ -234,18 +236,18 @@ class ResponseStore:
         del self._held[salt][name]
 
 
-def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+def read_input(request_input: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages as chat completions have them, and the field of the request that each comes from.
 
     Raises:
         ApiError: an item that is not supported, or has not what it needs.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}], ["input"]
-    check_count("input", len(given))
+    if isinstance(request_input, str):
+        return [{"role": "user", "content": request_input}], ["input"]
+    check_count("input", len(request_input))
     turns = _Turns()
     fields: list[str] = []
-    for at, item in enumerate(given):
+    for at, item in enumerate(request_input):
         field, kind = f"input[{at}]", item.get("type", "message")
         if kind == "message":
             turns.add({"role": item.get("role"), "content": _content_of(item.get("content"), f"{field}.content")})
@@ -259,8 +261,8 @@ def read_input(given: str | Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
         elif kind == "reasoning":
             turns.think(_thoughts_of(item.get("content")))
         else:
-            found, wanted = repr(kind)[:40], "message, reasoning, function_call or function_call_output"
-            raise refused(f"{field}.type", got=found, expected=wanted, fix="Leave it out.")
+            got, expected = repr(kind)[:40], "message, reasoning, function_call or function_call_output"
+            raise refused(f"{field}.type", got=got, expected=expected, fix="Leave it out.")
         fields += [field] * (len(turns.messages) - len(fields))
     turns.end()
     return turns.messages, [*fields, *["input"] * (len(turns.messages) - len(fields))]
@@ -404,12 +406,12 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
         "response_format.json_schema": "text.format.schema",
         "response_format": "text.format",
     }
-    unsupported: ClassVar[dict[str, Unsupported]] = {
-        "max_tokens": Unsupported("Use max_output_tokens."),
-        "max_completion_tokens": Unsupported("Use max_output_tokens."),
-        "response_format": Unsupported("Use text.format."),
-        "add_special_tokens": Unsupported("The chat template writes them; leave it out.", (False,)),
-        "top_logprobs": Unsupported("Use /v1/chat/completions for log-probabilities.", (0,)),
+    unsupported: ClassVar[dict[str, UnsupportedField]] = {
+        "max_tokens": UnsupportedField("Use max_output_tokens."),
+        "max_completion_tokens": UnsupportedField("Use max_output_tokens."),
+        "response_format": UnsupportedField("Use text.format."),
+        "add_special_tokens": UnsupportedField("The chat template writes them; leave it out.", (False,)),
+        "top_logprobs": UnsupportedField("Use /v1/chat/completions for log-probabilities.", (0,)),
     }
 
     input: str | list[dict[str, Any]]
@@ -432,8 +434,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.text is not None and self.text.verbosity not in (None, "medium"):
-            found, fix = repr(self.text.verbosity)[:40], "It is not supported; leave it out."
-            raise refused("text.verbosity", got=found, expected="medium", fix=fix)
+            got, fix = repr(self.text.verbosity)[:40], "It is not supported; leave it out."
+            raise refused("text.verbosity", got=got, expected="medium", fix=fix)
         for name in self.include or ():
             if name not in _INCLUDED:
                 fix = "Leave it out."
@@ -453,8 +455,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
         if self.truncation is None:
             return default
         if self.truncation not in _TRUNCATIONS:
-            found, wanted = repr(self.truncation)[:40], " or ".join(_TRUNCATIONS)
-            raise refused("truncation", got=found, expected=wanted, fix="Leave it out for the server's default.")
+            got, expected = repr(self.truncation)[:40], " or ".join(_TRUNCATIONS)
+            raise refused("truncation", got=got, expected=expected, fix="Leave it out for the server's default.")
         return _TRUNCATIONS[self.truncation]
 
     def as_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
@@ -535,7 +537,7 @@ class Responses:
             ApiError: it is not stored.
         """
         self._store.remove(exchange.salt, exchange.name)
-        await exchange.reply(Deleted(exchange.name))
+        await exchange.reply(DeletionRecord(exchange.name))
 
 
 def _place_of(field: str, places: Sequence[str]) -> str:
@@ -545,17 +547,17 @@ def _place_of(field: str, places: Sequence[str]) -> str:
         field: such as `messages[1].content` or `tools[0].function.name`.
         places: of each message.
     """
-    if found := re.fullmatch(r"messages\[(\d+)\](.*)", field):
-        place = places[int(found[1])]
-        return place + found[2] if place.startswith("input[") else place
+    if match := re.fullmatch(r"messages\[(\d+)\](.*)", field):
+        place = places[int(match[1])]
+        return place + match[2] if place.startswith("input[") else place
     return re.sub(r"^(tools\[\d+\])\.function\b", r"\1", field)
 
 
 def _tool(declared: dict[str, Any], field: str) -> dict[str, Any]:
     """A function as chat completions declare it."""
     if declared.get("type") != "function":
-        found, fix = repr(declared.get("type"))[:40], "Leave it out."
-        raise refused(f"{field}.type", got=found, expected="function", fix=fix)
+        got, fix = repr(declared.get("type"))[:40], "Leave it out."
+        raise refused(f"{field}.type", got=got, expected="function", fix=fix)
     kept = {name: declared[name] for name in ("name", "description", "parameters") if declared.get(name) is not None}
     return {"type": "function", "function": kept}
 

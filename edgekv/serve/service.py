@@ -23,6 +23,7 @@ class Service:
         model: only what does not change may be used outside of the engine's thread.
         texts: of the model.
         pictures: opens those of requests, and puts them into prompts.
+        branch_rows: see `Engine`.
         name: its id.
         created: when the server started, in seconds since 1970.
         names: texts of single tokens.
@@ -38,6 +39,7 @@ class Service:
         self.model = model
         self.texts = model.engine.texts
         self.pictures = model.engine.pictures
+        self.branch_rows = model.engine.branch_rows
         self.name = options.name or model.bundle.path.resolve().name
         self.created = int(time.time())
         self.names = TokenNames(self.texts.tokenizer)

@@ -40,7 +40,7 @@ class StuckEngineError(EngineError):
     """The engine's thread does not end."""
 
 
-class Serving:
+class ModelServer:
     """A model on a socket. The model stays open when it ends.
 
     Attributes:
@@ -49,8 +49,13 @@ class Serving:
         service: what it shares among requests.
     """
 
-    def __init__(self, model: Model, options: ServeOptions) -> None:
+    def __init__(self, model: Model, options: ServeOptions, listener: socket.socket | None = None) -> None:
         """Listen; requests are answered once `run` is called.
+
+        Args:
+            model: the model.
+            options: of the server.
+            listener: of `open_socket`, where requests may wait already; None to open one.
 
         Raises:
             UsageError: the address cannot be used, or the model cannot run several answers in one pass.
@@ -59,7 +64,7 @@ class Serving:
         model.prepare()
         if options.batches:
             _ = model.batch
-        self._socket: socket.socket = open_socket(options)
+        self._socket: socket.socket = open_socket(options) if listener is None else listener
         self.url = address_of(self._socket)
         self.page_url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:") + "/"
         self.service = Service(model, options)
