@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     )
     from edgekv.bundle.atomic import (
         atomic_directory as atomic_directory,
-        check_output as check_output,
+        check_new as check_new,
         remove_directory as remove_directory,
     )
     from edgekv.bundle.bundle import Bundle as Bundle, open_bundle as open_bundle
     from edgekv.bundle.compiled import (
         COMPILED as COMPILED,
-        Compiled as Compiled,
+        CompiledBinaries as CompiledBinaries,
         CompiledBinary as CompiledBinary,
         CompiledManifest as CompiledManifest,
         all_compiled as all_compiled,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from edgekv.bundle.manifest_file import read_manifest as read_manifest, write_manifest as write_manifest
     from edgekv.bundle.records import (
         AdapterRecord as AdapterRecord,
+        EmbeddingQuality as EmbeddingQuality,
         FileRecord as FileRecord,
         GenerationRecord as GenerationRecord,
         HeadsName as HeadsName,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         NeuronScalingName as NeuronScalingName,
         OutlierChannels as OutlierChannels,
         QualityRecord as QualityRecord,
+        RankingQuality as RankingQuality,
         RecipeRecord as RecipeRecord,
         RotationName as RotationName,
         SinkRecord as SinkRecord,

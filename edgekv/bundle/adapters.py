@@ -22,6 +22,7 @@ from edgekv.bundle.formats import SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.bundle.records import Count, FileRecord, Layer, Record
 from edgekv.errors import BundleError, UsageError
+from edgekv.machine.decoding import DECODERS, convert
 from edgekv.machine.json_file import decode_json, readable_json
 from edgekv.machine.system import MIB, read_file, sha256_of
 from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
@@ -107,19 +108,19 @@ class LoraAdapter:
             AdapterError: the file is missing or changed.
         """
         record = self.record.files[_TENSORS]
-        wanted = f"sha256 {record.sha256}"
+        expected = f"sha256 {record.sha256}"
         try:
             content = read_file(self.path / _TENSORS, record.bytes)
-            if (found := hashlib.sha256(content).hexdigest()) != record.sha256:
-                raise ValueError(f"sha256 {found}")
+            if (sha256 := hashlib.sha256(content).hexdigest()) != record.sha256:
+                raise ValueError(f"sha256 {sha256}")
             return decode_tensors(content).arrays
         except (OSError, ValueError, TensorFileError) as error:
-            raise self.refusal(error.strerror if isinstance(error, OSError) else error, wanted) from None
+            raise self.refusal(error.strerror if isinstance(error, OSError) else error, expected) from None
 
-    def refusal(self, found: object, wanted: str) -> AdapterError:
+    def refusal(self, got: object, expected: str) -> AdapterError:
         """The error of a damaged file of tensors."""
         return AdapterError(
-            _place(self.record.name, _TENSORS), got=found, expected=wanted, fix=_again(self.record.name)
+            _place(self.record.name, _TENSORS), got=got, expected=expected, fix=_again(self.record.name)
         )
 
 
@@ -131,14 +132,14 @@ def lora_tensor(half: str, layer: int, target: LoraTarget) -> str:
 def check_lora_name(name: str) -> None:
     """Raise UsageError if an adapter cannot have this name."""
     if _NAME.fullmatch(name) is None:
-        wanted = "letters, digits, ., _ and -, 64 at most"
-        raise UsageError("--name", got=repr(name), expected=wanted, fix="Give another name.")
+        expected = "letters, digits, ., _ and -, 64 at most"
+        raise UsageError("--name", got=repr(name), expected=expected, fix="Give another name.")
 
 
 def lora_names(bundle: Bundle) -> list[str]:
     """The names of the adapters of a bundle, sorted; the adapters may be damaged."""
-    found = (path.parent.name for path in (bundle.path / ADAPTERS).glob(f"*/{ADAPTER_RECORD}"))
-    return sorted(name for name in found if _NAME.fullmatch(name))
+    names = (path.parent.name for path in (bundle.path / ADAPTERS).glob(f"*/{ADAPTER_RECORD}"))
+    return sorted(name for name in names if _NAME.fullmatch(name))
 
 
 def lora_adapters(bundle: Bundle) -> list[LoraAdapter]:
@@ -172,17 +173,17 @@ def open_lora(bundle: Bundle, name: str) -> LoraAdapter:
         raise AdapterError(file, got=error.strerror, expected=_WRITTEN, fix=again) from None
     content = decode_json(raw, Content, field=file, expected=_WRITTEN, fix=again, error=AdapterError)
     seal = content.pop(SEAL, None)
-    if seal != (wanted := seal_of(content)):
-        raise AdapterError(f"{file}: {SEAL}", got=repr(seal)[:80], expected=wanted, fix=again)
+    if seal != (expected := seal_of(content)):
+        raise AdapterError(f"{file}: {SEAL}", got=repr(seal)[:80], expected=expected, fix=again)
     try:
-        record = msgspec.convert(content, LoraRecord)
+        record = convert(content, LoraRecord)
     except msgspec.ValidationError as error:
         raise AdapterError(file, got=error, expected="the fields of an adapter", fix=again) from None
     if record.format != _LORA_FORMAT or record.name != name or [*record.files] != [_TENSORS]:
-        found = f"{record.name}, format {record.format}"
-        raise AdapterError(file, got=found, expected=f"{name}, format {_LORA_FORMAT}", fix=again)
-    if record.bundle_sha256 != (wanted := sha256_of(bundle.path / MANIFEST)):
-        raise AdapterError(f"{file}: bundle_sha256", got=record.bundle_sha256, expected=wanted, fix=again)
+        got = f"{record.name}, format {record.format}"
+        raise AdapterError(file, got=got, expected=f"{name}, format {_LORA_FORMAT}", fix=again)
+    if record.bundle_sha256 != (expected := sha256_of(bundle.path / MANIFEST)):
+        raise AdapterError(f"{file}: bundle_sha256", got=record.bundle_sha256, expected=expected, fix=again)
     return LoraAdapter(path, record, str(seal))
 
 
@@ -192,7 +193,6 @@ def write_lora(
     """Add an adapter to a bundle; it appears complete or not at all.
 
     Args:
-        bundle: the bundle.
         record: without `files`.
         arrays: see `LoraAdapter.arrays`.
         force: replace an adapter of this name.
@@ -204,7 +204,7 @@ def write_lora(
     check_lora_name(record.name)
     content = encode_tensors(arrays)
     files = {_TENSORS: FileRecord(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())}
-    whole = msgspec.json.decode(msgspec.json.encode(msgspec.structs.replace(record, files=files)), type=Content)
+    whole = DECODERS[Content].decode(msgspec.json.encode(msgspec.structs.replace(record, files=files)))
     target = bundle.path / ADAPTERS / record.name
     with atomic_directory(target, force=force, marker=ADAPTER_RECORD) as folder:
         (folder / _TENSORS).write_bytes(content)

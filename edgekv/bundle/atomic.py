@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import mkdtemp
 
 from edgekv.bundle.manifest import MANIFEST
 from edgekv.errors import BundleError, UsageError
@@ -47,8 +48,7 @@ def atomic_directory(target: str | Path, *, force: bool = False, marker: str = M
             held = resources.enter_context(held_folder(target.parent, _prefix(target)))
             (held / NEW).mkdir()
         except OSError as error:
-            fix = "Give a path in a folder that you can write."
-            raise BundleError(f"output {target}", got=error.strerror, expected="a writable folder", fix=fix) from None
+            raise _not_writable(target, error) from None
         _in_use.add(target)
         resources.callback(_in_use.discard, target)
         yield held / NEW
@@ -62,8 +62,28 @@ def remove_directory(target: Path) -> None:
         target.replace(held / "removed")
 
 
-def check_output(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
+def check_new(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
     """Raise the errors of `atomic_directory` before any work is done.
+
+    Raises:
+        UsageError: see `atomic_directory`.
+        BundleError: its parent, or the nearest folder above it that exists, cannot be written.
+    """
+    check_output(target, force=force, marker=marker)
+    parent = next(path for path in target.absolute().parents if os.path.lexists(path))
+    try:
+        Path(mkdtemp(prefix=f"{_prefix(target)}-", dir=parent)).rmdir()
+    except OSError as error:
+        raise _not_writable(target, error) from None
+
+
+def _not_writable(target: Path, error: OSError) -> BundleError:
+    fix = "Give a path in a folder that you can write."
+    return BundleError(f"output {target}", got=error.strerror, expected="a writable folder", fix=fix)
+
+
+def check_output(target: Path, *, force: bool, marker: str = MANIFEST) -> None:
+    """Raise if something is at a path that must not be replaced.
 
     Raises:
         UsageError: see `atomic_directory`.

@@ -82,7 +82,6 @@ def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
     `rehashing`.
 
     Args:
-        path: the folder.
         verify: False skips the hashes of the files; their sizes are checked in any case.
 
     Raises:
@@ -102,18 +101,18 @@ def open_bundle(path: str | Path, verify: bool = True) -> Bundle:
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         path = folder / name
-        wanted = f"{record.bytes} bytes"
+        expected = f"{record.bytes} bytes"
         try:
             status = path.stat()
         except OSError:
-            found = "no such file"
-            raise BundleError(str(path), got=found, expected=f"a file of {wanted}", fix=export_again(folder)) from None
+            got = "no such file"
+            raise BundleError(str(path), got=got, expected=f"a file of {expected}", fix=export_again(folder)) from None
         if not stat.S_ISREG(status.st_mode):
-            found = "no regular file"
-            raise BundleError(str(path), got=found, expected=f"a file of {wanted}", fix=export_again(folder))
+            got = "no regular file"
+            raise BundleError(str(path), got=got, expected=f"a file of {expected}", fix=export_again(folder))
         if status.st_size != record.bytes:
-            found = f"{status.st_size} bytes"
-            raise BundleError(str(path), got=found, expected=wanted, fix=export_again(folder))
+            got = f"{status.st_size} bytes"
+            raise BundleError(str(path), got=got, expected=expected, fix=export_again(folder))
 
 
 def _check_unlisted(folder: Path, manifest: Manifest) -> None:
@@ -128,5 +127,5 @@ def _check_hashes(folder: Path, manifest: Manifest) -> None:
     with file_hashes() as hashes:
         for name, record in manifest.files.items():
             if (digest := hashes.sha256_of(folder / name)) != record.sha256:
-                found, wanted = f"sha256 {digest}", f"sha256 {record.sha256}"
-                raise BundleError(str(folder / name), got=found, expected=wanted, fix=export_again(folder))
+                got, expected = f"sha256 {digest}", f"sha256 {record.sha256}"
+                raise BundleError(str(folder / name), got=got, expected=expected, fix=export_again(folder))

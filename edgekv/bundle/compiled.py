@@ -63,7 +63,7 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledBinaries:
     """The binaries of one chip.
 
     Attributes:
@@ -78,7 +78,6 @@ class Compiled:
         """The wrapper of the binary that contains only this part of a graph; None if there is none.
 
         Args:
-            part: its name.
             is_shared: of the binary in which all graphs share the weights of the part.
 
         Raises:
@@ -95,16 +94,16 @@ class Compiled:
     def _check(self, name: str, hashes: FileHashes) -> None:
         path, record = self.path / name, self.manifest.files.get(name)
         try:
-            found = f"sha256 {hashes.sha256_of(path)}"
+            got = f"sha256 {hashes.sha256_of(path)}"
         except OSError as error:
-            found = str(error.strerror)
-        wanted = "a file that its compiled.json lists" if record is None else f"sha256 {record.sha256}"
-        if found != wanted:
+            got = str(error.strerror)
+        expected = "a file that its compiled.json lists" if record is None else f"sha256 {record.sha256}"
+        if got != expected:
             fix = f"Compile again: edgekv compile BUNDLE --device {self.manifest.soc} --force"
-            raise BundleError(str(path), got=found, expected=wanted, fix=fix)
+            raise BundleError(str(path), got=got, expected=expected, fix=fix)
 
 
-def open_compiled(bundle: Bundle, soc: str, compiler: str) -> Compiled | None:
+def open_compiled(bundle: Bundle, soc: str, compiler: str) -> CompiledBinaries | None:
     """The binaries that this compiler made from this export for a chip; None if there are none.
 
     Raises:
@@ -112,28 +111,28 @@ def open_compiled(bundle: Bundle, soc: str, compiler: str) -> Compiled | None:
     """
     if not (bundle.path / FOLDER / soc / COMPILED).exists():
         return None
-    found = _read(bundle, soc)
-    return found if found.manifest.compiler == compiler and _is_current(bundle, found) else None
+    compiled = _read(bundle, soc)
+    return compiled if compiled.manifest.compiler == compiler and _is_current(bundle, compiled) else None
 
 
-def all_compiled(bundle: Bundle) -> list[Compiled]:
+def all_compiled(bundle: Bundle) -> list[CompiledBinaries]:
     """The binaries of this export for all chips, whichever compiler made them, by part number.
 
     Raises:
         BundleError: a `compiled.json` is damaged.
     """
     socs = sorted(path.parent.name for path in (bundle.path / FOLDER).glob(f"*/{COMPILED}"))
-    return [found for soc in socs if _is_current(bundle, found := _read(bundle, soc))]
+    return [compiled for soc in socs if _is_current(bundle, compiled := _read(bundle, soc))]
 
 
-def _read(bundle: Bundle, soc: str) -> Compiled:
+def _read(bundle: Bundle, soc: str) -> CompiledBinaries:
     folder = bundle.path / FOLDER / soc
     fix = f"Compile again: edgekv compile {bundle.path} --device {soc} --force"
     manifest = read_json(folder / COMPILED, CompiledManifest, expected="what edgekv compile wrote", fix=fix)
-    return Compiled(folder, manifest)
+    return CompiledBinaries(folder, manifest)
 
 
-def _is_current(bundle: Bundle, found: Compiled) -> bool:
+def _is_current(bundle: Bundle, compiled: CompiledBinaries) -> bool:
     """Whether binaries were made from this export, for the chip that their folder is named after."""
-    source = (found.manifest.soc, found.manifest.bundle_sha256)
-    return source == (found.path.name, sha256_of(bundle.path / MANIFEST))
+    source = (compiled.manifest.soc, compiled.manifest.bundle_sha256)
+    return source == (compiled.path.name, sha256_of(bundle.path / MANIFEST))

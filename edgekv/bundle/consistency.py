@@ -16,7 +16,6 @@ from edgekv.spec import (
     EMBEDDING,
     EMBEDDING_COLUMNS,
     EMBEDDING_STEPS,
-    FINAL_NORM,
     LAYER_INPUTS,
     LAYER_INPUTS_PORT,
     PIXELS_PORT,
@@ -26,9 +25,10 @@ from edgekv.spec import (
     table_key,
     views,
 )
+from edgekv.spec.tensors import norms_of_residual
 from quant import DTYPES
 
-_MOST_FREQUENCY = 1e3
+_MAX_FREQUENCY = 1e3
 
 Fail = Callable[[str, object, object], NoReturn]
 
@@ -57,13 +57,19 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
     shares = model.target is not None and not model.target.is_cached_apart
     if shares and {graph.ar for graph in manifest.graphs} != {1}:
         fail("graphs", "a drafter's graph of several tokens", "graphs of one token")
-    decode = manifest.graph("decode")
-    if decode is None:
+    decode = manifest.graph("verify" if model.bidirectional else "decode")
+    if decode is None and model.bidirectional:
+        fail("graphs", "none that runs a text", "a graph of role `verify`")
+    elif decode is None:
         fail("graphs", f"roles {', '.join(sorted({g.role for g in manifest.graphs}))}", "a graph of role `decode`")
     elif decode.context != manifest.context:
-        fail("graphs", f"a decode graph for {decode.context} tokens at most", f"one for all {manifest.context}")
+        fail("graphs", f"a {decode.role} graph for {decode.context} tokens at most", f"one for all {manifest.context}")
     _check_encodings(manifest, fail)
     _check_weights(manifest, fail)
+    if model.bidirectional and (manifest.task is None or manifest.sink is not None):
+        fail("model: bidirectional", True, "a task that writes no text, and no sink")
+    if (manifest.task is None) != (model.outputs is None):
+        fail("task", manifest.task, "one of a head that gives no logits, and none of another")
     if (vision := manifest.vision) is not None:
         _check_vision(vision, manifest, fail)
     if (sink := manifest.sink) is not None:
@@ -79,10 +85,10 @@ def _check_rope(rope: Rope, context: int, fail: Fail) -> None:
         rotation = rope.rotation(context)
     except (ArithmeticError, ValueError) as error:
         fail("model: rope", error, "parameters that give frequencies")
-    found = np.append(rotation.inverse_frequencies, rotation.attention_factor)
-    if not ((found >= 0) & (found <= _MOST_FREQUENCY)).all() or rotation.attention_factor == 0:
-        wanted = f"frequencies and a factor of 0 to {_MOST_FREQUENCY:g}"
-        fail("model: rope", f"{found.min():g} to {found.max():g}", wanted)
+    factors = np.append(rotation.inverse_frequencies, rotation.attention_factor)
+    if not ((factors >= 0) & (factors <= _MAX_FREQUENCY)).all() or rotation.attention_factor == 0:
+        expected = f"frequencies and a factor of 0 to {_MAX_FREQUENCY:g}"
+        fail("model: rope", f"{factors.min():g} to {factors.max():g}", expected)
 
 
 def _check_sink(sink: SinkRecord, manifest: Manifest, fail: Fail) -> None:
@@ -117,22 +123,22 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
         return
     if len(places.matrices) < 6 * spec.layers:
         fail("vision: weights", len(places.matrices), f"those of {spec.layers} layers")
-    matrices = {name: (each.columns, each.rows) for name, each in places.matrices.items()}
-    tensors = {name: each.shape for name, each in places.tensors.items()}
-    for found, wanted in ((matrices, spec.matrices), (tensors, spec.tensors)):
-        for name in found.keys() | wanted.keys():
-            if found.get(name) != wanted.get(name):
-                fail(f"vision: weights: {name}", found.get(name, "none"), wanted.get(name, "none of this name"))
+    matrices = {name: (place.columns, place.rows) for name, place in places.matrices.items()}
+    tensors = {name: place.shape for name, place in places.tensors.items()}
+    for held, shapes in ((matrices, spec.matrices), (tensors, spec.tensors)):
+        for name in held.keys() | shapes.keys():
+            if held.get(name) != shapes.get(name):
+                fail(f"vision: weights: {name}", held.get(name, "none"), shapes.get(name, "none of this name"))
     _check_extents(places, manifest, fail)
 
 
 def _check_encodings(manifest: Manifest, fail: Fail) -> None:
     """Check that every encoding of an input or output has the type that the graphs expect."""
     try:
-        interfaces = [each for graph in manifest.graphs for each in manifest.interface.parts(graph)]
+        interfaces = [interface for graph in manifest.graphs for interface in manifest.interface.parts(graph)]
     except ValueError as error:
         fail("graphs", error, "graphs that can exist")
-    for port in dict.fromkeys(port for each in interfaces for port in (*each.inputs, *each.outputs)):
+    for port in dict.fromkeys(port for interface in interfaces for port in (*interface.inputs, *interface.outputs)):
         if port.encoding is None:
             continue
         if (encoding := manifest.encodings.get(port.encoding)) is None:
@@ -149,7 +155,13 @@ def _check_graphs(manifest: Manifest, fail: Fail) -> None:
     parts = {part.name: part for graph in manifest.graphs for part in graph.parts}
     for graph in manifest.graphs:
         at = f"graphs: {graph.name}"
-        if not 1 <= graph.ar < graph.context <= manifest.context:
+        if manifest.model.bidirectional:
+            if not 1 <= graph.ar == graph.context <= manifest.context or graph.role not in ("verify", "score"):
+                found = f"ar {graph.ar}, context {graph.context}, role {graph.role}"
+                fail(
+                    at, found, f"ar = context <= {manifest.context} in the role `verify` or `score`: nothing is cached"
+                )
+        elif not 1 <= graph.ar < graph.context <= manifest.context:
             fail(at, f"ar {graph.ar}, context {graph.context}", f"1 <= ar < context <= {manifest.context}")
         if graph.role == "decode" and graph.ar != 1:
             fail(f"{at}: ar", graph.ar, "1 in the role `decode`")
@@ -162,10 +174,10 @@ def _check_graphs(manifest: Manifest, fail: Fail) -> None:
         heads = [part.head for part in graph.parts]
         empty = any(not part.layers and not part.head for part in graph.parts)
         if held != [*manifest.model.own_layers] or empty or heads != [False] * (len(heads) - 1) + [True]:
-            found = ", ".join(f"{part.first_layer}:{part.stop_layer}{' head' * part.head}" for part in graph.parts)
+            ranges = ", ".join(f"{part.first_layer}:{part.stop_layer}{' head' * part.head}" for part in graph.parts)
             fail(
                 f"{at}: parts",
-                found or "none",
+                ranges or "none",
                 f"layers {manifest.model.first_layer} to {layers}, in order, and a head at the end",
             )
         if [part.embeds for part in graph.parts] != [not manifest.host_embeds] + [False] * (len(heads) - 1):
@@ -185,14 +197,14 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         return
     if len(places.matrices) + len(places.tensors) < 8 * len(spec.own_layers):
         fail("weights", len(places.matrices) + len(places.tensors), f"those of {len(spec.own_layers)} layers")
-    dtypes = {each.tensor: each.dtype for each in manifest.recipe.weights}
+    dtypes = {weight.tensor: weight.dtype for weight in manifest.recipe.weights}
     biases = set[str]()
-    read_norms = {FINAL_NORM, *(view.norm for view in views(spec))}
+    read_norms = norms_of_residual(spec)
     for view in views(spec):
         at = f"weights: {view.name}"
         if (view.name == EMBEDDING and spec.shares_vocabulary) or view.is_gathered or view.role == "norm_bias":
             continue
-        if view.role in ("norm", "q_norm", "k_norm", "delta_norm", "layer_scalar"):
+        if view.role in ("norm", "q_norm", "k_norm", "delta_norm", "layer_scalar", "activation"):
             copies = spec.copies if view.name in read_norms else 0
             shape = (view.shape[0] + copies, *view.shape[1:])
             if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:
@@ -206,12 +218,12 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         elif view.is_matrix:
             matrix, dtype = places.matrices.get(view.name), dtypes.get(view.name)
             is_table = view.name == table_key(spec)
-            wanted_as = (view.shape, "int8" if is_table else dtype, is_table)
-            if matrix is None or ((matrix.columns, matrix.rows), matrix.dtype, matrix.by_outputs) != wanted_as:
+            expected_matrix = (view.shape, "int8" if is_table else dtype, is_table)
+            if matrix is None or ((matrix.columns, matrix.rows), matrix.dtype, matrix.by_outputs) != expected_matrix:
                 order = " by outputs" if matrix is not None and matrix.by_outputs else ""
-                found = "none" if matrix is None else f"{matrix.dtype} [{matrix.columns}, {matrix.rows}]{order}"
+                got = "none" if matrix is None else f"{matrix.dtype} [{matrix.columns}, {matrix.rows}]{order}"
                 kind = "int8 by outputs" if is_table else dtype or "a type that `recipe` lists"
-                fail(at, found, f"{kind} {list(view.shape)}")
+                fail(at, got, f"{kind} {list(view.shape)}")
         else:
             is_rate = view.role == "delta_rate"
             heads = view.shape[0] if is_rate else places.matrices[view.name.removesuffix("bias") + "weight"].heads
@@ -237,11 +249,11 @@ def _check_table(manifest: Manifest, fail: Fail) -> None:
     spec, places = manifest.model, manifest.weights
     key, place = table_key(spec), places.matrices.get(table_key(spec))
     if place is None or not place.by_outputs or (place.columns, place.rows) != (spec.vocab, spec.hidden):
-        found = "none" if place is None else f"{place.dtype} [{place.columns}, {place.rows}]"
-        fail(f"weights: {key}", found, f"int8 by outputs {[spec.vocab, spec.hidden]}")
-    steps, wanted = places.tensors.get(EMBEDDING_STEPS), (spec.vocab, 1)
-    if steps is None or steps.shape != wanted:
-        fail(f"weights: {EMBEDDING_STEPS}", "none" if steps is None else list(steps.shape), list(wanted))
+        got = "none" if place is None else f"{place.dtype} [{place.columns}, {place.rows}]"
+        fail(f"weights: {key}", got, f"int8 by outputs {[spec.vocab, spec.hidden]}")
+    steps, shape = places.tensors.get(EMBEDDING_STEPS), (spec.vocab, 1)
+    if steps is None or steps.shape != shape:
+        fail(f"weights: {EMBEDDING_STEPS}", "none" if steps is None else list(steps.shape), list(shape))
     columns = places.tensors.get(EMBEDDING_COLUMNS)
     if columns is not None and columns.shape != (spec.hidden,):
         fail(f"weights: {EMBEDDING_COLUMNS}", list(columns.shape), [spec.hidden])
@@ -254,10 +266,10 @@ def _check_table(manifest: Manifest, fail: Fail) -> None:
 def _check_layer_inputs(manifest: Manifest, fail: Fail) -> None:
     """Check that the table that the host gathers from has the decoder's vocabulary and layers."""
     spec, place = manifest.model, manifest.weights.matrices.get(LAYER_INPUTS)
-    wanted = [spec.vocab, spec.layers * spec.layer_inputs]
-    if place is None or not place.by_outputs or [place.columns, place.rows] != wanted:
-        found = "none" if place is None else f"{place.dtype} [{place.columns}, {place.rows}]"
-        fail(f"weights: {LAYER_INPUTS}", found, f"int8 by outputs {wanted}")
+    shape = [spec.vocab, spec.layers * spec.layer_inputs]
+    if place is None or not place.by_outputs or [place.columns, place.rows] != shape:
+        got = "none" if place is None else f"{place.dtype} [{place.columns}, {place.rows}]"
+        fail(f"weights: {LAYER_INPUTS}", got, f"int8 by outputs {shape}")
     if (encoding := manifest.encodings.get(LAYER_INPUTS_PORT)) is None or encoding.dtype != "u16":
         fail(f"encodings: {LAYER_INPUTS_PORT}", "none" if encoding is None else encoding.dtype, "one of u16")
 
@@ -265,7 +277,7 @@ def _check_layer_inputs(manifest: Manifest, fail: Fail) -> None:
 def _check_extents(places: WeightPlaces, manifest: Manifest, fail: Fail) -> None:
     """Check that nothing is stored outside of its file or over something else."""
     ends = dict[str, tuple[int, str]]()
-    for name, file, extent in sorted(places.extents(), key=lambda each: (each[1], each[2])):
+    for name, file, extent in sorted(places.extents(), key=lambda place: (place[1], place[2])):
         if (record := manifest.files.get(file)) is None:
             fail(f"weights: {name}: file", repr(file), "a file that `files` lists")
         if (end := extent.offset + extent.bytes) > record.bytes:

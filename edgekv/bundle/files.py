@@ -14,7 +14,6 @@ def record_files(folder: Path, progress: Callable[[int, int], None] = lambda don
     """The record of every file in a folder and its subfolders, except the manifest, by relative path, sorted.
 
     Args:
-        folder: the folder.
         progress: called with the number of hashed files and the total.
     """
     named = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -6,9 +6,11 @@ from typing import Literal
 
 from edgekv.bundle.formats import GraphFormat
 from edgekv.bundle.records import (
+    EmbeddingQuality,
     FileRecord,
     GenerationRecord,
     QualityRecord,
+    RankingQuality,
     RecipeRecord,
     Record,
     SinkRecord,
@@ -29,6 +31,7 @@ from edgekv.spec import (
     PartRecord,
     Role,
     Rotation,
+    Task,
 )
 from edgekv.spec.geometry import KeyLayout, KvDtype, RowSpec
 from edgekv.spec.layers import Geometry
@@ -65,6 +68,8 @@ class Manifest(Record, frozen=True):
         quality: what the export lost, on each text; empty if it was not measured.
         vision: the encoder of pictures; null if the bundle reads text alone.
         target: of a drafter, the bundle that it was made for; null for a model of its own.
+        task: what the model gives if it writes no text; null for a model that does.
+        task_quality: what the export of such a model lost; null if it was not measured.
     """
 
     format: int
@@ -90,6 +95,8 @@ class Manifest(Record, frozen=True):
     quality: tuple[QualityRecord, ...] = ()
     vision: VisionRecord | None = None
     target: TargetRecord | None = None
+    task: Task | None = None
+    task_quality: EmbeddingQuality | RankingQuality | None = None
 
     @property
     def rotations(self) -> dict[str, Rotation]:
@@ -109,7 +116,7 @@ class Manifest(Record, frozen=True):
             layers=self.model.layers,
             kv_heads=self.model.kv_heads,
             head_dim=self.model.head_dim,
-            context=self.context,
+            window=self.context,
             kv_dtype=self.kv_dtype,
             key_layout=self.key_layout,
         )

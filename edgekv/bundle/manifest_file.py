@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,7 +13,8 @@ from edgekv.bundle.atomic import replaced_by_a_killed_process
 from edgekv.bundle.consistency import check_consistency
 from edgekv.bundle.formats import FORMAT, SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST, Manifest
-from edgekv.errors import BundleError
+from edgekv.errors import BundleError, MissingBundleError
+from edgekv.machine.decoding import DECODERS, convert
 from edgekv.machine.json_file import read_json, readable_json
 from edgekv.spec import identify
 
@@ -31,8 +33,8 @@ def read_manifest(path: str | Path) -> Manifest:
     _check_folder(folder, file)
     again = export_again(folder)
 
-    def fail(field: str, found: object, wanted: object, fix: str = again) -> NoReturn:
-        raise BundleError(f"{file}: {field}" if field else str(file), got=found, expected=wanted, fix=fix)
+    def fail(field: str, got: object, expected: object, fix: str = again) -> NoReturn:
+        raise BundleError(f"{file}: {field}" if field else str(file), got=got, expected=expected, fix=fix)
 
     content = read_json(file, Content, expected="whole JSON, the manifest of a bundle", fix=again)
     version = content.get("format")
@@ -42,26 +44,36 @@ def read_manifest(path: str | Path) -> Manifest:
         fail("format", version, FORMAT, _UPGRADE if version > FORMAT else again)
     seal = content.pop(SEAL, None)
     try:
-        manifest = msgspec.convert(content, Manifest)
+        manifest = convert(content, Manifest)
     except msgspec.ValidationError as error:
         fail("", error, f"the fields of format {FORMAT}", _UPGRADE if "unknown field" in str(error) else again)
     except RecursionError:
         fail("", "values nested too deeply", f"the fields of format {FORMAT}")
     check_consistency(manifest, fail)
-    if seal != (wanted := seal_of(content)):
-        fail(SEAL, "none" if seal is None else repr(seal)[:80], f"{wanted}, for what the manifest says")
+    if seal != (expected := seal_of(content)):
+        fail(SEAL, "none" if seal is None else repr(seal)[:80], f"{expected}, for what the manifest says")
     return manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into a folder, sealed, and indented for readers."""
-    content = msgspec.json.decode(msgspec.json.encode(manifest, order="deterministic"), type=Content)
+    content = DECODERS[Content].decode(msgspec.json.encode(manifest, order="deterministic"))
     (folder / MANIFEST).write_bytes(readable_json(content | {SEAL: seal_of(content)}))
 
 
 def export_again(folder: Path) -> str:
     """The fix for a bundle that is damaged."""
     return f"Export the bundle again: edgekv export CHECKPOINT -o {folder} --force"
+
+
+def _bundle_beside(folder: Path) -> Path | None:
+    """The bundle in the same folder whose name is nearest; None if none is near."""
+    try:
+        names = [path.name for path in folder.absolute().parent.iterdir() if (path / MANIFEST).is_file()]
+    except OSError:
+        return None
+    near = get_close_matches(folder.name, names, 1)
+    return folder.with_name(near[0]) if near else None
 
 
 def _check_folder(folder: Path, file: Path) -> None:
@@ -78,6 +90,9 @@ def _check_folder(folder: Path, file: Path) -> None:
             fix=f"The one before is whole: mv {shlex.join([str(old), str(folder)])}",
         )
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing there"
         fix = "Make one with: edgekv export CHECKPOINT -o BUNDLE --device DEVICE"
-        raise BundleError(f"bundle {folder}", got=found, expected="a bundle's folder", fix=fix)
+        if folder.exists():
+            raise BundleError(f"bundle {folder}", got="a file", expected="a bundle's folder", fix=fix)
+        if near := _bundle_beside(folder):
+            fix = f"Did you mean {shlex.quote(str(near))}? Otherwise make one with: edgekv export CHECKPOINT -o BUNDLE"
+        raise MissingBundleError(f"bundle {folder}", got="nothing there", expected="a bundle's folder", fix=fix)

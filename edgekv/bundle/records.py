@@ -190,6 +190,52 @@ class QualityRecord(Record, frozen=True):
         )
 
 
+class EmbeddingQuality(Record, frozen=True, tag="embedding"):
+    """How close the embeddings of a bundle are to those of its float model, measured at the end of the export.
+
+    Half of the texts look for the other halves of their passages among all of these.
+
+    Attributes:
+        texts: their number.
+        cosine: mean cosine of an embedding with that of the float model.
+        least_cosine: the lowest.
+        same_first: share of the searches whose nearest text is that of the float model.
+    """
+
+    texts: Count
+    cosine: float
+    least_cosine: float
+    same_first: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.texts} texts: cosine {self.cosine:.5f} with the float model, {self.least_cosine:.5f} at least; "
+            f"same nearest text {self.same_first:.1%}"
+        )
+
+
+class RankingQuality(Record, frozen=True, tag="ranking"):
+    """How close the scores of a bundle are to those of its float model, measured at the end of the export.
+
+    Attributes:
+        pairs: of a query and a document.
+        difference: mean of the differences.
+        most_difference: the largest.
+        same_first: share of the queries with the same best document.
+    """
+
+    pairs: Count
+    difference: float
+    most_difference: float
+    same_first: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pairs} pairs: scores differ from the float model's by {self.difference:.2g}, by "
+            f"{self.most_difference:.2g} at most; same best document {self.same_first:.1%}"
+        )
+
+
 class WeightRecord(Record, frozen=True):
     """How a matrix was quantized.
 
@@ -213,7 +259,7 @@ class RecipeRecord(Record, frozen=True):
         value_rotation: of each head's values, folded into `v_proj` and `o_proj`.
         key_scaling: `pairs` equalizes the range of the pairs of a head's keys, folded into `q_proj` and `k_proj`.
         heads: `aligned` rotates and scales keys and values of each head so that they fill the integers of the cache,
-            folded likewise; `heads.safetensors` has the transforms.
+            folded into the same matrices; `heads.safetensors` has the transforms.
         neuron_scaling: `equal` equalizes the range of the columns of `down_proj`, and `norm` their norm, folded into
             `up_proj`.
         weights: every matrix; the embedding table and norms have 16 bits.

@@ -16,7 +16,7 @@ from edgekv.machine.scratch import atomic_file
 from edgekv.machine.system import cache_folder, sha256_of
 
 _FILE = "hashes.json"
-_MOST = 20_000
+_MAX_KNOWN = 20_000
 _SETTLED_NS = 2_000_000_000  # a file modified this recently may change again without a new time stamp
 
 _rehash: ContextVar[bool] = ContextVar("rehash", default=False)
@@ -71,7 +71,7 @@ def file_hashes() -> Iterator[FileHashes]:
         yield hashes
     finally:
         if hashes.computed:
-            kept = dict(list(hashes.known.items())[-_MOST:])
+            kept = dict(list(hashes.known.items())[-_MAX_KNOWN:])
             with suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with atomic_file(file, flush=False) as partial:

@@ -81,15 +81,18 @@ class MatrixPlace(Record, frozen=True):
     def extents(self) -> tuple[Extent, ...]:
         """The bytes of the integers, the scales and, if there are any, the scales of blocks."""
         bits = WEIGHT_TYPES[self.dtype].bits
-        found = [Extent(self.integers, -(-self.rows * self.columns * bits // 8)), Extent(self.scales, 4 * self.columns)]
+        extents = [
+            Extent(self.integers, -(-self.rows * self.columns * bits // 8)),
+            Extent(self.scales, 4 * self.columns),
+        ]
         if self.block_scales is not None:
-            found.append(Extent(self.block_scales, self.blocks * self.columns))
-        return tuple(found)
+            extents.append(Extent(self.block_scales, self.blocks * self.columns))
+        return tuple(extents)
 
     def head_extents(self, head: int) -> tuple[Extent, ...]:
         """The same of one head."""
-        sizes = (Extent(each.offset, each.bytes // self.heads) for each in self.extents)
-        return tuple(Extent(each.offset + head * each.bytes, each.bytes) for each in sizes)
+        sizes = (Extent(extent.offset, extent.bytes // self.heads) for extent in self.extents)
+        return tuple(Extent(extent.offset + head * extent.bytes, extent.bytes) for extent in sizes)
 
 
 class TensorPlace(Record, frozen=True):
@@ -192,7 +195,7 @@ class BundleWeights:
             flat = unpack_int4(self._read(place.file, integers, np.uint8))[: place.rows * place.columns]
         else:
             flat = self._read(place.file, integers, np.int8)
-        steps = [_by_columns(self._read(place.file, each, np.uint8), place, place.blocks) for each in blocks]
+        steps = [_by_columns(self._read(place.file, extent, np.uint8), place, place.blocks) for extent in blocks]
         grid = Grid(place.dtype, self._read(place.file, scales, np.float32), *steps)
         if place.by_outputs:
             return QuantizedWeight(flat.reshape(place.columns, place.rows).T, grid)
@@ -211,11 +214,12 @@ class BundleWeights:
         return flat.reshape(place.columns, place.rows), self._read(place.file, scales, np.float32)
 
     def _read(self, file: str, extent: Extent, dtype: DTypeLike) -> NDArray[Any]:
-        content: NDArray[Any] = self._files[file][extent.offset : extent.offset + extent.bytes].view(dtype)
+        content: NDArray[Any] = self.files[file][extent.offset : extent.offset + extent.bytes].view(dtype)
         return content
 
     @cached_property
-    def _files(self) -> dict[str, NDArray[np.uint8]]:
+    def files(self) -> dict[str, NDArray[np.uint8]]:
+        """The content of every file, mapped."""
         return {name: np.memmap(self._folder / name, np.uint8, "r") for name in self.places.files}
 
 

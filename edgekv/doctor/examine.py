@@ -11,7 +11,9 @@ import msgspec
 from edgekv.doctor.finding import Finding, NotInstalledError
 from edgekv.doctor.packages import Package, list_packages
 from edgekv.errors import EdgeKVError
+from edgekv.graphs.processor import processors
 from edgekv.machine.child import ChildEndedError, Limits, call
+from edgekv.machine.system import memory_bytes
 
 GROUP = "edgekv.probes"
 
@@ -35,6 +37,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
         edgekv: its version.
         python: version of the interpreter.
         machine: operating system and processor.
+        cores: that this process may run on.
+        memory_bytes: RAM; null if the system does not report it.
         core_works: whether bundles run on the CPU.
         findings: one per probe.
         packages: the requirements of edgekv and its extras.
@@ -43,6 +47,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     edgekv: str
     python: str
     machine: str
+    cores: int
+    memory_bytes: int | None
     core_works: bool
     findings: list[Finding]
     packages: list[Package]
@@ -65,6 +71,8 @@ def examine(timeout_s: float = _TIMEOUT_S) -> Examination:
         edgekv=metadata.version("edgekv"),
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
+        cores=processors(),
+        memory_bytes=memory_bytes(),
         core_works=all(core),
         findings=findings,
         packages=packages,
@@ -90,7 +98,7 @@ def run_probe(name: str, function: str, timeout_s: float = _TIMEOUT_S) -> Findin
 def probe(function: str) -> Finding:
     """What a probe finds in this process; it is a function, as `module:name`."""
     try:
-        found: Finding = metadata.EntryPoint(name="probe", value=function, group="").load()()
+        finding: Finding = metadata.EntryPoint(name="probe", value=function, group="").load()()
     except NotInstalledError as error:
         return Finding(status="missing", detail="not installed", fix=error.fix)
     except EdgeKVError as error:
@@ -98,4 +106,4 @@ def probe(function: str) -> Finding:
     except Exception as error:  # a foreign package may raise anything
         detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Finding(status="broken", detail=detail, fix=_ASK_FOR_VERSIONS)
-    return found
+    return finding

@@ -43,7 +43,6 @@ def require(package: str, extra: str | None = None) -> str:
     """Name and version of an installed package.
 
     Args:
-        package: its name.
         extra: the extra of edgekv that installs it; None if edgekv itself does.
 
     Raises:

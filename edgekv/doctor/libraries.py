@@ -11,7 +11,7 @@ import msgspec
 
 from edgekv.doctor.finding import Finding, require
 from edgekv.qnn.library_fault import Fault, driver_fault, find_fault
-from edgekv.qnn.vendor_libraries import PACKAGE, Place, Platform, find_places
+from edgekv.qnn.vendor_libraries import PACKAGE, LibraryPlace, Platform, find_places
 
 _INSTALL = 'Install it: pip install "edgekv[htp]"'
 _RPC = "cdsprpc"  # FastRPC: how a process on Linux reaches the HTP
@@ -28,7 +28,6 @@ def find_libraries(on: Platform, environment: Mapping[str, str] = os.environ, de
     """What is there on a platform, in the folders that an environment names.
 
     Args:
-        on: the platform.
         environment: see `find_places`.
         devices: the folder of device files.
     """
@@ -36,8 +35,8 @@ def find_libraries(on: Platform, environment: Mapping[str, str] = os.environ, de
     if not places:
         return Finding(status="missing", detail="not installed", fix=_INSTALL)
     if not any(place.origin == PACKAGE for place in places):
-        found = "; ".join(_describe(place, on) for place in places)
-        return Finding(status="missing", detail=f"{found}, and not the package that calls them", fix=_INSTALL)
+        described = "; ".join(_describe(place, on) for place in places)
+        return Finding(status="missing", detail=f"{described}, and not the package that calls them", fix=_INSTALL)
     detail = "; ".join(_describe(place, on) for place in places)
     faults = (find_fault(place, on, environment=environment) for place in places if place.origin == PACKAGE)
     fault = next(filter(None, faults), None)
@@ -47,7 +46,7 @@ def find_libraries(on: Platform, environment: Mapping[str, str] = os.environ, de
     return Finding(status="broken" if fix else "works", detail=detail, fix=fix)
 
 
-def _describe(place: Place, on: Platform) -> str:
+def _describe(place: LibraryPlace, on: Platform) -> str:
     versions = " and ".join(sorted(place.versions(on))) or "of no version"
     archs = ", ".join(f"V{arch}" for arch in place.archs(on))
     where = PACKAGE if place.origin == PACKAGE else f"{place.folder} ({place.origin}, not used)"

@@ -34,22 +34,22 @@ def list_packages() -> list[Package]:
     """The requirements of edgekv and its extras on this machine, without those for development."""
     extras = metadata.metadata("edgekv").get_all("Provides-Extra") or []
     requirements = [Requirement(text) for text in metadata.requires("edgekv") or []]
-    found = []
+    packages = []
     for extra in (None, *sorted(set(extras) - _FOR_DEVELOPERS)):
-        found += [_check(each, extra) for each in _asked_for(requirements, extra)]
-    return found
+        packages += [_check(requirement, extra) for requirement in _asked_for(requirements, extra)]
+    return packages
 
 
 def _asked_for(requirements: list[Requirement], extra: str | None) -> Iterator[Requirement]:
-    for each in requirements:
-        if each.name == _SELF:  # an extra that includes another one
+    for requirement in requirements:
+        if requirement.name == _SELF:  # an extra that includes another one
             continue
-        always = each.marker is None or each.marker.evaluate({"extra": ""})
+        always = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if extra is None:
             if always:
-                yield each
-        elif not always and each.marker is not None and each.marker.evaluate({"extra": extra}):
-            yield each
+                yield requirement
+        elif not always and requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
+            yield requirement
 
 
 def _check(requirement: Requirement, extra: str | None) -> Package:

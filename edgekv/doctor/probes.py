@@ -70,15 +70,15 @@ def _run_norm(engine: CpuEngine | HtpEngine) -> None:
     Raises:
         EngineError: the engine refused the graph, or computed something else.
     """
-    x, wanted = onnx_norm_case()
+    x, reference = onnx_norm_case()
     with scratch_folder("doctor") as scratch:
         path = scratch / "norm.onnx"
         write_onnx_norm(path)
-        (found,) = engine.session(path).run(["y"], {"x": x})
-    if np.abs(found.astype(int) - wanted).max() > _TOLERANCE:
+        (result,) = engine.session(path).run(["y"], {"x": x})
+    if np.abs(result.astype(int) - reference).max() > _TOLERANCE:
         raise EngineError(
             f"engine {engine.name}: an RMS norm",
-            got=found[0, :4].tolist(),
-            expected=wanted[0, :4].tolist(),
+            got=result[0, :4].tolist(),
+            expected=reference[0, :4].tolist(),
             fix='Install the tested versions: pip install "edgekv[htp]"',
         )

@@ -21,7 +21,7 @@ def write_onnx_norm(path: Path) -> None:
 
     Written field by field: the package onnx is not among the requirements of the CPU engine.
     """
-    weights = [round((each + 1) / 128 * 2**15) for each in range(_WIDTH)]
+    weights = [round((channel + 1) / 128 * 2**15) for channel in range(_WIDTH)]
     constants = [
         _constant("scale", _FLOAT, [], struct.pack("<f", 2.0**-15)),
         _constant("zero", _UINT16, [], struct.pack("<H", _ZERO_POINT)),

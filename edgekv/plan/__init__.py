@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         graphs_bytes as graphs_bytes,
         layer_graph_bytes as layer_graph_bytes,
         quantization_bytes as quantization_bytes,
+        window_bytes as window_bytes,
         writing_bytes as writing_bytes,
     )
     from edgekv.plan.fit import (
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from edgekv.plan.options import (
         DEFAULT_AR as DEFAULT_AR,
         DEFAULT_CONTEXT as DEFAULT_CONTEXT,
+        DEFAULT_KEY_LAYOUT as DEFAULT_KEY_LAYOUT,
+        DEFAULT_RECIPE as DEFAULT_RECIPE,
         HTP_CONTEXT_BYTES as HTP_CONTEXT_BYTES,
-        MOST_CONTEXT as MOST_CONTEXT,
+        MAX_CONTEXT as MAX_CONTEXT,
         PROTOBUF_BYTES as PROTOBUF_BYTES,
         Overrides as Overrides,
     )
@@ -43,10 +46,15 @@ if TYPE_CHECKING:
         compile_bytes as compile_bytes,
         divide as divide,
         lay_out as lay_out,
-        least_splits as least_splits,
+        min_splits as min_splits,
     )
     from edgekv.plan.plan import RECIPES as RECIPES, Plan as Plan, make_plan as make_plan
-    from edgekv.plan.size import SizeReport as SizeReport, make_size_report as make_size_report, save_plot as save_plot
+    from edgekv.plan.size import (
+        SizeReport as SizeReport,
+        check_plot as check_plot,
+        make_size_report as make_size_report,
+        save_plot as save_plot,
+    )
     from edgekv.plan.speed import (
         VERIFY_ROWS as VERIFY_ROWS,
         FirstToken as FirstToken,

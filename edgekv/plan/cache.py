@@ -64,12 +64,12 @@ class Choice:
 
     def layer_bytes(self, geometry: Geometry, ar: Sequence[int]) -> tuple[int, ...]:
         """Bytes of each layer, rounded up."""
-        found = [0] * geometry.layers
+        layer_bytes = [0] * geometry.layers
         for group in geometry.groups():
             share = -(-self._group_bytes(group, ar, geometry.context) // group.layers)
             for layer in group.numbers or range(group.layers):
-                found[layer] += share
-        return tuple(found)
+                layer_bytes[layer] += share
+        return tuple(layer_bytes)
 
     def formula_bytes(self, geometry: Geometry) -> int | None:
         """Bytes by the formula of Qualcomm's HTP note; None for other strategies.
@@ -121,7 +121,7 @@ def graph_ports(geometry: Geometry, role: Role, ar: int, rotary: Sequence[Rotary
     record = GraphRecord.whole("", "", layers=geometry.layers, ar=ar, context=geometry.context, role=role)
     # All heads of a layer have the same ports, so one is enough to count the others.
     cache = replace(geometry, kv_heads=1) if isinstance(geometry, RowSpec) else replace(geometry, kv_heads=(1,))
-    ports = DecoderInterface(hidden=1, vocab=1, cache=cache, rotary=tuple(rotary)).graph(record)
+    ports = DecoderInterface(hidden=1, outputs=1, cache=cache, rotary=tuple(rotary)).graph(record)
     return GraphPorts(
         role=role,
         ar=ar,
@@ -219,7 +219,7 @@ def _(spec: ConvSpec, choice: Choice, context: int, max_ar: int) -> Traffic:
     if choice.strategy != "shift-concat":
         return traffic
     tokens, held = context - 1, strip.past_rows(1)
-    growing = sum(max(each, spec.state_rows) for each in range(1, min(tokens, held) + 1))
+    growing = sum(max(token_count, spec.state_rows) for token_count in range(1, min(tokens, held) + 1))
     return replace(traffic, filling_rows=growing + max(0, tokens - held) * held)
 
 
@@ -321,7 +321,7 @@ def strategy_cost(choice: Choice, geometry: Geometry, ar: Sequence[int]) -> Stra
     sliding = sum(size * traffic.sliding_rows_per_token for size, (_, traffic) in zip(row_bytes, counted, strict=True))
     worst = sum(size * traffic.worst_step_rows for size, (_, traffic) in zip(row_bytes, counted, strict=True))
     starts = [traffic.tokens_before_copy for _, traffic in counted if traffic.tokens_before_copy is not None]
-    widest = max(geometry.rows(), key=lambda group: group.context)
+    widest = max(geometry.rows(), key=lambda group: group.window)
     layout = Layout.of(widest, choice.make(widest, max_ar))
     return StrategyCost(
         strategy=choice.strategy,
@@ -337,7 +337,7 @@ def strategy_cost(choice: Choice, geometry: Geometry, ar: Sequence[int]) -> Stra
         worst_step_bytes=worst + max_ar * extra_bytes,
         rebound_tensors_per_step=sum(group.tensors * traffic.moving_ends for group, traffic in counted),
         registered_addresses=sum(
-            group.tensors * count_addresses(group, choice, max_ar, each) for group in groups for each in ar
+            group.tensors * count_addresses(group, choice, max_ar, step) for group in groups for step in ar
         ),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -30,9 +30,9 @@ class GraphEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         graph: its name.
-        role: what it is for.
-        ar: tokens per inference.
-        context: S, tokens.
+        role: what it is for; "encoder" of a vision encoder.
+        ar: tokens per inference; of an encoder, rows of a tile.
+        context: S, tokens; 0 of an encoder.
         proxy: part number of the simulated chip.
         us: microseconds of a run, all parts together.
         low_us: the lower estimate.
@@ -44,13 +44,13 @@ class GraphEstimate(msgspec.Struct, frozen=True, kw_only=True):
         busy: the share of time that each unit is busy.
         spilled_bytes: intermediate results that do not fit the VTCM.
         missing_ops: operations without costs; above 0, all figures are void.
-        parts: the share of time of each part of the decoder, largest first. Each moment is divided among the operations
+        parts: the share of time of each part of the model, largest first. Each moment is divided among the operations
             that compute then; where none does, among transfers.
-        operations: likewise of each kind of operation.
+        operations: the share of time of each kind of operation, largest first.
     """
 
     graph: str
-    role: Role
+    role: Role | Literal["encoder"]
     ar: int
     context: int
     proxy: str
@@ -69,7 +69,7 @@ class GraphEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated speed of a decoder on a chip. Nothing was measured.
+    """The simulated speed of a decoder on a chip, and of its vision encoder. Nothing was measured.
 
     Attributes:
         source: name of the bundle, or path of the `config.json`.
@@ -102,10 +102,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         graphs = [graph for graph in self.graphs if graph.role == role]
         if not graphs:
             return None
-        most = max((graph.context, graph.ar) for graph in graphs)
-        speeds = [graph.tokens_per_s for graph in graphs if (graph.context, graph.ar) == most]
-        found = [speed for speed in speeds if speed is not None]
-        return (min(found), max(found)) if len(found) == len(speeds) else None
+        largest = max((graph.context, graph.ar) for graph in graphs)
+        speeds = [graph.tokens_per_s for graph in graphs if (graph.context, graph.ar) == largest]
+        known = [speed for speed in speeds if speed is not None]
+        return (min(known), max(known)) if len(known) == len(speeds) else None
 
 
 class ConfigEstimator(Protocol):
@@ -126,7 +126,6 @@ def estimate(bundle: str | Path, device: str) -> Estimate:
     """How fast a bundle would be on a chip, as Qualcomm's compiler simulates it. Nothing is measured.
 
     Args:
-        bundle: its folder.
         device: part number or name of the chip, such as SM8650.
 
     Raises:
@@ -147,8 +146,8 @@ def find_estimator() -> ConfigEstimator:
     Raises:
         EngineError: none is installed, or it cannot be imported.
     """
-    found: ConfigEstimator = _load("config", "--estimate")
-    return found
+    estimator: ConfigEstimator = _load("config", "--estimate")
+    return estimator
 
 
 def _load(name: str, field: str) -> Any:
@@ -167,7 +166,14 @@ def compared(estimate: Estimate, against: Estimate | None) -> Iterator[tuple[Gra
     for graph in estimate.graphs:
         use = (graph.role, graph.ar, graph.context, graph.proxy)
         others = () if against is None else against.graphs
-        other = next((each for each in others if (each.role, each.ar, each.context, each.proxy) == use), None)
+        other = next(
+            (
+                candidate
+                for candidate in others
+                if (candidate.role, candidate.ar, candidate.context, candidate.proxy) == use
+            ),
+            None,
+        )
         if other is None or other.tokens_per_s is None or graph.tokens_per_s is None:
             yield graph, other, "-"
         else:

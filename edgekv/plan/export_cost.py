@@ -1,15 +1,16 @@
 """RAM, time and disk space of an export: the exporter's own allocations, and times fitted to measurements.
 
 Measured on two x86 cores with w4a16-lpbq64; other work shared the cores during the HTP check. A dash: not measured.
+Time and RAM of checks are of earlier graphs, whose files were larger.
 
 | shape | quantize and write | RAM to quantize | HTP check of a graph | its peak RAM | graph |
 |---|---|---|---|---|---|
-| 4 layers, hidden 256, vocab 4,096 | 4.4 s | 0.14 GB | 1.4 s | 0.19 GB | 0.19 MB |
-| 15 layers of SmolLM2-135M | - | - | 9.7 s | 0.63 GB | 1.31 MB |
-| SmolLM2-135M | 82 s | - | 47 s | 0.90 GB | 2.63 MB |
+| 4 layers, hidden 256, vocab 4,096 | 4.4 s | 0.14 GB | 1.4 s | 0.19 GB | 0.13 MB |
+| 15 layers of SmolLM2-135M | - | - | 9.7 s | 0.63 GB | 0.87 MB |
+| SmolLM2-135M | 82 s | - | 47 s | 0.90 GB | 1.74 MB |
 | 2 layers of SmolLM2-135M | - | 0.25 GB | - | - | - |
 | 1 layer of Llama-3.2-1B | - | 1.03 GB | - | - | - |
-| 2 layers of Llama-3.2-1B | - | - | 18 s | 2.14 GB | 0.55 MB |
+| 2 layers of Llama-3.2-1B | - | - | 18 s | 2.14 GB | 0.39 MB |
 | Llama-3.2-1B | 269 s | - | - | - | - |
 """
 
@@ -29,7 +30,7 @@ _CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 12_800, 4_096
 _LARGE_PARAMETERS = 500_000_000
 
 _SAMPLE = 4_096  # elements sampled from a cache tensor in a window; at most twice as many
-_MOST_SAMPLED = 131_072  # of all windows
+_MAX_SAMPLED = 131_072  # of all windows
 _FLOAT_BYTES = 4
 
 _PROCESS_BYTES = 120_000_000
@@ -44,13 +45,16 @@ _TABLE_ROWS_AT_ONCE = 8192  # of the head or of the embedding table
 _COPIES_OF_ROWS = 4  # as read, rotated, rounded and dequantized
 _COPIES_OF_HEAD_ROWS = 3  # those that are left while logits are computed
 
-_QUERY_HEAD_GRAPH_BYTES, _KV_HEAD_GRAPH_BYTES, _LAYER_GRAPH_BYTES = 4_630, 7_010, 4_370
+_PREFILL_GRAPH_BYTES, _DECODE_GRAPH_BYTES = (4_080, 5_250, 6_940), (1_200, 8_960, 7_360)
+"""For each query head, KV head and layer: 4 % above graphs of seven shapes where every tensor has its own encoding.
+Decode has the query heads of a KV head as rows of one product.
+"""
 
 _COMPRESSED = 0.14  # share of a graph's file that is left: of SmolLM2-135M's 2.01 MB, 0.28
 
 _CHECK_PROCESS_BYTES = 148_000_000
 _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
-_CHECK_BYTES_PER_GRAPH_BYTE = 171
+_CHECK_BYTES_PER_GRAPH_BYTE = 186  # one check took 655 MB: a graph of 1.76 MB, and by the recipe 86 MB of weights
 
 _SECONDS_PER_PRODUCT = 1 / 100e9  # float32 multiply-add
 _SECONDS_PER_ELEMENT = 40e-9  # scale search and rounding of one matrix element
@@ -114,11 +118,28 @@ def default_calibration_tokens(decoder: Decoder) -> int:
     return _CALIBRATION_TOKENS if parameters < _LARGE_PARAMETERS else _CALIBRATION_TOKENS_LARGE
 
 
+def window_bytes(decoder: Decoder, window: int) -> int:
+    """RAM of the values of a window, of the exact and the quantized decoder: in attention or in the feed-forward.
+
+    Rows of the quantized decoder's cache are kept beside them until they are sampled, window after window.
+    """
+    attention = _attention_width(decoder, window) + decoder.kv_heads * decoder.head_dim
+    return 2 * _FLOAT_BYTES * window * max(attention, _feed_forward_width(decoder))
+
+
+def _attention_width(decoder: Decoder, window: int) -> int:
+    return decoder.hidden + 2 * decoder.heads * decoder.head_dim + _SCORES_AT_ONCE * window
+
+
+def _feed_forward_width(decoder: Decoder) -> int:
+    return decoder.hidden + _ROWS_AT_ONCE * decoder.intermediate
+
+
 def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window: int) -> int:
     """Peak RAM to quantize with this many calibration tokens: the largest of the steps of a layer and of the head.
 
     The values of all windows are in files. Memory includes those of one window, for the exact and the quantized
-    decoder, the integers of the layer's matrices, a byte each, and samples of the cache. GPTQ needs the
+    decoder, the integers of the layer's matrices, a byte each, rows of the cache, and samples of it. GPTQ needs the
     second moments of a matrix's inputs, `[in, in]`, and coordinate descent needs them beside their factor.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
@@ -138,11 +159,11 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
     table_rows = min(decoder.vocab, _TABLE_ROWS_AT_ONCE)
     pieces = (
         attention_weights + factoring(hidden, queries),
-        attention_weights + both * (hidden + 2 * queries + _SCORES_AT_ONCE * window),
+        attention_weights + both * (_attention_width(decoder, window) + keys),
         output_weights // 2 + factoring(queries, hidden),
         output_weights + both * (hidden + queries),
         gate_weights * 3 // 4 + factoring(hidden, inner),
-        gate_weights + both * (hidden + _ROWS_AT_ONCE * inner),
+        gate_weights + both * _feed_forward_width(decoder),
         down_weights // 2 + factoring(inner, hidden),
         down_weights + both * (2 * hidden + inner),
         decoder.table_parameters
@@ -151,7 +172,7 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
     )
     sampled = window * decoder.head_dim
     kept = -(-sampled // (sampled // _SAMPLE | 1))
-    samples = _FLOAT_BYTES * cache_tensors * min(tokens // window * kept, _MOST_SAMPLED)
+    samples = _FLOAT_BYTES * cache_tensors * min(tokens // window * kept, _MAX_SAMPLED)
     return _base_bytes(decoder) + samples + decoder.layer_parameters + max(pieces)
 
 
@@ -166,34 +187,46 @@ def _base_bytes(decoder: Decoder) -> int:
 
 
 def graph_bytes(decoder: Decoder) -> int:
-    """Bytes of the file of one graph without weights: nodes and names, fitted to exported graphs by number of heads."""
+    """Bytes of the file of the largest graph without weights: nodes and names, by number of heads."""
     return decoder.layers * layer_graph_bytes(decoder)
 
 
 def graphs_bytes(decoder: Decoder, graphs: int) -> int:
-    """Bytes of the files of so many graphs, one of which scores and is compressed."""
-    return round((graphs - 1 + _COMPRESSED) * graph_bytes(decoder))
+    """Bytes of the files of so many graphs: one decodes, one scores and is compressed, the others are prefill."""
+    decode = decoder.layers * layer_graph_bytes(decoder, is_decode=True)
+    return decode + round((graphs - 2 + _COMPRESSED) * graph_bytes(decoder))
 
 
-def layer_graph_bytes(decoder: Decoder) -> int:
-    """One layer's share of `graph_bytes`."""
-    heads_bytes = decoder.heads * _QUERY_HEAD_GRAPH_BYTES + decoder.kv_heads * _KV_HEAD_GRAPH_BYTES
-    return heads_bytes + _LAYER_GRAPH_BYTES
+def layer_graph_bytes(decoder: Decoder, *, is_decode: bool = False) -> int:
+    """One layer's share of the file of a graph: of the largest, or of one that decodes."""
+    has_rows = is_decode and decoder.heads > decoder.kv_heads
+    per_head, per_kv_head, per_layer = _DECODE_GRAPH_BYTES if has_rows else _PREFILL_GRAPH_BYTES
+    return decoder.heads * per_head + decoder.kv_heads * per_kv_head + per_layer
 
 
-def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int]) -> ExportCost:
-    """The cost of exporting graphs of these AR, with a calibration text that fills all windows."""
+def export_cost(
+    decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int], *, checks: bool = True
+) -> ExportCost:
+    """The cost of exporting graphs of these AR, with a calibration text that fills all windows.
+
+    Args:
+        decoder: the model.
+        weights: its weights.
+        geometry: of the cache.
+        ar: tokens per inference of each graph.
+        checks: whether the HTP compiler checks the graphs.
+    """
     has_delta_rule = isinstance(geometry, LayeredGeometry) and geometry.delta_rule is not None
     window = calibration_window(geometry.context, has_delta_rule=has_delta_rule)
     tokens = default_calibration_tokens(decoder) // window * window
-    each_bytes = graph_bytes(decoder)
+    size_bytes = graph_bytes(decoder)
     graphs = len(ar) + 1
     quantizing = quantization_bytes(decoder, geometry.tensors, tokens, window)
     writing = writing_bytes(decoder)
-    compiler_bytes = _CHECK_BYTES_PER_WEIGHT_BYTE * weights.compiled_bytes + _CHECK_BYTES_PER_GRAPH_BYTE * each_bytes
-    check_bytes = _base_bytes(decoder) + _CHECK_PROCESS_BYTES + round(compiler_bytes)
+    compiler_bytes = _CHECK_BYTES_PER_WEIGHT_BYTE * weights.compiled_bytes + _CHECK_BYTES_PER_GRAPH_BYTE * size_bytes
+    check_bytes = _base_bytes(decoder) + _CHECK_PROCESS_BYTES + round(compiler_bytes) if checks else 0
     export_seconds = _export_seconds(decoder, tokens, window)
-    check_seconds = graphs * _check_seconds(weights, each_bytes)
+    check_seconds = graphs * _check_seconds(weights, size_bytes) if checks else 0.0
     return ExportCost(
         peak_bytes=max(quantizing, writing, check_bytes),
         quantization_peak_bytes=quantizing,
@@ -204,7 +237,7 @@ def export_cost(decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequ
         export_seconds=export_seconds,
         check_seconds=check_seconds,
         graphs=graphs,
-        graph_bytes=each_bytes,
+        graph_bytes=size_bytes,
         bundle_bytes=weights.total_bytes + graphs_bytes(decoder, graphs),
     )
 
@@ -221,7 +254,7 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
     sums = tokens * sum(width * (width / 2 + min(width, 2 * hidden)) for width in widths)
     factors = sum(width**3 for width in widths) / 6
     kinds = decoder.layer_kinds
-    squares = sum(kind.layers * each.inputs**2 * each.outputs for kind in kinds for each in kind.matrices)
+    squares = sum(kind.layers * matrix.inputs**2 * matrix.outputs for kind in kinds for matrix in kind.matrices)
     updates = 2.5 * squares / decoder.layers
     elements = decoder.all_layer_parameters + decoder.table_parameters
     scores = 2 * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
@@ -230,6 +263,6 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
     return _SECONDS_PER_PRODUCT * multiplied + _SECONDS_PER_ELEMENT * elements + _SECONDS_PER_SCORE * scores
 
 
-def _check_seconds(weights: Weights, each_bytes: int) -> float:
+def _check_seconds(weights: Weights, size_bytes: int) -> float:
     by_weights = _CHECK_SECONDS_PER_WEIGHT_BYTE * weights.compiled_bytes
-    return _CHECK_SECONDS + by_weights + _CHECK_SECONDS_PER_SQUARE_MB * (each_bytes / 1e6) ** 2
+    return _CHECK_SECONDS + by_weights + _CHECK_SECONDS_PER_SQUARE_MB * (size_bytes / 1e6) ** 2

@@ -12,8 +12,8 @@ from devices import Device
 from edgekv.errors import UsageError
 from edgekv.plan.cache import Choice
 from edgekv.plan.export_cost import layer_graph_bytes
-from edgekv.plan.options import HTP_CONTEXT_BYTES, MOST_CONTEXT
-from edgekv.plan.parts import Load, Part, are_runnable, lay_out, least_splits, smallest_parts
+from edgekv.plan.options import HTP_CONTEXT_BYTES, MAX_CONTEXT
+from edgekv.plan.parts import Load, Part, are_runnable, lay_out, min_splits, smallest_parts
 from edgekv.plan.subject import Subject
 from edgekv.spec.layers import Geometry
 from edgekv.spec.sizes import Decoder
@@ -37,7 +37,6 @@ def mask_warnings(geometry: Geometry, ar: Sequence[int], device: Device) -> list
     Args:
         geometry: of the cache for the longest context.
         ar: tokens per inference of each graph.
-        device: the target.
     """
     context = geometry.context
     where = (
@@ -47,9 +46,9 @@ def mask_warnings(geometry: Geometry, ar: Sequence[int], device: Device) -> list
     for tokens in ar:
         safe = _safe_ar(geometry, tokens)
         fix = f"Use --ar with {safe} instead of {tokens}" if safe else "No AR is small enough: use a smaller --context"
-        if (found_bytes := mask_bytes(geometry, tokens)) > MASK_BYTES:
+        if (mask_size := mask_bytes(geometry, tokens)) > MASK_BYTES:
             sentences.append(
-                f"AR-{tokens} with a context of {context:,} has an attention mask of {found_bytes:,} bytes; above "
+                f"AR-{tokens} with a context of {context:,} has an attention mask of {mask_size:,} bytes; above "
                 f"{MASK_BYTES:,} the Add of {where} is reported to use wrong rows, which the emulator does not show. "
                 f"{fix}."
             )
@@ -79,16 +78,16 @@ def activation_bytes(decoder: Decoder, geometry: Geometry, ar: int) -> int:
     context = geometry.context
     attending = geometry.rows()
     columns = [group.past_rows(ar, context) + ar for group in attending]
-    both_halves = 2 * ar * decoder.hidden + ar * sum(columns) + decoder.vocab
+    both_halves = 2 * ar * decoder.hidden + ar * sum(columns) + decoder.result_width
     joined_bytes = max(
-        3 * group.kv_heads * most * group.row_bytes for group, most in zip(attending, columns, strict=True)
+        3 * group.kv_heads * rows * group.row_bytes for group, rows in zip(attending, columns, strict=True)
     )
     attention_bytes = _ELEMENT_BYTES * 2 * decoder.heads * ar * max(columns) + joined_bytes
     feed_forward_bytes = _ELEMENT_BYTES * 3 * ar * decoder.intermediate
     return _ELEMENT_BYTES * both_halves + max(attention_bytes, feed_forward_bytes)
 
 
-_MOST_GIGABYTES = 1e6
+_MAX_GIGABYTES = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +120,9 @@ class MemoryLimit:
         Raises:
             UsageError: not a number from 10^-9 to 10^6.
         """
-        if not 1e-9 <= gigabytes <= _MOST_GIGABYTES:
-            wanted = "a number above 0, at most 1000000"
-            raise UsageError("--budget-gb", got=gigabytes, expected=wanted, fix="Use --budget-gb 3.75.")
+        if not 1e-9 <= gigabytes <= _MAX_GIGABYTES:
+            expected = "a number above 0, at most 1000000"
+            raise UsageError("--budget-gb", got=gigabytes, expected=expected, fix="Use --budget-gb 3.75.")
         return cls(round(gigabytes * 1e9), "--budget-gb")
 
 
@@ -204,19 +203,19 @@ def divide_model(subject: Subject, choice: Choice) -> tuple[Part, ...] | None:
         ValueError: the sizes or the weights of the model are unknown.
     """
     load = _load(subject, choice)
-    splits = least_splits(load) if subject.splits is None else subject.splits
+    splits = min_splits(load) if subject.splits is None else subject.splits
     parts = () if splits is None else lay_out(load, splits)
     return parts if parts and are_runnable(parts) else None
 
 
 def fit(subject: Subject, choice: Choice, limit: MemoryLimit) -> Fit:
     """Whether the model fits with one strategy, and how long a context may be."""
-    longest = MOST_CONTEXT if subject.max_positions is None else min(subject.max_positions, MOST_CONTEXT)
+    longest = MAX_CONTEXT if subject.max_positions is None else min(subject.max_positions, MAX_CONTEXT)
 
     def fits_with(context: int, *, divided: bool) -> bool:
         if context > longest:
             return False
-        return _fits(replace(subject, geometry=replace(subject.geometry, context=context)), choice, limit, divided)
+        return _fits(replace(subject, geometry=subject.geometry.in_context(context)), choice, limit, divided)
 
     contexts = None
     if _fits(subject, choice, limit, divided=True):
@@ -238,16 +237,16 @@ def largest_multiple(step: int, is_within: Callable[[int], bool]) -> int | None:
         step: at least 1.
         is_within: true up to some number and false above it.
     """
-    least = 2
-    if not is_within(least * step):
+    fitting = 2
+    if not is_within(fitting * step):
         return None
-    most = 2 * least
-    while is_within(most * step):
-        least, most = most, 2 * most
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if is_within(middle * step) else (least, middle)
-    return least * step
+    too_long = 2 * fitting
+    while is_within(too_long * step):
+        fitting, too_long = too_long, 2 * too_long
+    while too_long - fitting > 1:
+        middle = (fitting + too_long) // 2
+        fitting, too_long = (middle, too_long) if is_within(middle * step) else (fitting, middle)
+    return fitting * step
 
 
 def _is_divisible(subject: Subject, limit: MemoryLimit) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from edgekv.errors import UsageError
 from edgekv.option import Option, parse_numbers
+from edgekv.spec.geometry import KeyLayout, KvDtype
 
 HTP_CONTEXT_BYTES = 3_750_000_000
 """Capacity of one HTP context, observed, not documented: it addresses 4 GB, part of which the runtime needs."""
@@ -14,16 +15,19 @@ HTP_CONTEXT_BYTES = 3_750_000_000
 PROTOBUF_BYTES = (1 << 31) - 1
 """The largest protobuf, and so the largest file of one graph."""
 
-MOST_CONTEXT = 1 << 20
+MAX_CONTEXT = 1 << 20
 """The longest context that is planned: 1,048,576 tokens."""
 
-MOST_GRAPHS = 16
+MAX_GRAPHS = 16
 """Maximum number of ARs of one plan."""
 
 
 DEFAULT_AR = (1, 32)
 DEFAULT_CONTEXT = 512
-"""Of an export, and of its plan."""
+DEFAULT_RECIPE = "w8a16"
+DEFAULT_KV_DTYPE: KvDtype = "u8"
+DEFAULT_KEY_LAYOUT: KeyLayout = "columns"
+"""Of an export, and of its plan. NPUs read keys in columns faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Overrides:
             shown="1,32, or a bundle's own",
         ),
     ] = None
-    recipe: str = "w8a16"
+    recipe: str = DEFAULT_RECIPE
 
     def check(self) -> None:
         """Reject numbers out of range before anything is computed from them.
@@ -61,19 +65,19 @@ class Overrides:
             "layers": (1, LARGEST["num_hidden_layers"]),
             "kv_heads": (1, LARGEST["num_key_value_heads"]),
             "head_dim": (1, LARGEST["head_dim"]),
-            "context": (2, MOST_CONTEXT),
+            "context": (2, MAX_CONTEXT),
         }
-        for name, (least, most) in bounds.items():
+        for name, (minimum, maximum) in bounds.items():
             value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                wanted = f"{least} to {most}"
-                raise UsageError(option(name), got=shortened(value), expected=wanted, fix=f"Use {wanted}.")
+            if value is not None and not minimum <= value <= maximum:
+                expected = f"{minimum} to {maximum}"
+                raise UsageError(option(name), got=shortened(value), expected=expected, fix=f"Use {expected}.")
         if (heads := (self.layers or 1) * (self.kv_heads or 1)) > LARGEST_HEADS:
-            wanted = f"at most {LARGEST_HEADS} key/value heads in all layers together"
-            raise UsageError("--layers and --kv-heads", got=heads, expected=wanted, fix="Use smaller numbers.")
-        if self.ar is not None and len(self.ar) > MOST_GRAPHS:
-            wanted = f"at most {MOST_GRAPHS} numbers"
-            raise UsageError("--ar", got=f"{len(self.ar)} numbers", expected=wanted, fix="Give fewer.")
+            expected = f"at most {LARGEST_HEADS} key/value heads in all layers together"
+            raise UsageError("--layers and --kv-heads", got=heads, expected=expected, fix="Use smaller numbers.")
+        if self.ar is not None and len(self.ar) > MAX_GRAPHS:
+            expected = f"at most {MAX_GRAPHS} numbers"
+            raise UsageError("--ar", got=f"{len(self.ar)} numbers", expected=expected, fix="Give fewer.")
 
 
 def option(name: str) -> str:

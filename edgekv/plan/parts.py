@@ -78,8 +78,14 @@ class EncoderPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.weights_bytes + self.graph_bytes
 
     @classmethod
-    def of(cls, spec: EncoderSpec, tiles: int = CALIBRATION_TILES) -> EncoderPlan:
-        """The plan of an encoder that is calibrated on so many tiles."""
+    def of(cls, spec: EncoderSpec, tiles: int = CALIBRATION_TILES, *, fits: bool = False) -> EncoderPlan:
+        """The plan of an encoder that is calibrated on so many tiles.
+
+        Args:
+            spec: its sizes.
+            tiles: their number.
+            fits: whether matrices are rounded on their inputs, as `--effort 3` and above do.
+        """
         matrices, tensors = spec.matrices.values(), spec.tensors.values()
         parameters = sum(rows * columns for rows, columns in matrices)
         weights_bytes = parameters + sum(4 * rows for rows, _ in matrices) + 2 * sum(map(math.prod, tensors))
@@ -91,18 +97,25 @@ class EncoderPlan(msgspec.Struct, frozen=True, kw_only=True):
             weights_bytes=weights_bytes,
             activations_bytes=2 * spec.inputs * (3 * spec.hidden + 2 * max(spec.inputs, spec.intermediate)),
             graph_bytes=graph_bytes,
-            quantization_peak_bytes=_ENCODER_PROCESS_BYTES + quantization_bytes(spec, tiles),
+            quantization_peak_bytes=_ENCODER_PROCESS_BYTES + quantization_bytes(spec, tiles, fits=fits),
             compile_peak_bytes=round(_COMPILER * compile_bytes(weights_bytes, graph_bytes, 1)),
         )
 
 
-def quantization_bytes(spec: EncoderSpec, tiles: int) -> int:
-    """RAM to quantize an encoder: a layer in float32, all matrices as integers, and the largest results of a tile."""
+def quantization_bytes(spec: EncoderSpec, tiles: int, *, fits: bool = False) -> int:
+    """RAM to quantize an encoder: a layer in float32, all matrices as integers, and the largest results of a tile.
+
+    To round a layer on its inputs, those of all its matrices too, twice the largest, and their second moments.
+    """
     integers = sum(rows * columns for rows, columns in spec.matrices.values())
     layer = 4 * spec.hidden * (4 * spec.hidden + 2 * spec.intermediate)
     projector = 12 * spec.output * spec.hidden * spec.merged
     results = 12 * spec.patches * max(spec.patches, spec.intermediate, spec.patch_values)
-    return integers + max(2 * layer, projector) + results + 8 * tiles * spec.patches * spec.patch_values
+    inputs = 0
+    if fits:
+        widths = (spec.hidden, spec.intermediate, spec.merged * spec.hidden, spec.patch_values)
+        inputs = 4 * tiles * spec.inputs * (3 * spec.hidden + 2 * max(widths)) + 4 * 4 * max(widths) ** 2
+    return integers + max(2 * layer, projector) + results + 8 * tiles * spec.patches * spec.patch_values + inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +201,9 @@ def divide(
         before, behind, parts = layers[:boundary], layers[boundary:], max(2, splits)
         share = (first_bytes + sum(before)) / (first_bytes + sum(layers) + last_bytes)
         own = min(max(1, round(parts * share), parts - len(behind)), parts - 1, len(before))
-        found = divide(before, own, first_bytes=first_bytes)
+        front = divide(before, own, first_bytes=first_bytes)
         more = divide(behind, parts - own, last_bytes=last_bytes)
-        return *found, *(range(boundary + each.start, boundary + each.stop) for each in more)
+        return *front, *(range(boundary + part_layers.start, boundary + part_layers.stop) for part_layers in more)
     ends = [first_bytes + end for end in accumulate(layers, initial=0)]
     share = (ends[-1] + last_bytes) / splits
     cuts = [0]
@@ -209,7 +222,7 @@ def lay_out(load: Load, splits: int) -> tuple[Part, ...]:
     if splits == 1:
         ends = load.embedding_bytes, load.head_bytes
         ranges = divide(load.layers, 1, first_bytes=ends[0], last_bytes=ends[1], boundary=load.boundary)
-        return tuple(_part(load, each, embedding=each is ranges[0], head=each is ranges[-1]) for each in ranges)
+        return tuple(_part(load, layers, embedding=layers is ranges[0], head=layers is ranges[-1]) for layers in ranges)
     parts = [_part(load, layers) for layers in divide(load.layers, splits, boundary=load.boundary)]
     return (*parts, _part(load, range(len(load.layers), len(load.layers)), head=True))
 
@@ -223,7 +236,7 @@ def smallest_parts(load: Load) -> tuple[Part, ...]:
     return (*parts, _part(load, range(0), head=True))
 
 
-def least_splits(load: Load) -> int | None:
+def min_splits(load: Load) -> int | None:
     """The fewest splits whose parts all fit; None if even one layer a part is too large for an HTP context.
 
     The compiler's RAM alone never fails: if even one layer needs too much, each layer is a part.
@@ -235,8 +248,10 @@ def least_splits(load: Load) -> int | None:
         return count
     weights_bytes, graph_bytes = sum(load.layers), count * load.layer_graph_bytes
     compiling_bytes = compile_bytes(weights_bytes, graph_bytes, load.graphs, packed_bytes=sum(load.packed))
-    least = max(weights_bytes // HTP_CONTEXT_BYTES, graph_bytes // PROTOBUF_BYTES, compiling_bytes // COMPILE_BYTES, 1)
-    fitting = (splits for splits in range(least, count) if all(part.fits for part in lay_out(load, splits)))
+    min_count = max(
+        weights_bytes // HTP_CONTEXT_BYTES, graph_bytes // PROTOBUF_BYTES, compiling_bytes // COMPILE_BYTES, 1
+    )
+    fitting = (splits for splits in range(min_count, count) if all(part.fits for part in lay_out(load, splits)))
     return next(fitting, count)
 
 

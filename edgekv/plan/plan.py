@@ -8,18 +8,27 @@ from pathlib import Path
 
 import msgspec
 
-from devices import FASTEST_PASS_S, Device
+from devices import Device
+from edgekv.bundle import read_manifest
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan.cache import CHOICES, Recommendation, recommend, strategy_cost
 from edgekv.plan.estimate import Estimate, find_estimator
 from edgekv.plan.export_cost import ExportCost, export_cost
 from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, divide_model, fit, mask_warnings
-from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, PROTOBUF_BYTES, Overrides, shortened
+from edgekv.plan.options import (
+    DEFAULT_AR,
+    DEFAULT_CONTEXT,
+    DEFAULT_KV_DTYPE,
+    DEFAULT_RECIPE,
+    PROTOBUF_BYTES,
+    Overrides,
+    shortened,
+)
 from edgekv.plan.parts import EncoderPlan, Part
 from edgekv.plan.speed import SpeculativeSpeed, Speed, check_acceptance, estimate_speed, speculative_speed
 from edgekv.plan.subject import Subject, find_subject, is_bundle
 from edgekv.plan.wording import duration, duration_span, encoder_sentence, fit_sentences, gb, span
-from edgekv.spec import FRONT, HEAD_MARK, LEAST_BITS, MOST_BITS, RECIPE_TYPES, KvDtype, front_bits, head_type
+from edgekv.spec import CONFIG, FRONT, HEAD_MARK, MAX_BITS, MIN_BITS, RECIPE_TYPES, KvDtype, front_bits, head_type
 
 RECIPES = tuple(RECIPE_TYPES)
 _KV_BITS = {"u8": 8, "s16": 16}
@@ -84,16 +93,18 @@ def make_plan(
     *,
     device: Device,
     context: int = DEFAULT_CONTEXT,
-    recipe: str = "w8a16",
-    kv: str = "u8",
+    recipe: str = DEFAULT_RECIPE,
+    kv: str = DEFAULT_KV_DTYPE,
     ar: tuple[int, ...] = DEFAULT_AR,
     acceptance: float | None = None,
     estimate: bool = False,
+    checks: bool = True,
 ) -> Plan:
     """Plan the export of a model for a device.
 
     Args:
-        path: a `config.json`, or a folder that has one; no weights are read.
+        path: a `config.json`, a folder that has one, a GGUF file, a hub id, or a bundle, whose own sizes and recipe
+            are planned; no weights are read.
         device: the target.
         context: S, tokens.
         recipe: one of `RECIPES`, or `front-BITS`, with the type of the head behind it if that is not int8.
@@ -101,6 +112,7 @@ def make_plan(
         ar: tokens per inference of each graph.
         acceptance: probability that a drafted token is right after right ones; None for no drafts.
         estimate: simulate the graphs too, which takes about a minute and needs the HTP compiler.
+        checks: whether the export checks its graphs with the HTP compiler.
 
     Raises:
         UsageError: options that export would refuse for this model and device, or an estimate for a chip that no
@@ -110,7 +122,12 @@ def make_plan(
     """
     if acceptance is not None:
         check_acceptance(acceptance)
+    if estimate and (is_bundle(path) or (path / CONFIG if path.is_dir() else path).suffix != ".json"):
+        fix = "Use edgekv estimate on a bundle, or give the config.json."
+        raise UsageError("--estimate", got=f"it for {path.name}", expected=f"a {CONFIG}", fix=fix)
     subject = _find(path, context, recipe, kv, ar)
+    if is_bundle(path):
+        recipe = read_manifest(path.parent if path.is_file() else path).recipe.name
     decoder, weights = subject.decoder, subject.weights
     if decoder is None or weights is None:
         raise CheckpointError(
@@ -122,13 +139,17 @@ def make_plan(
     _check_context(subject)
     check_cache_type(subject.geometry, device)
     limit, default = MemoryLimit.of_htp(), CHOICES[0]
-    needed, found, parts = demand(subject, default, limit), fit(subject, default, limit), divide_model(subject, default)
+    needed, memory_fit, parts = (
+        demand(subject, default, limit),
+        fit(subject, default, limit),
+        divide_model(subject, default),
+    )
     encoder = None if subject.encoder is None else EncoderPlan.of(subject.encoder)
-    cost = export_cost(decoder, weights, subject.geometry, subject.ar)
+    cost = export_cost(decoder, weights, subject.geometry, subject.ar, checks=checks)
     if encoder is not None:
         cost = cost.with_encoder(encoder)
     speed = estimate_speed(subject, decoder, weights, device)
-    sentences = fit_sentences(subject, default, device, needed, found, _alternatives(subject, found))
+    sentences = fit_sentences(subject, default, device, needed, memory_fit, _alternatives(subject, memory_fit))
     simulated = None
     if estimate:
         simulated = find_estimator()(
@@ -137,7 +158,7 @@ def make_plan(
     return Plan(
         summary=" ".join([*sentences, *_further_sentences(parts, encoder, cost, speed)]),
         warnings=mask_warnings(subject.geometry, subject.ar, device),
-        fit=found,
+        fit=memory_fit,
         source=subject.source,
         device=device.soc,
         recipe=recipe,
@@ -167,31 +188,33 @@ def make_plan(
 def _find(path: Path, context: int, recipe: str, kv: str, ar: tuple[int, ...]) -> Subject:
     base, _ = head_type(recipe)
     if base not in RECIPES and front_bits(base) is None:
-        wanted = " or ".join([*RECIPES, f"{FRONT}BITS, from {LEAST_BITS} to {MOST_BITS} bits a weight"])
-        wanted += f", also with {HEAD_MARK}int4 behind it"
-        raise UsageError("--recipe", got=repr(shortened(recipe)), expected=wanted, fix="Use --recipe w8a16.")
+        expected = " or ".join([*RECIPES, f"{FRONT}BITS, from {MIN_BITS} to {MAX_BITS} bits a weight"])
+        expected += f", also with {HEAD_MARK}int4 behind it"
+        raise UsageError(
+            "--recipe", got=repr(shortened(recipe)), expected=expected, fix=f"Use --recipe {DEFAULT_RECIPE}."
+        )
     if kv not in _KV_BITS:
         raise UsageError("--kv", got=repr(shortened(kv)), expected=" or ".join(_KV_BITS), fix="Use --kv u8.")
     if is_bundle(path):
-        fix = "It is exported already: `edgekv size` says what it costs."
-        raise CheckpointError(str(path), got="a bundle", expected="a checkpoint's config.json", fix=fix)
+        chosen = None if context == DEFAULT_CONTEXT else context
+        return find_subject(path, Overrides(context=chosen, ar=None if ar == DEFAULT_AR else ar))
     return find_subject(path, Overrides(context=context, kv_bits=_KV_BITS[kv], ar=ar, recipe=recipe))
 
 
 def _check_context(subject: Subject) -> None:
     context, step, longest = subject.geometry.context, subject.ar[-1], subject.max_positions
     if longest is not None and context > longest:
-        wanted = f"at most max_position_embeddings = {longest}"
+        expected = f"at most max_position_embeddings = {longest}"
         fix = f"Use --context {longest // step * step}."
-        raise UsageError("--context", got=context, expected=wanted, fix=fix)
+        raise UsageError("--context", got=context, expected=expected, fix=fix)
     if context % step:
-        wanted = f"a multiple of the largest AR, {step}, which export needs"
-        raise UsageError("--context", got=context, expected=wanted, fix=f"Use --context {context // step * step}.")
+        expected = f"a multiple of the largest AR, {step}, which export needs"
+        raise UsageError("--context", got=context, expected=expected, fix=f"Use --context {context // step * step}.")
 
 
-def _alternatives(subject: Subject, found: Fit) -> list[str]:
+def _alternatives(subject: Subject, memory_fit: Fit) -> list[str]:
     """Whether a cache of 8 bits would make it fit."""
-    if found.fits or subject.geometry.kv_dtype == "u8":
+    if memory_fit.fits or subject.geometry.kv_dtype == "u8":
         return []
     smaller = replace(subject, geometry=replace(subject.geometry, kv_dtype="u8"))
     return ["--kv u8"] if fit(smaller, CHOICES[0], MemoryLimit.of_htp()).fits else []
@@ -204,14 +227,15 @@ def _further_sentences(
     if encoder is not None:
         sentences.append(encoder_sentence(encoder))
     if parts is not None and len(parts) > 1:
-        most = gb(max(part.compile_peak_bytes for part in parts))
-        sentences.append(f"Export divides it into {len(parts)} parts; compiling one needs at most {most} of RAM.")
+        peak = gb(max(part.compile_peak_bytes for part in parts))
+        sentences.append(f"Export divides it into {len(parts)} parts; compiling one needs at most {peak} of RAM.")
     first = speed.first_token[0]
     sentences.append(
         f"Expect {span(*speed.tokens_per_s)} tokens a second, and {duration_span(first.low_s, first.high_s)} to "
         f"the first token of a prompt of {first.prompt_tokens:,}."
     )
-    sentences.append(f"The export needs about {gb(cost.peak_bytes)} of RAM and {duration(cost.seconds)}.")
+    check = f", {duration(cost.check_seconds)} of it for the HTP check" if cost.check_seconds else ", without HTP check"
+    sentences.append(f"The export needs about {gb(cost.peak_bytes)} of RAM and {duration(cost.seconds)}{check}.")
     return sentences
 
 
@@ -220,14 +244,24 @@ def _speed_basis(device: Device, speed: Speed) -> str:
     low, high = speed.reached_gb_per_s
     chips = " and ".join(filter(None, (", ".join(speed.measured_on[:-1]), speed.measured_on[-1])))
     whose = "this chip" if device.has_own_speed else f"{chips}; none were found for {device.soc}"
-    if FASTEST_PASS_S * speed.tokens_per_s[1] > 0.999:
-        return "speed: too small a model for published figures; a pass takes at least 0.6 ms, the fastest one published"
+    if speed.pass_s * speed.tokens_per_s[1] > 0.999:
+        least = f"a pass takes at least {1e3 * speed.pass_s:.1f} ms"
+        if speed.evidence != "published":
+            return f"speed: too small a model for bandwidth to matter; {least}, {speed.evidence}"
+        return f"speed: too small a model for published figures; {least}, the fastest one published"
+    if speed.evidence != "published" and _reads_measured(device, speed):
+        return f"speed: decoders read at {span(low, high)} GB/s, at most {share:.0%} of the peak, {speed.evidence}"
     geniex = device.speed.geniex_gb_per_s
     with_geniex = "" if geniex is None else f", with GenieX at {span(geniex.low, geniex.high)} GB/s"
     return (
         f"speed: published decoders read at {span(low, high)} GB/s, at most {share:.0%} of the peak DRAM bandwidth"
         f"{with_geniex}; figures of {whose}: {speed.source}"
     )
+
+
+def _reads_measured(device: Device, speed: Speed) -> bool:
+    """Whether the bandwidth was measured on the device, and not only its passes."""
+    return speed.reached_gb_per_s != (device.decode_gb_per_s.low, device.decode_gb_per_s.high)
 
 
 def _published(speed: Speed) -> str:

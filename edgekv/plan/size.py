@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from importlib.util import find_spec
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, 
 from edgekv.plan.parts import EncoderPlan
 from edgekv.plan.subject import Subject, cache_geometry
 from edgekv.plan.wording import fit_sentences
-from edgekv.spec import Geometry, KvDtype
+from edgekv.spec import Geometry, KeyLayout, KvDtype
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +57,7 @@ class GeometryRecord(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     kv_bits: int
     kv_dtype: KvDtype
+    key_layout: KeyLayout
     tensors: int
     windows: list[LayersRecord]
 
@@ -69,8 +71,9 @@ class GeometryRecord(msgspec.Struct, frozen=True, kw_only=True):
             context=geometry.context,
             kv_bits=8 * rows[0].element_bytes,
             kv_dtype=geometry.kv_dtype,
+            key_layout=rows[0].key_layout,
             tensors=geometry.tensors,
-            windows=[LayersRecord(layers=each.layers, window=each.context, tensors=each.tensors) for each in rows],
+            windows=[LayersRecord(layers=group.layers, window=group.window, tensors=group.tensors) for group in rows],
         )
 
 
@@ -127,22 +130,24 @@ def make_size_report(subject: Subject, *, device: Device | None = None, limit: M
         limit = limit or MemoryLimit.of_htp()
     choices = CHOICES
     costs = [strategy_cost(choice, geometry, subject.steps) for choice in choices]
-    needed, found, summary = None, None, None
+    needed, memory_fit, summary = None, None, None
     if limit is not None:
         fits = [fit(subject, choice, limit) for choice in choices]
         costs = [
-            msgspec.structs.replace(cost, fits=each.fits, largest_context=each.largest_context)
-            for cost, each in zip(costs, fits, strict=True)
+            msgspec.structs.replace(cost, fits=choice_fit.fits, largest_context=choice_fit.largest_context)
+            for cost, choice_fit in zip(costs, fits, strict=True)
         ]
-        needed, found = demand(subject, choices[0], limit), fits[0]
-        others = [f"--kv-update {choice.label}" for choice, each in zip(choices, fits, strict=True) if each.fits]
-        summary = " ".join(fit_sentences(subject, choices[0], device, needed, found, others))
+        needed, memory_fit = demand(subject, choices[0], limit), fits[0]
+        others = [
+            f"--kv-update {choice.label}" for choice, choice_fit in zip(choices, fits, strict=True) if choice_fit.fits
+        ]
+        summary = " ".join(fit_sentences(subject, choices[0], device, needed, memory_fit, others))
     record = GeometryRecord.of(geometry)
     return SizeReport(
         summary=summary,
         source=subject.source,
         device=None if device is None else device.soc,
-        fit=found,
+        fit=memory_fit,
         demand=needed,
         geometry=record,
         ar=list(subject.ar),
@@ -170,6 +175,24 @@ _INK = "#444444"
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
+def check_plot(file: Path) -> None:
+    """Raise what `save_plot` would, before anything is read.
+
+    Raises:
+        UsageError: another suffix, a folder that does not exist, or matplotlib is not installed.
+    """
+    if file.suffix.lower() not in _FORMATS:
+        expected = f"a name that ends in {', '.join(_FORMATS)}"
+        raise UsageError("--plot", got=str(file), expected=expected, fix="Use --plot FILE.png.")
+    if not file.parent.is_dir():
+        raise UsageError(
+            "--plot", got=f"no folder {file.parent}", expected="a folder that exists", fix="Make it first."
+        )
+    if find_spec("matplotlib") is None:
+        fix = "Install it with `pip install matplotlib`."
+        raise UsageError("--plot", got="no matplotlib", expected="matplotlib", fix=fix)
+
+
 def save_plot(report: SizeReport, file: Path) -> None:
     """Draw each strategy's memory (MiB) over its copied bytes per token (KiB), while filling and once full.
 
@@ -178,20 +201,11 @@ def save_plot(report: SizeReport, file: Path) -> None:
         file: target file; its suffix selects the format: .png, .svg or .pdf.
 
     Raises:
-        UsageError: another suffix, a folder that does not exist, or matplotlib is not installed.
+        UsageError: as `check_plot`.
     """
-    if file.suffix.lower() not in _FORMATS:
-        wanted = f"a name that ends in {', '.join(_FORMATS)}"
-        raise UsageError("--plot", got=str(file), expected=wanted, fix="Use --plot FILE.png.")
-    if not file.parent.is_dir():
-        raise UsageError(
-            "--plot", got=f"no folder {file.parent}", expected="a folder that exists", fix="Make it first."
-        )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fix = "Install it with `pip install matplotlib`."
-        raise UsageError("--plot", got="no matplotlib", expected="matplotlib", fix=fix) from None
+    check_plot(file)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
     _draw(figure.add_subplot(), report)
     figure.savefig(file)
@@ -213,12 +227,12 @@ def _draw(axes: Axes, report: SizeReport) -> None:
     axes.plot([], [], "o", color=_INK, label="mean once it is full and slides")
     g = report.geometry
     row_kib = g.tensors * g.head_dim * g.kv_bits / 8 / _KIB
-    most_kib = max(2 * row_kib, *(size.sliding_bytes_per_token / _KIB for size in report.strategies))
+    max_kib = max(2 * row_kib, *(size.sliding_bytes_per_token / _KIB for size in report.strategies))
     # A logarithmic axis has no 0, which some strategies reach.
     axes.set_xscale("symlog", base=2, linthresh=row_kib)
-    axes.set_xlim(-0.15 * row_kib, most_kib * 2 ** (2 + log2(most_kib / row_kib) / 5))
+    axes.set_xlim(-0.15 * row_kib, max_kib * 2 ** (2 + log2(max_kib / row_kib) / 5))
     axes.set_ylim(0, 1.4 * max(size.held_bytes for size in report.strategies) / _MIB)
-    axes.set_xticks(_ticks(row_kib, most_kib))
+    axes.set_xticks(_ticks(row_kib, max_kib))
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(lambda kib, _: _number(kib))
     axes.yaxis.set_major_formatter(lambda mib, _: _number(mib))
@@ -256,7 +270,8 @@ def _draw_size(axes: Axes, size: StrategyCost, colour: str, *, below: bool) -> N
 def _draw_reserves(axes: Axes, report: SizeReport, colour: str) -> None:
     """The line of all reserves of pointer-shift once the context is full."""
     g = report.geometry
-    geometry = cache_geometry(g.layers, g.kv_heads, g.head_dim, g.context, g.kv_dtype, _windows(report))
+    sizes = g.layers, g.kv_heads, g.head_dim, g.context
+    geometry = cache_geometry(*sizes, g.kv_dtype, g.key_layout, windows=_windows(report))
     points = [(s.sliding_bytes_per_token, s.held_bytes) for s in report.strategies if s.strategy == _SHIFT]
     for choice in (Choice(_SHIFT, reserve) for reserve in _FURTHER_RESERVES):
         cost = strategy_cost(choice, geometry, report.ar)
@@ -293,9 +308,9 @@ def _windows(report: SizeReport) -> tuple[int | None, ...]:
     return tuple(group.window for group in groups for _ in range(group.layers)) if len(groups) > 1 else ()
 
 
-def _ticks(row_kib: float, most_kib: float) -> list[float]:
+def _ticks(row_kib: float, max_kib: float) -> list[float]:
     """0, half a row, and then rows in powers of 2, or of 4 or more if there would be too many ticks."""
-    powers = list(range(int(log2(most_kib / row_kib)) + 2))
+    powers = list(range(int(log2(max_kib / row_kib)) + 2))
     return [0, row_kib / 2, *(row_kib * 2**power for power in powers[:: 1 + len(powers) // 8])]
 
 

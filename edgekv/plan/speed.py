@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from devices import FASTEST_PASS_S, PUBLISHED_SOURCE, Device, nearest_published
-from edgekv.errors import UsageError
+from devices import (
+    FASTEST_PASS_S,
+    PUBLISHED_SOURCE,
+    Device,
+    MeasuredSpeed,
+    ReportError,
+    measured_speed,
+    nearest_published,
+)
+from edgekv.errors import BundleError, UsageError
+from edgekv.machine.decoding import convert
 from edgekv.plan.subject import Subject
 from edgekv.spec import Decoder, Geometry, Weights
 
@@ -69,6 +78,9 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
         first_token: expected times to first token.
         published: the published model that is nearest in size, on this chip or the nearest one, by runtime.
         published_source: where they were published.
+        evidence: `published`; or `measured on SM8750 (report NAME)`, if reports of conformance runs on the device give
+            the bandwidth or the time of a pass.
+        pass_s: time that a pass takes at least.
     """
 
     dram_gb_per_s: float
@@ -84,6 +96,21 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     first_token: list[FirstToken]
     published: list[PublishedRow]
     published_source: str
+    evidence: str
+    pass_s: float
+
+
+def find_measured(device: Device) -> MeasuredSpeed | None:
+    """What reports of conformance runs say of a device; see `devices.measured_speed`.
+
+    Raises:
+        BundleError: a report is damaged or forged.
+    """
+    try:
+        return measured_speed(device)
+    except ReportError as error:
+        fix = "Remove the file from devices/reports."
+        raise BundleError(error.field, got=error.got, expected=error.expected, fix=fix) from None
 
 
 def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device: Device) -> Speed:
@@ -91,17 +118,25 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
 
     A pass of one token reads the weights and the whole cache, and takes at least the time of the fastest published
     pass. A pass of AR tokens adds the arithmetic of AR-1 more tokens. Host work, sampling and loading are not counted.
+    Reports of the device itself replace published figures.
+
+    Raises:
+        BundleError: a report in `devices/reports` is damaged or forged.
     """
     geometry, ar = subject.geometry, subject.ar[-1]
     read_bytes = sum(weights.layer_bytes) + weights.head_bytes + weights.embedding_bytes // decoder.vocab
     full_bytes = sum(group.tensors * group.past_rows(1) * group.row_bytes for group in geometry.groups())
     mean_bytes = _mean_cache_bytes(geometry)
+    measured = find_measured(device)
     peak, reached = device.dram_gb_per_s * 1e9, device.decode_gb_per_s
+    if measured is not None and measured.gb_per_s is not None:
+        reached = measured.gb_per_s
+    pass_s = FASTEST_PASS_S if measured is None else measured.pass_s
     static_bytes = read_bytes + full_bytes
     macs = macs_per_token(decoder, geometry)
     rate = device.speed.tera_macs_per_s
-    fast_s, slow_s = (max(static_bytes / (gb_per_s * 1e9), FASTEST_PASS_S) for gb_per_s in (reached.high, reached.low))
-    further_fast_s, further_slow_s = ((ar - 1) * macs / (each * 1e12) for each in (rate.high, rate.low))
+    fast_s, slow_s = (max(static_bytes / (gb_per_s * 1e9), pass_s) for gb_per_s in (reached.high, reached.low))
+    further_fast_s, further_slow_s = ((ar - 1) * macs / (tera_macs * 1e12) for tera_macs in (rate.high, rate.low))
     prompts = sorted({min(_SHORT_PROMPT, geometry.context - 1), geometry.context - 1})
     return Speed(
         dram_gb_per_s=device.dram_gb_per_s,
@@ -125,10 +160,12 @@ def estimate_speed(subject: Subject, decoder: Decoder, weights: Weights, device:
             for passes in [-(-tokens // ar)]
         ],
         published=[
-            msgspec.convert(row, PublishedRow, from_attributes=True)
+            convert(row, PublishedRow, from_attributes=True)
             for row in nearest_published(decoder.parameters, geometry.context, device)
         ],
         published_source=PUBLISHED_SOURCE,
+        evidence="published" if measured is None else measured.evidence,
+        pass_s=pass_s,
     )
 
 
@@ -143,10 +180,12 @@ def macs_per_token(decoder: Decoder, geometry: Geometry) -> int:
     readers = decoder.layers - decoder.convolutions - deltas
     # Layers that read the cache of another are taken to be of all kinds alike.
     attention = sum(
-        readers * group.layers * group.context * 2 * decoder.heads * group.head_dim // owners for group in attending
+        readers * group.layers * group.window * 2 * decoder.heads * group.head_dim // owners for group in attending
     )
     states = (group for group in geometry.groups() if group not in attending)
-    return decoder.all_layer_parameters + attention + sum(each.layers * each.read_rows * each.width for each in states)
+    return (
+        decoder.all_layer_parameters + attention + sum(group.layers * group.read_rows * group.width for group in states)
+    )
 
 
 def _mean_cache_bytes(geometry: Geometry) -> int:
@@ -201,22 +240,22 @@ def speculative_speed(
     with its logits. Drafting is not counted.
 
     Args:
-        subject: the model.
-        decoder: its matrices.
-        device: the target.
         speed: see `estimate_speed`.
         acceptance: p.
     """
-    macs = macs_per_token(decoder, subject.geometry) + decoder.hidden * decoder.vocab
+    macs = macs_per_token(decoder, subject.geometry) + decoder.head_parameters
     rate = device.speed.tera_macs_per_s
     low, high = speed.tokens_per_s
-    found = []
+    speeds = []
     for rows in VERIFY_ROWS:
         tokens = sum(acceptance**n for n in range(rows))
-        costs = [1 + (rows - 1) * macs / (each * 1e12) * steps for each, steps in ((rate.high, high), (rate.low, low))]
+        costs = [
+            1 + (rows - 1) * macs / (tera_macs * 1e12) * steps
+            for tera_macs, steps in ((rate.high, high), (rate.low, low))
+        ]
         rates = [tokens * steps / cost for steps, cost in ((high, costs[0]), (low, costs[1]))]
         gains = [tokens / cost for cost in costs]
-        found.append(
+        speeds.append(
             SpeculativeSpeed(
                 rows=rows,
                 tokens_per_pass=tokens,
@@ -225,4 +264,4 @@ def speculative_speed(
                 gain=(min(gains), max(gains)),
             )
         )
-    return found
+    return speeds

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from edgekv.bundle import MANIFEST, Manifest, read_manifest
 from edgekv.errors import BundleError, CheckpointError, UsageError
-from edgekv.plan.options import DEFAULT_AR, MOST_CONTEXT, Overrides, option, shortened
+from edgekv.plan.options import DEFAULT_AR, DEFAULT_KEY_LAYOUT, MAX_CONTEXT, Overrides, option, shortened
 from edgekv.spec import (
     CONFIG,
     ENCODERS,
@@ -20,6 +21,7 @@ from edgekv.spec import (
     DecoderSpec,
     EncoderSpec,
     Geometry,
+    KeyLayout,
     KvDtype,
     LayeredGeometry,
     Role,
@@ -29,9 +31,11 @@ from edgekv.spec import (
     describe_cache,
     head_type,
     identify,
+    is_hub_id,
     read_config,
     recipe_weights,
 )
+from edgekv.spec.encoders.processor import read_processor
 from quant import WEIGHT_TYPES
 
 _KV_DTYPES: dict[int, KvDtype] = {8: "u8", 16: "s16"}
@@ -95,12 +99,13 @@ def cache_geometry(
     head_dim: int,
     context: int,
     kv_dtype: KvDtype,
+    key_layout: KeyLayout = DEFAULT_KEY_LAYOUT,
     windows: tuple[int | None, ...] = (),
 ) -> Geometry:
     """The geometry of layers that attend to the whole context, or to `windows` if there are any."""
     if not windows:
-        return RowSpec(layers, kv_heads, head_dim, context, kv_dtype)
-    return LayeredGeometry(layers, context, (kv_heads,), (head_dim,), windows, kv_dtype)
+        return RowSpec(layers, kv_heads, head_dim, context, kv_dtype, key_layout)
+    return LayeredGeometry(layers, context, (kv_heads,), (head_dim,), windows, kv_dtype, key_layout)
 
 
 def kv_dtype_of(bits: int) -> KvDtype:
@@ -123,8 +128,8 @@ def checked_ar(ar: Sequence[int], context: int, windows: tuple[int | None, ...] 
     """
     listed = shortened(",".join(map(str, ar)))
     if 1 not in ar or min(ar) < 1:
-        wanted = "1 and larger numbers, such as 1,32"
-        raise UsageError("--ar", got=listed, expected=wanted, fix="Add 1: it decodes.")
+        expected = "1 and larger numbers, such as 1,32"
+        raise UsageError("--ar", got=listed, expected=expected, fix="Add 1: it decodes.")
     if max(ar) >= context:
         raise UsageError(
             "--ar",
@@ -159,21 +164,21 @@ def check_kernel(spec: DecoderSpec, context: int) -> None:
         )
 
 
-def check_agreement(given: Overrides, found: Mapping[str, int], path: Path) -> None:
+def check_agreement(overrides: Overrides, from_file: Mapping[str, int], path: Path) -> None:
     """Reject options that contradict a file.
 
     Raises:
         UsageError: naming the first such option.
     """
-    for name, value in found.items():
-        chosen = getattr(given, name)
+    for name, value in from_file.items():
+        chosen = getattr(overrides, name)
         if chosen is not None and chosen != value:
             raise contradiction(option(name), chosen, value, path)
 
 
-def contradiction(name: str, found: object, wanted: object, path: Path) -> UsageError:
+def contradiction(name: str, got: object, expected: object, path: Path) -> UsageError:
     """The error for an option that contradicts a file."""
-    return UsageError(name, got=found, expected=f"{wanted}, as {path} says", fix="Leave it out.")
+    return UsageError(name, got=got, expected=f"{expected}, as {path} says", fix="Leave it out.")
 
 
 def host_sentence(size_bytes: int) -> str:
@@ -187,9 +192,10 @@ def weights_sentence(size_bytes: int | None, basis: str) -> str:
 
 
 _COLUMNS = "keys as columns: rewriting them when another AR takes over is not counted"
+_DEFAULT_COLUMNS = _COLUMNS.replace(":", ", the default of export:")
 
 
-def bundle_subject(folder: Path, given: Overrides) -> Subject:
+def bundle_subject(folder: Path, overrides: Overrides) -> Subject:
     """The cache, the graphs and the weights of a bundle.
 
     Raises:
@@ -200,13 +206,14 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
     if manifest.target is not None:
         fix = "Give its target."
         raise UsageError(str(folder), got="a drafter", expected="a model of its own", fix=fix)
+    _check_cached(manifest.model, folder)
     plain, model = manifest.geometry, manifest.model
-    found = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
-    _check_sizes(Overrides(**found), folder)
-    check_agreement(given, {**found, "kv_bits": 8 * plain.element_bytes}, folder)
+    sizes = {name: getattr(plain, name) for name in ("layers", "kv_heads", "head_dim", "context")}
+    _check_sizes(Overrides(**sizes), folder)
+    check_agreement(overrides, {**sizes, "kv_bits": 8 * plain.element_bytes}, folder)
     ar = tuple(sorted({graph.ar for graph in manifest.graphs if graph.role in ("decode", "prefill")}))
-    if given.ar is not None and checked_ar(given.ar, plain.context) != ar:
-        raise contradiction("--ar", ",".join(map(str, given.ar)), ",".join(map(str, ar)), folder)
+    if overrides.ar is not None and checked_ar(overrides.ar, plain.context) != ar:
+        raise contradiction("--ar", ",".join(map(str, overrides.ar)), ",".join(map(str, ar)), folder)
     shards = [manifest.files[name].bytes for name in manifest.weights.files]
     host_bytes = manifest.weights.bytes(LAYER_INPUTS) if model.layer_inputs and shards else 0
     size_bytes = sum(shards) - host_bytes if shards else None
@@ -238,6 +245,17 @@ def bundle_subject(folder: Path, given: Overrides) -> Subject:
     )
 
 
+def _check_cached(spec: DecoderSpec | None, source: Path) -> None:
+    """Refuse a model without a cache.
+
+    Raises:
+        UsageError: tokens attend to both sides.
+    """
+    if spec is not None and spec.bidirectional:
+        got, wanted = "attention to both sides, which keeps no cache", "a model whose tokens attend to earlier ones"
+        raise UsageError(str(source), got=got, expected=wanted, fix="Export it, and see edgekv info.")
+
+
 def _check_sizes(sizes: Overrides, folder: Path) -> None:
     try:
         sizes.check()
@@ -263,10 +281,10 @@ def _bundle_weights(decoder: Decoder, size_bytes: int) -> Weights:
 
 def _splits(manifest: Manifest) -> int:
     """Parts with layers of one graph; 1 for two that end where layers own no cache, the least, without a head apart."""
-    found = max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
+    splits = max((sum(bool(part.layers) for part in graph.parts) for graph in manifest.graphs), default=1)
     has_head_apart = any(not part.layers for graph in manifest.graphs for part in graph.parts)
-    is_least = found == 2 and manifest.model.first_without_cache is not None and not has_head_apart
-    return 1 if is_least else found
+    is_min = splits == 2 and manifest.model.first_without_cache is not None and not has_head_apart
+    return 1 if is_min else splits
 
 
 _NEEDED = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
@@ -274,13 +292,17 @@ _WINDOWS_UNKNOWN = (
     "the attention windows of this architecture are unknown: every layer is counted with the whole context"
 )
 _DEFAULT_AR = ",".join(map(str, DEFAULT_AR))
+_SUBJECTS = f"a {CONFIG}, a folder that has one, a GGUF file, a hub id, or a bundle"
+CONFIGS = "edgekv.configs"
+"""Entry points: a function that reads the configuration of a GGUF file or a hub id."""
 
 
 def find_subject(path: Path | None, overrides: Overrides) -> Subject:
     """What to size or plan.
 
     Args:
-        path: a `config.json`, a folder that has one, a bundle's folder, or None to size from options alone.
+        path: a `config.json`, a folder that has one, a GGUF file, a hub id, a bundle's folder, or None to size from
+            options alone.
         overrides: the options. With a `config.json` the context and the bits of the cache may be chosen; other options
             must not contradict the file; no option may contradict a bundle.
 
@@ -296,17 +318,35 @@ def find_subject(path: Path | None, overrides: Overrides) -> Subject:
         return bundle_subject(path.parent if path.is_file() else path, overrides)
     kind = identify(path)
     if kind is not None and kind.kind != "checkpoint":
-        wanted = f"a {CONFIG}, a folder that has one, or a bundle"
-        fix = kind.as_checkpoint
-        if kind.kind == "gguf":
-            fix = f"Give the {CONFIG} of the model that it was made from, or export it and give the bundle."
-        raise CheckpointError(str(path), got=kind.what, expected=wanted, fix=fix)
+        if kind.kind == "gguf" and path.is_file():
+            return _from_config(_config_elsewhere(path), path, overrides)
+        raise CheckpointError(str(path), got=kind.what, expected=_SUBJECTS, fix=kind.as_checkpoint)
     file = path / CONFIG if path.is_dir() else path
     if not file.exists():
-        found = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
-        wanted = f"a {CONFIG}, a folder that has one, or a bundle"
-        raise CheckpointError(str(path), got=found, expected=wanted, fix="Check the path.")
-    return _from_config(file, overrides)
+        if is_hub_id(str(path)):
+            return _from_config(_config_elsewhere(path), path, overrides)
+        got = f"a folder without {CONFIG} and {MANIFEST}" if path.is_dir() else "nothing there"
+        raise CheckpointError(str(path), got=got, expected=_SUBJECTS, fix="Check the path.")
+    return _from_config(read_config(file), file, overrides)
+
+
+def _config_elsewhere(name: Path) -> Config:
+    """The configuration of a GGUF file or a hub id, which an installed package reads.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        (point,) = metadata.entry_points(group=CONFIGS)
+        read = point.load()
+    except (ValueError, ImportError) as error:
+        raise CheckpointError(
+            str(name),
+            got="a GGUF file, or an id of the hub",
+            expected=f"a {CONFIG}, which alone is read without the packages of export ({error})",
+            fix='Install them: pip install "edgekv[export]"',
+        ) from None
+    return Config(read(str(name)))
 
 
 def is_bundle(path: Path) -> bool:
@@ -314,72 +354,72 @@ def is_bundle(path: Path) -> bool:
     return (path.name == MANIFEST and path.is_file()) or (path / MANIFEST).is_file()
 
 
-def _from_options(given: Overrides) -> Subject:
-    layers, kv_heads, head_dim = given.layers, given.kv_heads, given.head_dim
-    context, kv_bits = given.context, given.kv_bits
+def _from_options(overrides: Overrides) -> Subject:
+    layers, kv_heads, head_dim = overrides.layers, overrides.kv_heads, overrides.head_dim
+    context, kv_bits = overrides.context, overrides.kv_bits
     if layers is None or kv_heads is None or head_dim is None or context is None or kv_bits is None:
-        raise _missing([option(name) for name in _NEEDED if getattr(given, name) is None])
+        raise _missing([option(name) for name in _NEEDED if getattr(overrides, name) is None])
     assumptions: list[str] = []
     geometry = cache_geometry(layers, kv_heads, head_dim, context, kv_dtype_of(kv_bits))
-    ar = _ar(given, context, (), assumptions)
-    assumptions.append(weights_sentence(None, "no model is named"))
+    ar = _ar(overrides, context, (), assumptions)
+    assumptions += [weights_sentence(None, "no model is named"), _DEFAULT_COLUMNS]
     return Subject("options", geometry, ar, None, None, tuple(assumptions))
 
 
-def _from_config(file: Path, given: Overrides) -> Subject:
-    config = read_config(file)
-    found = describe_cache(config)
-    assumptions = _defaults(config, found)
-    sizes = {"layers": found.layers, "kv_heads": found.kv_heads, "head_dim": found.head_dim}
-    check_agreement(given, sizes, file)
-    context = _context(given, found.max_positions, assumptions)
-    bits = given.kv_bits
+def _from_config(config: Config, file: Path, overrides: Overrides) -> Subject:
+    cache = describe_cache(config)
+    assumptions = _defaults(config, cache)
+    sizes = {"layers": cache.layers, "kv_heads": cache.kv_heads, "head_dim": cache.head_dim}
+    check_agreement(overrides, sizes, file)
+    context = _context(overrides, cache.max_positions, assumptions)
+    bits = overrides.kv_bits
     if bits is None:
         bits = 8
         assumptions.append("a cache of 8 bits, the default of export")
-    spec = found.decoder
-    if spec is None and found.sliding_window is not None and found.sliding_window < context:
+    spec = cache.decoder
+    if spec is None and cache.sliding_window is not None and cache.sliding_window < context:
         assumptions.append(_WINDOWS_UNKNOWN)
+    _check_cached(spec, file)
     if spec is not None:
         check_kernel(spec, context)
     windows = () if spec is None else spec.windows_in(context)
     kv_dtype = kv_dtype_of(bits)
     geometry = (
-        cache_geometry(found.layers, found.kv_heads, found.head_dim, context, kv_dtype)
+        cache_geometry(cache.layers, cache.kv_heads, cache.head_dim, context, kv_dtype)
         if spec is None
-        else spec.cache(context, kv_dtype, "rows")
+        else spec.cache(context, kv_dtype, DEFAULT_KEY_LAYOUT)
     )
-    ar = _ar(given, context, windows, assumptions)
+    ar = _ar(overrides, context, windows, assumptions)
     decoder = None if spec is None else spec.sizes
-    weights = None if decoder is None else recipe_weights(decoder, given.recipe)
+    weights = None if decoder is None else recipe_weights(decoder, overrides.recipe)
     size_bytes = None if weights is None else weights.total_bytes
-    _, head = head_type(given.recipe)
+    _, head = head_type(overrides.recipe)
     head_said = "head" if head == "int8" else f"a head in {head}"
-    basis = f"the recipe {given.recipe}, with an 8-bit embedding table and {head_said}"
-    assumptions.append(weights_sentence(size_bytes, basis))
+    basis = f"the recipe {overrides.recipe}, with an 8-bit embedding table and {head_said}"
+    assumptions += [weights_sentence(size_bytes, basis), _DEFAULT_COLUMNS]
     host_bytes = 0 if weights is None else weights.host_bytes
     if host_bytes:
         assumptions.append(host_sentence(host_bytes))
-    subject = Subject(str(file), geometry, ar, size_bytes, found.max_positions, tuple(assumptions), decoder, weights)
+    subject = Subject(str(file), geometry, ar, size_bytes, cache.max_positions, tuple(assumptions), decoder, weights)
     if spec is None:
         return subject
     interface = DecoderInterface.of(spec, context, geometry.kv_dtype, geometry.key_layout, "u16")
     family = ENCODERS.get(config.text("model_type"))
-    encoder = None if family is None else family.describe(config)
+    encoder = None if family is None else family.describe(config, read_processor(file.parent, is_needed=False))
     return replace(subject, rotary=interface.rotary, host_bytes=host_bytes, encoder=encoder)
 
 
-def _context(given: Overrides, longest: int | None, assumptions: list[str]) -> int:
-    context = given.context
+def _context(overrides: Overrides, longest: int | None, assumptions: list[str]) -> int:
+    context = overrides.context
     if context is None:
         if longest is None:
             raise _missing([option("context")])
-        if longest > MOST_CONTEXT:
-            wanted = f"at most {MOST_CONTEXT}"
+        if longest > MAX_CONTEXT:
+            expected = f"at most {MAX_CONTEXT}"
             raise UsageError(
                 "--context",
                 got=f"none, and max_position_embeddings = {longest}",
-                expected=wanted,
+                expected=expected,
                 fix="Give --context.",
             )
         assumptions.append(f"context {longest}, its max_position_embeddings")
@@ -389,25 +429,25 @@ def _context(given: Overrides, longest: int | None, assumptions: list[str]) -> i
     return context
 
 
-def _defaults(config: Config, found: CacheSpec) -> list[str]:
+def _defaults(config: Config, cache: CacheSpec) -> list[str]:
     """Assumptions about missing fields of the configuration, one sentence each."""
     config = config.text_decoder()
     sentences = []
     if "num_key_value_heads" not in config:
-        as_many = found.kv_heads == found.heads
+        as_many = cache.kv_heads == cache.heads
         reason = "as many as num_attention_heads" if as_many else "the default of its architecture"
-        sentences.append(f"kv heads {found.kv_heads}, {reason}")
+        sentences.append(f"kv heads {cache.kv_heads}, {reason}")
     if "head_dim" not in config:
-        by_width = "hidden_size" in config and found.head_dim * found.heads == config.size("hidden_size")
+        by_width = "hidden_size" in config and cache.head_dim * cache.heads == config.size("hidden_size")
         reason = "hidden_size / num_attention_heads" if by_width else "the default of its architecture"
-        sentences.append(f"head_dim {found.head_dim}, {reason}")
+        sentences.append(f"head_dim {cache.head_dim}, {reason}")
     return sentences
 
 
-def _ar(given: Overrides, context: int, windows: tuple[int | None, ...], assumptions: list[str]) -> tuple[int, ...]:
-    if given.ar is None:
+def _ar(overrides: Overrides, context: int, windows: tuple[int | None, ...], assumptions: list[str]) -> tuple[int, ...]:
+    if overrides.ar is None:
         assumptions.append(f"graphs of AR {_DEFAULT_AR}, the default")
-    ar = checked_ar(given.ar or DEFAULT_AR, context, windows)
+    ar = checked_ar(overrides.ar or DEFAULT_AR, context, windows)
     if context % ar[-1]:
         assumptions.append(f"context {context} is no multiple of the largest AR, {ar[-1]}: export would refuse it")
     return ar

@@ -14,35 +14,39 @@ if TYPE_CHECKING:
 
 
 def fit_sentences(
-    subject: Subject, choice: Choice, device: Device | None, needed: Demand, found: Fit, alternatives: Sequence[str]
+    subject: Subject,
+    choice: Choice,
+    device: Device | None,
+    needed: Demand,
+    memory_fit: Fit,
+    alternatives: Sequence[str],
 ) -> list[str]:
     """Says whether a context fits, alternatives that fit, and the longest context.
 
     Args:
-        subject: the model.
         choice: the update strategy.
         device: the target, if one was named.
         needed: bytes that the strategy needs.
-        found: whether it fits.
+        memory_fit: whether it fits.
         alternatives: options that would make it fit.
     """
-    outcome = "fits" if found.fits else "does not fit"
+    outcome = "fits" if memory_fit.fits else "does not fit"
     if device is not None:
         outcome += f" on {device.soc} (V{device.arch})"
     basis = needed.limit_basis
-    divided = found.fits and not found.in_one
+    divided = memory_fit.fits and not memory_fit.in_one
     if divided:
-        outcome, basis = f"{outcome}, divided over {found.contexts} HTP contexts", f"{basis} each"
+        outcome, basis = f"{outcome}, divided over {memory_fit.contexts} HTP contexts", f"{basis} each"
     sentences = [
         f"A context of {subject.geometry.context:,} {outcome}, with {choice.label}: {_pieces(needed)}, of "
         f"{gb(needed.limit_bytes)} ({basis})."
     ]
-    if not found.fits:
-        sentences.append(_alternatives(subject, found, alternatives))
-    elif found.largest_context is not None and found.largest_context > subject.geometry.context:
-        sentences.append(_longest(subject, found.largest_context))
-    if divided and found.largest_in_one is not None:
-        sentences.append(f"Undivided, a context of up to {found.largest_in_one:,} fits.")
+    if not memory_fit.fits:
+        sentences.append(_alternatives(subject, memory_fit, alternatives))
+    elif memory_fit.largest_context is not None and memory_fit.largest_context > subject.geometry.context:
+        sentences.append(_longest(subject, memory_fit.largest_context))
+    if divided and memory_fit.largest_in_one is not None:
+        sentences.append(f"Undivided, a context of up to {memory_fit.largest_in_one:,} fits.")
     if divided:
         sentences.append(f"The device needs {gb(needed.used_bytes)} of free RAM, which is not checked here.")
     return sentences
@@ -62,10 +66,10 @@ def _longest(subject: Subject, context: int) -> str:
     return f"So does a context of {context:,}, the longest that {'the model was made for' if is_own else 'fits'}."
 
 
-def _alternatives(subject: Subject, found: Fit, options: Sequence[str]) -> str:
+def _alternatives(subject: Subject, memory_fit: Fit, options: Sequence[str]) -> str:
     ways = [*options]
-    if found.largest_context is not None:
-        ways.insert(0, f"--context {found.largest_context} (the longest that fits)")
+    if memory_fit.largest_context is not None:
+        ways.insert(0, f"--context {memory_fit.largest_context} (the longest that fits)")
     if ways:
         return f"It fits with {' or '.join(ways)}."
     return f"No context fits (multiples of {subject.ar[-1]}, the largest AR). Use a smaller model."
