@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -15,13 +16,31 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from edgekv.cli.commands import Entry, find_commands
+from edgekv.cli.commands import GROUPS, Entry, find_commands
 from edgekv.cli.config_file import read_defaults
 from edgekv.cli.exit_codes import exit_code_of, signals_as_exceptions
-from edgekv.errors import EdgeKVWarning
+from edgekv.errors import EdgeKVWarning, UsageError
 
 _NAME = "edgekv"
 _WIDTH = 100
+_ELSEWHERE = {
+    "list": "Bundles are folders of your own: edgekv info BUNDLE says what one is.",
+    "ls": "Bundles are folders of your own: edgekv info BUNDLE says what one is.",
+    "pull": "edgekv export org/model -o BUNDLE downloads a checkpoint and makes a bundle of it.",
+    "download": "edgekv export org/model -o BUNDLE downloads a checkpoint and makes a bundle of it.",
+    "convert": "edgekv export CHECKPOINT -o BUNDLE converts a checkpoint.",
+    "quantize": "edgekv export CHECKPOINT -o BUNDLE --recipe RECIPE quantizes a checkpoint.",
+    "create": "edgekv export CHECKPOINT -o BUNDLE makes a bundle.",
+    "rm": "Bundles are folders of your own: remove the folder.",
+    "show": "edgekv info BUNDLE says what a bundle is.",
+    "ps": "edgekv serve shows /health and /metrics of what runs.",
+    "complete": "edgekv generate BUNDLE PROMPT continues a prompt.",
+    "perplexity": "edgekv eval BUNDLE --text FILE measures it.",
+    "server": "edgekv serve BUNDLE serves a bundle.",
+    "version": "edgekv --version says it.",
+    "help": "edgekv --help lists the commands.",
+}
+"""Commands of other programs, and what to do here."""
 _COMPLETION = "_EDGEKV_COMPLETE"  # set by shells that complete a command line
 
 
@@ -84,9 +103,23 @@ class _Program(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return self.entries[cmd_name].load() if cmd_name in self.entries else None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self.entries and not name.startswith("-"):
+            near = get_close_matches(name, self.entries, 3)
+            said = _ELSEWHERE.get(name) or (f"Did you mean {' or '.join(near)}?" if near else "See edgekv --help.")
+            raise UsageError("command", got=repr(name), expected="one of edgekv --help", fix=said)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.help) for name, each in self.entries.items()])
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
+        for name, entry in self.entries.items():
+            groups.setdefault(entry.group, []).append((name, entry.help))
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         found = [each for each in self.entries.values() if each.name.startswith(incomplete)]

@@ -59,10 +59,10 @@ def _show(report: BenchReport) -> None:
         table = Table()
         for name in ("verify", "ms a pass", "steps"):
             table.add_column(name, justify="left" if name == "verify" else "right")
-        for each in report.verify_passes:
-            depth = f" @ d{each.n_depth}" if each.n_depth else ""
-            spent = f"{each.avg_ns / 1e6:.2f} ± {each.stddev_ns / 1e6:.2f}"
-            table.add_row(f"{each.n_rows} rows{depth}", spent, f"{each.steps:.2f}")
+        for verify_pass in report.verify_passes:
+            depth = f" @ d{verify_pass.n_depth}" if verify_pass.n_depth else ""
+            spent = f"{verify_pass.avg_ns / 1e6:.2f} ± {verify_pass.stddev_ns / 1e6:.2f}"
+            table.add_row(f"{verify_pass.n_rows} rows{depth}", spent, f"{verify_pass.steps:.2f}")
         console.print(table)
     table = Table()
     table.add_column("prompt")

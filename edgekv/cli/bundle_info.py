@@ -13,10 +13,12 @@ from edgekv.bundle import (
     MANIFEST,
     AdapterError,
     Bundle,
+    EmbeddingQuality,
     GenerationRecord,
     HtpCheck,
     Manifest,
     QualityRecord,
+    RankingQuality,
     VisionRecord,
     all_compiled,
     lora_names,
@@ -30,7 +32,7 @@ _PARTS = (
     (r".*\.onnx(\.gz)?|.*\.tflite", "graphs"),
     (r"weights-(embedding|vocabulary)\..*", "vocabulary"),
     (r"weights-layer-.*", "layers"),
-    (r"weights-head\..*", "head"),
+    (r"weights-(head|norm)\..*", "head"),
     (r"tokenizer\.json|chat_template\.json", "tokenizer"),
     (r"manifest\.json", "manifest"),
     (r"compiled/.*", "compiled"),
@@ -94,6 +96,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
         windows: how many layers attend to how many tokens, if any attends to less than the context.
         states: the layers with a state in place of keys and values, in words.
         pictures: the vision encoder, in words; null if the bundle reads text alone.
+        task: what an embedder or a reranker gives, in words; null for a model that writes text.
         reads: what a drafter reads of its target, in words; null for a model of its own.
         recipe: its name.
         matrices: number of matrices by integer type and rounding method, such as `int8 (gptq)`.
@@ -101,6 +104,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
         calibration_tokens: that were run.
         kv_dtype: integer type of the cache.
         key_layout: `rows` or `columns`.
+        is_cached: whether there is a KV cache; not where tokens attend to both sides.
         graph_format: `onnx` or `tflite`.
         contexts: S of the graphs, ascending.
         ar: tokens per inference of decode and prefill graphs, ascending.
@@ -116,6 +120,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
         htp_check: result of the HTP compiler's check at export.
         floating_nodes: number of nodes that compute in float.
         quality: what the export lost, on each text; empty if it was not measured.
+        task_quality: the same of an embedder or a reranker.
         files_verified: number of files whose size and SHA-256 are those of the sealed manifest.
         compiled: for which chips there are binaries.
         bytes: of all files, by part.
@@ -132,6 +137,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     windows: dict[int, int]
     states: list[str]
     pictures: str | None
+    task: str | None
     reads: str | None
     recipe: str
     matrices: dict[str, int]
@@ -139,6 +145,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     calibration_tokens: int
     kv_dtype: str
     key_layout: str
+    is_cached: bool
     graph_format: str
     contexts: list[int]
     ar: list[int]
@@ -154,6 +161,7 @@ class BundleInfo(msgspec.Struct, frozen=True, kw_only=True):
     htp_check: HtpCheck
     floating_nodes: int
     quality: tuple[QualityRecord, ...]
+    task_quality: EmbeddingQuality | RankingQuality | None
     files_verified: int
     compiled: list[CompiledInfo]
     bytes: dict[str, int]
@@ -167,7 +175,7 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
     """
     manifest = bundle.manifest
     spec, templates = manifest.model, read_bundle_templates(bundle.path)
-    matrices = Counter(f"{each.dtype} ({each.method})" for each in manifest.recipe.weights)
+    matrices = Counter(f"{weight.dtype} ({weight.method})" for weight in manifest.recipe.weights)
     steps = {
         role: sorted({g.ar for g in manifest.graphs if g.role == role}) for role in ("decode", "prefill", "verify")
     }
@@ -177,13 +185,14 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
         producer=manifest.producer,
         format=manifest.format,
         source=manifest.source.checkpoint,
-        merged=[each.folder for each in manifest.source.adapters],
+        merged=[adapter.folder for adapter in manifest.source.adapters],
         model_type=spec.model_type,
         parameters=spec.sizes.parameters,
         sizes={name: getattr(spec, name) for name in sizes} | {"layers": len(spec.own_layers)},
         windows=dict(Counter(window or manifest.context for window in manifest.windows)),
         states=list(_states(manifest.model)),
         pictures=None if manifest.vision is None else _pictures(manifest.vision),
+        task=None if manifest.task is None else manifest.task.described(spec.result_width),
         reads=_reads(manifest),
         recipe=manifest.recipe.name,
         matrices=dict(matrices),
@@ -191,13 +200,14 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
         calibration_tokens=manifest.source.calibration_tokens,
         kv_dtype=manifest.kv_dtype,
         key_layout=manifest.key_layout,
+        is_cached=manifest.interface.is_cached,
         graph_format=manifest.graph_format,
         contexts=manifest.contexts,
         ar=sorted({*steps["decode"], *steps["prefill"]}),
         verify=steps["verify"],
         graphs=[
-            GraphInfo(name=each.name, role=each.role, ar=each.ar, context=each.context, parts=len(each.parts))
-            for each in manifest.graphs
+            GraphInfo(name=graph.name, role=graph.role, ar=graph.ar, context=graph.context, parts=len(graph.parts))
+            for graph in manifest.graphs
         ],
         chat_templates=[] if templates is None else [*templates.templates],
         sampling=manifest.generation,
@@ -209,19 +219,20 @@ def describe_bundle(bundle: Bundle) -> BundleInfo:
         htp_check=manifest.htp_check,
         floating_nodes=len(manifest.floating_nodes),
         quality=manifest.quality,
+        task_quality=manifest.task_quality,
         files_verified=len(manifest.files),
         compiled=[
             CompiledInfo(
-                soc=each.manifest.soc,
-                htp=each.manifest.arch,
-                vtcm_bytes=each.manifest.vtcm_bytes,
-                compiler=each.manifest.compiler,
-                binaries=len(each.manifest.binaries),
-                bytes=sum(file.bytes for file in each.manifest.files.values()),
+                soc=compiled.manifest.soc,
+                htp=compiled.manifest.arch,
+                vtcm_bytes=compiled.manifest.vtcm_bytes,
+                compiler=compiled.manifest.compiler,
+                binaries=len(compiled.manifest.binaries),
+                bytes=sum(file.bytes for file in compiled.manifest.files.values()),
             )
-            for each in all_compiled(bundle)
+            for compiled in all_compiled(bundle)
         ],
-        bytes=_bytes_by_part(bundle.path, manifest),
+        bytes=bytes_by_part(bundle.path, manifest),
     )
 
 
@@ -244,7 +255,7 @@ def _adapter(bundle: Bundle, name: str) -> AdapterInfo:
     return AdapterInfo(name=name, rank=record.rank, targets=[*record.targets])
 
 
-def _bytes_by_part(folder: Path, manifest: Manifest) -> dict[str, int]:
+def bytes_by_part(folder: Path, manifest: Manifest) -> dict[str, int]:
     """Bytes of the files that belong to the bundle; notes beside them are left out."""
     sizes = {name: record.bytes for name, record in manifest.files.items()}
     added = (path for name in ("compiled", "adapters", "prefixes") for path in sorted((folder / name).rglob("*")))

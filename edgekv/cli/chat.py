@@ -13,6 +13,7 @@ from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.model import CONVERSATION_CACHE, BundleArgument, LoraOption, interactive, joined
 from edgekv.cli.output import Output, print_json
 from edgekv.cli.pictures import ImageOption, opened_pictures
+from edgekv.cli.waiting import waiting
 from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
 from edgekv.option import Option, OptionGroup
@@ -64,7 +65,9 @@ def chat(
     keywords: dict[str, Any] = {**sampling, "grammar": constraint.read()}
     choose_params(None, keywords, SamplingParams(temperature=1.0))  # reject invalid options before a bundle is read
     chosen = interactive(engine)
-    with open_model(bundle, chosen, cache) as model, opened_drafts(drafts, model, chosen) as speculate:
+    with waiting(output):
+        opened = open_model(bundle, chosen, cache)
+    with opened as model, opened_drafts(drafts, model, chosen) as speculate:
         params, _ = choose_params(None, keywords, answer_defaults(model))
         assert isinstance(params, SamplingParams)
         talk: dict[str, Any] = {"on_full": on_full, "speculate": speculate, "lora": joined(lora)}

@@ -37,6 +37,8 @@ else:
 T = TypeVar("T")
 
 _GENERAL = "Options"
+COMMON_CHIPS = "a chip, such as SM8850 or SM8750 (Snapdragon 8 Elite), SM8650 (8 Gen 3), SC8380XP (Snapdragon X)"
+_ALL_CHIPS = "edgekv devices lists them all, and edgekv devices NAME finds that of a product."
 _RENAMED = {
     "--verify": ("--draft-rows", "--rehash"),
     "--each": ("--per-graph-binaries",),
@@ -61,34 +63,41 @@ class Command(click.Command):
     def __init__(self, name: str | None, callback: Callable[..., Any], params: Any = None, **settings: Any) -> None:
         parameters = inspect.signature(callback, eval_str=True).parameters.values()
         self._sources = {
-            each.name: _source(each.name, each.annotation, _default(each), _GENERAL) for each in parameters
+            parameter.name: _source(parameter.name, parameter.annotation, _default(parameter), _GENERAL)
+            for parameter in parameters
         }
         values = [value for source in self._sources.values() for value in source.values()]
         if "bundle" in self._sources:
             values.append(_Value("rehash", bool, _REHASH, False, _GENERAL))
-        self._names = {each.field: each.shown for each in values}
+        self._names = {value.field: value.shown for value in values}
+        self._subjects = {subject: value.shown for value in values for subject in value.subjects}
         settings["help"] = inspect.getdoc(callback)
-        super().__init__(name, callback=callback, params=[each.parameter for each in values], **settings)
+        super().__init__(name, callback=callback, params=[value.parameter for value in values], **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            with self.naming_options():
+                return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
             if renamed := [name for name in _RENAMED.get(error.option_name, ()) if name in known]:
                 message = f"No such option {error.option_name!r}. It is {' or '.join(renamed)} now."
                 raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
             raise
+        except click.MissingParameter as error:
+            if error.param is None or "--device" not in error.param.opts or ctx.resilient_parsing:
+                raise
+            raise UsageError("--device", got="nothing", expected=COMMON_CHIPS, fix=_ALL_CHIPS) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        given = {name: value for name, value in ctx.params.items() if value is not None and value != ()}
-        if given.pop("rehash", False):
+        chosen = {name: value for name, value in ctx.params.items() if value is not None and value != ()}
+        if chosen.pop("rehash", False):
             from edgekv.bundle import force_rehash  # slow to import
 
             force_rehash()
         assert self.callback is not None
-        with self.naming_options(), steps_on_stderr() if "verbose" in given else nullcontext():
-            return self.callback(**{name: source.read(given) for name, source in self._sources.items()})
+        with self.naming_options(), steps_on_stderr() if "verbose" in chosen else nullcontext():
+            return self.callback(**{name: source.read(chosen) for name, source in self._sources.items()})
 
     @contextmanager
     def naming_options(self) -> Iterator[None]:
@@ -96,16 +105,24 @@ class Command(click.Command):
         try:
             yield
         except UsageError as error:
-            if error.field not in self._names:
+            if (name := self._option_of(error.field)) is None:
                 raise
-            name = self._names[error.field]
             raise type(error)(name, got=error.got, expected=error.expected, fix=error.fix) from error
+
+    def _option_of(self, field: str) -> str | None:
+        """The option that an error names by a field, with what follows its name; None if there is none."""
+        if field in self._names:
+            return self._names[field]
+        for subject, option in self._subjects.items():
+            if field == subject or field.startswith(f"{subject} "):
+                return option + field[len(subject) :]
+        return None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
-        for each in self.get_params(ctx):
-            if (record := each.get_help_record(ctx)) is not None:
-                sections.setdefault(getattr(each, "title", _GENERAL), []).append(record)
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(parameter, "title", _GENERAL), []).append(record)
         sections[_GENERAL] = sections.pop(_GENERAL)  # the last: it has --help
         for title, rows in sections.items():
             with formatter.section(title):
@@ -145,10 +162,10 @@ class _Source(Protocol):
     def values(self) -> Iterator[_Value]:
         """The options and arguments."""
 
-    def is_given(self, given: Mapping[str, Any]) -> bool:
+    def is_given(self, chosen: Mapping[str, Any]) -> bool:
         """Whether the user gave any of them."""
 
-    def read(self, given: Mapping[str, Any]) -> Any:
+    def read(self, chosen: Mapping[str, Any]) -> Any:
         """The value.
 
         Raises:
@@ -166,6 +183,7 @@ class _Value:
         is_required = default is MISSING and not is_optional
         self._negates = isinstance(spec, Option) and spec.negates
         self._collect = spec.collect if isinstance(spec, Option) else None
+        self.subjects = spec.subjects if isinstance(spec, Option) else ()
         self.parameter: click.Parameter
         if isinstance(spec, Argument):
             self.parameter = _ArgumentOf(field, kind, spec, is_required)
@@ -178,13 +196,13 @@ class _Value:
     def values(self) -> Iterator[_Value]:
         yield self
 
-    def is_given(self, given: Mapping[str, Any]) -> bool:
-        return self._name in given
+    def is_given(self, chosen: Mapping[str, Any]) -> bool:
+        return self._name in chosen
 
-    def read(self, given: Mapping[str, Any]) -> Any:
-        if self._name not in given:
+    def read(self, chosen: Mapping[str, Any]) -> Any:
+        if self._name not in chosen:
             return _made(self._default)
-        value = given[self._name]
+        value = chosen[self._name]
         if self._collect is not None:
             return self._collect(value)
         return not value if self._negates else value
@@ -200,7 +218,7 @@ class _Value:
         if isinstance(self.parameter, click.Option) and self.parameter.is_flag:
             return [self.shown] if value is not self._negates else self.parameter.secondary_opts[:1]
         if text is None and self.parameter.multiple:
-            return [word for each in value for word in (self.shown, str(each))]
+            return [word for member in value for word in (self.shown, str(member))]
         return [self.shown, _in_words(value) if text is None else text]
 
 
@@ -215,23 +233,23 @@ class _Record:
         for part in self._parts.values():
             yield from part.values()
 
-    def is_given(self, given: Mapping[str, Any]) -> bool:
-        return any(part.is_given(given) for part in self._parts.values())
+    def is_given(self, chosen: Mapping[str, Any]) -> bool:
+        return any(part.is_given(chosen) for part in self._parts.values())
 
-    def read(self, given: Mapping[str, Any]) -> Any:
-        found = {name: part.read(given) for name, part in self._parts.items() if part.is_given(given)}
+    def read(self, chosen: Mapping[str, Any]) -> Any:
+        values = {name: part.read(chosen) for name, part in self._parts.items() if part.is_given(chosen)}
         if self._is_given_alone:
-            return Given(found)
-        if not found and self._default is not MISSING:
+            return Given(values)
+        if not values and self._default is not MISSING:
             return self._default
         for name, part in self._parts.items():
-            if name not in found and isinstance(part, _Value) and part.is_required:
-                first = next(each.shown for each in self.values() if each.is_given(given))
+            if name not in values and isinstance(part, _Value) and part.is_required:
+                first = next(value.shown for value in self.values() if value.is_given(chosen))
                 fix = f"Add {part.shown}, or leave it out."
                 raise UsageError(first, got=f"it without {part.shown}", expected="both", fix=fix)
         if isinstance(self._default, self._kind):
-            return replace(self._default, **found)
-        return self._kind(**found)
+            return replace(self._default, **values)
+        return self._kind(**values)
 
 
 class _OptionOf(click.Option):
@@ -311,8 +329,8 @@ class _Choice(click.Choice[str]):
         if value in self.choices:
             return value
         assert param is not None
-        wanted, fix = " or ".join(self.choices), f"Use {self.choices[0]}."
-        raise UsageError(max(param.opts, key=len), got=repr(value), expected=wanted, fix=fix)
+        expected, fix = " or ".join(self.choices), f"Use {self.choices[0]}."
+        raise UsageError(max(param.opts, key=len), got=repr(value), expected=expected, fix=fix)
 
 
 def takes_lists(kind: Any) -> bool:
@@ -361,21 +379,21 @@ def _fields(kind: type[Any], group: OptionGroup, instance: Any, *, is_optional: 
         within.setdefault(name, []).extend([inner] if inner else [])
     module = vars(sys.modules[kind.__module__])  # a lambda in an annotation finds its names there
     names = _Names(vars(builtins) | module)
-    found = {}
-    for each in fields(kind):
-        if group.only and each.name not in within:
+    sources = {}
+    for field in fields(kind):
+        if group.only and field.name not in within:
             continue
-        annotation = each.type
+        annotation = field.type
         if isinstance(annotation, str):
             annotation = eval(annotation, module, names)
         if get_origin(annotation) is Annotated:
             is_own = isinstance(instance, kind)
-            default = getattr(instance, each.name) if is_own else _field_default(each)
-            only = tuple(within.get(each.name, ()))
-            found[each.name] = _source(
-                each.name, annotation, default, group.title, is_optional=is_optional, is_own=is_own, only=only
+            default = getattr(instance, field.name) if is_own else _field_default(field)
+            only = tuple(within.get(field.name, ()))
+            sources[field.name] = _source(
+                field.name, annotation, default, group.title, is_optional=is_optional, is_own=is_own, only=only
             )
-    return found
+    return sources
 
 
 class _Names(dict[str, Any]):
@@ -408,7 +426,7 @@ def _made(default: Any) -> Any:
 def _from_text(kind: Any) -> Any:
     """`X | None` as X, and what can be `str` among others as `str`."""
     if get_origin(kind) in (Union, UnionType):
-        kinds = [each for each in get_args(kind) if each is not NoneType]
+        kinds = [member for member in get_args(kind) if member is not NoneType]
         return str if str in kinds else kinds[0]
     return kind
 
@@ -422,8 +440,8 @@ def _typed(kind: Any, spec: Option | Argument) -> dict[str, Any]:
         return {"type": _Choice(get_args(kind))}
     if kind is Path:
         return {"type": _Path(path_type=Path)}
-    if isinstance(spec, Option) and spec.least is not None:
-        return {"type": click.FloatRange(spec.least) if kind is float else click.IntRange(int(spec.least))}
+    if isinstance(spec, Option) and spec.minimum is not None:
+        return {"type": click.FloatRange(spec.minimum) if kind is float else click.IntRange(int(spec.minimum))}
     if kind in (int, float, str):
         return {"type": kind}
     return {**_typed(get_args(kind)[0], spec), "multiple": True}

@@ -18,6 +18,16 @@ from edgekv.errors import EdgeKVError
 
 GROUP = "edgekv.command_tables"
 
+START, RUN, MEASURE, RUNTIMES, DEVICES, KEPT = GROUPS = (
+    "Start here",
+    "Run",
+    "Measure",
+    "Other runtimes",
+    "Devices",
+    "What is kept",
+)
+"""Headings of the list of commands, in their order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -29,6 +39,7 @@ class Entry:
         help: what it does, in a sentence; the docstring of the command goes on from there.
         extra: of its package, whose packages it needs; empty for none.
         package: the installed package that it belongs to.
+        group: its heading in the list of commands; one of `GROUPS`, or another one, which comes behind them.
     """
 
     name: str
@@ -36,6 +47,7 @@ class Entry:
     help: str
     extra: str = ""
     package: str = "edgekv"
+    group: str = "Commands of other packages"
 
     def load(self) -> click.Command | None:
         """Import the command. One that cannot be imported is named in a warning, and None.
@@ -45,30 +57,63 @@ class Entry:
         """
         check_extra(f"command {self.name}", self.package, self.extra)
         try:
-            found = resolve_name(self.target)
+            command = resolve_name(self.target)
         except Exception as error:  # importing a foreign module may raise anything
             _warn(self.name, self.target, f"{type(error).__name__}: {error}")
             return None
-        if not isinstance(found, click.Command):
-            _warn(self.name, self.target, f"it is a {type(found).__name__}, no command")
+        if not isinstance(command, click.Command):
+            _warn(self.name, self.target, f"it is a {type(command).__name__}, no command")
             return None
-        found = copy(found)
-        found.help = "\n\n".join(filter(None, (self.help, found.help)))
-        return found
+        command = copy(command)
+        command.help = "\n\n".join(filter(None, (self.help, command.help)))
+        return command
 
 
 OWN = (
-    Entry("bench", "edgekv.cli.bench:bench", "Measure prefill, decode, first tokens, and passes that verify drafts."),
-    Entry("chat", "edgekv.cli.chat:chat", "Talk to a model."),
-    Entry("devices", "edgekv.cli.devices:devices", "List the chips that can be exported for, and products with them."),
-    Entry("doctor", "edgekv.cli.doctor:doctor", "Try every engine and runtime, each in its own process."),
-    Entry("generate", "edgekv.cli.generate:generate", "Continue a prompt."),
-    Entry("info", "edgekv.cli.info:info", "Show what a bundle is: model, recipe, graphs, chips, checks, and bytes."),
-    Entry("plan", "edgekv.cli.plan:plan", "Plan an export: memory, parts, speed on the device, cost of the export."),
-    Entry("prefix", "edgekv.cli.prefix:prefix", "Bake, list and remove cached prefixes."),
-    Entry("serve", "edgekv.serve.command:serve", "Serve a bundle with OpenAI's API."),
-    Entry("size", "edgekv.cli.size:size", "Size a KV cache: memory and copies of each update strategy, and what fits."),
-    Entry("tokenize", "edgekv.cli.tokenize:tokenize", "Print the tokens of a text, as `edgekv generate` runs them."),
+    Entry(
+        "bench",
+        "edgekv.cli.bench:bench",
+        "Measure prefill, decode, first tokens, and passes that verify drafts.",
+        group=MEASURE,
+    ),
+    Entry("cache", "edgekv.cli.cache:cache", "Show the size of the cache folder, or clear it.", group=KEPT),
+    Entry("chat", "edgekv.cli.chat:chat", "Talk to a model.", group=START),
+    Entry(
+        "devices",
+        "edgekv.cli.devices:devices",
+        "List the chips that can be exported for, and products with them.",
+        group=DEVICES,
+    ),
+    Entry("doctor", "edgekv.cli.doctor:doctor", "Try every engine and runtime, each in its own process.", group=START),
+    Entry("embed", "edgekv.cli.embed:embed", "Print the embeddings of texts.", group=RUN),
+    Entry("generate", "edgekv.cli.generate:generate", "Continue a prompt.", group=RUN),
+    Entry(
+        "info",
+        "edgekv.cli.info:info",
+        "Show what a bundle is: model, recipe, graphs, chips, checks, and bytes.",
+        group=RUN,
+    ),
+    Entry(
+        "plan",
+        "edgekv.cli.plan:plan",
+        "Plan an export: memory, parts, speed on the device, cost of the export.",
+        group=START,
+    ),
+    Entry("prefix", "edgekv.cli.prefix:prefix", "Bake, list and remove cached prefixes.", group=KEPT),
+    Entry("rerank", "edgekv.cli.rerank:rerank", "Order documents by how well they fit a query.", group=RUN),
+    Entry("serve", "edgekv.serve.command:serve", "Serve a bundle with OpenAI's API.", group=RUN),
+    Entry(
+        "size",
+        "edgekv.cli.size:size",
+        "Size a KV cache: memory and copies of each update strategy, and what fits.",
+        group=MEASURE,
+    ),
+    Entry(
+        "tokenize",
+        "edgekv.cli.tokenize:tokenize",
+        "Print the tokens of a text, as `edgekv generate` runs them.",
+        group=RUN,
+    ),
 )
 
 
@@ -97,11 +142,11 @@ def check_extra(field: str, package: str, extra: str) -> None:
 
 def find_commands() -> dict[str, Entry]:
     """The commands by name. None is imported, and one whose name is taken is left out with a warning."""
-    found = {each.name: each for each in OWN}
+    entries = {entry.name: entry for entry in OWN}
     for entry in _installed():
-        if found.setdefault(entry.name, entry).target != entry.target:
+        if entries.setdefault(entry.name, entry).target != entry.target:
             _warn(entry.name, entry.target, "the name is taken")
-    return dict(sorted(found.items()))
+    return dict(sorted(entries.items()))
 
 
 def _installed() -> Iterator[Entry]:

@@ -14,7 +14,7 @@ from edgekv.cli.command import takes_lists
 from edgekv.errors import UsageError
 from edgekv.machine.system import MIB, read_file
 
-_MOST_BYTES = MIB
+_MAX_BYTES = MIB
 _FIX = "Correct the file, or leave --config out."
 
 
@@ -33,14 +33,14 @@ def read_defaults(file: Path, ctx: click.Context) -> dict[str, Any]:
     """
     field = f"--config {file}"
     try:
-        found = tomllib.loads(read_file(file, _MOST_BYTES).decode())
+        content = tomllib.loads(read_file(file, _MAX_BYTES).decode())
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(field, got=reason, expected="a TOML file of at most 1 MiB", fix=_FIX) from None
     except ValueError as error:  # no UTF-8, or no TOML
         raise UsageError(field, got=str(error), expected="TOML", fix=_FIX) from None
     assert isinstance(ctx.command, click.Group)
-    return _defaults(field, found, ctx.command, ctx, ctx.invoked_subcommand)
+    return _defaults(field, content, ctx.command, ctx, ctx.invoked_subcommand)
 
 
 def _defaults(
@@ -67,16 +67,19 @@ def _defaults(
 def _options(field: str, table: Mapping[str, Any], command: click.Command) -> dict[str, Any]:
     """The defaults of a command."""
     options = {
-        flag.lstrip("-"): each for each in command.params if isinstance(each, click.Option) for flag in each.opts
+        flag.lstrip("-"): parameter
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        for flag in parameter.opts
     }
     defaults = {}
     for key, value in table.items():
         if key not in options:
             _refuse(field, key, "an option", list(options))
         option = options[key]
-        found = _value(f"{field}: {key}", value, option, click.Context(command))
-        if found is not False or option.secondary_opts:  # a flag that is not given
-            defaults[str(option.name)] = found
+        default = _value(f"{field}: {key}", value, option, click.Context(command))
+        if default is not False or option.secondary_opts:  # a flag that is not given
+            defaults[str(option.name)] = default
     return defaults
 
 
@@ -91,7 +94,7 @@ def _value(field: str, value: Any, option: click.Option, ctx: click.Context) -> 
             raise UsageError(field, got=repr(value), expected="true or false", fix=_FIX)
         return value
     if isinstance(value, list) and (option.multiple or takes_lists(option.type)):
-        texts = [_text(field, each, option, ctx) for each in value]
+        texts = [_text(field, member, option, ctx) for member in value]
         return texts if option.multiple else _checked(field, ",".join(texts), value, option, ctx)
     text = _text(field, value, option, ctx)
     return [text] if option.multiple else text
@@ -102,7 +105,7 @@ def _text(field: str, value: Any, option: click.Option, ctx: click.Context) -> s
     is_text = isinstance(option.type, (click.types.StringParamType, click.Path))
     types: Sequence[type] = (str,) if is_text else (str, int, float)
     if isinstance(value, bool) or not isinstance(value, (*types,)):
-        raise UsageError(field, got=repr(value), expected=_wanted(option), fix=_FIX)
+        raise UsageError(field, got=repr(value), expected=_accepted(option), fix=_FIX)
     return _checked(field, str(value), value, option, ctx)
 
 
@@ -111,26 +114,26 @@ def _checked(field: str, text: str, value: Any, option: click.Option, ctx: click
     try:
         option.type.convert(text, option, ctx)
     except click.UsageError:
-        raise UsageError(field, got=repr(value), expected=_wanted(option), fix=_FIX) from None
+        raise UsageError(field, got=repr(value), expected=_accepted(option), fix=_FIX) from None
     except UsageError as error:  # of the option's own parser
         raise UsageError(field, got=error.got, expected=error.expected, fix=error.fix) from None
     return text
 
 
-def _wanted(option: click.Option) -> str:
+def _accepted(option: click.Option) -> str:
     """The values of an option, in words."""
     kind = option.type
     if isinstance(kind, (click.types.IntParamType, click.types.FloatParamType)):
         words = "a whole number" if isinstance(kind, click.types.IntParamType) else "a number"
-        least = getattr(kind, "min", None)
-        return words if least is None else f"{words}, at least {least:g}"
+        minimum = getattr(kind, "min", None)
+        return words if minimum is None else f"{words}, at least {minimum:g}"
     if isinstance(kind, click.Choice):
         return " or ".join(map(str, kind.choices))
     words = "a path" if isinstance(kind, click.Path) else "a text"
     return f"{words}, or a list of them" if option.multiple or takes_lists(kind) else words
 
 
-def _refuse(field: str, name: str, wanted: str, known: Iterable[str]) -> NoReturn:
+def _refuse(field: str, name: str, expected: str, known: Iterable[str]) -> NoReturn:
     near = get_close_matches(name, list(known), 1)
     fix = f"Did you mean {near[0]}? {_FIX}" if near else _FIX
-    raise UsageError(f"{field}: {name}", got=f"no name of {wanted}", expected=f"{wanted} of this program", fix=fix)
+    raise UsageError(f"{field}: {name}", got=f"no name of {expected}", expected=f"{expected} of this program", fix=fix)

@@ -28,10 +28,10 @@ class ConstraintOptions:
         Raises:
             UsageError: several options, a file that cannot be read, or a constraint that is wrong.
         """
-        given = {"--json-schema": self.json_schema, "--grammar": self.grammar, "--regex": self.regex}
-        names = [name for name, value in given.items() if value is not None]
+        sources = {"--json-schema": self.json_schema, "--grammar": self.grammar, "--regex": self.regex}
+        names = [name for name, value in sources.items() if value is not None]
         if len(names) > 1:
-            raise UsageError(", ".join(given), got=" and ".join(names), expected="one of them", fix="Give one.")
+            raise UsageError(", ".join(sources), got=" and ".join(names), expected="one of them", fix="Give one.")
         from edgekv.text import Grammar  # slow to import
 
         if self.json_schema is not None:
@@ -49,5 +49,5 @@ def _read(option: str, path: Path) -> str:
     try:
         return read_file(path, MAX_GRAMMAR_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        wanted = f"a UTF-8 file of at most {MAX_GRAMMAR_BYTES:,} bytes"
-        raise UsageError(option, got=f"{path}: {error}", expected=wanted, fix="Check the path.") from None
+        expected = f"a UTF-8 file of at most {MAX_GRAMMAR_BYTES:,} bytes"
+        raise UsageError(option, got=f"{path}: {error}", expected=expected, fix="Check the path.") from None

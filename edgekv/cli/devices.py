@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.table import Table
 
-from devices import Device, Found, search
+from devices import Device, DeviceSearch, search
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Argument
@@ -24,12 +24,12 @@ def devices(
     ] = "",
 ) -> None:
     """Any of the names can be given as --device."""
-    found = search(word)
+    result = search(word)
     if output.as_json:
-        others = [asdict(each) for each in found.others]
-        print_json({"devices": [_record(each) for each in found.devices], "others": others})
+        others = [asdict(other) for other in result.others]
+        print_json({"devices": [_record(device) for device in result.devices], "others": others})
         return
-    _show(found)
+    _show(result)
 
 
 def _record(device: Device) -> dict[str, Any]:
@@ -49,24 +49,24 @@ def _record(device: Device) -> dict[str, Any]:
     }
 
 
-def _show(found: Found) -> None:
+def _show(result: DeviceSearch) -> None:
     console = Console(markup=False, highlight=False)
-    for other in found.others:
+    for other in result.others:
         console.print(f"{other.name}: {other.meaning}", soft_wrap=True)
-    if not found.devices:
+    if not result.devices:
         return
     table = Table("chip", "soc_model", "HTP", "VTCM", "KV cache", "DRAM, at most", "names and products")
-    for each in found.devices:
-        names = [*each.aliases, *each.products, *(f"{name} *" for name in each.mixed_products)]
+    for device in result.devices:
+        names = [*device.aliases, *device.products, *(f"{name} *" for name in device.mixed_products)]
         table.add_row(
-            each.soc,
-            str(each.soc_model),
-            f"V{each.arch}",
-            f"{each.vtcm_mb} MiB",
-            ", ".join(each.kv_dtypes),
-            f"{each.dram_gb_per_s:.0f} GB/s",
+            device.soc,
+            str(device.soc_model),
+            f"V{device.arch}",
+            f"{device.vtcm_mb} MiB",
+            ", ".join(device.kv_dtypes),
+            f"{device.dram_gb_per_s:.0f} GB/s",
             ", ".join(names),
         )
     console.print(table)
-    if any(each.mixed_products for each in found.devices):
+    if any(device.mixed_products for device in result.devices):
         console.print(_MIXED, soft_wrap=True)

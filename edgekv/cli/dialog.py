@@ -16,7 +16,9 @@ from edgekv.cli.exit_codes import is_closed_pipe, report
 from edgekv.cli.output import Output
 from edgekv.cli.pictures import encoder_line, opened_pictures, waiting_tiles
 from edgekv.cli.summary import engine_and_mode, speculation_summary, summary
+from edgekv.cli.waiting import after_prefill, waiting
 from edgekv.errors import ContextFullError, UsageError
+from edgekv.text.params import SamplingParams
 
 if TYPE_CHECKING:
     from edgekv.conversation import Answer, Conversation
@@ -32,6 +34,20 @@ _CUT: dict[StopReason | None, str] = {
     None: "; stopped",
 }
 _LARGER = "export with a larger --context."
+_GREEDY = "greedy decoding", "/set temperature 0.8"
+_SETTABLE = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "repetition_penalty": 1.05,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "seed": 1,
+    "max_new_tokens": 256,
+}
+"""What `/set` changes, with an example of each."""
+_WHOLE = ("top_k", "seed", "max_new_tokens")
 _SHOWN_CHARACTERS = 60
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {ord("\r"): None}
 """A model must not move the cursor, or change the colours or the title of a terminal."""
@@ -67,9 +83,10 @@ class Dialog:
 
     def run(self) -> None:
         """Answer until the input ends, or the user leaves."""
-        entries = open_entries(_COMMANDS, keeps_history=self._keeps_history)
+        entries = open_entries([*_COMMANDS, *_ALIASES], keeps_history=self._keeps_history)
         if sys.stdin.isatty() and not self._is_quiet:
             _tell(HINT)
+            self._set("")
         while (entry := _next(entries)) is not None:
             try:
                 self._handle(entry)
@@ -86,7 +103,7 @@ class Dialog:
         Raises:
             EdgeKVError: see `Conversation.say`.
         """
-        with self._full_context():
+        with self._full_context(), waiting(self._output):
             answer = self._conversation.say(message, self._pictures)
         self._pictures = []
         return answer
@@ -98,7 +115,7 @@ class Dialog:
             EdgeKVError: see `Conversation.say`.
         """
         pictures = self._pictures
-        waiting = waiting_tiles(pictures)
+        tiles = waiting_tiles(pictures)
         answer = self.ask(message)
         try:
             self._print(answer)
@@ -106,20 +123,20 @@ class Dialog:
             if not answer.stats.generated_tokens:  # the turn is taken back
                 self._pictures = pictures
         if pictures and not self._is_quiet:
-            _tell(encoder_line(pictures, waiting))
+            _tell(encoder_line(pictures, tiles))
 
     def _handle(self, entry: Entry) -> None:
         if not entry.is_command:
             self.say(entry.text)
             return
         name, argument = [*entry.text.split(maxsplit=1), ""][:2]
-        command = _COMMANDS.get(name)
+        command = _COMMANDS.get(_ALIASES.get(name, name))
         if command is None:
             fix = f"A message that begins with / goes between two {QUOTES}."
             raise UsageError("command", got=repr(name), expected=", ".join(_COMMANDS), fix=fix)
         if not command.accepts(argument):
-            found, wanted = repr(argument) if argument else "nothing", command.argument or "nothing"
-            raise UsageError(f"after {name}", got=found, expected=wanted, fix="/help shows how to use it.")
+            got, expected = repr(argument) if argument else "nothing", command.argument or "nothing"
+            raise UsageError(f"after {name}", got=got, expected=expected, fix="/help shows how to use it.")
         command.run(self, argument)
 
     # Commands
@@ -146,13 +163,37 @@ class Dialog:
         _tell(f"[with the next message: {_count(len(self._pictures), 'picture')}]")
 
     def _regenerate(self, _: str) -> None:
-        with self._full_context():
+        with self._full_context(), waiting(self._output):
             answer = self._conversation.regenerate()
         params = self._conversation.params
         if params.greedy or params.seed is not None:
-            why = "greedy decoding" if params.greedy else "the same seed"
-            _tell(f"[{why} gives the same answer again; --temperature 0.8 without --seed varies it]")
+            why, fix = ("the same seed", "/set seed none") if params.seed is not None else _GREEDY
+            same = "the same answer again" if self._model.is_reproducible else "the same answer but for near ties"
+            _tell(f"[{why} gives {same}; {fix} varies it]")
         self._print(answer)
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.replace("=", " ").partition(" ")
+        params, field = self._conversation.params, name.replace("-", "_")
+        if name:
+            if field not in _SETTABLE:
+                fix = "/set alone shows what holds."
+                raise UsageError("/set", got=repr(name), expected=", ".join(_SETTABLE), fix=fix)
+            self._conversation.params = params = params.overlaid(**{field: _setting(field, value.strip())})
+        why = self._why_sampled() if not name else ""
+        sampling = params.overlaid(grammar=None).described()
+        _tell(f"[sampling: {sampling}{why}; up to {params.max_new_tokens:,} tokens; /set changes it]")
+
+    def _why_sampled(self) -> str:
+        """Where the values are from, if nobody has chosen any."""
+        found, defaults = (
+            each.overlaid(max_new_tokens=1, grammar=None)
+            for each in (self._conversation.params, self._model.chat_defaults)
+        )
+        if found != defaults:
+            return ""
+        is_silent = self._model.bundle.manifest.generation is None
+        return " (usual: the checkpoint says nothing)" if is_silent else " (the checkpoint's)"
 
     def _system(self, text: str) -> None:
         if text:
@@ -209,7 +250,7 @@ class Dialog:
         is_terminal, thinks = sys.stdout.isatty(), False
         try:
             with answer:
-                for token in answer:
+                for token in after_prefill(answer, self._output):
                     if token.thoughts and not self._is_quiet:
                         click.secho(token.thoughts.translate(_CONTROLS), nl=False, err=True, dim=True)
                         thinks = True
@@ -236,8 +277,8 @@ class Dialog:
         try:
             yield
         except ContextFullError as error:
-            found, wanted = error.got, error.expected
-            raise ContextFullError(error.field, got=found, expected=wanted, fix=f"{fix}, or {_LARGER}") from None
+            got, expected = error.got, error.expected
+            raise ContextFullError(error.field, got=got, expected=expected, fix=f"{fix}, or {_LARGER}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +301,8 @@ class _Command:
         return is_optional or bool(argument) == bool(self.argument)
 
 
-_EXITS = ("/exit", "/quit")
+_EXITS = ("/exit", "/quit", "/bye")
+_ALIASES = {"/clear": "/reset", "/?": "/help", "/quit": "/exit", "/bye": "/exit"}
 _COMMANDS = {
     "/undo": _Command("", "take the last message and its answer back", Dialog._undo),
     "/regen": _Command("", "answer the last message again", Dialog._regenerate),
@@ -268,10 +310,11 @@ _COMMANDS = {
     "/system": _Command("[text]", 'show or change the system prompt; "" for the model\'s own', Dialog._system),
     "/save": _Command("FILE", "write the conversation to a file", Dialog._save),
     "/load": _Command("FILE", "continue the conversation in a file", Dialog._load),
+    "/set": _Command("[name value]", "show or change the sampling, such as /set temperature 0.7", Dialog._set),
     "/stats": _Command("", "show how full the context is, and figures of the last answer", Dialog._stats),
-    "/reset": _Command("", "forget all turns but the system prompt", Dialog._reset),
-    "/help": _Command("", "show this", Dialog._help),
-    "/exit": _Command("", "leave, as do /quit and Ctrl-D on an empty line", lambda *_: None),
+    "/reset": _Command("", "forget all turns but the system prompt; also /clear", Dialog._reset),
+    "/help": _Command("", "show this; also /?", Dialog._help),
+    "/exit": _Command("", "leave, as do /quit, /bye and Ctrl-D on an empty line", lambda *_: None),
 }
 
 
@@ -293,6 +336,23 @@ def _next(entries: Entries) -> Entry | None:
 
 def _tell(line: str) -> None:
     click.echo(line.translate(_CONTROLS), err=True)
+
+
+def _setting(field: str, text: str) -> float | int | None:
+    """The value of a sampling parameter; `none` for that of greedy decoding without penalties.
+
+    Raises:
+        UsageError: it is no number.
+    """
+    if text in ("none", "off"):
+        plain: float | int | None = getattr(SamplingParams(), field)
+        return plain
+    try:
+        return int(text) if field in _WHOLE else float(text)
+    except ValueError:
+        wanted = "a whole number" if field in _WHOLE else "a number"
+        fix = f"Write /set {field} {_SETTABLE[field]}, or /set {field} none."
+        raise UsageError(f"/set {field}", got=repr(text) if text else "nothing", expected=wanted, fix=fix) from None
 
 
 def _path(text: str) -> Path:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import click
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from edgekv.cli.cache import CacheReport, read_cache
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
+from edgekv.cli.waiting import waiting
 from edgekv.doctor import Examination, Package, examine
+from edgekv.machine.system import format_bytes
 
 _SHOWN_DEVICES = 5
 
@@ -16,18 +22,28 @@ _SHOWN_DEVICES = 5
 @command
 def doctor(output: Output) -> None:
     """The exit code is 0 if bundles run on the CPU. Tokens of services are never printed."""
-    examined = examine()
+    with waiting(output, lambda: "trying every engine and runtime"):
+        examined = examine()
+    cache = read_cache()
     if output.as_json:
-        print_json(examined)
+        print_json({**msgspec.to_builtins(examined), "cache": cache})
     else:
-        _show(examined)
+        _show(examined, cache)
     if not examined.core_works:
         raise click.exceptions.Exit(1)
 
 
-def _show(examined: Examination) -> None:
+def _show(examined: Examination, cache: CacheReport) -> None:
     console = Console(markup=False, highlight=False)
-    console.print(f"edgekv {examined.edgekv}, Python {examined.python}, {examined.machine}", end="\n\n")
+    for line in _verdict(examined):
+        console.print(line, soft_wrap=True)
+    memory = "" if examined.memory_bytes is None else f", {format_bytes(examined.memory_bytes)} of RAM"
+    console.print(
+        f"edgekv {examined.edgekv}, Python {examined.python}, {examined.machine}, {examined.cores} cores{memory}",
+        soft_wrap=True,
+    )
+    about = "edgekv cache shows and clears it"
+    console.print(f"cache {cache.folder}: {format_bytes(cache.bytes)}; {about}", end="\n\n", soft_wrap=True)
     tried = Table.grid(padding=(0, 2, 0, 0))
     tried.add_column(no_wrap=True)
     tried.add_column(no_wrap=True)
@@ -43,12 +59,28 @@ def _show(examined: Examination) -> None:
     console.print(tried)
     console.print()
     packages = Table.grid(padding=(0, 2, 0, 0))
+    by_name: dict[str, list[Package]] = {}
     for package in examined.packages:
-        packages.add_row(*_row(package))
+        by_name.setdefault(package.name, []).append(package)
+    for asked in by_name.values():
+        packages.add_row(*_row(asked))
     console.print(packages)
 
 
-def _row(package: Package) -> tuple[str, str, str, str]:
-    extra = "" if package.extra is None else f"edgekv[{package.extra}]"
-    expected = "" if package.fits else f"expected {package.expected or 'any'}"
-    return package.name, package.installed or "-", extra, expected
+def _verdict(examined: Examination) -> Iterator[str]:
+    """What works, and what does not, in a sentence each."""
+    works = [finding.name for finding in examined.findings if finding.status == "works"]
+    verdict = "Bundles run on this machine" if examined.core_works else "Bundles do not run on this machine"
+    yield f"{verdict}. Works: {', '.join(works) or 'nothing'}."
+    others = [f"{finding.name} ({finding.status})" for finding in examined.findings if finding.status != "works"]
+    if others:
+        yield f"Does not work: {', '.join(others)}."
+
+
+def _row(asked: Sequence[Package]) -> tuple[str, str, str, str]:
+    """A package once, with the extras that ask for it; `all` is those together."""
+    extras = [each.extra for each in asked if each.extra not in (None, "all")]
+    expected = dict.fromkeys(each.expected or "any" for each in asked if not each.fits)
+    wrong = f"expected {' and '.join(expected)}" if expected else ""
+    shown = "" if any(each.extra is None for each in asked) else f"edgekv[{','.join(extras or ['all'])}]"
+    return asked[0].name, asked[0].installed or "-", shown, wrong

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened_drafts(wanted: Speculation | None, model: Model, engine: EngineOptions) -> Iterator[Speculation | None]:
+def opened_drafts(speculation: Speculation | None, model: Model, engine: EngineOptions) -> Iterator[Speculation | None]:
     """What `Model.generate` takes; None without speculation. A draft bundle is closed when the block ends.
 
     If the bundle has no verify graphs, `auto` is off and says so on standard error.
 
     Args:
-        wanted: as the options say it: corpus and draft are paths.
+        speculation: as the options say it: corpus and draft are paths.
         model: the target.
         engine: that of the target, on which the draft bundle runs too.
 
@@ -34,17 +34,17 @@ def opened_drafts(wanted: Speculation | None, model: Model, engine: EngineOption
     from edgekv.engine.draft_model import EXPORT_FIX
     from edgekv.loading import open_draft
 
-    if wanted is None or wanted.mode == "off":
+    if speculation is None or speculation.mode == "off":
         yield None
         return
     with ExitStack() as stack:
-        if isinstance(wanted.corpus, str):
-            wanted = replace(wanted, corpus=model.open_corpus(wanted.corpus, "--draft-corpus"))
-        if isinstance(wanted.draft, str):
-            draft = open_draft(Path(wanted.draft), engine)
+        if isinstance(speculation.corpus, str):
+            speculation = replace(speculation, corpus=model.open_corpus(speculation.corpus, "--draft-corpus"))
+        if isinstance(speculation.draft, str):
+            draft = open_draft(Path(speculation.draft), engine)
             stack.callback(draft.close)
-            wanted = replace(wanted, draft=draft)
-        model.engine.target.check(wanted)
+            speculation = replace(speculation, draft=draft)
+        model.engine.target.check(speculation)
         if not model.verify_rows:
             click.echo(f"[no speculation: the bundle has no verify graphs. {EXPORT_FIX}]", err=True)
-        yield wanted
+        yield speculation

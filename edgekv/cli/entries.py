@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from edgekv.cli.cache import HISTORY
 from edgekv.cli.exit_codes import held_signals
 from edgekv.errors import UsageError
 from edgekv.machine.system import MIB, cache_folder
@@ -139,7 +140,7 @@ class TerminalEntries:
 
 def history_file() -> Path:
     """Where the history of terminals is kept."""
-    return cache_folder() / "chat-history"
+    return cache_folder() / HISTORY
 
 
 def _open_history() -> History:

@@ -15,17 +15,17 @@ def missing_packages(package: str, extra: str) -> list[str]:
     """
     missing = set[str]()
     for text in metadata.requires(package) or []:
-        wanted = Requirement(text)
+        requirement = Requirement(text)
         if (
-            wanted.marker is None
-            or wanted.marker.evaluate({"extra": ""})
-            or not wanted.marker.evaluate({"extra": extra})
+            requirement.marker is None
+            or requirement.marker.evaluate({"extra": ""})
+            or not requirement.marker.evaluate({"extra": extra})
         ):
             continue
-        if wanted.name == package:
-            for each in wanted.extras:
-                missing |= {*missing_packages(package, each)}
-        elif not _is_installed(name := canonicalize_name(wanted.name)):
+        if requirement.name == package:
+            for other_extra in requirement.extras:
+                missing |= {*missing_packages(package, other_extra)}
+        elif not _is_installed(name := canonicalize_name(requirement.name)):
             missing.add(name)
     return sorted(missing)
 

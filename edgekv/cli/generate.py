@@ -14,6 +14,7 @@ from edgekv.cli.output import Output
 from edgekv.cli.pictures import ImageOption, encoder_line, opened_pictures, waiting_tiles
 from edgekv.cli.prefix_cache import SaltOption, salt_of, store_config
 from edgekv.cli.prompt import PromptOptions
+from edgekv.cli.waiting import waiting
 from edgekv.draft.speculation import Speculation
 from edgekv.errors import UsageError
 from edgekv.option import Option, OptionGroup
@@ -63,22 +64,25 @@ def generate(
     config = store_config(prefixes)
     policy = RetentionPolicy(**retention) if retention else None
     chosen = interactive(engine)
-    with open_model(bundle, chosen, cache, config) as model, opened_drafts(drafts, model, chosen) as speculate:
+    with waiting(output):
+        opened = open_model(bundle, chosen, cache, config)
+    with opened as model, opened_drafts(drafts, model, chosen) as speculate:
         if session is not None:
             load_sequence(model.engine, SEQUENCE, session)
             keywords["sequence"] = SEQUENCE
         shared: dict[str, Any] = {"cache_salt": salt_of(cache_salt, model), "retention": policy, "lora": joined(lora)}
         shared["pictures"] = pictures = opened_pictures(image, model, output)
-        result: Any = model.generate(text, speculate=speculate, **shared, **keywords)
+        with waiting(output):
+            result: Any = model.generate(text, speculate=speculate, **shared, **keywords)
         if beams:
             print_sequences(result, output)
             return
         record = model.bundle.manifest.generation
         try:
-            waiting = waiting_tiles(pictures)
+            tiles = waiting_tiles(pictures)
             print_stream(result, output, [] if record is None else record.ignored)
             if image:
-                output.note(encoder_line(pictures, waiting))
+                output.note(encoder_line(pictures, tiles))
         finally:  # after Ctrl-C too
             if session is not None:
                 save_sequence(model.engine, SEQUENCE, session)

@@ -9,6 +9,7 @@ import msgspec
 
 from edgekv.cli.output import Output, print_json
 from edgekv.cli.summary import beam_summary, defaults_line, summary
+from edgekv.cli.waiting import after_prefill
 
 if TYPE_CHECKING:
     from edgekv.engine import BeamResult, BeamSequence, BeamStats, Generation, GenerationStats
@@ -41,7 +42,7 @@ def print_stream(generation: Generation, output: Output, ignored: list[str]) -> 
             print_json(TextOutput(list(generation.prompt), ids, text, generation.stats))
             return
         try:
-            for token in generation:
+            for token in after_prefill(generation, output):
                 click.echo(token.text, nl=False)
         finally:
             click.echo()

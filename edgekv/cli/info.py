@@ -23,74 +23,87 @@ def info(bundle: BundleArgument, output: Output) -> None:
     from edgekv.bundle import open_bundle  # slow to import, and --help does not need it
     from edgekv.cli.bundle_info import describe_bundle
 
-    found = describe_bundle(open_bundle(bundle))
+    description = describe_bundle(open_bundle(bundle))
     if output.as_json:
-        print_json(found)
+        print_json(description)
         return
     click.echo(bundle)
-    for name, text in _lines(found):
+    for name, text in _lines(description):
         click.echo(f"  {name:<14} {text}")
 
 
-def _lines(found: BundleInfo) -> Iterator[tuple[str, str]]:
-    sizes = found.sizes
-    yield "model", f"{found.model_type}, {found.parameters / 1e6:.1f} M parameters, from {found.source}"
-    for folder in found.merged:
+def _lines(bundle: BundleInfo) -> Iterator[tuple[str, str]]:
+    sizes = bundle.sizes
+    yield "model", f"{bundle.model_type}, {bundle.parameters / 1e6:.1f} M parameters, from {bundle.source}"
+    for folder in bundle.merged:
         yield "", f"merged with the adapter {folder}"
     yield (
         "sizes",
         f"{sizes['layers']} layers of width {sizes['hidden']}, {sizes['heads']} heads and {sizes['kv_heads']} kv heads "
         f"of {sizes['head_dim']}, {sizes['vocab']:,} tokens, trained on contexts up to {sizes['max_positions']:,}",
     )
-    if found.windows:
-        yield "windows", ", ".join(f"{layers} layers {window:,} tokens" for window, layers in found.windows.items())
-    if found.states:
-        yield "states", ", ".join(found.states)
-    if found.pictures is not None:
-        yield "pictures", found.pictures
-    if found.reads is not None:
-        yield "drafter", found.reads
-    yield "recipe", f"{found.recipe}: {', '.join(f'{count} matrices {kind}' for kind, count in found.matrices.items())}"
-    yield "calibration", f"{found.calibration_tokens:,} tokens of {found.calibration} text"
-    yield "KV cache", f"{found.kv_dtype}, keys in {found.key_layout}"
-    yield "context", ", ".join(f"{each:,}" for each in found.contexts)
-    yield "AR", ", ".join(map(str, found.ar))
-    yield "verify", ", ".join(map(str, found.verify)) or "none"
-    parts = max(each.parts for each in found.graphs)
+    if bundle.windows:
+        yield "windows", ", ".join(f"{layers} layers {window:,} tokens" for window, layers in bundle.windows.items())
+    if bundle.states:
+        yield "states", ", ".join(bundle.states)
+    if bundle.pictures is not None:
+        yield "pictures", bundle.pictures
+    if bundle.task is not None:
+        yield "gives", bundle.task
+    if bundle.reads is not None:
+        yield "drafter", bundle.reads
+    yield (
+        "recipe",
+        f"{bundle.recipe}: {', '.join(f'{count} matrices {kind}' for kind, count in bundle.matrices.items())}",
+    )
+    yield "calibration", f"{bundle.calibration_tokens:,} tokens of {bundle.calibration} text"
+    contexts = ", ".join(f"{context:,}" for context in bundle.contexts)
+    if bundle.is_cached:
+        yield "KV cache", f"{bundle.kv_dtype}, keys in {bundle.key_layout}"
+        yield "context", contexts
+        yield "AR", ", ".join(map(str, bundle.ar))
+        yield "verify", ", ".join(map(str, bundle.verify)) or "none"
+    else:
+        yield "KV cache", f"none: tokens attend to both sides, to keys and values in {bundle.kv_dtype}"
+        yield "whole texts", f"of up to {contexts} tokens together"
+    parts = max(graph.parts for graph in bundle.graphs)
     split = f", in up to {parts} parts" if parts > 1 else ""
-    yield "graphs", f"{found.graph_format}: {', '.join(each.name for each in found.graphs)}{split}"
-    yield "chat template", ", ".join(found.chat_templates) or "none"
-    yield "sampling", _sampling(found.sampling)
-    sink = " ".join(map(repr, found.sink))
-    yield "sink", f"{sink}, restored, not computed" if found.sink else "none"
+    yield "graphs", f"{bundle.graph_format}: {', '.join(graph.name for graph in bundle.graphs)}{split}"
+    yield "chat template", ", ".join(bundle.chat_templates) or "none"
+    yield "sampling", _sampling(bundle.sampling)
+    sink = " ".join(map(repr, bundle.sink))
+    yield "sink", f"{sink}, restored, not computed" if bundle.sink else "none"
     yield (
         "adapter slots",
-        "none" if found.lora_rank is None else f"rank {found.lora_rank}, {', '.join(found.lora_targets)}",
+        "none" if bundle.lora_rank is None else f"rank {bundle.lora_rank}, {', '.join(bundle.lora_targets)}",
     )
-    yield "adapters", ", ".join(_adapter_text(each) for each in found.adapters) or "none"
+    yield "adapters", ", ".join(_adapter_text(adapter) for adapter in bundle.adapters) or "none"
     chips = (
-        f"{each.soc} (V{each.htp}, {each.binaries} binaries, {each.bytes / 1e6:.1f} MB, {each.compiler})"
-        for each in found.compiled
+        f"{chip.soc} (V{chip.htp}, {chip.binaries} binaries, {chip.bytes / 1e6:.1f} MB, {chip.compiler})"
+        for chip in bundle.compiled
     )
     yield "compiled for", ", ".join(chips) or "none"
     verdict = {
-        "integers-only": f"every graph compiles for {found.device}, integers only",
-        "float-allowed": f"compiles for {found.device}; {found.floating_nodes} nodes compute in float",
-        "not-run": f"not checked on the HTP compiler for {found.device}",
+        "integers-only": f"every graph compiles for {bundle.device}, integers only",
+        "float-allowed": f"compiles for {bundle.device}; {bundle.floating_nodes} nodes compute in float",
+        "not-run": f"not checked on the HTP compiler for {bundle.device}",
     }
-    yield "checks", f"seal and {found.files_verified} files as written; {verdict[found.htp_check]}"
-    yield from zip(("quality", ""), map(str, found.quality or ["not measured at export"]), strict=False)
-    parted = ", ".join(f"{part} {size / 1e6:.2f}" for part, size in found.bytes.items())
-    yield "MB", f"{sum(found.bytes.values()) / 1e6:.2f}: {parted}"
-    yield "written by", f"{found.producer}, format {found.format}"
+    yield "checks", f"seal and {bundle.files_verified} files as written; {verdict[bundle.htp_check]}"
+    measured = [str(record) for record in (*bundle.quality, bundle.task_quality) if record is not None]
+    yield from zip(("quality", ""), measured or ["not measured at export"], strict=False)
+    parted = ", ".join(f"{part} {size / 1e6:.2f}" for part, size in bundle.bytes.items())
+    yield "MB", f"{sum(bundle.bytes.values()) / 1e6:.2f}: {parted}"
+    yield "written by", f"{bundle.producer}, format {bundle.format}"
 
 
 def _sampling(record: GenerationRecord | None) -> str:
     """What differs from the defaults."""
     if record is None:
         return "no defaults of the checkpoint"
-    given, unset = (msgspec.structs.asdict(each) for each in (record, type(record)()))
-    listed = ", ".join(f"{name} {value}" for name, value in given.items() if name != "ignored" and value != unset[name])
+    chosen, unset = (msgspec.structs.asdict(values) for values in (record, type(record)()))
+    listed = ", ".join(
+        f"{name} {value}" for name, value in chosen.items() if name != "ignored" and value != unset[name]
+    )
     return listed or "greedy"
 
 

@@ -20,6 +20,7 @@ ImageOption = Annotated[
         "A picture (PNG, JPEG, WebP, GIF or BMP) for a bundle with a vision encoder; repeat for several. They stand "
         "where the prompt has the model's token for a picture, such as <image>, or in front.",
         metavar="FILE",
+        subjects=("pictures",),
     ),
 ]
 
@@ -30,17 +31,17 @@ def opened_pictures(files: Sequence[Path], model: Model, output: Output, field: 
     Raises:
         EdgeKVError: as `Model.open_picture`.
     """
-    found = []
+    pictures = []
     for file in files:
         started = perf_counter()
-        found.append(picture := model.open_picture(file, field))
+        pictures.append(picture := model.open_picture(file, field))
         output.note(f"[{file.name}: {picture}, resized in {1e3 * (perf_counter() - started):.0f} ms]")
-    return found
+    return pictures
 
 
 def waiting_tiles(pictures: Sequence[Picture]) -> list[Tile]:
     """The tiles that no encoder has run."""
-    tiles = dict.fromkeys(tile for each in pictures for tile in each.tiles)
+    tiles = dict.fromkeys(tile for picture in pictures for tile in picture.tiles)
     return [tile for tile in tiles if not tile.encode_ms]
 
 
@@ -48,6 +49,6 @@ def encoder_line(pictures: Sequence[Picture], waiting: Sequence[Tile]) -> str:
     """How long the encoder ran, and for how many of the tiles that were waiting before."""
     encoded = [tile for tile in waiting if tile.encode_ms]
     seconds = sum(tile.encode_ms for tile in encoded) / 1e3
-    others = sum(len(each.tiles) for each in pictures) - len(encoded)
+    others = sum(len(picture.tiles) for picture in pictures) - len(encoded)
     count = "1 tile" if len(encoded) == 1 else f"{len(encoded)} tiles"
     return f"[vision encoder: {count} in {seconds:.2f} s{f', {others} known' if others else ''}]"

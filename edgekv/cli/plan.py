@@ -10,7 +10,7 @@ from devices import Device
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
 from edgekv.option import Argument, Option, find_device, parse_numbers
-from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
+from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, DEFAULT_KV_DTYPE, DEFAULT_RECIPE
 from edgekv.plan.wording import duration, duration_span, gb, span
 
 if TYPE_CHECKING:
@@ -21,12 +21,14 @@ Row = tuple[str, str, str]
 
 @command
 def plan(
-    config: Annotated[Path, Argument("A config.json, or a folder that has one.")],
+    config: Annotated[Path, Argument("A config.json, a folder that has one, a GGUF file, a hub id, or a bundle.")],
     device: Annotated[Device, Option("Target chip: part number or name, such as SM8650.", parse=find_device)],
     output: Output,
     context: Annotated[int, Option("Context length in tokens.")] = DEFAULT_CONTEXT,
-    recipe: Annotated[str, Option("Integer types, such as w8a16, w4a16-lpbq64, front-5 or w4a16-head-int4.")] = "w8a16",
-    kv: Annotated[str, Option("Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = "u8",
+    recipe: Annotated[
+        str, Option("Integer types, such as w8a16, w4a16-lpbq64, front-5 or w4a16-head-int4.")
+    ] = DEFAULT_RECIPE,
+    kv: Annotated[str, Option("Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = DEFAULT_KV_DTYPE,
     ar: Annotated[
         tuple[int, ...], Option("Tokens per inference of each graph, comma-separated, with 1.", parse=parse_numbers)
     ] = DEFAULT_AR,
@@ -37,14 +39,23 @@ def plan(
     estimate: Annotated[
         bool, Option("Also simulate the graphs with the HTP compiler, of random weights: about a minute.")
     ] = False,
+    skip_htp_check: Annotated[bool, Option("Plan an export with --skip-htp-check.")] = False,
 ) -> None:
-    """Reads config.json only, no weights. Speed, RAM and time are estimates; the sources are listed. The defaults are
-    those of `edgekv export`.
+    """Reads the configuration only, no weights. Speed, RAM and time are estimates; the sources are listed. The defaults
+    are those of `edgekv export`.
     """
     from edgekv.plan import make_plan  # slow to import, and --help does not need it
 
     made = make_plan(
-        config, device=device, context=context, recipe=recipe, kv=kv, ar=ar, acceptance=acceptance, estimate=estimate
+        config,
+        device=device,
+        context=context,
+        recipe=recipe,
+        kv=kv,
+        ar=ar,
+        acceptance=acceptance,
+        estimate=estimate,
+        checks=not skip_htp_check,
     )
     if output.as_json:
         print_json(made)
@@ -78,8 +89,8 @@ def _show(made: Plan) -> None:
     console.print(table)
     console.print(f"Planned with {made.strategy.reason}", soft_wrap=True)
     console.print("Assumed:")
-    for each in made.assumptions:
-        console.print(f"- {each}", soft_wrap=True)
+    for assumption in made.assumptions:
+        console.print(f"- {assumption}", soft_wrap=True)
 
 
 def _memory_rows(made: Plan) -> list[Row]:
@@ -110,14 +121,15 @@ def _export_rows(export: ExportCost) -> list[Row]:
     phases = {
         "quantize": export.quantization_peak_bytes,
         "write": export.writing_peak_bytes,
-        "HTP check": export.check_peak_bytes,
+        **({"HTP check": export.check_peak_bytes} if export.check_peak_bytes else {}),
     }
+    check = f"of which {duration(export.check_seconds)} for the HTP check" if export.check_seconds else "no HTP check"
     listed = ", ".join(f"{name} {gb(peak_bytes)}" for name, peak_bytes in phases.items())
     return [
         ("graph", gb(export.graph_bytes), f"each of {export.graphs}, without weights"),
         ("bundle", gb(export.bundle_bytes), "on disk"),
         ("RAM to export", gb(export.peak_bytes), listed),
-        ("time to export", duration(export.seconds), f"of which {duration(export.check_seconds)} for the HTP check"),
+        ("time to export", duration(export.seconds), check),
     ]
 
 
@@ -129,7 +141,7 @@ def _speed_rows(speed: Speed, ar: int) -> list[Row]:
             gb(speed.weights_bytes + speed.full_cache_bytes),
             f"weights {gb(speed.weights_bytes)}, cache {gb(speed.full_cache_bytes)}",
         ),
-        ("tokens a second", span(*speed.tokens_per_s), f"expected: published decoders read {reached} GB/s"),
+        ("tokens a second", span(*speed.tokens_per_s), f"expected: {_basis(speed, reached)}"),
         (
             "",
             f"{speed.static_roofline_tokens_per_s:.1f}",
@@ -147,6 +159,12 @@ def _speed_rows(speed: Speed, ar: int) -> list[Row]:
             )
         )
     return [*rows, *_published_rows(speed)]
+
+
+def _basis(speed: Speed, reached: str) -> str:
+    if speed.evidence == "published":
+        return f"published decoders read {reached} GB/s"
+    return f"decoders read {reached} GB/s; {speed.evidence}"
 
 
 def _published_rows(speed: Speed) -> list[Row]:
@@ -174,16 +192,16 @@ def _speculation_rows(speeds: Sequence[SpeculativeSpeed]) -> list[Row]:
     return [
         (
             "" if at else "with drafts",
-            span(*each.tokens_per_s),
-            f"tokens a second with --draft-rows {each.rows}: {each.tokens_per_pass:.2f} tokens a pass, which costs "
-            f"{_factors(each.cost)} steps; {_factors(each.gain)} times as fast",
+            span(*speed.tokens_per_s),
+            f"tokens a second with --draft-rows {speed.rows}: {speed.tokens_per_pass:.2f} tokens a pass, which costs "
+            f"{_factors(speed.cost)} steps; {_factors(speed.gain)} times as fast",
         )
-        for at, each in enumerate(speeds)
+        for at, speed in enumerate(speeds)
     ]
 
 
 def _factors(pair: tuple[float, float]) -> str:
-    first, last = (f"{each:.2f}" for each in pair)
+    first, last = (f"{factor:.2f}" for factor in pair)
     return first if first == last else f"{first} to {last}"
 
 

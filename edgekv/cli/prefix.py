@@ -50,15 +50,19 @@ def list_(place: PlaceArgument, output: Output) -> None:
         from edgekv.prefix import baked_prefixes
 
         baked = baked_prefixes(place)
-        _print(baked, [f"{each.name}: {each.tokens} tokens, {each.engine}" for each in baked], output)
+        _print(
+            baked,
+            [f"{prefix_record.name}: {prefix_record.tokens} tokens, {prefix_record.engine}" for prefix_record in baked],
+            output,
+        )
         return
     from edgekv.prefix import stored_prefixes
 
     stored = stored_prefixes(place)
     lines = [
-        f"{each.id}: {each.tokens} tokens, {each.bytes:,} bytes, {each.own_bytes:,} of them its own, "
-        f"priority {each.priority}, store {each.store}"
-        for each in stored
+        f"{sequence.id}: {sequence.tokens} tokens, {sequence.bytes:,} bytes, {sequence.own_bytes:,} of them its own, "
+        f"priority {sequence.priority}, store {sequence.store}"
+        for sequence in stored
     ]
     _print(stored, lines, output)
 
@@ -73,18 +77,18 @@ def rm(
 ) -> None:
     """Remove prefixes."""
     if (prefix is None) != everything:
-        found = "both" if everything else "neither"
-        raise UsageError("PREFIX, --all", got=found, expected="one of them", fix="See edgekv prefix ls.")
+        got = "both" if everything else "neither"
+        raise UsageError("PREFIX, --all", got=got, expected="one of them", fix="See edgekv prefix ls.")
     if _is_bundle(place):
         from edgekv.prefix import remove_baked
 
         baked = remove_baked(place, prefix, engine)
-        _print(baked, [f"removed {each.name}, {each.engine}" for each in baked], output)
+        _print(baked, [f"removed {prefix_record.name}, {prefix_record.engine}" for prefix_record in baked], output)
         return
     from edgekv.prefix import remove_stored
 
     stored = remove_stored(place, prefix)
-    _print(stored, [f"removed {each.id}, {each.tokens} tokens" for each in stored], output)
+    _print(stored, [f"removed {sequence.id}, {sequence.tokens} tokens" for sequence in stored], output)
 
 
 def _is_bundle(place: Path) -> bool:

@@ -26,23 +26,23 @@ SaltOption = Annotated[
 ]
 
 
-def store_config(given: Given[StoreConfig]) -> StoreConfig | None:
+def store_config(options: Given[StoreConfig]) -> StoreConfig | None:
     """The configured store; None if there is none.
 
     Raises:
         UsageError: a number out of range, or options without a folder.
     """
-    if given.get("enable_block_reuse") is False:
+    if options.get("enable_block_reuse") is False:
         return StoreConfig(enable_block_reuse=False)
-    values = {name: value for name, value in given.items() if name != "enable_block_reuse"}
+    values = {name: value for name, value in options.items() if name != "enable_block_reuse"}
     if values and "disk_folder" not in values:
         fix = "Add --prefix-cache DIR."
         raise UsageError(next(iter(values)), got="no --prefix-cache", expected="a folder for it", fix=fix)
     return StoreConfig(**values) if values else None
 
 
-def salt_of(given: str | None, model: Model) -> str | None:
+def salt_of(salt: str | None, model: Model) -> str | None:
     """The salt of the prompts; that of the environment is for prefix caches alone."""
-    if given is not None or model.prefix_store is None:
-        return given
+    if salt is not None or model.prefix_store is None:
+        return salt
     return os.environ.get(SALT_VARIABLE) or None

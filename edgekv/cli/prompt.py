@@ -9,7 +9,7 @@ from typing import Annotated
 
 from edgekv.errors import UsageError
 from edgekv.machine.system import MIB, read_file
-from edgekv.option import Option
+from edgekv.option import Argument, Option
 
 MAX_PROMPT_BYTES = 64 * MIB
 _STDIN = "-"
@@ -19,27 +19,39 @@ _STDIN = "-"
 class PromptOptions:
     """Where the prompt is."""
 
-    prompt: Annotated[str | None, Option("The prompt; - reads it from standard input.")] = None
+    text: Annotated[str | None, Argument("The prompt; - reads it from standard input.", metavar="[PROMPT]")] = None
+    prompt: Annotated[str | None, Option("The prompt, as behind the bundle.", "-p --prompt")] = None
     prompt_file: Annotated[Path | None, Option("A UTF-8 file with the prompt; - for standard input.")] = None
 
     def read(self) -> str:
         """The prompt.
 
         Raises:
-            UsageError: neither or both are given, or the input is unreadable, too large or not UTF-8.
+            UsageError: none or several are given, or the input is unreadable, too large or not UTF-8.
         """
-        if (self.prompt is None) == (self.prompt_file is None):
-            found = "neither" if self.prompt is None else "both"
-            raise UsageError("--prompt, --prompt-file", got=found, expected="one of them", fix="Give one.")
-        if self.prompt is not None and self.prompt != _STDIN:
-            return self.prompt
-        option = "--prompt" if self.prompt_file is None else "--prompt-file"
-        source = str(self.prompt_file or _STDIN)
-        try:
-            return _read(source).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            wanted, fix = f"UTF-8 text of at most {MAX_PROMPT_BYTES >> 20} MiB", "Check the path and the encoding."
-            raise UsageError(option, got=f"{source}: {error}", expected=wanted, fix=fix) from None
+        sources = {"PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file}
+        given = [name for name, source in sources.items() if source is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise UsageError("PROMPT, --prompt, --prompt-file", got=found, expected="one of them", fix="Give one.")
+        text = self.prompt if self.text is None else self.text
+        if text is not None and text != _STDIN:
+            return text
+        (option,) = given
+        return read_text(str(self.prompt_file or _STDIN), option)
+
+
+def read_text(source: str, option: str) -> str:
+    """The text of a file, or of standard input (`-`), that an option names.
+
+    Raises:
+        UsageError: it is unreadable, too large or not UTF-8.
+    """
+    try:
+        return _read(source).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        expected, fix = f"UTF-8 text of at most {MAX_PROMPT_BYTES >> 20} MiB", "Check the path and the encoding."
+        raise UsageError(option, got=f"{source}: {error}", expected=expected, fix=fix) from None
 
 
 def _read(source: str) -> bytes:

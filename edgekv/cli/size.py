@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from devices import Device
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
+from edgekv.machine.system import format_bytes
 from edgekv.option import Argument, Option, OptionGroup, find_device
 from edgekv.plan.options import Overrides
 from edgekv.plan.wording import encoder_sentence
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 def size(
     overrides: Annotated[Overrides, OptionGroup("Sizes")],
     output: Output,
-    path: Annotated[Path | None, Argument("A config.json, a folder that has one, or a bundle.")] = None,
+    path: Annotated[
+        Path | None, Argument("A config.json, a folder that has one, a GGUF file, a hub id, or a bundle.")
+    ] = None,
     device: Annotated[
         Device | None, Option("Say whether it fits this device: part number or name.", parse=find_device)
     ] = None,
@@ -36,9 +39,11 @@ def size(
     plot: Annotated[Path | None, Option("Plot memory against copied bytes into this .png, .svg or .pdf.")] = None,
 ) -> None:
     """Sizes come from a config.json, a bundle, or the options."""
-    from edgekv.plan import MemoryLimit, find_subject, make_size_report, save_plot  # slow to import
+    from edgekv.plan import MemoryLimit, check_plot, find_subject, make_size_report, save_plot  # slow to import
 
     limit = None if budget_gb is None else MemoryLimit.of_option(budget_gb)
+    if plot is not None:
+        check_plot(plot)
     report = make_size_report(find_subject(path, overrides), device=device, limit=limit)
     if plot is not None:
         save_plot(report, plot)
@@ -52,15 +57,20 @@ def _show(report: SizeReport) -> None:
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    if report.summary is not None:
-        console.print(report.summary, end="\n\n")
-    g = report.geometry
+    g, chosen = report.geometry, report.recommendation
+    held_bytes = next(
+        each.held_bytes
+        for each in report.strategies
+        if (each.strategy, each.reserve) == (chosen.strategy, chosen.reserve)
+    )
+    verdict = f"{format_bytes(held_bytes)} of cache for a context of {g.context:,} tokens, with {chosen.strategy}."
+    console.print(" ".join(filter(None, (verdict, report.summary))), end="\n\n")
     console.print(
         f"{g.layers} layers x 2 x {g.kv_heads} kv heads = {g.tensors:,} tensors of head dimension {g.head_dim}, "
         f"context {g.context:,}, {g.kv_bits} bits ({g.kv_dtype}), from {report.source}"
     )
     if len(g.windows) > 1:
-        listed = ", ".join(f"{each.layers} layers {each.window:,} tokens" for each in g.windows)
+        listed = ", ".join(f"{group.layers} layers {group.window:,} tokens" for group in g.windows)
         console.print(f"Attention windows: {listed}")
     console.print(f"Keys and values of {g.context:,} tokens: {report.textbook_bytes:,} bytes by the textbook formula")
     for table in _strategies(report, console):
@@ -90,11 +100,11 @@ def _table(strategies: Sequence[StrategyCost], *, with_fit: bool) -> Table:
     from rich.table import Table
 
     table = Table("bytes")
-    for each in strategies:
-        table.add_column(each.label, justify="right", overflow="fold")
+    for strategy in strategies:
+        table.add_column(strategy.label, justify="right", overflow="fold")
 
     def row(label: str, cell: Callable[[StrategyCost], str]) -> None:
-        table.add_row(label, *(cell(each) for each in strategies))
+        table.add_row(label, *(cell(strategy) for strategy in strategies))
 
     row("HTP note's formula", lambda s: _or_dash(s.formula_bytes))
     row("allocated", lambda s: f"{s.held_bytes:,}")
@@ -120,9 +130,9 @@ def _graphs(report: SizeReport) -> Table:
     table = Table("graph", "inputs", "past rows", "outputs", "new rows")
     for column in table.columns[1:]:
         column.justify = "right"
-    for each in report.graphs:
-        counts = (each.inputs, each.kv_inputs, each.outputs, each.kv_outputs)
-        table.add_row(f"AR-{each.ar} {each.role}", *(f"{count:,}" for count in counts))
+    for graph in report.graphs:
+        counts = (graph.inputs, graph.kv_inputs, graph.outputs, graph.kv_outputs)
+        table.add_row(f"AR-{graph.ar} {graph.role}", *(f"{count:,}" for count in counts))
     return table
 
 

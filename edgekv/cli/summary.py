@@ -36,17 +36,17 @@ def summary(stats: GenerationStats) -> str:
 
 def speculation_summary(stats: GenerationStats) -> str:
     """What speculation brought, behind a semicolon; empty without it."""
-    found = stats.speculation
-    if found is None or found.tokens_per_pass is None:
+    speculation = stats.speculation
+    if speculation is None or speculation.tokens_per_pass is None:
         return ""
     drafters = (
-        f"{name} {each.accepted} of {each.proposed} drafts"
-        + (f", {each.branched} on branches" if each.branched else "")
-        for name, each in found.drafters.items()
+        f"{name} {drafts.accepted} of {drafts.proposed} drafts"
+        + (f", {drafts.branched} on branches" if drafts.branched else "")
+        for name, drafts in speculation.drafters.items()
     )
-    host_us = (found.draft_ns + found.accept_ns) / 1e3 / found.passes
-    listed = "".join(f", {each}" for each in drafters)
-    return f"; {found.tokens_per_pass:.2f} tokens a pass{listed}, drafting {host_us:.0f} us/pass"
+    host_us = (speculation.draft_ns + speculation.accept_ns) / 1e3 / speculation.passes
+    listed = "".join(f", {line}" for line in drafters)
+    return f"; {speculation.tokens_per_pass:.2f} tokens a pass{listed}, drafting {host_us:.0f} us/pass"
 
 
 def defaults_line(stats: GenerationStats, ignored: list[str]) -> str | None:

@@ -1,0 +1,56 @@
+"""`edgekv rerank`: documents by how well they fit a query."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import click
+import msgspec
+
+from edgekv.cli.command import command
+from edgekv.cli.embed import FileOption, TextOption, TruncateOption, read_texts
+from edgekv.cli.model import BundleArgument
+from edgekv.cli.output import Output, print_json
+from edgekv.option import Option
+from edgekv.runtime.load_options import EngineOptions
+
+
+class RankedText(msgspec.Struct, frozen=True):
+    """A document of `--json`: its place among the documents, its score and its text."""
+
+    index: int
+    score: float
+    text: str
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    """The output of `--json`: the documents, best first."""
+
+    documents: list[RankedText]
+
+
+@command
+def rerank(
+    bundle: BundleArgument,
+    engine: EngineOptions,
+    output: Output,
+    query: Annotated[str, Option("What the documents are to fit.")],
+    text: TextOption = (),
+    file: FileOption = None,
+    instruction: Annotated[
+        str | None, Option("What the query asks for, if the model's template has a place for it.", shown="the model's")
+    ] = None,
+    top_n: Annotated[int | None, Option("Only so many of the best documents.", minimum=1, shown="all")] = None,
+    truncate: TruncateOption = False,
+) -> None:
+    """A line for each document, best first: its score, its number from 0, and its text."""
+    texts = read_texts(text, file)
+    from edgekv.loading import open_model  # imports the runtime, which --help does not need
+
+    with open_model(bundle, engine) as model:
+        found = model.rerank(query, texts, instruction=instruction, top_n=top_n, truncate=truncate)
+    if output.as_json:
+        print_json(Ranking([RankedText(each.index, each.score, texts[each.index]) for each in found]))
+        return
+    for each in found:
+        click.echo(f"{each.score:.6f}\t{each.index}\t{texts[each.index]}")
