@@ -13,11 +13,12 @@ from edgekv.spec import HEAD, DecoderInterface, DecoderSpec, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.inspect.sensitivity import Costs
 from exporters.options import ExportOptions, RunOptions
-from exporters.pipeline.inputs import BUNDLE, Exact
-from exporters.pipeline.planning import Exported, Planner
+from exporters.pipeline.inputs import BUNDLE, DecoderKey
+from exporters.pipeline.planning import Planner
 from exporters.pipeline.quality import Quality
 from exporters.pipeline.store import PieceStore
-from exporters.prepared import Prepared, prepare
+from exporters.pipeline.write import ExportResult
+from exporters.plan import ExportPlan, plan_export
 from exporters.progress import Progress
 from exporters.quantize.allocation import Allocation, Front, Fronts, possible_types
 from exporters.resources import other_bytes
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_TRIED = 4
+_MAX_TRIED = 4
 _MARGIN = 0.95
 _AIM = 0.998  # of a size: a bundle that is larger than estimated is made twice
 _HOPELESS = 1.25
@@ -36,31 +37,32 @@ _FILLED = 0.98  # of a size, or the estimate is corrected once
 
 
 class Finished(Protocol):
-    """Makes the pieces of a prepared export, and reads what is wanted of them."""
+    """Makes the pieces of an export, and reads what is wanted of them."""
 
     def __call__(
-        self, prepared: Prepared, exact: Exact, names: Sequence[str], read: Callable[[PieceStore], T], /
+        self, derived: Checkpoint, decoder: DecoderKey, names: Sequence[str], read: Callable[[PieceStore], T], /
     ) -> T: ...
 
 
-def decode_speed(prepared: Prepared, run: RunOptions, progress: Progress) -> DecodeSpeed:
+def decode_speed(export: ExportPlan, run: RunOptions, progress: Progress) -> DecodeSpeed:
     """What simulates the decode graph of an export at its largest context."""
     from exporters.estimate import DecodeSpeed  # the compiler's package is optional
 
-    spec, options = prepared.checkpoint.spec, prepared.options
-    graph = max((each for each in prepared.graphs if each.role == "decode"), key=lambda each: each.context)
-    interface = DecoderInterface.of(spec, graph.context, options.kv_dtype, options.key_layout, "u16")
-    return DecodeSpeed(spec, options.recipe, graph, interface, options.device, run, progress)
+    spec, options = export.checkpoint.spec, export.options
+    graphs = [graph for graph in export.graphs if graph.role != "score"]
+    graph = max((graph for graph in graphs if graph.role == "decode"), key=lambda graph: graph.context)
+    interface = DecoderInterface.of(spec, graph.context, options.cache_dtype, options.cache_layout, "u16")
+    return DecodeSpeed(spec, options.recipe, graph, graphs, interface, options.device, run, progress)
 
 
 def allocated(
     checkpoint: Checkpoint,
     options: ExportOptions,
-    prepared: Prepared,
+    export: ExportPlan,
     planner: Planner,
     finished: Finished,
     speed: DecodeSpeed | None = None,
-) -> Prepared:
+) -> ExportPlan:
     """The export whose matrices have the types that reach the goals of the options.
 
     Each proposal is written, and measured if a goal is a divergence; the next one corrects what was expected. Its speed
@@ -69,7 +71,7 @@ def allocated(
     Args:
         checkpoint: the checkpoint.
         options: with a goal.
-        prepared: both together.
+        export: both together.
         planner: takes the pieces.
         finished: makes them.
         speed: simulates types; needed if a goal is a speed.
@@ -78,16 +80,16 @@ def allocated(
         UsageError: no types reach the goals; names the nearest.
         EngineError: the HTP compiler, which simulates a speed, is missing or failed.
     """
-    spec, plain = prepared.checkpoint.spec, replace(options, target_mb=None, max_kl=None, target_tokens_per_s=None)
-    has_head = _chooses_head(prepared)
+    spec, plain = export.checkpoint.spec, replace(options, target_mb=None, max_kl=None, target_tokens_per_s=None)
+    has_head = _chooses_head(export)
     types = possible_types(spec, "litert" if options.graph_format == "tflite" else "cpu", head=has_head)
-    measured = prepared
+    measured = export
     if has_head and spec.shares_vocabulary:
         # A head of its own has other rows than the embeddings: what scales its inputs is in them.
-        measured = prepare(checkpoint, replace(plain, recipe=options.recipe.with_head(types[HEAD][0])))
+        measured = plan_export(checkpoint, replace(plain, recipe=options.recipe.with_head(types[HEAD][0])))
     name = planner.sensitivities(measured, types)
     exact = planner.exact(measured)
-    costs = finished(measured, exact, [name], lambda store: store.answer(name, Costs))
+    costs = finished(measured.checkpoint, exact, [name], lambda store: store.answer(name, Costs))
     choose: Choose = Fronts(spec, costs).choose
     if options.target_tokens_per_s is not None:
         assert speed is not None, "the goal is a speed"
@@ -98,8 +100,8 @@ def allocated(
     if options.recipe.mean_bits is not None:
         goal = _MeanBits(choose, spec, options.recipe.name, options.recipe.mean_bits)
     elif options.target_mb is not None:
-        head = None if has_head else prepared.options.recipe.rule(HEAD).dtype
-        goal = _Size(choose, options, other_bytes(prepared.checkpoint, len(prepared.graphs), head))
+        head = None if has_head else export.options.recipe.rule(HEAD).dtype
+        goal = _Size(choose, options, other_bytes(export.checkpoint, len(export.graphs), head))
     elif options.max_kl is not None:
         goal = _Divergence(choose, options)
     else:
@@ -108,24 +110,26 @@ def allocated(
     while True:
         chosen = goal.propose()
         recipe = chosen.recipe(options.recipe, "-".join(filter(None, (goal.name, fast))))
-        tried = prepare(checkpoint, replace(plain, recipe=recipe))
+        tried = plan_export(checkpoint, replace(plain, recipe=recipe))
         exported = planner.export(tried)
-        wanted = goal.pieces(exported)
-        if goal.is_reached(chosen, finished(tried, exported.folded.exact, wanted, partial(goal.read, names=wanted))):
+        names = goal.pieces(exported)
+        if goal.is_reached(
+            chosen, finished(tried.checkpoint, exported.decoder, names, partial(goal.read, names=names))
+        ):
             return tried
 
 
-def _chooses_head(prepared: Prepared) -> bool:
+def _chooses_head(export: ExportPlan) -> bool:
     """Whether the head may get another type: one of 8 bits, where the recipe names no mean of bits of the layers.
 
     A tied head of 4 bits takes more bytes than one that is the table of embeddings too, and loses more: only time can
     speak for it.
     """
-    recipe, rule = prepared.options.recipe, prepared.options.recipe.rule(HEAD)
-    spec = prepared.checkpoint.spec
+    recipe, rule = export.options.recipe, export.options.recipe.rule(HEAD)
+    spec = export.checkpoint.spec
     if recipe.mean_bits is not None or spec.target is not None or rule.dtype != "int8" or rule.method == "stored":
         return False
-    return prepared.options.target_tokens_per_s is not None or not spec.tied_head
+    return export.options.target_tokens_per_s is not None or not spec.tied_head
 
 
 Choose = Callable[[Callable[[Front], Allocation]], Allocation]
@@ -138,13 +142,13 @@ class _FastEnough:
     Args:
         speed: simulates types.
         fronts: the allocations.
-        least_per_s: the goal.
+        min_per_s: the goal.
     """
 
-    def __init__(self, speed: DecodeSpeed, fronts: Fronts, least_per_s: float) -> None:
+    def __init__(self, speed: DecodeSpeed, fronts: Fronts, min_per_s: float) -> None:
         self._speed = speed
         self._fronts = fronts
-        self._least_per_s = least_per_s
+        self._min_per_s = min_per_s
         smallest = fronts.at(0.0).smallest
         self._base_us = speed.us(smallest.types) - smallest.us
         """Of what is no matrix of the layers."""
@@ -157,18 +161,18 @@ class _FastEnough:
         Raises:
             UsageError: none is; names the fastest.
         """
-        most_us = 1e6 / self._least_per_s
+        max_us = 1e6 / self._min_per_s
         fastest_us = math.inf
-        for _ in range(_MOST_TRIED):
-            chosen = self._fronts.choose(choice, most_us - self._base_us)
+        for _ in range(_MAX_TRIED):
+            chosen = self._fronts.choose(choice, max_us - self._base_us)
             us = self._speed.us(chosen.types)
-            if us <= most_us:
+            if us <= max_us:
                 return chosen
             fastest_us = min(fastest_us, us)
             self._base_us = us - chosen.us
         raise UsageError(
             "--target-tokens-per-s",
-            got=f"{self._least_per_s:g}",
+            got=f"{self._min_per_s:g}",
             expected=f"at most {math.floor(1e7 / fastest_us) / 10:g}: the fastest types within the other goals",
             fix="Ask for fewer, allow more bytes or a larger divergence, or a smaller --context.",
         )
@@ -182,7 +186,7 @@ class _Goal(Protocol):
     def propose(self) -> Allocation:
         """What to try next."""
 
-    def pieces(self, exported: Exported) -> list[str]:
+    def pieces(self, exported: ExportResult) -> list[str]:
         """Names of the pieces that say whether the goal is reached."""
 
     def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
@@ -203,7 +207,7 @@ class _LeastLoss:
     def propose(self) -> Allocation:
         return self._choose(lambda front: front.largest)
 
-    def pieces(self, exported: Exported) -> list[str]:
+    def pieces(self, exported: ExportResult) -> list[str]:
         return [exported.write]
 
     def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
@@ -226,22 +230,22 @@ class _Size:
         assert options.target_mb is not None, "it is the goal"
         self.name = f"{options.target_mb:g}mb"
         self._choose = choose
-        self._most_mb = options.target_mb
-        self._most_nats = options.max_kl
+        self._max_mb = options.target_mb
+        self._max_nats = options.max_kl
         self._other_bytes = other_bytes
         self._has_corrected = False
         self._least = choose(lambda front: front.smallest)
-        least_bytes = self._least.bytes + other_bytes
-        if least_bytes > _HOPELESS * self._most_mb * 1e6:
-            raise self._refused(f"about {_mb_up(least_bytes):g}")
+        min_bytes = self._least.bytes + other_bytes
+        if min_bytes > _HOPELESS * self._max_mb * 1e6:
+            raise self._refused(f"about {_mb_up(min_bytes):g}")
 
     def propose(self) -> Allocation:
         """The allocation that loses least in the bytes that are left beside all other files."""
-        most_bytes = int(_AIM * self._most_mb * 1e6) - self._other_bytes
-        return self._choose(lambda front: front.within(most_bytes))
+        max_bytes = int(_AIM * self._max_mb * 1e6) - self._other_bytes
+        return self._choose(lambda front: front.within(max_bytes))
 
-    def pieces(self, exported: Exported) -> list[str]:
-        if self._most_nats is None:
+    def pieces(self, exported: ExportResult) -> list[str]:
+        if self._max_nats is None:
             return [exported.write]
         assert exported.quality is not None, "the options say that it is measured"
         return [exported.write, exported.quality]
@@ -258,19 +262,19 @@ class _Size:
         Raises:
             UsageError: no allocation reaches it.
         """
-        most_bytes, self._other_bytes = self._most_mb * 1e6, int(found[0]) - chosen.bytes
-        if found[0] > most_bytes:
-            least_bytes = self._least.bytes + self._other_bytes
-            if least_bytes > most_bytes:
-                raise self._refused(f"at least {_mb_up(least_bytes):g}")
+        max_bytes, self._other_bytes = self._max_mb * 1e6, int(found[0]) - chosen.bytes
+        if found[0] > max_bytes:
+            min_bytes = self._least.bytes + self._other_bytes
+            if min_bytes > max_bytes:
+                raise self._refused(f"at least {_mb_up(min_bytes):g}")
             return False
-        is_full, self._has_corrected = found[0] >= _FILLED * most_bytes or self._has_corrected, True
+        is_full, self._has_corrected = found[0] >= _FILLED * max_bytes or self._has_corrected, True
         if not is_full and self.propose() != chosen:
             return False
-        if self._most_nats is not None and found[1] > self._most_nats:
+        if self._max_nats is not None and found[1] > self._max_nats:
             raise UsageError(
                 "--max-kl",
-                got=f"{self._most_nats:g} with --target-mb {self._most_mb:g}",
+                got=f"{self._max_nats:g} with --target-mb {self._max_mb:g}",
                 expected=f"{found[1]:g} or more, which the types that lose least in these bytes give",
                 fix="Allow more bytes, or a larger divergence.",
             )
@@ -279,7 +283,7 @@ class _Size:
     def _refused(self, least: str) -> UsageError:
         return UsageError(
             "--target-mb",
-            got=f"{self._most_mb:g}",
+            got=f"{self._max_mb:g}",
             expected=f"{least}: every matrix in its smallest type, and all other files",
             fix="Allow more, or write fewer graphs (--ar, --context).",
         )
@@ -292,32 +296,32 @@ class _MeanBits:
         choose: chooses allocations.
         spec: the decoder.
         name: of the recipe.
-        most_bits: the goal.
+        max_bits: the goal.
 
     Raises:
         UsageError: no allocation reaches it; names the nearest.
     """
 
-    def __init__(self, choose: Choose, spec: DecoderSpec, name: str, most_bits: float) -> None:
+    def __init__(self, choose: Choose, spec: DecoderSpec, name: str, max_bits: float) -> None:
         self.name = name
         self._choose = choose
         shapes, smallest = matrices(spec), choose(lambda front: front.smallest)
         weights = sum(math.prod(shapes[tensor]) for tensor in smallest.types)
-        self._most_bytes = int(most_bits * weights / 8)
-        if smallest.bytes > self._most_bytes:
+        self._max_bytes = int(max_bits * weights / 8)
+        if smallest.bytes > self._max_bytes:
             least = math.ceil(smallest.bytes * 80 / weights) / 10
             raise UsageError(
                 f"--recipe {name}",
-                got=f"{most_bits:g} bits a weight",
+                got=f"{max_bits:g} bits a weight",
                 expected=f"{least:g} or more: every matrix of the layers in 4 bits, and their scales",
                 fix=f"Use --recipe front-{least:g}.",
             )
 
     def propose(self) -> Allocation:
         """The allocation within these bytes that loses least."""
-        return self._choose(lambda front: front.within(self._most_bytes))
+        return self._choose(lambda front: front.within(self._max_bytes))
 
-    def pieces(self, exported: Exported) -> list[str]:
+    def pieces(self, exported: ExportResult) -> list[str]:
         return [exported.write]
 
     def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
@@ -340,21 +344,21 @@ class _Divergence:
         assert options.max_kl is not None, "it is the goal"
         self.name = f"kl-{options.max_kl:g}"
         self._choose = choose
-        self._most_nats = options.max_kl
+        self._max_nats = options.max_kl
         self._best = "8 bits for every matrix"
         if options.target_tokens_per_s is not None:
             self._best = "the best types that are fast enough"
         self._tried = 0
-        self._wanted_nats = _MARGIN * self._most_nats
+        self._wanted_nats = _MARGIN * self._max_nats
 
     def propose(self) -> Allocation:
         """The smallest allocation of which the goal can be expected."""
         self._tried += 1
-        if self._tried >= _MOST_TRIED:
+        if self._tried >= _MAX_TRIED:
             return self._choose(lambda front: front.largest)
         return self._choose(lambda front: front.losing(self._wanted_nats))
 
-    def pieces(self, exported: Exported) -> list[str]:
+    def pieces(self, exported: ExportResult) -> list[str]:
         assert exported.quality is not None, "the options say that it is measured"
         return [exported.quality]
 
@@ -368,16 +372,16 @@ class _Divergence:
         Raises:
             UsageError: no allocation reaches it.
         """
-        if found[0] <= self._most_nats:
+        if found[0] <= self._max_nats:
             return True
         if chosen.bytes == self._choose(lambda front: front.largest).bytes:
             raise UsageError(
                 "--max-kl",
-                got=f"{self._most_nats:g}",
+                got=f"{self._max_nats:g}",
                 expected=f"{found[0]:g} or more, which {self._best} give",
                 fix="Allow more, use --kv s16, or calibrate on other text.",
             )
-        self._wanted_nats = min(self._wanted_nats, chosen.nats) * _MARGIN * self._most_nats / found[0]
+        self._wanted_nats = min(self._wanted_nats, chosen.nats) * _MARGIN * self._max_nats / found[0]
         return False
 
 

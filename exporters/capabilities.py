@@ -28,7 +28,9 @@ class Capabilities:
         layered: layers that differ in size or share a cache, as Gemma 4's.
         layer_inputs: layers with inputs that the host gathers, as Gemma 4's.
         pictures: a vision encoder, whose rows stand among the embeddings.
+        picture_shapes: one whose pictures have shapes of their own, and further inputs for them, as LFM2-VL's.
         hidden: graphs that also give their last hidden state.
+        tasks: models that give embeddings or scores, and no logits.
         decode_alone: bundles without a prefill graph.
     """
 
@@ -44,7 +46,9 @@ class Capabilities:
     layered: bool = False
     layer_inputs: bool = False
     pictures: bool = False
+    picture_shapes: bool = False
     hidden: bool = False
+    tasks: bool = False
     decode_alone: bool = True
 
     def check(self, bundle: Bundle) -> None:
@@ -79,6 +83,9 @@ class Capabilities:
         if manifest.target is not None:
             fix = "Give it as --draft to edgekv generate, chat or serve, with its target."
             yield "drafter", "graphs that read the state of another model", "a model of its own", fix
+        if manifest.task is not None and not self.tasks:
+            wanted = f"a model that writes text, all that {self.reader} reads"
+            yield "task", manifest.task.noun, wanted, manifest.task.use
         if manifest.model.gives_hidden and not self.hidden:
             wanted = f"logits alone, all that {self.reader} reads"
             yield "graphs", "graphs that give a hidden state too", wanted, "Export it without --give-hidden."
@@ -88,7 +95,11 @@ class Capabilities:
         if not self.pictures and manifest.vision is not None:
             kind = manifest.vision.encoder.model_type
             wanted = f"text alone: {self.reader} runs no encoder of {kind}"
-            yield "vision encoder", manifest.vision.file, wanted, "Run it with edgekv generate or serve, or in Genie."
+            yield "vision encoder", manifest.vision.file, wanted, "Run it with edgekv generate or serve."
+        elif not self.picture_shapes and manifest.vision is not None and manifest.vision.encoder.has_shapes:
+            found = f"one of {manifest.vision.encoder.model_type}, whose pictures have shapes of their own"
+            wanted = f"pixels as its only input, all that {self.reader} feeds"
+            yield "vision encoder", found, wanted, "Run it with edgekv generate or serve."
         if self.parts == "one" and not manifest.is_whole:
             parts = max(len(graph.parts) for graph in manifest.graphs)
             found = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
@@ -146,7 +157,9 @@ ONNX = Capabilities(
     layered=True,
     layer_inputs=True,
     pictures=True,
+    picture_shapes=True,
     hidden=True,
+    tasks=True,
 )
 ENGINE = replace(ONNX, reader="edgekv's engine htp")
 GENIE = Capabilities("Genie", slots=True, ropes=("default", "llama3"), states=True, layer_inputs=True, pictures=True)

@@ -16,7 +16,7 @@ from edgekv.bundle import (
     Bundle,
     CompiledManifest,
     atomic_directory,
-    check_output,
+    check_new,
     file_hashes,
 )
 from edgekv.errors import UsageError
@@ -27,13 +27,13 @@ from exporters.graphs.parts import weight_files
 from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
 from exporters.htp.compile_tflite import compiler as tflite_compiler
 from exporters.options import RunOptions
-from exporters.pipeline.assemble import take_binaries
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.pieces import Compiled, read_compiled
 from exporters.pipeline.planning import give_bundle, plan_binaries, plan_tflite
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore, store_in
+from exporters.pipeline.write import take_binaries
 from exporters.progress import Progress, one_step, silent
 
 _PLAIN = RunOptions()
@@ -77,7 +77,7 @@ def compile_bundle(
     """
     _check(bundle, device, options, per_graph_binaries)
     target = bundle.path / "compiled" / device.soc
-    check_output(target, force=force, marker=COMPILED)
+    check_new(target, force=force, marker=COMPILED)
     parts, plan, store = device_parts(bundle.manifest.graphs, bundle.path), Plan(), open_store(run)
     given = give_bundle(plan, bundle)
     vision = bundle.manifest.vision

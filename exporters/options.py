@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from devices import Device
+from devices import Device, find
 from edgekv.bundle.formats import GraphFormat
 from edgekv.errors import UsageError
 from edgekv.machine.system import parse_bytes
 from edgekv.option import Option, OptionGroup, check_place, find_device, parse_numbers
-from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT
+from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, DEFAULT_KEY_LAYOUT, DEFAULT_RECIPE
 from edgekv.spec.geometry import KeyLayout, KvDtype
 from exporters.graphs.places import EmbeddingPlace, HeadPlace
 from exporters.lora.options import LoraOptions
@@ -28,25 +28,19 @@ KV_DTYPES: dict[GraphFormat, tuple[KvDtype, ...]] = {"onnx": ("u8", "s16"), "tfl
 """Integer types of the cache for each format; the first is the default."""
 
 
-def unsaid(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `ExportOptions` that nobody gave, and whose default follows from others.
-
-    Keys are columns, which NPUs read faster: but LiteRT's graphs read rows, and where drafts are verified, graphs of
-    several AR alternate, each of which has another stride.
-    """
-    graph_format: GraphFormat = given.get("graph_format", "onnx")
-    is_verified = given.get("draft_rows") or given.get("give_hidden")
-    key_layout: KeyLayout = "rows" if graph_format == "tflite" or is_verified else "columns"
-    defaults = {"kv_dtype": KV_DTYPES[graph_format][0], "key_layout": key_layout}
-    return {name: value for name, value in defaults.items() if name not in given}
-
-
 LOCAL = "local"
 """The scheduler that stands for processes on this machine."""
 
-DEFAULT_RECIPE = "w8a16"
+ANY_CHIP = "SM8650"
+"""What an export for no chip in particular is checked against: the integers of all chips from V73 on are the same."""
+STORED_RECIPE = "as-stored"
+"""The default for a quantized checkpoint."""
+
 ALLOCATED_RECIPE = "w4a16"
 """The default with a goal such as `--target-mb`: its types are replaced."""
+
+_UNNAMED = ""
+"""The name of a recipe that nobody chose."""
 
 _DRAFT_ROWS = (8, 16)
 _EXAMPLES = {"--target-mb": 100, "--max-kl": 0.05, "--target-tokens-per-s": 100}
@@ -62,6 +56,12 @@ def read_recipe(name: str) -> Recipe:
     return find_recipe(name)
 
 
+def _unnamed_recipe() -> Recipe:
+    import msgspec
+
+    return msgspec.structs.replace(read_recipe(DEFAULT_RECIPE), name=_UNNAMED)
+
+
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
     """Options that determine the bundle.
@@ -71,19 +71,26 @@ class ExportOptions:
     """
 
     device: Annotated[
-        Device, Option("Target chip: part number or name, such as SM8650; see `edgekv devices`.", parse=find_device)
-    ]
+        Device,
+        Option(
+            "Target chip: part number or name, such as SM8650; see `edgekv devices`. Without one the bundle is for the "
+            "CPU, and edgekv compile takes the chip.",
+            parse=find_device,
+            shown="",
+        ),
+    ] = field(default_factory=lambda: find(ANY_CHIP))
     recipe: Annotated[
         Recipe,
         Option(
-            "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, as-stored, front-N "
-            "(4 or 8 bits per matrix, N on average, chosen to minimize KL, such as front-5), or a recipe file (.json). "
+            "Integer types: w8a16, w4a16, w4a16-lpbq32, -lpbq64, -lpbq128, -lpbq32-updown8, -uplpbq64-down8, "
+            "as-stored, front-N (4 or 8 bits per matrix, N on average, chosen to minimize KL, such as front-5), or a "
+            "recipe file (.json). "
             "A name may end with the type of the head, such as w4a16-head-int4.",
             parse=lambda _, name: read_recipe(name),
-            shown=f"{DEFAULT_RECIPE}; as-stored for a quantized checkpoint; {ALLOCATED_RECIPE} with a target",
+            shown=f"{DEFAULT_RECIPE}; {STORED_RECIPE} for a quantized checkpoint; {ALLOCATED_RECIPE} with a target",
             group=_QUANTIZATION,
         ),
-    ] = field(default_factory=lambda: read_recipe(DEFAULT_RECIPE))
+    ] = field(default_factory=_unnamed_recipe)
     context: Annotated[
         int | Sequence[int],
         Option(
@@ -94,7 +101,7 @@ class ExportOptions:
     ] = DEFAULT_CONTEXT
     ar: Annotated[
         Sequence[int],
-        Option("Tokens per inference of each graph, comma-separated, with 1.", parse=parse_numbers, group=_GRAPHS),
+        Option("Tokens per inference (AR) of each graph, comma-separated, with 1.", parse=parse_numbers, group=_GRAPHS),
     ] = DEFAULT_AR
     draft_rows: Annotated[
         Sequence[int] | None,
@@ -108,19 +115,19 @@ class ExportOptions:
     ] = None
     give_hidden: Annotated[
         bool,
-        Option("Let graphs also give the last hidden states, which drafters for this model read.", group=_GRAPHS),
+        Option("Let graphs also return the last hidden states, which drafters for this model read.", group=_GRAPHS),
     ] = False
     max_attention_window: Annotated[
         Sequence[int],
         Option(
-            "Attention window of each layer in tokens, with the query, comma-separated; a shorter list is repeated.",
+            "Attention window of each layer in tokens, including the query, comma-separated; a shorter list repeats.",
             parse=parse_numbers,
             shown="the model's own",
             group=_GRAPHS,
         ),
     ] = ()
     kv_dtype: Annotated[
-        KvDtype,
+        KvDtype | None,
         Option(
             "Integer type of the KV cache: u8, or s16 (HTP V73 and later).",
             "--kv",
@@ -128,18 +135,16 @@ class ExportOptions:
             shown="u8; s8 with --format tflite",
             group=_GRAPHS,
         ),
-    ] = "u8"
-    state_bits: Annotated[
-        int, Option("Bits of each element of the states of convolutions: 8 or 16.", group=_GRAPHS)
-    ] = 16
+    ] = None
+    state_bits: Annotated[int, Option("Bits per element of convolution states: 8 or 16.", group=_GRAPHS)] = 16
     key_layout: Annotated[
-        KeyLayout,
+        KeyLayout | None,
         Option(
             "Key layout: rows [S, D], or columns [D, S], which NPUs read faster.",
-            shown="columns; rows with graphs that verify drafts and with --format tflite",
+            shown=f"{DEFAULT_KEY_LAYOUT}; rows with graphs that verify drafts and with --format tflite",
             group=_GRAPHS,
         ),
-    ] = "rows"
+    ] = None
     calibration: Annotated[
         Path | None,
         Option("UTF-8 calibration text.", shown="the checkpoint's or edgekv's own", group=_QUANTIZATION),
@@ -147,24 +152,26 @@ class ExportOptions:
     calibration_pictures: Annotated[
         Path | None,
         Option(
-            "Folder of up to 64 pictures to calibrate a vision encoder on.", shown="drawn ones", group=_QUANTIZATION
+            "Folder of up to 64 pictures to calibrate the vision encoder.",
+            shown="synthetic pictures",
+            group=_QUANTIZATION,
         ),
     ] = None
     calibration_tokens: Annotated[
         int | None,
         Option(
-            "Calibration tokens to use at most.",
-            shown="12800; 4096 for 500 M parameters or more",
+            "Maximum number of calibration tokens.",
+            shown="12800; 4096 for 500 M parameters or more; 2048 with --effort 0",
             group=_QUANTIZATION,
         ),
     ] = None
     effort: Annotated[
         Effort,
         Option(
-            "Time spent on rounding weights, 1 to 5: from 2 on coordinate descent follows GPTQ in 4 bits, from 3 on "
-            "in 8 bits too, errors of queries count by what they do to attention, and the float model writes "
-            "text to calibrate on.",
-            metavar="1..5",
+            "Effort of rounding weights, 0 to 5. 0: to nearest, for a first try. 1: GPTQ. 2: then coordinate descent "
+            "on 4-bit matrices. 3 and above: also on 8-bit ones, q_proj and k_proj weighted by their effect on "
+            "attention, and calibration on text that the float model generates.",
+            metavar="0..5",
             parse=Effort.parse,
             shown=str(DEFAULT_EFFORT.level),
             group=_QUANTIZATION,
@@ -173,8 +180,8 @@ class ExportOptions:
     target_mb: Annotated[
         float | None,
         Option(
-            "Give each matrix of the layers, and a head of its own, 4 or 8 bits so that the bundle has at most N MB "
-            "and loses least; --recipe says the rest.",
+            "Bundle of at most N MB with the lowest KL divergence: 4 or 8 bits per matrix of the layers and of an "
+            "untied head; transforms and methods are those of --recipe.",
             metavar="N",
             shown="off",
             group=_QUANTIZATION,
@@ -183,8 +190,8 @@ class ExportOptions:
     max_kl: Annotated[
         float | None,
         Option(
-            "Smallest bundle whose measured KL divergence from the float model is at most X nats per token; with "
-            "--target-mb, a limit that the bundle must keep.",
+            "Smallest bundle whose measured KL divergence from the float model is at most X nats per token. With "
+            "--target-mb, an upper bound on the result.",
             metavar="X",
             shown="off",
             group=_QUANTIZATION,
@@ -193,14 +200,14 @@ class ExportOptions:
     target_tokens_per_s: Annotated[
         float | None,
         Option(
-            "Types with which the HTP compiler simulates at least N decoded tokens per second at the largest context; "
-            "alone, or with --target-mb or --max-kl.",
+            "Integer types that decode at least N tokens per second at the largest context, simulated by the HTP "
+            "compiler; alone, or with --target-mb or --max-kl.",
             metavar="N",
             shown="off",
             group=_QUANTIZATION,
         ),
     ] = None
-    allow_float: Annotated[bool, Option("Accept nodes that compute in float, and record them.", group=_CHECK)] = False
+    allow_float: Annotated[bool, Option("Accept and record nodes that compute in float.", group=_CHECK)] = False
     check_on_htp: Annotated[
         bool,
         Option(
@@ -300,11 +307,11 @@ class ExportOptions:
                 fix="Use --calibration-tokens 4096.",
             )
         self._check_goal()
-        if self.kv_dtype not in KV_DTYPES[self.graph_format]:
+        if self.cache_dtype not in KV_DTYPES[self.graph_format]:
             kinds = " or ".join(KV_DTYPES[self.graph_format])
             raise UsageError(
                 "--kv",
-                got=f"{self.kv_dtype} with --format {self.graph_format}",
+                got=f"{self.cache_dtype} with --format {self.graph_format}",
                 expected=f"{kinds}, which its kernels multiply by",
                 fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}.",
             )
@@ -319,10 +326,10 @@ class ExportOptions:
                 expected="a scale for each output channel, which its kernels multiply int16 by",
                 fix="Use --recipe w8a16 or w4a16, or --format onnx.",
             )
-        if self.graph_format == "tflite" and self.key_layout != "rows":
+        if self.graph_format == "tflite" and self.cache_layout != "rows":
             raise UsageError(
                 "--key-layout",
-                got=f"{self.key_layout} with --format tflite",
+                got=f"{self.cache_layout} with --format tflite",
                 expected="rows",
                 fix="Leave it out, or use --format onnx.",
             )
@@ -347,13 +354,35 @@ class ExportOptions:
                 expected="one part for each graph with --format tflite",
                 fix="Leave them out, or use --format onnx.",
             )
-        if not self.device.supports_kv(self.kv_dtype):
+        if not self.device.supports_kv(self.cache_dtype):
             raise UsageError(
                 "--kv",
-                got=f"{self.kv_dtype} for {self.device.soc} (V{self.device.arch})",
+                got=f"{self.cache_dtype} for {self.device.soc} (V{self.device.arch})",
                 expected="V73 or later for a 16-bit cache",
                 fix=f"Use --kv {KV_DTYPES[self.graph_format][0]}, or a later device.",
             )
+
+    def for_checkpoint(self, *, is_quantized: bool) -> ExportOptions:
+        """With the default recipe for a checkpoint, unless one was named."""
+        if self.recipe.name != _UNNAMED:
+            return self
+        usual = STORED_RECIPE if is_quantized else DEFAULT_RECIPE
+        return replace(self, recipe=read_recipe(ALLOCATED_RECIPE if self.allocates else usual))
+
+    @property
+    def cache_dtype(self) -> KvDtype:
+        """Integer type of keys and values."""
+        return self.kv_dtype or KV_DTYPES[self.graph_format][0]
+
+    @property
+    def cache_layout(self) -> KeyLayout:
+        """How keys lie in the cache.
+
+        LiteRT's graphs read rows, and where drafts are verified, graphs of several AR alternate: each has another
+        stride of columns.
+        """
+        needs_rows = self.graph_format == "tflite" or self.verify_rows
+        return self.key_layout or ("rows" if needs_rows else DEFAULT_KEY_LAYOUT)
 
     @property
     def verify_rows(self) -> tuple[int, ...]:
@@ -437,12 +466,12 @@ class Cluster:
 
     scheduler: Annotated[
         str,
-        Option("Send the work out: local for processes on this machine, or a Dask scheduler, tcp://HOST:PORT."),
+        Option("Run the work on workers: local for processes on this machine, or a Dask scheduler, tcp://HOST:PORT."),
     ]
-    workers: Annotated[int | None, Option("Local processes.", least=1, shown="one per core, as far as RAM allows")] = (
-        None
-    )
-    keep_going: Annotated[bool, Option("Skip invalid or failed combinations, and unfit workers.")] = False
+    workers: Annotated[
+        int | None, Option("Local processes.", minimum=1, shown="one per core, as far as RAM allows")
+    ] = None
+    keep_going: Annotated[bool, Option("Skip invalid or failed combinations, and unsuitable workers.")] = False
     say: Callable[[str], None] = field(default=print)
 
 
@@ -458,19 +487,20 @@ class RunOptions:
     ] = None
     cache_dir: Annotated[
         Path | None,
-        Option("Where finished pieces are kept.", shown="EDGEKV_CACHE_DIR, or the user's cache directory"),
+        Option("Cache directory for finished pieces.", shown="EDGEKV_CACHE_DIR, or the user's cache directory"),
     ] = None
     store: Annotated[
         str | None,
         Option(
-            "Folder or fsspec URL of finished pieces, which all workers reach; they stay there.",
+            "Shared folder or fsspec URL of finished pieces, readable by all workers; never cleared.",
             parse=check_place,
             shown="pieces in the cache directory",
         ),
     ] = None
     resume: Annotated[bool, Option("Reuse finished pieces of an interrupted run; always on with --scheduler.")] = False
     keep_stages: Annotated[
-        bool, Option("Keep finished pieces, so that --resume with another recipe reuses unchanged ones.")
+        bool,
+        Option("Keep finished pieces, so that --resume with another recipe reuses unchanged ones."),
     ] = False
     cluster: Annotated[Cluster | None, OptionGroup("Run")] = None
 

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from edgekv.errors import EngineError, UsageError
 from edgekv.plan import check_kernel, checked_ar
+from edgekv.plan.options import DEFAULT_AR
 from edgekv.qnn import provider as qnn
-from edgekv.spec import CHECKPOINT_TOKENS, DecoderSpec
+from edgekv.spec import CHECKPOINT_TOKENS, Config, DecoderSpec, Task, describe
 from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.locate import find_config
 from exporters.checkpoint.lora import Adapter
 from exporters.graphs.tflite.limits import check_tflite
 from exporters.lora.add import check_fits
 from exporters.lora.base import ExportedBase
 from exporters.options import ExportOptions
+
+
+def check_first(checkpoint: str, options: ExportOptions) -> None:
+    """Raise what the configuration alone tells, before the weights and the tokenizer are opened.
+
+    Raises:
+        UsageError: as `check_cache`.
+        EngineError: as `check_compiler`.
+        CheckpointError: there is no such checkpoint, or it cannot be exported.
+    """
+    check_compiler(options)
+    if "://" not in checkpoint:  # a URL is fetched as a whole
+        check_cache(describe(Config(find_config(checkpoint))), options)
 
 
 def check_compiler(options: ExportOptions) -> None:
@@ -43,7 +58,11 @@ def check_cache(spec: DecoderSpec, options: ExportOptions) -> None:
             expected=f"more than the largest AR, {largest}",
             fix="Use a wider window, or a smaller --ar.",
         )
-    checked_ar(tuple(options.ar), context, spec.windows_in(context))
+    if not spec.bidirectional:
+        checked_ar(tuple(options.ar), context, spec.windows_in(context))
+    elif tuple(options.ar) not in ((1,), DEFAULT_AR):
+        found = f"{','.join(map(str, options.ar))}, for a model whose tokens attend to both sides"
+        raise UsageError("--ar", got=found, expected="the lengths of its graphs as --context", fix="Leave it out.")
     if context > spec.max_positions:
         raise UsageError(
             "--context",
@@ -62,12 +81,16 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         CheckpointError: an adapter to calibrate on does not fit.
     """
     spec = checkpoint.spec
+    if checkpoint.task is not None:
+        _check_task(checkpoint.task, options)
     if options.state_bits != 16 and not spec.has_states:
         found, wanted = f"{options.state_bits} for a checkpoint without states", "one with short convolutions"
         raise UsageError("--state-bits", got=found, expected=wanted, fix="Leave it out.")
     check_cache(spec, options)
     if spec.delta_rule is not None:
         _check_delta_rule(options)
+    if spec.bidirectional:
+        _check_whole_texts(options)
     options.recipe.check(spec)
     if options.lora is not None and (spec.layer_sizes or spec.cache_owners):
         raise UsageError(
@@ -91,6 +114,35 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         raise UsageError("--give-hidden", got="it with --format tflite", expected="ONNX graphs", fix=fix)
     if options.graph_format == "tflite":
         check_tflite(checkpoint)
+
+
+def _check_task(task: Task, options: ExportOptions) -> None:
+    """Check that nothing is asked for that needs a head for text.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    asked = {
+        "--target-mb, --max-kl, --target-tokens-per-s, mean_bits": options.allocates,
+        "--give-hidden": options.give_hidden,
+        "--draft-rows": bool(options.verify_rows),
+        "--lora-slots": options.lora is not None,
+    }
+    if found := [option for option, is_given in asked.items() if is_given]:
+        wanted = "a checkpoint that writes text"
+        raise UsageError(found[0], got=f"it, for {task.noun}", expected=wanted, fix="Leave it out.")
+
+
+def _check_whole_texts(options: ExportOptions) -> None:
+    """Check that nothing is asked for that needs a cache of earlier tokens.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    asked = {"--sink": options.sink.mode == "tokens", "--max-attention-window": bool(options.max_attention_window)}
+    if found := [option for option, is_given in asked.items() if is_given]:
+        got = "it, for a model whose tokens attend to both sides"
+        raise UsageError(found[0], got=got, expected="none: nothing is cached", fix="Leave it out.")
 
 
 def _check_delta_rule(options: ExportOptions) -> None:

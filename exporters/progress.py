@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
+_ALL_TENTHS = 10
+
+
 class Progress(Protocol):
     """Called for every step of every stage, before the first one too, so that a stage has its name while it runs."""
 
@@ -35,7 +38,10 @@ def one_step(stage: str, progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def progress_bars(is_quiet: bool = False) -> Iterator[Progress]:
-    """Progress bars on standard error, one per stage; none if it is no terminal, or with `--quiet`."""
+    """Progress bars on standard error, one per stage; lines if it is no terminal; none with `--quiet`."""
+    if not is_quiet and not sys.stderr.isatty():
+        yield _Lines()
+        return
     from rich.console import Console  # slow to import; --help shows no bars
     from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bars, TextColumn, TimeElapsedColumn
 
@@ -53,3 +59,25 @@ def progress_bars(is_quiet: bool = False) -> Iterator[Progress]:
                 LOG.info("%s: %.2f s", stage, perf_counter() - started.pop(stage))
 
         yield show
+
+
+class _Lines:
+    """A line for each stage, and for each tenth of a long one, for logs."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, float] = {}
+        self._told: dict[str, int] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        started = self._started.setdefault(stage, perf_counter())
+        tenths = 10 * done // max(total, 1)
+        if done < total and self._told.get(stage, -1) >= tenths:
+            return
+        if done == total and self._told.get(stage) == _ALL_TENTHS:
+            return
+        self._told[stage] = tenths
+        seconds = perf_counter() - started
+        spent = f", {seconds:.0f} s" if done else ""
+        print(f"{stage}: {done} of {total}{spent}", file=sys.stderr, flush=True)
+        if done == total:
+            LOG.info("%s: %.2f s", stage, seconds)

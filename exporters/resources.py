@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgekv.errors import BundleError, UsageError
+from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.machine.system import free_memory_bytes
 from edgekv.plan import EncoderPlan, graph_bytes, graphs_bytes, quantization_bytes, writing_bytes
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, matrices
@@ -23,6 +24,7 @@ _PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
 _ENGINE_COPIES = 4  # of a bundle
 _BLOCKS = 1.1  # of a graph's file: matrices in blocks have more nodes
 _RECORDS = 0.45  # of a graph's file
+_SHARE_OF_FREE = 4
 _MEASURING = "measuring what the bundle lost"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -37,10 +39,11 @@ def check_ram(
     generates: bool = False,
     quality_bytes: int = 0,
     encoder: EncoderPlan | None = None,
-) -> None:
+) -> int:
     """Refuse a RAM limit that the export would exceed.
 
-    The export always uses as little RAM as it can; neither speed nor integers depend on the limit.
+    The export uses as little RAM as it can, but for the values of calibration windows, which are in memory while there
+    is room. Integers do not depend on the limit.
 
     Args:
         spec: the decoder.
@@ -52,11 +55,18 @@ def check_ram(
         quality_bytes: that the measurement at the end takes; 0 if there is none.
         encoder: of pictures; None if there is none.
 
+    Returns:
+        The bytes that are left for the values of calibration windows: below the limit, or without one a part of the RAM
+        that is free.
+
     Raises:
         UsageError: naming what the export needs.
     """
     if most_bytes is None:
-        return
+        try:
+            return free_memory_bytes() // _SHARE_OF_FREE
+        except EngineError:  # the system does not report it
+            return 0
     needs = {
         f"a layer on {tokens:,} calibration tokens": quantization_bytes(
             spec.sizes, 2 * spec.layers * spec.kv_heads, tokens, window
@@ -80,6 +90,7 @@ def check_ram(
         if fewer < needed and stage == next(iter(needs)):
             fix += f", or fewer --calibration-tokens: with {2 * window:,} it takes {_gb(fewer)}"
         raise UsageError("--max-ram", got=_gb(most_bytes), expected=f"{_gb(needed)} for {stage}", fix=fix + ".")
+    return most_bytes - needed
 
 
 def check_disk(needs: Mapping[Path, int]) -> None:

@@ -94,6 +94,13 @@ class AlignedHead:
 AlignedHeads = Mapping[HeadNumber, AlignedHead]
 
 
+def is_scaled(spec: DecoderSpec, view: View) -> bool:
+    """Whether factors of keys or queries go into a tensor: into their norm, or into the projection of those without."""
+    if view.layer is None:
+        return False
+    return view.role in (("q", "k") if spec.qk_norm_of(view.layer) is None else ("q_norm", "k_norm"))
+
+
 class AlignedTransforms:
     """Folds aligned heads into the tensors of a decoder.
 
@@ -108,11 +115,10 @@ class AlignedTransforms:
     def __init__(self, spec: DecoderSpec, heads: AlignedHeads) -> None:
         self._spec = spec
         self._heads = heads
-        self._keys = ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
 
     def __call__(self, view: View) -> Fold | None:
         """The fold of a tensor."""
-        if view.role in (*self._keys, "v"):
+        if view.role == "v" or is_scaled(self._spec, view):
             return None if view.role == "v" and self._spec.output_gates else Fold(out_map=partial(self._outputs, view))
         turns_back = view.role == "o" and view.is_matrix and not self._spec.output_gates
         return Fold(in_map=partial(self._inputs, view)) if turns_back else None
@@ -182,13 +188,14 @@ def align(
         for head, seen in enumerate(everything):
             key, value = (first[KvTensor(layer, kind, head)] for kind in KINDS)
             snaps = has_sink and limit < 256
-            if spec.qk_norm:  # pairs cannot be turned, and heads may share the weights of the norm
-                shared = everything if spec.qk_norm == "head" else [seen]
+            qk_norm = spec.qk_norm_of(layer)
+            if qk_norm:  # pairs cannot be turned, and heads may share the weights of the norm
+                shared = everything if qk_norm == "head" else [seen]
                 straight = np.max([each.pairs[:, :1] for each in shared], axis=0)
                 rest = np.max([each.rest for each in shared], axis=0)
                 seen = replace(seen, pairs=np.repeat(straight, len(ANGLES), axis=1), rest=rest)
             rows = [each[KvTensor(layer, "key", head)][0] for each in (first, *adapted)] if snaps else []
-            gains, rest = _gains(seen, [] if spec.qk_norm else rows, limit)
+            gains, rest = _gains(seen, [] if qk_norm else rows, limit)
             step = np.float32(1 / np.concatenate([np.hypot(*gains.T), rest]).mean())
             if snaps and adapted:
                 value_rows = [each[KvTensor(layer, "value", head)][0] for each in adapted]

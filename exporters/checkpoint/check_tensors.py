@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from edgekv.errors import CheckpointError
-from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, View
+from edgekv.spec import EMBEDDING, HEAD, XIELU_BETA, DecoderSpec, View, stored_name
 from exporters.checkpoint.stored import Stored, same_numbers
 
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # present in older checkpoints
-
+_OF_XIELU = re.compile(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)")
+_CONSTANTS = {"beta": (XIELU_BETA, XIELU_BETA), "eps": (-1e-5, 1e-5)}
+"""Bounds of what files store beside the two numbers of xIELU: x below `eps` is bent, which no logit shows."""
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 
 
@@ -74,8 +76,25 @@ def check_purpose(found: Iterable[str]) -> None:
             raise CheckpointError(
                 f"weights: {key}",
                 got="a base model without a head: its names have no `model.`, as those of models of embeddings",
-                expected=f"a model that writes text, with {EMBEDDING}",
-                fix="It cannot be exported: take the checkpoint of the language model.",
+                expected=f"a model that writes text, with {EMBEDDING}, or a modules.json of sentence-transformers",
+                fix="Fetch all files of an embedder. Without modules.json, take the checkpoint of the language model.",
+            )
+
+
+def _check_constants(found: Mapping[str, Stored], spec: DecoderSpec) -> None:
+    """Check that what files store beside the two numbers of xIELU is what graphs have in their place."""
+    for key, stored in found.items():
+        match = _OF_XIELU.fullmatch(key) if spec.activation == "xielu" else None
+        if match is None:
+            continue
+        value = float(stored.read(slice(None)).ravel()[0])
+        least, most = _CONSTANTS[match[1]]
+        if stored.shape != (1,) or not least <= value <= most:
+            raise CheckpointError(
+                f"weights: {key}",
+                got=f"{value:g}",
+                expected=f"{XIELU_BETA:g}" if match[1] == "beta" else f"0, within {most:g}",
+                fix="Graphs have this constant of every published model; another cannot be exported.",
             )
 
 
@@ -86,10 +105,12 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
         CheckpointError: naming the tensor.
     """
     check_purpose(found)
+    _check_constants(found, spec)
     shapes = {view.key: view.stored_shape for view in wanted if view.is_stored}
-    if HEAD in shapes and HEAD not in found and EMBEDDING in found:
+    head, table = stored_name(spec, HEAD), stored_name(spec, EMBEDDING)
+    if head in shapes and head not in found and table in found:
         raise CheckpointError(
-            f"weights: {HEAD}",
+            f"weights: {head}",
             got="no such tensor",
             expected="a head, as tie_word_embeddings of config.json says",
             fix="Fetch all files of the checkpoint. A base model without a head writes no text.",
@@ -104,14 +125,14 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
                 fix="The weights and config.json do not belong together; fetch both again.",
             )
     for key in sorted(found.keys() - shapes.keys()):
-        if key == HEAD and not same_numbers(found[HEAD], found[EMBEDDING]):
+        if key == head and not same_numbers(found[head], found[table]):
             raise CheckpointError(
-                f"weights: {HEAD}",
+                f"weights: {head}",
                 got="another matrix than the embedding",
                 expected="the same or none, as tie_word_embeddings of config.json says",
                 fix="Set tie_word_embeddings to false if the head is a matrix of its own.",
             )
-        if key != HEAD and not _is_unused(key, spec):
+        if key != head and not _is_unused(key, spec):
             raise CheckpointError(
                 f"weights: {key}",
                 got="a tensor that config.json does not account for",
@@ -123,6 +144,8 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
 def _is_unused(key: str, spec: DecoderSpec) -> bool:
     """Whether files have a tensor that the decoder does without: layers may read the keys and values of another."""
     found = _KEYS_AND_VALUES.fullmatch(key)
+    if spec.activation == "xielu" and _OF_XIELU.fullmatch(key):
+        return True
     if found is None:
         return _RECOMPUTED.fullmatch(key) is not None
     return int(found[1]) < spec.layers and not spec.owns_cache(int(found[1]))

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from edgekv.bundle import GenerationRecord
 from edgekv.errors import CheckpointError
+from edgekv.machine.json_file import readable_json
 from edgekv.spec import (
     CONFIG,
     EMBEDDING,
@@ -27,10 +28,8 @@ from edgekv.spec import (
     LAYER_TABLE_PROJECTION,
     Config,
     DecoderSpec,
-    KvDtype,
-    SplitChannel,
+    Task,
     View,
-    Vocabulary,
     by_inputs,
     decoder_tensor,
     describe,
@@ -39,9 +38,8 @@ from edgekv.spec import (
     text_tensor,
     views,
 )
-from edgekv.spec.chat import ChatTemplates
-from edgekv.spec.text import TOKENIZER, encode
-from exporters.checkpoint.centered import center_residual
+from edgekv.spec.chat import DEFAULT, ChatTemplates
+from edgekv.spec.text import TOKENIZER, TOKENIZER_CONFIG, encode
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.check_tensors import check_tensors, renamed, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
@@ -68,6 +66,8 @@ from exporters.checkpoint.quantized import (
     Storage,
     read_quantization,
 )
+from exporters.checkpoint.residual import stored_folds
+from exporters.checkpoint.sentence import SentenceModel
 from exporters.checkpoint.special import SpecialTokens, check_turn_end, check_vocabulary, special_tokens
 from exporters.checkpoint.stored import Stored, check_floats, same_numbers, stored_tensors
 from exporters.checkpoint.tokenizer import CheckpointTokenizer
@@ -75,6 +75,7 @@ from exporters.checkpoint.vision import VisionEncoder
 from quant import QuantizedWeight
 
 _HASHED_BYTES = 1 << 22
+SENTENCE = "sentence_transformers"
 LARGEST_WEIGHT = 1e6
 """Above every published model's weights; a norm folded into a matrix stays far from infinity."""
 
@@ -86,6 +87,8 @@ class Checkpoint:
     Attributes:
         predicts_further: whether it has layers that predict further tokens, which are left out.
         tokenizer_file: a `tokenizer.json` of this tokenizer; None if it was made from other files.
+        task: what it gives if it writes no text; None for a model that does.
+        ranks: whether it was opened as a reranker, though its files are those of a model of text.
     """
 
     name: str
@@ -105,29 +108,38 @@ class Checkpoint:
     _pictured: Floats | None = field(default=None, repr=False)
     predicts_further: bool = False
     tokenizer_file: Path | None = None
+    task: Task | None = None
+    ranks: bool = False
     _transforms: tuple[Transform, ...] = field(default=(), repr=False)
 
     @classmethod
-    def open(cls, name: str, adapters: Sequence[AdapterChoice] = ()) -> Checkpoint:
+    def open(cls, name: str, adapters: Sequence[AdapterChoice] = (), *, ranks: bool = False) -> Checkpoint:
         """Open a folder or a GGUF file, or download a hub id such as `org/model` through huggingface_hub.
 
         Args:
             name: of the folder, file or id.
             adapters: merged into the weights, in order.
+            ranks: whether a model of text is a reranker; see `SentenceModel.of_text_model`.
 
         Raises:
             CheckpointError: naming the file or field that is missing, broken, contradictory or unsupported.
         """
         if is_gguf(path := Path(name)):
+            if ranks:
+                fix = "Export the folder that transformers reads."
+                raise CheckpointError("--task rerank", got="a GGUF file", expected="a folder", fix=fix)
             return cls._open_gguf(path, adapters)
         folder = locate(name)
-        spec = describe(Config(config := read_json(folder / CONFIG)))
+        config, found = read_json(folder / CONFIG), CheckpointTokenizer.open(folder)
+        tokenizer = found.tokenizer
+        sentence = SentenceModel.of_text_model(folder, tokenizer) if ranks else SentenceModel.open(folder, config)
+        if sentence is not None:
+            config = {**config, "tie_word_embeddings": False, SENTENCE: sentence.settings}
+        spec = describe(Config({name: value for name, value in config.items() if name != SENTENCE}))
         quantization = read_quantization(config)
         generation = read_json(folder / GENERATION_CONFIG, optional=True)
-        found = CheckpointTokenizer.open(folder)
-        tokenizer = found.tokenizer
         check_vocabulary(tokenizer, spec.vocab, str(folder / TOKENIZER))
-        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named.get("eos_token"))
+        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named)
         parts = stored_tensors(folder)
         tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
         check_floats(tensors)
@@ -142,11 +154,21 @@ class Checkpoint:
                 spec = msgspec.structs.replace(spec, tied_head=False)
         else:
             tensors = renamed(tensors, decoder_tensor)
+        if sentence is not None:
+            tensors, spec = sentence.fitted(tensors, spec)
+        elif spec.bidirectional:
+            raise CheckpointError(
+                f"{folder / CONFIG}: use_bidirectional_attention",
+                got=True,
+                expected="a folder of sentence-transformers, with modules.json: it cannot write text",
+                fix="Fetch all files of the checkpoint.",
+            )
         wanted = {view.name: view for view in views(spec)}
         tensors = without_zero_biases(tensors, wanted)
         check_tensors(tensors, wanted.values(), spec)
         read = {each.file for each in (parts if quantization else tensors).values()}
-        files = tuple(sorted(read | (set() if vision is None else vision.files)))
+        read |= {*(() if sentence is None else sentence.files), *(() if vision is None else vision.files)}
+        files = tuple(sorted(read))
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
         defaults, chat = generation_record(generation), found.templates(reads_pictures=vision is not None)
@@ -159,6 +181,8 @@ class Checkpoint:
             vision=vision,
             predicts_further=bool(ahead),
             tokenizer_file=found.file,
+            task=None if sentence is None else sentence.task_with(chat, folder),
+            ranks=ranks,
         )
 
     @classmethod
@@ -197,7 +221,7 @@ class Checkpoint:
             tensors = drafter_tensors(stored, spec, target)
         check_floats(stored)
         check_tensors(tensors, views(spec), spec)
-        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named.get("eos_token"))
+        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named)
         files = tuple(sorted({each.file for each in stored.values()}))
         wanted = {view.name: view for view in views(spec)}
         opened = cls(name, folder, spec, special, tokenizer, None, None, config, tensors, wanted, files)
@@ -208,16 +232,17 @@ class Checkpoint:
         file = GgufFile(path)
         config = hugging_face_config(file)
         spec = describe(Config(config, path.name))
-        # GGUF stores norms with the offset added; names and pairs are the decoder's own.
-        spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=(), interleaved=False)
+        # GGUF stores norms with the offset added, and the rows of all queries first; names are the decoder's own.
+        fused = frozenset("attention" if part == "heads" else part for part in spec.fused)
+        spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=(), fused=fused)
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))
         tensors: Mapping[str, Stored] = gguf_tensors(file)
         check_tensors(tensors, views(spec), spec)
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
-        special = special_tokens(config, {}, tokenizer, spec.vocab)
         defaults, chat = generation_record(sampling_fields(file), path.name), chat_templates(file)
+        special = special_tokens(config, {}, tokenizer, spec.vocab, {} if chat is None else chat.tokens)
         check_metadata(file)
         check_turn_end(chat, tokenizer, special.eos)
         return cls(
@@ -245,50 +270,67 @@ class Checkpoint:
         """A hash of the configuration."""
         return hashlib.sha256(msgspec.json.encode(self.config, order="sorted")).hexdigest()
 
-    def write_tokenizer(self, path: Path) -> None:
-        """Write `tokenizer.json`."""
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write `tokenizer.json`, and `tokenizer_config.json` with what else transformers' `AutoTokenizer` reads.
+
+        That is the class, special tokens by name, and the chat templates.
+        """
+        path = folder / TOKENIZER
         if self.tokenizer_file is not None:
             shutil.copyfile(self.tokenizer_file, path)
         else:
             self.tokenizer.save(str(path), pretty=False)
+        config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {"clean_up_tokenization_spaces": False, **self.special.named}
+        if self.chat is None:  # a template reads only names that the tokenizer has
+            config = self._names_of_ids() | config
+        if self.chat is not None:
+            named = [{"name": name, "template": template} for name, template in self.chat.templates.items()]
+            config["chat_template"] = self.chat.templates[DEFAULT] if [*self.chat.templates] == [DEFAULT] else named
+        (folder / TOKENIZER_CONFIG).write_bytes(readable_json(config))
 
-    def limited(self, windows: Sequence[int | None]) -> Checkpoint:
-        """The same model with limited attention windows; see `DecoderSpec.limits`."""
-        return replace(self, spec=msgspec.structs.replace(self.spec, limits=tuple(windows)))
+    def _names_of_ids(self) -> dict[str, object]:
+        """The configuration's special tokens by their names, but for those that the tokenizer takes for text."""
+        special, tokens = self.special, self.tokenizer.get_added_tokens_decoder()
+        ids = {"bos_token": special.bos, "eos_token": next(iter(special.eos), None), "pad_token": special.pad}
+        return {name: tokens[i].content for name, i in ids.items() if i in tokens and tokens[i].special}
 
-    def with_states(self, dtype: KvDtype) -> Checkpoint:
-        """The same model whose convolutions' states, if it has any, are of a type; see `Convolution.state_dtype`."""
-        spec = self.spec
-        if spec.convolution is not None:
-            convolution = msgspec.structs.replace(spec.convolution, state_dtype=dtype)
-            spec = msgspec.structs.replace(spec, convolution=convolution)
-        if spec.delta_rule is not None:
-            rule = msgspec.structs.replace(spec.delta_rule, state_dtype=dtype)
-            spec = msgspec.structs.replace(spec, delta_rule=rule)
-        return replace(self, spec=spec)
+    def as_spec(self, spec: DecoderSpec) -> Checkpoint:
+        """The same model as options of an export change it.
 
-    def giving_hidden(self) -> Checkpoint:
-        """The same model whose graphs also give their last hidden state; see `DecoderSpec.gives_hidden`."""
-        return replace(self, spec=msgspec.structs.replace(self.spec, gives_hidden=True))
+        They are its attention windows, the types of its states, whether its graphs give the last hidden state, channels
+        of the residual that are split, and where its vocabulary is.
+
+        Raises:
+            CheckpointError: the decoder differs in another field, or was split already.
+        """
+        states, channels, vocabulary = spec.convolution_states, spec.split, spec.vocabulary
+        changed = self.spec if states is None else self.spec.with_states(states.dtype)
+        changed = msgspec.structs.replace(changed, limits=spec.limits, gives_hidden=spec.gives_hidden)
+        transforms = self._transforms
+        if channels and channels != changed.split:
+            split = SplitResidual(changed, channels)
+            changed, transforms = split.spec, (*transforms, split)
+        found = replace(self, spec=changed, _transforms=transforms)
+        if vocabulary != changed.vocabulary:
+            columns = outlier_columns(spec.vocab, found.tensor) if vocabulary == "shared" else None
+            changed = msgspec.structs.replace(changed, vocabulary=vocabulary)
+            transforms = transforms if columns is None else (*transforms, TableColumns(columns))
+        stored = {view.name: view for view in views(changed) if view.role != "turn"}
+        found = replace(found, spec=changed, _views=stored, _transforms=transforms)
+        if found.spec != spec or (self.spec.split and channels != self.spec.split):
+            names = (each for each in spec.__struct_fields__ if getattr(found.spec, each) != getattr(spec, each))
+            raise CheckpointError(
+                f"checkpoint {self.name}",
+                got=f"a decoder with another {next(names, 'split')}",
+                expected="the decoder of its export",
+                fix="Give the checkpoint of the export, and export bundles of other versions again.",
+            )
+        return found
 
     def with_pictures(self, rows: Floats) -> Checkpoint:
         """The same model whose table of embeddings goes on with rows of pictures `[rows, hidden]`, for calibration."""
         return replace(self, _pictured=rows)
-
-    def split(self, channels: Sequence[SplitChannel]) -> Checkpoint:
-        """The same model with some channels of the residual split; see `exporters.checkpoint.channels`."""
-        if not channels:
-            return self
-        split = SplitResidual(self.spec, channels)
-        return replace(self, spec=split.spec, _transforms=(*self._transforms, split))
-
-    def with_vocabulary(self, vocabulary: Vocabulary) -> Checkpoint:
-        """The same model with embeddings that are elsewhere; see `DecoderSpec.vocabulary`. Split it before."""
-        spec = msgspec.structs.replace(self.spec, vocabulary=vocabulary)
-        stored = {view.name: view for view in views(spec) if view.role != "turn"}
-        columns = outlier_columns(spec.vocab, self.tensor) if vocabulary == "shared" else None
-        transforms: tuple[Transform, ...] = () if columns is None else (TableColumns(columns),)
-        return replace(self, spec=spec, _views=stored, _transforms=(*self._transforms, *transforms))
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """A tensor of the decoder as float32, read now, under the name that it has in Llama's checkpoints.
@@ -309,7 +351,7 @@ class Checkpoint:
     @property
     def _folds(self) -> tuple[Transform, ...]:
         """What is folded into the tensors, the first one first."""
-        return (center_residual, *self._transforms) if self.spec.layer_norms else self._transforms
+        return (*stored_folds(self.spec), *self._transforms)
 
     def as_head(self, rows: Floats) -> Floats:
         """Rows `[n, hidden]` that multiply the last hidden state, with all that the head's rows are changed by."""
@@ -345,8 +387,10 @@ class Checkpoint:
     def _stored_values(self, view: View, rows: Rows) -> Floats:
         """Some rows of a part of one stored tensor."""
         values = self._tensors[view.key].read(view.stored_rows(rows))
-        if view.is_logarithm:
+        if view.stored_as == "log":
             values = -np.exp(values)
+        elif view.stored_as == "softplus":
+            values = np.logaddexp(values, np.float32(0))
         if view.offset:
             values += np.float32(view.offset)
         if view.gain != 1.0:
@@ -361,8 +405,9 @@ class Checkpoint:
         by_layer = found.reshape(len(found), spec.layers, spec.layer_inputs)
         by_layer /= np.sqrt(np.square(by_layer).mean(-1, keepdims=True) + eps)
         by_layer *= self._stored(LAYER_TABLE_NORM, EVERY)
-        found += self._stored(LAYER_TABLE, rows) * np.float32(spec.layer_inputs**0.5)
-        found *= np.float32(0.5**0.5)
+        if spec.layer_table:
+            found += self._stored(LAYER_TABLE, rows) * np.float32(spec.layer_inputs**0.5)
+            found *= np.float32(0.5**0.5)
         return found
 
     def storage(self, key: str) -> Storage | None:
@@ -451,9 +496,9 @@ class Checkpoint:
             digest.update(f"{adapter.sha256}={adapter.scale!r}".encode())
         return digest.hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without added special tokens."""
-        return encode(self.tokenizer, text, vocab=self.spec.vocab, field="text", add_special_tokens=False)
+    def encode(self, text: str, *, around: bool = False) -> list[int]:
+        """Token ids of a text; with `around`, those that the tokenizer's template adds too."""
+        return encode(self.tokenizer, text, vocab=self.spec.vocab, field="text", add_special_tokens=around)
 
 
 def _broken(key: str, got: str, expected: str) -> CheckpointError:

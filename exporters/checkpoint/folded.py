@@ -104,14 +104,13 @@ def transformed(checkpoint: Tensors, recipe: RecipeRecord, heads: AlignedHeads |
 
 
 def transformed_as(bundle: Bundle, checkpoint: Checkpoint) -> Tensors:
-    """The checkpoint of a bundle with its vocabulary, and all that was folded into its weights.
+    """The checkpoint of a bundle with all that was folded into its weights.
 
     Raises:
         BundleError: the file of the transforms is broken.
+        CheckpointError: it is another decoder's.
     """
-    return transformed(
-        checkpoint.with_vocabulary(bundle.manifest.model.vocabulary), bundle.manifest.recipe, heads_of(bundle)
-    )
+    return transformed(checkpoint.as_spec(bundle.manifest.model), bundle.manifest.recipe, heads_of(bundle))
 
 
 def heads_of(bundle: Bundle) -> AlignedHeads | None:

@@ -49,7 +49,7 @@ _SUPPORTED = frozenset(
 
 
 def generation_record(config: Mapping[str, Any], file: str = GENERATION_CONFIG) -> GenerationRecord | None:
-    """Default sampling parameters; None if the file has none.
+    """Default sampling parameters; None if the file has none. `do_sample: false` is one: greedy.
 
     As in Hugging Face transformers, `do_sample` decides: without it, temperature, top_k, top_p and min_p have no
     effect. Unlike there, a missing top_k means all tokens, not 50. Other options are ignored, and listed by name.
@@ -93,7 +93,7 @@ def generation_record(config: Mapping[str, Any], file: str = GENERATION_CONFIG) 
         max_new_tokens=given.get("max_new_tokens"),
         ignored=ignored,
     )
-    return None if record == GenerationRecord() else record
+    return record if config.get("do_sample") is not None or record != GenerationRecord() else None
 
 
 def _refuse(file: str, name: str, found: object, wanted: object) -> NoReturn:

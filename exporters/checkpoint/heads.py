@@ -17,6 +17,7 @@ import numpy as np
 
 from edgekv.bundle import KeyScalingName, ValueRotationName
 from edgekv.spec import DecoderSpec, View, head_width
+from exporters.checkpoint.aligned import is_scaled
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 from exporters.checkpoint.rotate import hadamard
 
@@ -40,12 +41,12 @@ class HeadTransforms:
         self._read = read
         self._spec = spec
         self._rotates = values == "hadamard" and not spec.output_gates
-        self._scaled = () if keys == "none" else ("q_norm", "k_norm") if spec.qk_norm else ("q", "k")
+        self._scales_keys = keys != "none"
         self._scales: dict[int, Floats] = {}
 
     def __call__(self, view: View) -> Fold | None:
         """The fold of a tensor."""
-        if view.role in self._scaled:
+        if self._scales_keys and is_scaled(self._spec, view):
             return Fold(out_map=self._factors(view))
         if not self._rotates or view.role not in ("v", "o"):
             return None
@@ -62,7 +63,7 @@ class HeadTransforms:
             self._scales[owner] = self._key_scales(owner)
         scales = self._scales[owner]  # [kv_heads, D]; [1, D] if the heads share a norm
         factors = 1 / scales if view.role in ("k", "k_norm") else scales
-        if self._spec.qk_norm != "head" and view.role in ("q", "q_norm"):
+        if self._spec.qk_norm_of(view.layer) != "head" and view.role in ("q", "q_norm"):
             factors = np.repeat(factors, self._spec.group(view.layer), axis=0)
         return factors.reshape(-1)
 
@@ -73,8 +74,8 @@ class HeadTransforms:
         variance 1.
         """
         spec, at, kv_heads = self._spec, f"model.layers.{layer}.", self._spec.of_layer(layer).kv_heads
-        if spec.qk_norm:
-            count = 1 if spec.qk_norm == "head" else kv_heads
+        if qk_norm := spec.qk_norm_of(layer):
+            count = 1 if qk_norm == "head" else kv_heads
             power = np.square(self._read(at + "self_attn.k_norm.weight", EVERY)).reshape(count, -1)
         else:
             keys = self._read(at + "self_attn.k_proj.weight", EVERY)

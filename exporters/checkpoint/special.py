@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,20 @@ _ANSWER = "42 is it."  # no template writes it
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Token ids; `eos` may hold several."""
+    """Token ids; `eos` may hold several.
+
+    Attributes:
+        named: the tokenizer's own tokens by their names, such as `eos_token`.
+    """
 
     bos: int | None
     eos: tuple[int, ...]
     pad: int | None
+    named: dict[str, str]
 
 
 def special_tokens(
-    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab: int, end: str | None = None
+    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer, vocab: int, named: Mapping[str, str]
 ) -> SpecialTokens:
     """The special tokens of a configuration; generation_config.json goes first.
 
@@ -33,7 +39,7 @@ def special_tokens(
         generation: of generation_config.json.
         tokenizer: has the tokens.
         vocab: number of the model's embeddings.
-        end: the tokenizer's own `eos_token`, which ends a text too.
+        named: the tokenizer's own tokens by name, of which `eos_token` ends a text too.
 
     Raises:
         CheckpointError: one is no token of the tokenizer below `vocab`.
@@ -60,10 +66,10 @@ def special_tokens(
     bos = pick("bos_token_id")
     pad = () if config.get("pad_token_id") == -1 else pick("pad_token_id")  # some files use -1 for none
     eos = pick("eos_token_id")
-    own = None if end is None else tokenizer.token_to_id(end)
+    own = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
     if own is not None and own < vocab and own not in eos:
         eos = (*eos, own)
-    return SpecialTokens(bos=bos[0] if bos else None, eos=eos, pad=pad[0] if pad else None)
+    return SpecialTokens(bos[0] if bos else None, eos, pad[0] if pad else None, {**named})
 
 
 def check_turn_end(chat: ChatTemplates | None, tokenizer: Tokenizer, ends: tuple[int, ...]) -> None:

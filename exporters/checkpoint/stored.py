@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _EXPONENTS: dict[np.dtype[Any], np.unsignedinteger[Any]] = {
     _FLOATS["F16"]: np.uint16(0x7C00),
     _FLOATS["F32"]: np.uint32(0x7F800000),
 }
+_MASK = re.compile(r".*\.(attn|attention)\.(masked_)?bias")  # of older programs, which no weight is called
 _BLOCK_BYTES = 1 << 24
 _INDEX_BYTES = 1 << 26
 
@@ -270,10 +272,13 @@ def tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         )
     for key in keys:
         entry = header[key]
+        if _MASK.fullmatch(key) and len(entry["shape"]) in (0, 4):
+            continue
         dtype = (_FLOATS | _PARTS).get(entry["dtype"])
         if dtype is None:
             raise _refused_type(file, key, entry["dtype"])
-        yield key, StoredTensor(file, dtype, tuple(entry["shape"]), begin + entry["data_offsets"][0])
+        # A single number without dimensions is a row of one.
+        yield key, StoredTensor(file, dtype, tuple(entry["shape"]) or (1,), begin + entry["data_offsets"][0])
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:

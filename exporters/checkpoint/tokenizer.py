@@ -15,6 +15,7 @@ import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from edgekv.errors import CheckpointError
+from edgekv.machine.decoding import convert
 from edgekv.spec.chat import DEFAULT, ChatTemplates
 from edgekv.spec.text import TOKENIZER, open_tokenizer
 
@@ -253,7 +254,7 @@ def _token(value: object, field: str) -> _Named:
     if isinstance(value, str):
         return value
     try:
-        return msgspec.convert(value, _Token).added()
+        return convert(value, _Token).added()
     except msgspec.ValidationError as error:
         _refuse(field, error, "a token: text, or an object with content, lstrip, rstrip, normalized and single_word")
 

@@ -15,30 +15,34 @@ from numpy.typing import NDArray
 from edgekv.errors import CheckpointError
 from edgekv.pictures import block_order
 from edgekv.spec import (
+    CENTER,
     ENCODERS,
+    LAST_NORM,
+    LAST_NORM_BIAS,
     MERGED_MEANS,
     PATCHES,
+    PATCHES_BIAS,
     POSITIONS,
     PROJECTOR,
     PROJECTOR_BIAS,
     PROJECTOR_OUT,
     PROJECTOR_OUT_BIAS,
+    TABLE,
     Config,
     EncoderSpec,
     PictureSpec,
     by_inputs,
     encoder_tensor,
     mean_of,
-    read_json,
 )
 from edgekv.spec.encoders.names import EncoderNames
+from edgekv.spec.encoders.processor import read_processor
 from edgekv.spec.harmless import ENCODER, PROCESSOR
 from exporters.checkpoint.check_tensors import renamed
 from exporters.checkpoint.fold import EVERY, Floats
 from exporters.checkpoint.stored import Stored
 from quant import quantize_per_channel
 
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _LAYER = re.compile(r"vision\.layers\.(\d+)\.(.+)")
 
 
@@ -59,7 +63,8 @@ class VisionEncoder:
 
     @classmethod
     def open(cls, config: Mapping[str, Any], folder: Path, tensors: Mapping[str, Stored]) -> VisionEncoder | None:
-        """The encoder of a checkpoint; None if its architecture has none that can be exported.
+        """The encoder of a checkpoint; None if its architecture has none that can be exported, or the
+        files are those of the decoder alone.
 
         Args:
             config: the content of `config.json`.
@@ -73,9 +78,11 @@ class VisionEncoder:
         family = ENCODERS.get(fields.text("model_type"))
         if family is None:
             return None
-        spec = family.describe(fields)
         tensors = renamed(tensors, encoder_tensor)
-        processor = _processor(folder)
+        if tensors.keys().isdisjoint({family.names.patches + ".weight", family.names.projector + ".weight"}):
+            return None
+        processor = read_processor(folder)
+        spec = family.describe(fields, processor)
         found = cls(spec, family.pictures(fields, processor), family.names, tensors)
         fields.table("vision_config").check_read(ENCODER)
         processor.check_read(PROCESSOR)
@@ -120,13 +127,18 @@ class VisionEncoder:
             return (np.eye(self.spec.merged) - 1 / self.spec.merged).astype(np.float32)
         if "_mean." in name:
             return self._means(name)
-        if name in (PATCHES, POSITIONS) or name.endswith(("o_proj.weight", "o_proj.bias", "fc2.weight", "fc2.bias")):
+        if name == CENTER:
+            return np.full(self.spec.matrices[CENTER], -1 / self.spec.matrices[CENTER][1], np.float32)
+        if name in (LAST_NORM, LAST_NORM_BIAS):
+            return (self._weight if name == LAST_NORM else self._bias)(_named(self.names.last_norm))
+        entry = (PATCHES, POSITIONS, PATCHES_BIAS, TABLE)
+        if name in entry or name.endswith(("o_proj.weight", "o_proj.bias", "fc2.weight", "fc2.bias")):
             centered = _centered(self._written(name))
             return centered.T if name == POSITIONS else centered
         if name == PROJECTOR:
-            return self._weight(self.names.projector) * self._merged(self._weight(self.names.last_norm))
+            return self._weight(self.names.projector) * self._folded("weight")
         if name == PROJECTOR_BIAS:
-            bias: Floats = self._weight(self.names.projector) @ self._merged(self._bias(self.names.last_norm))
+            bias: Floats = self._weight(self.names.projector) @ self._folded("bias")
             return bias if self.names.projector_out is None else bias + self._bias(self.names.projector)
         if name in (PROJECTOR_OUT, PROJECTOR_OUT_BIAS):
             assert self.names.projector_out is not None, "the projector has two matrices"
@@ -138,15 +150,17 @@ class VisionEncoder:
     def _positions(self) -> Floats:
         """What is added to each input, `[inputs, hidden]`: its position, and the bias of patches or the class."""
         spec, names = self.spec, self.names
-        table = self._stored(names.positions)
+        table, order = self._stored(names.positions), block_order(spec.side, spec.side, spec.merge)
         if names.class_row is None:
-            return (table[_positions(spec)] + self._bias(names.patches))[block_order(spec)]
+            return (table[_positions(spec)] + self._bias(names.patches))[order]
         own, patches = table[0, :1] + self._stored(names.class_row)[0], table[0, 1:] + self._bias(names.patches)
-        return np.concatenate([patches[block_order(spec)], own])
+        return np.concatenate([patches[order], own])
 
-    def _merged(self, norm: Floats) -> Floats:
-        """A weight or bias of the last norm for each element of merged patches."""
-        return np.tile(norm, self.spec.merged) if self.spec.projector == "matrix" else norm
+    def _folded(self, kind: str) -> Floats:
+        """The weights or biases of the norm before the projector, for each element of merged patches."""
+        if self.spec.norms == "patches":
+            return np.tile(self._stored(f"{_named(self.names.last_norm)}.{kind}"), self.spec.merged)
+        return self._stored(f"{_named(self.names.merged_norm)}.{kind}")
 
     def _means(self, name: str) -> Floats:
         """The mean of a tensor's outputs, as a tensor with one output; see `mean_of`."""
@@ -158,7 +172,14 @@ class VisionEncoder:
     def _written(self, name: str) -> Floats:
         """What writes the residual, `[hidden, ...]`, before its mean is taken away; positions are transposed."""
         if name == PATCHES:
-            return self._weight(self.names.patches).reshape(self.spec.hidden, -1)
+            weight, patch = self._weight(self.names.patches), self.spec.patch
+            if self.spec.has_shapes:  # a matrix of rows, columns and channels
+                weight = weight.reshape(-1, patch, patch, 3).transpose(0, 3, 1, 2)
+            return weight.reshape(self.spec.hidden, -1)
+        if name == PATCHES_BIAS:
+            return self._bias(self.names.patches)
+        if name == TABLE:
+            return self._stored(self.names.positions).T
         if name == POSITIONS:
             return self._positions().T
         match = _LAYER.fullmatch(name)
@@ -205,18 +226,21 @@ class VisionEncoder:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored tensors."""
         spec, names = self.spec, self.names
+        inner = spec.output if spec.projector_width is None else spec.projector_width
+        positions = spec.table_side**2 if spec.has_shapes else spec.patches
         found: dict[str, tuple[int, ...]] = {
             names.patches + ".weight": (spec.hidden, 3, spec.patch, spec.patch),
             names.patches + ".bias": (spec.hidden,),
-            names.positions: (1, spec.inputs, spec.hidden) if spec.has_class else (spec.patches, spec.hidden),
-            names.projector + ".weight": (spec.output, spec.hidden * spec.merged),
+            names.positions: (1, spec.inputs, spec.hidden) if spec.has_class else (positions, spec.hidden),
+            names.projector + ".weight": (inner, spec.hidden * spec.merged),
         }
+        if spec.has_shapes:
+            found[names.patches + ".weight"] = spec.hidden, spec.patch_values
         if names.class_row is not None:
             found[names.class_row] = 1, 1, spec.hidden
         if names.projector_out is not None:
-            found[names.projector + ".bias"] = found[names.projector_out + ".bias"] = (spec.output,)
-            found[names.projector_out + ".weight"] = spec.output, spec.output
-        last = spec.hidden * (spec.merged if names.projector_out is not None else 1)
+            found |= {names.projector + ".bias": (inner,), names.projector_out + ".bias": (spec.output,)}
+            found[names.projector_out + ".weight"] = spec.output, inner
         norms = list[str]()
         for layer in range(spec.layers):
             norms += [each.format(layer=layer) for each in (names.attention_norm, names.feed_forward_norm)]
@@ -231,7 +255,11 @@ class VisionEncoder:
             for scale in filter(None, (names.attention_scale, names.feed_forward_scale)):
                 found[scale.format(layer=layer)] = (spec.hidden,)
         found |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in ("weight", "bias")}
-        found |= {f"{names.last_norm}.{kind}": (last,) for kind in ("weight", "bias")}
+        for kind in ("weight", "bias"):
+            if spec.norms != "merged":
+                found[f"{_named(names.last_norm)}.{kind}"] = (spec.hidden,)
+            if spec.norms != "patches":
+                found[f"{_named(names.merged_norm)}.{kind}"] = (spec.hidden * spec.merged,)
         return found
 
 
@@ -303,12 +331,6 @@ def _centered(outputs: Floats) -> Floats:
     return centered
 
 
-def _processor(folder: Path) -> Config:
-    """How the checkpoint's pictures are prepared."""
-    for name in _PROCESSORS:
-        if (folder / name).is_file():
-            fields = read_json(folder / name)
-            nested = fields.get("image_processor")
-            return Config(nested if isinstance(nested, dict) else fields, name)
-    wanted, fix = "how pictures are prepared", "Fetch the checkpoint again."
-    raise CheckpointError(str(folder / _PROCESSORS[0]), got="no such file", expected=wanted, fix=fix)
+def _named(name: str | None) -> str:
+    assert name is not None, "the encoder has this norm"
+    return name

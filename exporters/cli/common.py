@@ -21,7 +21,7 @@ OutputFolder = Annotated[Path, Option("The folder to write.", "-o --output")]
 ForceOption = Annotated[bool, Option("Replace an existing output.")]
 TextOption = Annotated[Path, Option("A UTF-8 text file.")]
 EstimateOption = Annotated[
-    bool, Option("Then estimate the speed on the chip, as edgekv estimate does; it compiles once more for each proxy.")
+    bool, Option("Then simulate the speed on the chip, as edgekv estimate does; compiles once more per proxy chip.")
 ]
 CheckpointOption = Annotated[str | None, Option("The checkpoint, if it has moved since the export.", parse=check_place)]
 MovedAdapters = Annotated[

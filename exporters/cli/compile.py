@@ -17,6 +17,7 @@ from edgekv.qnn.options import HtpOptions
 from exporters.cli.common import DeviceOption, EstimateOption, ForceOption, ready_to_run
 from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line
+from exporters.cli.stages import resumable
 from exporters.options import RunOptions
 from exporters.progress import Progress, one_step, progress_bars
 
@@ -64,7 +65,7 @@ def compile_(
     from exporters.compile import compile_bundle  # slow to import, as are all in commands
 
     run = ready_to_run(run)
-    with progress_bars(output.is_quiet) as progress:
+    with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
         with one_step("verify bundle", progress):
             opened = open_bundle(bundle)
         peaks: dict[str, int] = {}

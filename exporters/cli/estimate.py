@@ -51,7 +51,7 @@ def estimate(
         ),
     ] = _HTP_DEFAULTS,
     ops: Annotated[
-        bool, Option("Print where the time goes, by part of the decoder and by kind of operation.", group="Reports")
+        bool, Option("Print where the time goes, by part of the model and by kind of operation.", group="Reports")
     ] = False,
     html: Annotated[
         Path | None,

@@ -27,7 +27,7 @@ def eval_(
     text: TextOption,
     engine: EngineOptions,
     output: Output,
-    tokens: Annotated[int, Option("Maximum number of tokens to evaluate.", least=1)] = 4096,
+    tokens: Annotated[int, Option("Maximum number of tokens to evaluate.", minimum=1)] = 4096,
     word_perplexity: Annotated[
         bool,
         Option(
@@ -68,7 +68,7 @@ def eval_(
     from exporters.checkpoint.folded import transformed_as
     from exporters.inspect import layer_lines, measure_layers, parse_budget, proposal_lines, propose
     from exporters.inspect.encoder import measure_encoder
-    from exporters.inspect.evaluate import evaluate_windows, evaluation_windows, open_source
+    from exporters.inspect.evaluate import check_writes_text, evaluate_windows, evaluation_windows, open_source
     from exporters.inspect.held_out import MEASURED_TOKENS, HeldOutChat, measure_chat
     from exporters.inspect.page import check_page_path, write_page
     from exporters.inspect.show import figures
@@ -97,6 +97,7 @@ def eval_(
     model = open_model(bundle, engine)
     emulated = open_model(model.bundle, EngineOptions()) if is_rendered else None
     manifest = model.bundle.manifest
+    check_writes_text(model.bundle)
     source = open_source(manifest, checkpoint, lora)
     report = proposal = pages = None
     if word_perplexity:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 
-from edgekv.cli.command import Given, command
+from edgekv.cli.command import COMMON_CHIPS, Given, command
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup, check_place
@@ -20,7 +19,7 @@ from exporters.cli.compile import show_compiled
 from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line
 from exporters.cli.stages import resumable
-from exporters.options import ALLOCATED_RECIPE, ExportOptions, RunOptions, read_recipe, unsaid
+from exporters.options import ExportOptions, RunOptions
 from exporters.progress import progress_bars
 
 _RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster.scheduler")
@@ -56,40 +55,52 @@ def export(
             group="Target",
         ),
     ] = None,
+    task: Annotated[
+        Literal["rerank"] | None,
+        Option(
+            "A model of text judges documents by the logits of yes and no in Qwen3-Reranker's prompt; folders with "
+            "modules.json say what they are.",
+            shown="what the folder says",
+        ),
+    ] = None,
     force: ForceOption = False,
     estimate: EstimateOption = False,
 ) -> None:
     """Every graph is compiled with the HTP compiler; the export is refused if any node would compute in float."""
     import msgspec
 
-    from edgekv.bundle import open_bundle, open_compiled
+    from edgekv.bundle import check_new, open_bundle, open_compiled
     from edgekv.plan import mask_warnings
     from edgekv.qnn import provider as qnn
     from exporters.cli.exported import export_lines, export_warnings
     from exporters.estimate import check_estimate, estimate_bundle
     from exporters.export import export_bundle
     from exporters.pipeline.place import open_checkpoint
-    from exporters.prepared import export_geometry
-    from exporters.quantize.as_stored import AS_STORED
+    from exporters.plan import export_geometry
+    from exporters.preconditions import check_first
     from exporters.quantize.calibrate import read_calibration
     from exporters.quantize.scripts import script_warnings
 
+    check_new(target, force=force)
     if draft_for is not None:
         if estimate:
             raise UsageError("--estimate", got="it with --draft-for", expected="edgekv estimate", fix="Leave it out.")
+        if task is not None:
+            wanted = "a drafter, which writes text"
+            raise UsageError("--task", got=f"{task} with --draft-for", expected=wanted, fix="Leave one of them out.")
         _export_drafter(checkpoint, draft_for, target, given, run, output, lora=lora, force=force)
         return
-    options = ExportOptions(**unsaid(given), **given)
+    if "device" not in given:
+        given = _for_cpu(given, estimate=estimate)
+    options = ExportOptions(**given)
     run = ready_to_run(run)
+    check_first(checkpoint, options)
     with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
-        opened = open_checkpoint(checkpoint, lora)
-        if "recipe" not in given and options.allocates:
-            options = replace(options, recipe=read_recipe(ALLOCATED_RECIPE))
-        elif "recipe" not in given and opened.quantization is not None:
-            options = replace(options, recipe=read_recipe(AS_STORED))
-        geometry = export_geometry(opened.limited(options.max_attention_window), options)
+        opened = open_checkpoint(checkpoint, lora, ranks=task is not None)
+        limited = msgspec.structs.replace(opened.spec, limits=tuple(options.max_attention_window))
+        geometry = export_geometry(limited, options)
         calibration = read_calibration(options.calibration, opened.folder)
-        warnings = mask_warnings(geometry, options.ar, options.device)
+        warnings = () if limited.bidirectional else mask_warnings(geometry, options.ar, options.device)
         for warning in chain(warnings, script_warnings(calibration, opened.tokenizer)):
             click.echo(f"edgekv: warning: {warning}", err=True)
         peaks: dict[str, int] = {}
@@ -107,24 +118,28 @@ def export(
         return
     for line in export_lines(target, manifest, opened):
         click.echo(line)
+    if "device" not in given:
+        click.echo("  for the CPU; edgekv compile --device DEVICE checks and compiles it for a chip")
     if options.compile:
         compiled = open_compiled(open_bundle(target, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
     if found is not None:
         show_estimate(found)
-    click.echo(next_line(target, manifest, is_compiled=options.compile))
+    click.echo(next_line(target, manifest, is_compiled=options.compile, for_cpu="device" not in given))
 
 
-_OF_PIECES = {
-    "max_ram_bytes": "--max-ram",
-    "cache_dir": "--cache-dir",
-    "store": "--store",
-    "resume": "--resume",
-    "keep_stages": "--keep-stages",
-    "cluster": "--scheduler",
-}
-"""Options of exports that are made of pieces: a drafter, of few layers, is none of them."""
+def _for_cpu(given: Given[ExportOptions], *, estimate: bool) -> Given[ExportOptions]:
+    """The options of an export without a chip.
+
+    Raises:
+        UsageError: one of them needs a chip.
+    """
+    needing = {"--compile": given.get("compile"), "--estimate": estimate, "--allow-float": given.get("allow_float")}
+    needing["--target-tokens-per-s"] = given.get("target_tokens_per_s")
+    if found := next((name for name, value in needing.items() if value), None):
+        raise UsageError("--device", got=f"none with {found}", expected=COMMON_CHIPS, fix="Add --device.")
+    return Given({**given, "check_on_htp": False})
 
 
 def _export_drafter(
@@ -140,19 +155,16 @@ def _export_drafter(
 ) -> None:
     from edgekv.bundle import open_bundle
     from exporters.cli.exported import drafter_lines
-    from exporters.drafter import Drafter, check_given, export_drafter
+    from exporters.drafter import Drafter, check_given
+    from exporters.export import export_drafter
 
     if lora:
         raise UsageError("lora", got="it with --draft-for", expected="what the target has", fix="Leave it out.")
     check_given(given)
-    usual = RunOptions()
-    for name, option in _OF_PIECES.items():
-        if getattr(run, name) != getattr(usual, name):
-            fix = "Leave it out: a drafter is made at once, without finished pieces."
-            raise UsageError(option, got="it with --draft-for", expected="a model of its own", fix=fix)
-    with progress_bars(output.is_quiet) as progress:
+    run = ready_to_run(run)
+    with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
         drafter = Drafter.open(checkpoint, open_bundle(draft_for))
-        manifest = export_drafter(drafter, folder, ExportOptions(**given), force=force, progress=progress)
+        manifest = export_drafter(drafter, folder, ExportOptions(**given), run, force=force, progress=progress)
     if output.as_json:
         print_json(manifest)
         return

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgekv.bundle import Manifest, SinkRecord
+from edgekv.bundle import EmbeddingQuality, Manifest, SinkRecord
+from edgekv.cli.bundle_info import bytes_by_part
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.drafter import Drafter
@@ -18,17 +19,20 @@ _TOKENS_PER_INPUT = 2
 
 BROKEN_NATS = 0.2
 """Divergence from the float model that an export warns of."""
+BROKEN_COSINE = 0.98
+"""The same of embeddings."""
 
 
 def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
     """Size, calibration, types, graphs and the verdict of the float check, a line each."""
-    held = sum(record.bytes for record in manifest.files.values())
-    yield f"{output}: {checkpoint.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {held / 1e6:.1f} MB"
+    yield f"{output}: {checkpoint.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {_mb(output, manifest)}"
     if (vision := manifest.vision) is not None:
         seen = f"{vision.calibration_tiles} tiles, {vision.calibration}"
         yield f"  reads pictures: {vision.encoder.image} x {vision.encoder.image} pixels a tile; calibrated on {seen}"
     elif manifest.model.multimodal:
         yield "  the text decoder alone: encoders of images and sound are left out"
+    if manifest.task is not None:
+        yield f"  {manifest.task.described(manifest.model.result_width)}"
     if checkpoint.predicts_further:
         yield "  layers that predict further tokens (mtp) are left out: export them for this bundle with --draft-for"
     source = manifest.source
@@ -50,14 +54,16 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
         yield f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}"
     for each in manifest.quality:
         yield f"  quality, {each}"
+    if manifest.task_quality is not None:
+        yield f"  quality, {manifest.task_quality}"
     yield f"  {_verdict(manifest)}"
 
 
 def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterator[str]:
     """Size, what it reads of its target, calibration and the verdict of the float check, a line each."""
-    held, layers = sum(record.bytes for record in manifest.files.values()), len(drafter.spec.own_layers)
+    layers = len(drafter.spec.own_layers)
     count = f"{layers} layers" if layers > 1 else "1 layer"
-    yield f"{output}: a drafter of {count}, {manifest.recipe.name}, {held / 1e6:.1f} MB"
+    yield f"{output}: a drafter of {count}, {manifest.recipe.name}, {_mb(output, manifest)}"
     if drafter.is_cached_apart:
         yield f"  reads the last hidden state of every token of {drafter.target.path.name}, and has a cache of its own"
     else:
@@ -87,12 +93,23 @@ def export_warnings(manifest: Manifest) -> Iterator[str]:
             f"by long_factor, and transformers rotates texts of up to {most} tokens by short_factor{measured}. "
             f"Export for short texts with --context {most}"
         )
+    lost = manifest.task_quality
+    if isinstance(lost, EmbeddingQuality) and lost.cosine < BROKEN_COSINE:
+        yield (
+            f"quality: cosine {lost.cosine:.3f} with the float model's embeddings, below {BROKEN_COSINE}: "
+            f"a wrong --sink, --calibration of another kind, or too few bits (--recipe w8a16)"
+        )
     for each in manifest.quality:
         if each.kl_nats > BROKEN_NATS and each.text != "short":
             yield (
                 f"quality: KL divergence {each.kl_nats:.2g} nats a token on {each.text}, above {BROKEN_NATS}: "
                 f"a wrong --sink, --calibration of another kind, or too few bits (--recipe w8a16)"
             )
+
+
+def _mb(output: Path, manifest: Manifest) -> str:
+    """The size of a bundle, as `edgekv info` says it."""
+    return f"{sum(bytes_by_part(output, manifest).values()) / 1e6:.2f} MB"
 
 
 def _verdict(manifest: Manifest) -> str:

@@ -15,6 +15,9 @@ from edgekv.option import Option, OptionGroup
 from exporters.options import RunOptions
 from exporters.progress import Progress
 
+_WITHOUT_PIECES = ("prepare", "hash weights", "verify bundle", "seal")
+"""Stages whose results are not kept."""
+
 
 class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
     """The finished pieces in a cache directory.
@@ -53,17 +56,19 @@ def stages(
 
 @contextmanager
 def resumable(progress: Progress) -> Iterator[Progress]:
-    """Print how to resume if the export fails or is interrupted after a layer was finished."""
-    finished = 0
+    """Print how to resume if the work fails or is interrupted after a piece of it was finished."""
+    layers, has_pieces = 0, False
 
     def watched(stage: str, done: int, total: int) -> None:
-        nonlocal finished
-        finished = done if stage == "quantize" else finished
+        nonlocal layers, has_pieces
+        layers = done if stage == "quantize" else layers
+        has_pieces = has_pieces or (done > 0 and stage not in _WITHOUT_PIECES)
         progress(stage, done, total)
 
     try:
         yield watched
     except BaseException:
-        if finished:
-            click.echo(f"{finished} layers are finished. Run the same command with --resume to continue.", err=True)
+        if layers or has_pieces:
+            finished = f"{layers} layers are finished" if layers else "Some pieces are finished"
+            click.echo(f"{finished}. Run the same command with --resume to continue.", err=True)
         raise

@@ -27,7 +27,7 @@ def trace(
     engine: Annotated[
         str, Option("reference (the float32 checkpoint), or the bundle's graph on cpu (which emulates the HTP) or htp.")
     ] = "cpu",
-    tokens: Annotated[int, Option("Number of tokens, from the start of the text.", least=2)] = 64,
+    tokens: Annotated[int, Option("Number of tokens, from the start of the text.", minimum=2)] = 64,
     checkpoint: CheckpointOption = None,
     lora: MovedAdapters = (),
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import click
 
 from edgekv.cli.command import command
+from edgekv.cli.model import interactive
 from edgekv.cli.output import Output, print_json
 from edgekv.machine.text_file import read_text_file
 from edgekv.option import Argument, OptionGroup
@@ -29,14 +30,15 @@ def compare_(
 ) -> None:
     """KL divergence, top-1 agreement, perplexity, size and speed. A GGUF file runs through llama-cpp-python, other
     folders through their own runtimes, where installed; a checkpoint (and a GGUF file without llama-cpp-python) in
-    float32, without speed. Bundles on the engine cpu compute as the HTP does, unless --cpu-mode says otherwise. Speeds
-    are medians of turns that alternate.
+    float32, without speed. Bundles on the engine cpu run in the mode fast; --cpu-mode emulate computes as the HTP does.
+    Speeds are medians of turns that alternate.
     """
     from exporters.compare.comparison import compare
     from exporters.compare.opened import ContenderOptions, open_contender
     from exporters.compare.show import comparison_lines
 
     content = read_text_file(text, "--text")
+    engine = interactive(engine)
     options = ContenderOptions(engine.engine, engine.cpu_mode, engine.threads, plan.most_tokens)
     with closing(open_contender(a, options)) as first, closing(open_contender(b, options)) as second:
         with progress_bars(output.is_quiet) as progress:

@@ -27,13 +27,15 @@ _BASE: WeightDtype = "int8"
 class DecodeSpeed:
     """The simulated time of a decoded token at the largest context.
 
-    What a type adds to a matrix is measured where all matrices of its form have that type. Their sum is an estimate, as
-    one unit may wait for another; `us` simulates a whole choice.
+    What a type adds to a matrix is measured where all matrices of its form have that type, in a binary of this graph
+    alone. Their sum is an estimate, as one unit may wait for another; `us` simulates a whole choice with all graphs in
+    one binary, as it ships, where decode is slower.
 
     Attributes:
         spec: the decoder.
         recipe: of the matrices that get no other type.
         graph: the one that decodes at the largest context.
+        graphs: all that ship in its binary.
         interface: of the graphs.
         device: the chip. Of several that stand for it, the slowest counts.
         run: where results are kept.
@@ -43,6 +45,7 @@ class DecodeSpeed:
     spec: DecoderSpec
     recipe: Recipe
     graph: GraphRecord
+    graphs: Sequence[GraphRecord]
     interface: DecoderInterface
     device: Device
     run: RunOptions
@@ -55,9 +58,12 @@ class DecodeSpeed:
             UsageError: no chip stands for the device.
             EngineError: the compiler is missing or failed, or has no costs for some operation.
         """
-        found = self._estimate(types)
-        if (us := _slowest_us(found)) is None:
-            missing = max(found.graphs, key=lambda graph: graph.missing_ops)
+        return self._us(types, self.graphs)
+
+    def _us(self, types: Mapping[str, WeightDtype], graphs: Sequence[GraphRecord]) -> float:
+        found = self._estimate(types, graphs)
+        if (us := self._slowest_us(found)) is None:
+            missing = max(found.graphs, key=lambda graph: (graph.graph == self.graph.name, graph.missing_ops))
             raise EngineError(
                 "--target-tokens-per-s",
                 got=f"{missing.missing_ops} operations without costs on {missing.proxy}",
@@ -79,27 +85,25 @@ class DecodeSpeed:
             EngineError: the compiler is missing or failed, or has no costs with int8.
         """
         base = dict.fromkeys(possible, _BASE)
-        base_us, found = self.us(base), {name: {_BASE: 0.0} for name in possible}
+        base_us, found = self._us(base, [self.graph]), {name: {_BASE: 0.0} for name in possible}
         for names in _alike(self.spec, possible):
             for dtype in possible[names[0]]:
-                us = _slowest_us(self._estimate({**base, **dict.fromkeys(names, dtype)}))
+                us = self._slowest_us(self._estimate({**base, **dict.fromkeys(names, dtype)}, [self.graph]))
                 if us is not None and dtype != _BASE:
                     for name in names:
                         found[name][dtype] = (us - base_us) / len(names)
         return found
 
-    def _estimate(self, types: Mapping[str, WeightDtype]) -> Estimate:
+    def _estimate(self, types: Mapping[str, WeightDtype], graphs: Sequence[GraphRecord]) -> Estimate:
         rules = [WeightRule(tensors=name, dtype=dtype, method="nearest") for name, dtype in types.items()]
         recipe = msgspec.structs.replace(self.recipe, weights=(*self.recipe.weights, *rules))
-        graphs, run, progress = [self.graph], self.run, self.progress
+        run, progress = self.run, self.progress
         return estimate_spec(self.spec, recipe, graphs, self.interface, self.device, run, progress=progress)
 
-
-def _slowest_us(estimate: Estimate) -> float | None:
-    """On the slowest of the chips that stand for the device; None if some operation has no costs."""
-    if any(graph.missing_ops for graph in estimate.graphs):
-        return None
-    return max(graph.us for graph in estimate.graphs)
+    def _slowest_us(self, estimate: Estimate) -> float | None:
+        """On the slowest of the chips that stand for the device; None if some operation has no costs."""
+        found = [graph for graph in estimate.graphs if graph.graph == self.graph.name]
+        return None if any(graph.missing_ops for graph in found) else max(graph.us for graph in found)
 
 
 def _alike(spec: DecoderSpec, possible: Mapping[str, Sequence[WeightDtype]]) -> list[list[str]]:

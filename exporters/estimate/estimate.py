@@ -15,10 +15,12 @@ import onnx
 from msgspec import structs
 
 from devices import Device, NoProxyError, Proxy, proxies_for
-from edgekv.bundle import Bundle, GraphFormat, GraphRecord, PartRecord
+from edgekv.bundle import ENCODER, Bundle, GraphFormat, GraphRecord, PartRecord
 from edgekv.errors import UsageError
 from edgekv.machine.scratch import scratch_folder
 from edgekv.plan.estimate import EQUAL_SHARE, Estimate, GraphEstimate
+from edgekv.plan.options import DEFAULT_KEY_LAYOUT
+from edgekv.plan.speed import find_measured
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
 from edgekv.spec import (
@@ -57,13 +59,14 @@ from quant import Encoding, Range
 _PLAIN = RunOptions()
 _LEVELS = (1, 2, 3)
 _SLICE_LAYERS = 2
+_LEAST_SHARE = 0.02
 _REACH = 8.0  # of every result of a decoder that was not calibrated
 _WHOLE_LAYERS = 8
 """Decoders of more are compiled in slices, which have eight layers together: the time grows faster than their number.
 """
 
 PUBLISHED = (
-    "Published decode speed of the same chips was 0.9 to 1.9 times the simulated one, prefill 0.35 to 0.46 times: "
+    "Published decode speed of the same chips was 0.8 to 1.6 times the simulated one, prefill 0.28 to 0.35 times: "
     "the host, its calls and the DRAM of a real device are not in it"
 )
 
@@ -85,6 +88,16 @@ class _Decoder:
     graphs: Sequence[GraphRecord]
     build: Callable[[GraphRecord, PartRecord], QdqOps]
     weights: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    """A vision encoder, whose run takes a tile; see `GraphEstimate`."""
+
+    ar: int
+    name: str = ENCODER
+    role: Literal["encoder"] = "encoder"
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +148,7 @@ def simulate_bundle(
     progress: Progress = silent,
     options: HtpOptions = COMPILER_DEFAULTS,
 ) -> Simulated:
-    """Simulate every graph that ships, in binaries as `edgekv compile` writes them.
+    """Simulate every graph that ships, the vision encoder too, in binaries as `edgekv compile` writes them.
 
     Results are kept in the cache folder, by the content of the graphs, the compiler, the chip and the options.
 
@@ -157,9 +170,13 @@ def simulate_bundle(
     if in_slices is None:
         in_slices = manifest.model.layers > _WHOLE_LAYERS
     decoder = _Decoder(str(bundle.path), manifest.model.layers, graphs, partial(build_part, manifest), bundle.path)
+    runs: list[GraphRecord | _Encoder] = [*graphs]
     with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
         binaries = [*(_slices(decoder, scratch) if in_slices else _whole(bundle, graphs))]
-        found = _simulated(graphs, binaries, proxies, device, run, progress, options)
+        if manifest.vision is not None:
+            runs.append(_Encoder(manifest.vision.encoder.rows))
+            binaries.append(_Binary({ENCODER: bundle.path / manifest.vision.file}))
+        found = _simulated(runs, binaries, proxies, device, run, progress, options)
     return _made(bundle.path.name, device, proxies, found, options, in_slices=in_slices)
 
 
@@ -171,7 +188,7 @@ def estimate_config(
     recipe: str,
     kv: str,
     ar: tuple[int, ...],
-    key_layout: KeyLayout = "columns",
+    key_layout: KeyLayout = DEFAULT_KEY_LAYOUT,
     run: RunOptions = _PLAIN,
     progress: Progress = silent,
     options: HtpOptions = COMPILER_DEFAULTS,
@@ -317,7 +334,7 @@ def _made_up_encodings(spec: DecoderSpec, context: int, kv: KvDtype) -> dict[str
 
 
 def _simulated(
-    graphs: Sequence[GraphRecord],
+    graphs: Sequence[GraphRecord | _Encoder],
     binaries: Sequence[_Binary],
     proxies: Sequence[Proxy],
     device: Device,
@@ -471,7 +488,7 @@ def _form(model: onnx.ModelProto) -> str:
     return digest.hexdigest()
 
 
-def _summed(graph: GraphRecord, proxy: Proxy, simulated: Sequence[tuple[int, Simulation]]) -> GraphEstimate:
+def _summed(graph: GraphRecord | _Encoder, proxy: Proxy, simulated: Sequence[tuple[int, Simulation]]) -> GraphEstimate:
     def total(figure: Callable[[Simulation], float]) -> float:
         return sum(times * figure(each) for times, each in simulated)
 
@@ -504,12 +521,17 @@ def _summed(graph: GraphRecord, proxy: Proxy, simulated: Sequence[tuple[int, Sim
 
 
 def _mean_shares(simulated: Sequence[tuple[int, Simulation]], field: Literal["kind", "part"]) -> dict[str, float]:
-    """Shares of the sum, largest first."""
+    """Shares of the sum, largest first.
+
+    Empty if one is negative: what a joint saves is a difference of slices, whose traces must name operations alike.
+    """
     found, us = dict[str, float](), 0.0
     for times, each in simulated:
         us += times * each.costs.us
         for name, share in each.schedule.shares(field).items():
             found[name] = found.get(name, 0.0) + times * each.costs.us * share
+    if min(found.values(), default=0.0) < -_LEAST_SHARE * us:
+        return {}
     return {name: max(0.0, found[name] / us) for name in sorted(found, key=lambda name: -found[name])}
 
 
@@ -521,7 +543,13 @@ def _notes(device: Device, proxies: Sequence[Proxy], in_slices: bool, graphs: Se
     yield f"Times that differ by less than {EQUAL_SHARE:.0%} are equal"
     if in_slices:
         yield f"Sums of slices of {_SLICE_LAYERS} and {2 * _SLICE_LAYERS} layers and of the head"
+    if (measured := find_measured(device)) is not None:
+        for report, speed in measured.speeds:
+            which = f"{speed.model}, AR-{speed.ar}, context {speed.context}, {speed.strategy}"
+            yield f"Measured on {device.soc} (report {report}): {which}: {speed.tokens_per_s:,.1f} tokens/s"
     for graph in graphs:
+        if not graph.parts:
+            yield f"{graph.graph} on {graph.proxy}: its parts are not known, as its slices differ"
         if graph.missing_ops:
             yield f"{graph.graph} on {graph.proxy}: void, {graph.missing_ops} operations have no costs"
 

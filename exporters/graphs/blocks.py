@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from edgekv.graphs.delta_rule import signed_operand
 from exporters.graphs.nodes import QdqNodes, Tensor
-from exporters.quantize.weights import StoredWeights
+from exporters.graphs.weights import StoredWeights
 from quant import WEIGHT_TYPES, Encoding
 
 TRANSPOSED = [0, 1, 3, 2]
@@ -80,6 +80,9 @@ class QdqBlocks:
         # One node on the HTP, with a mean error of 8 steps of 65536; six nodes with a sigmoid have 0.5. Neither matters
         # next to int8 weights: the logits of HTP and CPU agree to 47 dB with this one.
         return self._nodes.emit("Gelu", [x.name], name, approximate="tanh")
+
+    def exact_gelu(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Gelu", [x.name], name)
 
     def join(self, parts: list[Tensor], name: str) -> Tensor:
         return self._nodes.emit("Concat", [part.name for part in parts], name, axis=WIDTH)

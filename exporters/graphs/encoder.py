@@ -9,11 +9,11 @@ import onnx
 
 from edgekv.bundle import ENCODER
 from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
-from edgekv.spec import PIXELS_PORT, ROWS_PORT, EncoderSpec
+from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, ROWS_PORT, EncoderSpec
 from exporters.graphs.blocks import QdqBlocks
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import make_model
-from exporters.quantize.weights import StoredWeights
+from exporters.graphs.weights import StoredWeights
 from quant import DTYPES, Encoding
 
 
@@ -23,8 +23,9 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
     def __init__(self, spec: EncoderSpec, encodings: Mapping[str, Encoding], weights: StoredWeights) -> None:
         """Start with the pixels."""
         super().__init__(encodings, weights, spec.hidden, spec.eps)
-        self.entry = self._nodes.dequantize(PIXELS_PORT, PIXELS_PORT + "_dq", encodings[PIXELS_PORT])
         self._spec = spec
+        self._inputs = {name: self._nodes.dequantize(name, name + "_dq", encodings[name]) for name in spec.input_shapes}
+        self.entry = self._inputs[PIXELS_PORT]
 
     def plus(self, x: Tensor, weight: str, name: str) -> Tensor:
         return self._nodes.emit("Add", [x.name, self._weight(*self._weights.tensor(weight))], name)
@@ -34,6 +35,16 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
 
     def unmerged(self, x: Tensor) -> Tensor:
         return self._reshape(x, x.name + ".unmerged", (1, 1, -1, 1))
+
+    def places(self) -> Tensor:
+        return self._inputs[PLACES_PORT]
+
+    def unpadded(self, scores: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Add", [scores.name, self._inputs[PADDING_PORT].name], name)
+
+    def rms_norm(self, x: Tensor, weight: str, name: str) -> Tensor:
+        gamma = self._weight(*self._weights.tensor(weight))
+        return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._eps)
 
     def patches(self, x: Tensor) -> Tensor:
         spec, nodes = self._spec, self._nodes
@@ -45,23 +56,20 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
     def normalize_merged(self, x: Tensor, name: str) -> Tensor:
         return self._normalized(x, self._spec.hidden * self._spec.merged, name, self._spec.projector_eps)
 
-    def exact_gelu(self, x: Tensor, name: str) -> Tensor:
-        return self._nodes.emit("Gelu", [x.name], name)
-
     def finish(self) -> onnx.ModelProto:
         """The model. Flush the store first."""
         spec, last = self._spec, self._nodes.nodes.pop()
         self._nodes.nodes[-1].output[0] = ROWS_PORT  # the integers of the newest result
         assert last.op_type == "DequantizeLinear", "it is dequantized last"
         stored = [self._weights.initializer(each) for each in self._stored]
-        shapes = {PIXELS_PORT: (1, 1, spec.inputs, spec.patch_values), ROWS_PORT: (1, 1, spec.rows, spec.output)}
-        pixels, rows = (
+        shapes = spec.input_shapes | {ROWS_PORT: (1, 1, spec.rows, spec.output)}
+        *inputs, rows = (
             onnx.helper.make_tensor_value_info(
                 name, onnx.helper.np_dtype_to_tensor_dtype(DTYPES[self._encodings[name].dtype]), shape
             )
             for name, shape in shapes.items()
         )
-        return make_model(ENCODER, self._nodes.nodes, [pixels], [rows], [*self._nodes.constants, *stored])
+        return make_model(ENCODER, self._nodes.nodes, inputs, [rows], [*self._nodes.constants, *stored])
 
 
 def build_encoder(spec: EncoderSpec, encodings: Mapping[str, Encoding], weights: StoredWeights) -> QdqEncoder:

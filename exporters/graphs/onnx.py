@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,20 +11,31 @@ from msgspec import structs
 from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.graphs.decoder import decoder_layer, drafter_input
 from edgekv.machine.graph_file import write_graph
-from edgekv.spec import EMBEDDINGS, LAYER_INPUTS_PORT, DecoderInterface, GraphRecord, PartRecord, Role, head_width
+from edgekv.spec import (
+    EMBEDDINGS,
+    FINAL_NORM,
+    LAYER_INPUTS_PORT,
+    DecoderInterface,
+    DecoderSpec,
+    GraphRecord,
+    PartRecord,
+    Role,
+    head_width,
+)
 from exporters.checkpoint.tensors import Tensors
 from exporters.graphs.parts import end_part
 from exporters.graphs.qdq import QdqOps
 from exporters.graphs.split import Split
+from exporters.graphs.weights import PlacedWeights, ShardWriter, StoredWeights
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.table import LayerTable, Table
-from exporters.quantize.weights import WeightStore
 from quant import Encoding, Range
 
 TFLITE_FILE = "graphs.tflite"
 
 EMBEDDING_SHARD, VOCABULARY_SHARD = "weights-embedding", "weights-vocabulary"
-_HEAD_SHARD, _NORM_SHARD = "weights-head", "weights-norm"
+_HEAD_SHARD, _NORM_SHARD, _LAYER_SHARD = "weights-head", "weights-norm", "weights-layer-inputs"
+_ASKED_CONTEXT = 64
 
 
 def plan_graphs(
@@ -34,13 +45,19 @@ def plan_graphs(
     graph_format: GraphFormat = "onnx",
     *,
     verify: Sequence[int] = (),
+    is_cached: bool = True,
 ) -> list[GraphRecord]:
     """The graphs for these ARs in each of these contexts: AR-1 decodes, a larger AR prefills; `verify` are ARs too.
 
-    The largest AR in the largest context also scores. Each part of an ONNX graph is a file; TFLite graphs are
-    signatures of one file. Graphs share equal parts: all graphs use one separate head that reads one row.
+    Without a cache there is one for each context, whose AR it is. The largest AR in the largest context also scores.
+    Each part of an ONNX graph is a file; TFLite graphs are signatures of one file. Graphs share equal parts: all
+    graphs use one separate head that reads one row.
     """
-    graphs = [*_plan(sorted(set(ar)), sorted(set(contexts)), sorted(set(verify)), split)]
+    if is_cached:
+        steps = {context: [*sorted({*ar})] for context in sorted({*contexts})}
+        graphs = [*_plan(steps, sorted(set(verify)), split)]
+    else:
+        graphs = [*_plan({context: [] for context in sorted({*contexts})}, None, split)]
     if graph_format == "tflite":
         (layers,) = split.layers
         return [
@@ -52,19 +69,23 @@ def plan_graphs(
     return graphs
 
 
-def _plan(ar: list[int], contexts: list[int], verify: list[int], split: Split) -> Iterator[GraphRecord]:
+def _plan(steps: Mapping[int, list[int]], verify: list[int] | None, split: Split) -> Iterator[GraphRecord]:
+    """Args: steps: ARs by context. verify: further ARs, in each; None for the context itself."""
+
     def record(n: int, s: int, role: Role) -> GraphRecord:
         gives_all = role in ("score", "verify")
         name = f"ar{n}_cl{s}" + (f"_{role}" if gives_all else "")
         parts = [*_parts(name, f"ar{n}_cl{s}", n if gives_all else 1, split, role)]
         return GraphRecord(name=name, parts=parts, ar=n, context=s, role=role)
 
-    for s in contexts:
+    largest = 1
+    for s, ar in steps.items():
         for n in ar:
             yield record(n, s, "decode" if n == 1 else "prefill")
-        for n in verify:
+        for n in [s] if verify is None else verify:
             yield record(n, s, "verify")
-    yield record(ar[-1], contexts[-1], "score")
+        largest = s if verify is None else ar[-1]
+    yield record(largest, max(steps), "score")
 
 
 def _parts(graph: str, shared: str, head_rows: int, split: Split, role: Role) -> Iterator[PartRecord]:
@@ -90,9 +111,83 @@ def _parts(graph: str, shared: str, head_rows: int, split: Split, role: Role) ->
         yield structs.replace(own, file=f"{own.file}.gz") if role == "score" else own
 
 
+def write_layer(tensors: Tensors, matrices: QuantizedMatrices, layer: int, folder: Path) -> WeightPlaces:
+    """Write the weights that all graphs read of a layer, as a file of the bundle.
+
+    Args:
+        tensors: the weights that are not matrices.
+        matrices: the integers of those of the layer, with what projects a drafter's inputs before its first layer.
+        layer: its number.
+        folder: the target.
+    """
+    writer = ShardWriter(tensors.tensor, partial(head_width, tensors.spec), matrices)
+    ask_for_layer(tensors.spec, layer, writer)
+    writer.write(folder / f"weights-layer-{layer:02d}.safetensors")
+    return writer.places
+
+
+def write_head(tensors: Tensors, matrices: QuantizedMatrices, folder: Path) -> WeightPlaces:
+    """Write the weights behind the layers, as files of the bundle.
+
+    The last norm has a file of its own if the last layer's graph gives what it results in. So has a head whose rows are
+    the embeddings too.
+
+    Args:
+        tensors: the weights that are not matrices.
+        matrices: the integers of the head, and of what stands in front of it.
+        folder: the target.
+    """
+    spec = tensors.spec
+    writer = ShardWriter(tensors.tensor, partial(head_width, spec), matrices)
+    if spec.shares_vocabulary:
+        writer.put_table(Table.of(tensors))
+        writer.write(folder / f"{VOCABULARY_SHARD}.safetensors")
+    if spec.gives_hidden:
+        writer.tensor(FINAL_NORM)
+        writer.write(folder / f"{_NORM_SHARD}.safetensors")
+    ask_for_head(spec, writer)
+    if writer.is_pending:
+        writer.write(folder / f"{_HEAD_SHARD}.safetensors")
+    return writer.places
+
+
+def ask_for_layer(spec: DecoderSpec, layer: int, weights: StoredWeights) -> None:
+    """Ask for all that graphs read of a layer, in the order in which they do."""
+    graph = _asked_graph(layer, head=False)
+    ops = _asking(spec, graph, weights)
+    hidden = drafter_input(ops, spec, ops.entry) if layer == spec.first_layer else ops.entry
+    decoder_layer(ops, spec, layer, hidden)
+
+
+def ask_for_head(spec: DecoderSpec, weights: StoredWeights) -> None:
+    """The same of what is behind the layers."""
+    graph = _asked_graph(spec.layers - 1, head=True)
+    ops = _asking(spec, graph, weights)
+    end_part(ops, graph, graph.parts[0], ops.entry)
+
+
+class _AnyEncoding(dict[str, Encoding]):
+    """Of graphs of which only the weights are wanted."""
+
+    def __missing__(self, name: str) -> Encoding:
+        return Encoding("u16", 1.0, 0)
+
+
+def _asked_graph(layer: int, *, head: bool) -> GraphRecord:
+    """A graph of one layer."""
+    part = PartRecord(name="asked", file="asked.onnx", first_layer=layer, stop_layer=layer + 1, embeds=False, head=head)
+    return GraphRecord(name="asked", parts=[part], ar=1, context=_ASKED_CONTEXT, role="decode")
+
+
+def _asking(spec: DecoderSpec, graph: GraphRecord, weights: StoredWeights) -> QdqOps:
+    """A graph that nobody writes: it asks for its weights."""
+    decoder = DecoderInterface.of(spec, _ASKED_CONTEXT, "u8", "rows", "u16")
+    return QdqOps(graph, graph.parts[0], decoder, spec, _AnyEncoding(), weights)
+
+
 def write_graphs(
     tensors: Tensors,
-    matrices: QuantizedMatrices,
+    places: WeightPlaces,
     decoder: DecoderInterface,
     encodings: Mapping[str, Encoding],
     graphs: Sequence[GraphRecord],
@@ -101,13 +196,13 @@ def write_graphs(
     *,
     embedded: Range | None = None,
 ) -> tuple[dict[str, Encoding], WeightPlaces]:
-    """Write every part of every graph, and the weights they share, into `folder`.
+    """Write every part of every graph, and the tables that the host reads, into `folder`.
 
     Parts with the same layers are built together and saved before the next ones start.
 
     Args:
-        tensors: the weights that are not matrices.
-        matrices: the integers of every matrix.
+        tensors: the exact weights, of which tables are made.
+        places: of the weights of layers and head, whose files are in `folder`.
         decoder: gives the inputs and outputs of the graphs.
         encodings: one for every result of the decoder and every input.
         graphs: the graphs to write.
@@ -119,14 +214,16 @@ def write_graphs(
         The encodings, with those of the hidden states between parts and of the embeddings that the host looks up; and
         the places of all weights.
     """
-    spec = tensors.spec
-    store = WeightStore(tensors.tensor, partial(head_width, spec), matrices, folder)
-    encodings = dict(encodings)
-    table = Table.of(tensors)
-    store.put_table(table)
-    store.flush(VOCABULARY_SHARD if spec.shares_vocabulary else EMBEDDING_SHARD)
+    spec, encodings, table = tensors.spec, dict(encodings), Table.of(tensors)
+    writer = ShardWriter(tensors.tensor, partial(head_width, spec), {})
+    if not spec.shares_vocabulary:
+        writer.put_table(table)
+        writer.write(folder / f"{EMBEDDING_SHARD}.safetensors")
     if spec.layer_inputs:
-        encodings[LAYER_INPUTS_PORT] = Encoding.asymmetric(*store.put_layer_table(LayerTable(tensors)), "u16")
+        reach = writer.put_layer_table(LayerTable(tensors), folder / f"{_LAYER_SHARD}.safetensors")
+        encodings[LAYER_INPUTS_PORT] = Encoding.asymmetric(*reach, "u16")
+    tables = _places_in(places, f"{VOCABULARY_SHARD}.safetensors")
+    places = joined_places([tables, writer.places, places])
     encodings["embedding"] = table.encoding_with(embedded, "u16")
     if table.columns is not None:
         encodings["embedding.columns"] = table.scaled_encoding
@@ -136,22 +233,34 @@ def write_graphs(
     for graph in graphs:
         for part in graph.parts:
             stages.setdefault(part.layers, {})[part.name] = graph, part
+    weights = PlacedWeights(places)
     for layers, parts in stages.items():
-        builders = [QdqOps(graph, part, decoder, spec, encodings, store) for graph, part in parts.values()]
+        builders = [QdqOps(graph, part, decoder, spec, encodings, weights) for graph, part in parts.values()]
         hidden = [drafter_input(ops, spec, ops.entry) for ops in builders]
         for layer in layers:
             hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]
-            store.flush(f"weights-layer-{layer:02d}")
             if progress is not None:
                 progress(layer + 1)
-        last_norm = False
         for ops, each, (graph, part) in zip(builders, hidden, parts.values(), strict=True):
             end_part(ops, graph, part, each)
-            last_norm |= part.head or (spec.gives_hidden and part.ends(spec.layers))
             if not part.head:
                 encodings[part.exit] = each.encoding  # the next part reads it
-        if last_norm:
-            store.flush(_HEAD_SHARD if any(part.head for _, part in parts.values()) else _NORM_SHARD)
         for ops, (_, part) in zip(builders, parts.values(), strict=True):
             write_graph(ops.finish().SerializeToString(), folder / part.file)
-    return encodings, store.places
+    return encodings, places
+
+
+def _places_in(places: WeightPlaces, file: str) -> WeightPlaces:
+    return WeightPlaces(
+        matrices={key: each for key, each in places.matrices.items() if each.file == file},
+        tensors={key: each for key, each in places.tensors.items() if each.file == file},
+    )
+
+
+def joined_places(parts: Iterable[WeightPlaces]) -> WeightPlaces:
+    """All of them, in this order."""
+    found = WeightPlaces()
+    for places in parts:
+        found.matrices.update(places.matrices)
+        found.tensors.update(places.tensors)
+    return found

@@ -15,7 +15,7 @@ from edgekv.machine.system import link_or_copy
 from edgekv.spec import EMBEDDINGS, DecoderSpec, KeyLayout, hidden_name
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import AS_EXPORTED, GraphForm, QdqOps
-from exporters.quantize.weights import PlacedWeights
+from exporters.graphs.weights import PlacedWeights
 from quant import Encoding
 
 

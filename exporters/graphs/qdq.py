@@ -52,7 +52,7 @@ from edgekv.spec import (
 )
 from exporters.graphs.blocks import TRANSPOSED, WIDTH, QdqBlocks
 from exporters.graphs.nodes import Tensor
-from exporters.quantize.weights import StoredWeights
+from exporters.graphs.weights import StoredWeights
 from quant import DTYPES, Dtype, Encoding
 
 OPSET = 23  # the first with RMSNormalization, which the HTP runs as one integer operation
@@ -303,13 +303,16 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         if is_columns:
             new = self._nodes.emit("Transpose", [new.name], new.name + ".t", new.encoding, perm=TRANSPOSED)
         rows_axis = 3 if is_columns else 2
-        parts = self._past(tensor, rows_axis)
+        parts = self._past(tensor, rows_axis) if self._decoder.is_cached else []
         is_whole = tensor.result != "cache" and self._form.whole_states
         written = tensor.new + ".row" if is_whole else tensor.new
         self._nodes.quantize(new.name, written, encoding)
         added = self._nodes.dequantize(written, tensor.new + "_dq", encoding)
         if self._form.stacks_heads:
             self._stack_new(tensor)
+        if not parts:
+            self._columns |= {added.name} if is_columns else set()
+            return added
         return self._joined(tensor, [*parts, added.name], rows_axis)
 
     def cached(self, tensor: KvTensor) -> Tensor:
@@ -475,7 +478,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
     def from_identity(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sub", [self._matrix_of_ones("identity", self._ar), x.name], name)
 
-    def observe_known(self, wanted: Tensor, correction: Tensor, name: str) -> None:
+    def observe_known(self, target: Tensor, correction: Tensor, name: str) -> None:
         """Nothing: encodings are chosen."""
 
     def _matrix_of_ones(self, kind: str, columns: int) -> str:

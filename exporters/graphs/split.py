@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from edgekv.errors import UsageError
-from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, least_splits
+from edgekv.plan import Load, activation_bytes, divide, layer_graph_bytes, min_splits
 from edgekv.plan.cache import CHOICES
 from edgekv.spec import Geometry
 from edgekv.spec.decoder import DecoderSpec
@@ -84,8 +84,8 @@ def choose_split(
         layers=layers,
         packed=layer_bytes(spec, recipe, WeightType.packed_bytes),
         embedding_bytes=WEIGHT_TYPES["int8"].matrix_bytes(spec.hidden, spec.vocab),
-        head_bytes=of_head.matrix_bytes(spec.hidden, spec.vocab),
-        packed_head_bytes=of_head.packed_bytes(spec.hidden, spec.vocab),
+        head_bytes=of_head.matrix_bytes(spec.hidden, spec.result_width),
+        packed_head_bytes=of_head.packed_bytes(spec.hidden, spec.result_width),
         cache=CHOICES[0].layer_bytes(geometry, ar),
         activations_bytes=activation_bytes(decoder, geometry, max(ar)),
         layer_graph_bytes=layer_graph_bytes(decoder),
@@ -93,7 +93,7 @@ def choose_split(
         boundary=decoder.first_without_cache,
     )
     # If no division is small enough, keep one part and let the compiler report the limit.
-    chosen = splits or least_splits(load) or 1
+    chosen = splits or min_splits(load) or 1
     place = ("graph" if chosen == 1 else "host") if embedding is None else embedding
     own_head = chosen > 1 if head is None else head == "own"
     first = load.embedding_bytes if place == "graph" else 0

@@ -13,7 +13,7 @@ from devices import Device, Proxy
 from edgekv.errors import EngineError
 from edgekv.machine.child import ChildEndedError, call
 from edgekv.machine.scratch import scratch_folder
-from exporters.htp.worker import HtpJob, HtpStep, create_sessions
+from edgekv.qnn.worker import HtpJob, HtpStep, create_sessions
 
 if TYPE_CHECKING:
     from edgekv.bundle import HtpCheck  # each child process would import it

@@ -12,9 +12,9 @@ from edgekv.errors import EngineError
 from edgekv.machine.json_file import readable_json
 from edgekv.machine.system import MIB, sha256_of
 from edgekv.qnn.options import FASTEST, HtpOptions
+from edgekv.qnn.worker import HtpStep, context_config
 from exporters.htp.binary import check_chip, count_graphs
 from exporters.htp.check import run_and_lint, run_steps
-from exporters.htp.worker import HtpStep
 
 COMPILER_DEFAULTS = HtpOptions()
 DEFAULT_LEVEL = 3
@@ -87,11 +87,7 @@ def context_steps(models: Sequence[Path], wrappers: Sequence[str], folder: Path,
     given = dict(with_level(options).provider_options)
     steps = []
     for number, (model, wrapper) in enumerate(zip(models, wrappers, strict=True), 1):
-        config = {
-            "ep.context_enable": "1",
-            "ep.context_embed_mode": "0",
-            "ep.context_file_path": str(folder.absolute() / wrapper),  # the worker changes its folder
-        }
+        config = context_config(folder.absolute() / wrapper)  # the worker changes its folder
         if len(models) > 1:
             config["ep.share_ep_contexts"] = "1"
             if number == len(models):

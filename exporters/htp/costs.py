@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from edgekv.errors import EngineError
+from edgekv.machine.decoding import convert
 
 _HEADER = ("Message", "Time", "Unit of Measurement", "Event Identifier")
 _FIRST = "Performance Estimates"
@@ -56,11 +58,22 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         return self.read_bytes + self.refilled_bytes + self.spilled_bytes + self.written_bytes
 
 
+T = TypeVar("T")
+
+
+def each_once(found: Sequence[T], graphs: int) -> list[T] | None:
+    """What the compiler writes of several graphs of one binary: each but the last is there twice, one after the other.
+
+    Returns:
+        Each once; None if it wrote another number of them.
+    """
+    return [*found[1::2], found[-1]] if graphs and len(found) == 2 * graphs - 1 else None
+
+
 def read_costs(profile: Path, graphs: int) -> list[Costs]:
     """The costs of the graphs of one binary, in the order of its sessions.
 
-    The profile of the first session has all graphs. With several it begins with the first one, compiled alone, which is
-    left out.
+    The profile of the first session has all graphs; see `each_once`.
 
     Args:
         profile: the file of the first session.
@@ -93,9 +106,9 @@ def read_costs(profile: Path, graphs: int) -> list[Costs]:
     for block in blocks:
         if missing := fields - block.keys():
             raise _other_form(f"no {', '.join(sorted(missing))}")
-    if len(blocks) != graphs + (graphs > 1):
+    if (once := each_once(blocks, graphs)) is None:
         raise _other_form(f"estimates of {len(blocks)} graphs for {graphs}")
-    return [msgspec.convert(block, Costs, strict=False) for block in blocks[graphs > 1 :]]
+    return [convert(block, Costs, strict=False) for block in once]
 
 
 def _other_form(got: str) -> EngineError:

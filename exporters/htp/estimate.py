@@ -11,11 +11,11 @@ import msgspec
 from devices import Device, Proxy
 from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn.options import HtpOptions
+from edgekv.qnn.worker import HtpStep
 from exporters.htp.check import run_steps
 from exporters.htp.compile import COMPILER_DEFAULTS, context_steps, with_level
 from exporters.htp.costs import Costs, read_costs
 from exporters.htp.schedule import Schedule, read_schedules
-from exporters.htp.worker import HtpStep
 
 _PROFILE, _LOG = "costs.csv", "costs_qnn.log"
 """The provider adds the end of the second name to the first."""

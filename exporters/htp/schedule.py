@@ -1,4 +1,4 @@
-"""The HTP compiler's simulated schedule of a graph: which unit does what, when, and for which part of the decoder."""
+"""The HTP compiler's simulated schedule of a graph: which unit does what, when, and for which part of the model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Literal
 import msgspec
 
 from edgekv.errors import EngineError
+from edgekv.machine.decoding import DECODERS
+from exporters.htp.costs import each_once
 
 Unit = Literal["HVX", "HMX", "DMA", "issue"]
 UNITS: tuple[Unit, ...] = ("HVX", "HMX", "DMA", "issue")
@@ -31,11 +33,13 @@ _PARTS = tuple(
         (r"norm(_\d+|\.\d+)?$", "norms"),
         (r"^layers\.\d+\.conv\b|^conv_", "convolution"),
         (r"^layers\.\d+\.delta|^(delta|decay|recurrent)", "delta rule"),
-        (r"^layers\.\d+\.(gate|up|down|mlp|silu|sigmoid|gelu)", "feed-forward"),
+        (r"^layers\.\d+\.(gate|up|down|mlp|silu|sigmoid|gelu|fc)", "feed-forward"),
         (r"^layers\.\d+\.layer_", "layer inputs"),
         (r"^layers\.\d+\.|^probabilities|^(key|value)_\d", "attention"),
         (r"^(head|logits|last_hidden)", "head"),
         (r"^embedding|^per_layer", "embedding"),
+        (r"^(patches|places|entry)", "patches"),
+        (r"^(merged|centered|center|with_means|projector|rows)", "projector"),
     )
 )
 _LAYER = re.compile(r"(?:layers\.|[a-z_]+_)(\d+)")
@@ -109,7 +113,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return tuple(each for each in self.events if each.start < last and each.start + each.cycles > first)
 
     def shares(self, field: Literal["kind", "part"]) -> dict[str, float]:
-        """The share of time of each kind of operation or part of the decoder, largest first; they add up to 1.
+        """The share of time of each kind of operation or part of the model, largest first; they add up to 1.
 
         Each moment is divided among the operations that compute then, on HVX and HMX; where none does, among transfers;
         where there are none either, it counts as waiting.
@@ -162,7 +166,7 @@ class _ThreadName(msgspec.Struct):
 def read_schedules(log: Path, graphs: Sequence[Path]) -> list[Schedule]:
     """The schedules of the graphs of one binary, in the order of its sessions.
 
-    As in the profile, those of several graphs begin with the first one, compiled alone, which is left out.
+    As in the profile, each but the last is there twice; see `each_once`.
 
     Args:
         log: the trace of the first session.
@@ -177,17 +181,17 @@ def read_schedules(log: Path, graphs: Sequence[Path]) -> list[Schedule]:
         orders = [_composition(folder) for folder in graphs]
     except (OSError, msgspec.MsgspecError, ValueError, KeyError, IndexError) as error:
         raise _other_form(f"{type(error).__name__}: {error}") from None
-    if len(traces) != len(graphs) + (len(graphs) > 1):
+    if (once := each_once(traces, len(graphs))) is None:
         raise _other_form(f"traces of {len(traces)} graphs for {len(graphs)}")
     found = []
-    for trace, nodes in zip(traces[len(graphs) > 1 :], orders, strict=True):
+    for trace, nodes in zip(once, orders, strict=True):
         found.append(_schedule(trace, nodes))
     return found
 
 
 def _traces(content: bytes) -> Iterator[_Trace]:
     """The Chrome traces in a log: JSON among binary fields."""
-    decoder, at = msgspec.json.Decoder(_Trace), 0
+    decoder, at = DECODERS[_Trace], 0
     while (found := content.find(_STARTS, at)) >= 0:
         start = content.rfind(b"{", 0, found)
         end = content.find(b"\0", start)
@@ -213,8 +217,8 @@ def _composition(folder: Path) -> list[tuple[str, str]]:
 
 
 def _place(node: str, kind: str) -> _Place | None:
-    """The part of the decoder and the layer that a QNN node belongs to; None if its name does not say."""
-    name = re.sub(r"(_f)?_node$|_q(Reshape)?$", "", node)
+    """The part of the model and the layer that a QNN node belongs to; None if its name does not say."""
+    name = re.sub(r"(_f)?_node$|_q(Reshape)?$", "", node).removeprefix("vision.")
     part = next((part for pattern, part in _PARTS if pattern.search(name)), None)
     if kind == "RmsNorm":
         part = "norms"
@@ -226,12 +230,12 @@ def _schedule(trace: _Trace, nodes: Sequence[tuple[str, str]]) -> Schedule:
     units = dict[int, tuple[Unit, int]]()
     for event in trace.events:
         if event.ph == "M" and event.name == "thread_name":
-            name = msgspec.json.decode(event.args, type=_ThreadName).name
+            name = DECODERS[_ThreadName].decode(event.args).name
             if (match := _THREADS.fullmatch(name)) is None:
                 raise _other_form(f"a thread {name!r}")
             units[event.tid] = _UNITS[match[1]], max(0, int(match[2] or 0) - (match[1] in ("HVX", "HMX")))
     timed = [event for event in trace.events if event.ph == "X"]
-    arguments = [msgspec.json.decode(event.args, type=_Arguments) for event in timed]
+    arguments = [DECODERS[_Arguments].decode(event.args) for event in timed]
     operations = [int(each.id, 16) & 0xFFFFFFFF for each in arguments]
     parts = _parts_of(operations, [event.name for event in timed], nodes)
     found = []

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from edgekv.bundle import Bundle, BundleWeights, VisionRecord
-from edgekv.graphs.encoder import encoder_entry, encoder_exit, encoder_layer
+from edgekv.graphs.encoder import encoder_exit, encoder_layer
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
-from edgekv.pictures import patches_of
-from edgekv.spec import PIXELS_PORT, ROWS_PORT
+from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs
+from edgekv.spec import ROWS_PORT
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import RotatedEncoder, VisionEncoder, WideEncoder
@@ -51,7 +51,7 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
         base = RotatedEncoder(vision, ResidualRotation(checkpoint.spec, checkpoint.tensor, name).writing)
     spec = record.encoder
     tensors: EncoderTensors = WideEncoder(base, spec.wide) if spec.wide else base
-    patches = patches_of(drawn_picture(_PICTURE, spec.image), spec, record.pictures)
+    shown = encoder_inputs(drawn_picture(_PICTURE, spec.image), spec, record.pictures)
     wanted = dict[str, Floats]()
     watched = [_ENTRY, *(f"vision.layers.{layer}.fc2_add" for layer in range(spec.layers)), _ROWS]
 
@@ -60,13 +60,13 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
             wanted[name] = values
 
     ops = _MeasuringEncoder(tensors, BundleWeights(bundle.path, record.weights), observe)
-    residual, worst = encoder_entry(ops, spec, patches), [ops.worst()]
+    residual, worst = ops.enter(shown), [ops.worst()]
     for layer in range(spec.layers):
         residual = encoder_layer(ops, spec, layer, residual)
         worst.append(ops.worst())
     encoder_exit(ops, spec, residual)
     worst.append(ops.worst())
-    found = _results(bundle, record, patches, watched)
+    found = _results(bundle, record, shown, watched)
     places = ["patches", *map(str, range(spec.layers)), "rows"]
     return [
         EncoderLayerLoss(place=place, rows=_levels(wanted[name], found[name]), worst=matrix)
@@ -101,7 +101,7 @@ class _MeasuringEncoder(NumpyEncoder):
         return EncoderMatrix(name=name, own_db=float(ratios[name]))
 
 
-def _results(bundle: Bundle, record: VisionRecord, patches: Floats, watched: list[str]) -> Mapping[str, Floats]:
+def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched: list[str]) -> Mapping[str, Floats]:
     """What the graph computes."""
     model = onnx.load(bundle.path / record.file, load_external_data=False)
     names = {name: ROWS_PORT if name == _ROWS else name + _INTEGERS for name in watched}
@@ -111,8 +111,7 @@ def _results(bundle: Bundle, record: VisionRecord, patches: Floats, watched: lis
             model.graph.output.append(helper.make_tensor_value_info(output, element, None))
     options = session_options(bundle.path, None)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
-    pixels = record.encodings[PIXELS_PORT].quantize(patches)[None, None]
-    integers = session.run([*names.values()], {PIXELS_PORT: pixels})
+    integers = session.run([*names.values()], graph_inputs(shown, record.encoder, record.encodings))
     return {name: record.encodings[name].dequantize(each[0, 0]) for name, each in zip(names, integers, strict=True)}
 
 

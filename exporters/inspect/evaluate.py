@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgekv
-from edgekv.bundle import Manifest
+from edgekv.bundle import Bundle, Manifest
 from edgekv.errors import CheckpointError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
@@ -23,7 +23,7 @@ from exporters.quantize.reference import Floats, Reference
 
 
 def open_source(manifest: Manifest, checkpoint: str | None, adapters: Sequence[Path] = ()) -> Checkpoint:
-    """Open the checkpoint of a bundle, with the adapters that were merged into it and the bundle's attention windows.
+    """Open the checkpoint of a bundle, with the adapters that were merged into it as its decoder was exported.
 
     Args:
         manifest: has the places of the export.
@@ -57,11 +57,7 @@ def open_source(manifest: Manifest, checkpoint: str | None, adapters: Sequence[P
         _check_hash(f"adapter {adapter.folder}", adapter.sha256, each.sha256, "the adapter", "--lora")
     found = opened.weights_sha256()
     _check_hash(f"weights of {opened.name}", found, manifest.source.weights_sha256, "the weights", "--checkpoint")
-    if manifest.model.convolution is not None:
-        opened = opened.with_states(manifest.model.convolution.state_dtype)
-    if manifest.model.gives_hidden:
-        opened = opened.giving_hidden()
-    return opened.limited(manifest.model.limits).split(manifest.model.split)
+    return opened.as_spec(msgspec.structs.replace(manifest.model, vocabulary="apart"))
 
 
 def _check_hash(what: str, found: str, expected: str, noun: str, option: str) -> None:
@@ -72,6 +68,17 @@ def _check_hash(what: str, found: str, expected: str, noun: str, option: str) ->
             expected=f"{expected[:12]}..., {noun} of the bundle",
             fix=f"Give the original folder with {option}.",
         )
+
+
+def check_writes_text(bundle: Bundle) -> None:
+    """Refuse a bundle whose head gives no logits of the vocabulary.
+
+    Raises:
+        UsageError: it is an embedder's or a reranker's.
+    """
+    if (task := bundle.manifest.task) is not None:
+        fix = "Its export prints how close it is to the float model; edgekv info shows it again."
+        raise UsageError(str(bundle.path), got=task.noun, expected="a bundle that writes text", fix=fix)
 
 
 class Logits(Protocol):

@@ -42,7 +42,7 @@ class BundleHead:
         before = None if sink is None else encoding.dequantize(sink.logits)
         ops = {n: _RoundedOps(self._bundle, known, n, context) for n in {len(state) for state in states}}
         inputs = [head_inputs(ops[len(state)], spec, state) for state in states]
-        for rows in blocks_of_rows(spec.vocab):
+        for rows in blocks_of_rows(spec.result_width):
             known.put(HEAD, by_outputs(head.columns(rows.start, rows.stop).dequantize()))
             if "lm_head" in spec.biased:
                 known.put(HEAD_BIAS, tensors.tensor(HEAD_BIAS, rows))

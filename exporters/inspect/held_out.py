@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import QualityRecord
 from edgekv.errors import UsageError
+from edgekv.machine.decoding import DECODERS
 from edgekv.spec.chat import ChatTemplates
 from edgekv.spec.text import encode
 from exporters.inspect.tally import Tally, TokenSums
@@ -163,4 +163,4 @@ def measure_chat(windows: Sequence[ChatWindow], logits: Iterable[tuple[Floats, F
 
 def _messages() -> list[dict[str, str]]:
     content = resources.files(_FOLDER).joinpath(_CHAT).read_bytes()
-    return msgspec.json.decode(content, type=list[dict[str, str]])
+    return DECODERS[list[dict[str, str]]].decode(content)

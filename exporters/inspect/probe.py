@@ -43,7 +43,7 @@ _ATTEND = 65535  # stands for 0.0 in ONNX graphs
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class LayerGraph:
     """One layer of the score graph (the first includes the embedding), or its head.
 
     Attributes:
@@ -86,7 +86,7 @@ def _folder_beside(bundle: Bundle) -> Iterator[Path]:
         yield folder
 
 
-def _cut(bundle: Bundle, record: GraphRecord, *, embeds: bool) -> list[_Piece]:
+def layer_graphs(bundle: Bundle, record: GraphRecord, *, embeds: bool) -> list[LayerGraph]:
     """A graph as one piece per layer, the first one with the embeddings or without, and the head."""
     manifest, form = bundle.manifest, GraphForm(gives_results=True)
     layers, pieces = manifest.model.layers, []
@@ -100,7 +100,7 @@ def _cut(bundle: Bundle, record: GraphRecord, *, embeds: bool) -> list[_Piece]:
             head=first == layers,
         )
         tensors = [*manifest.interface.tensors(part.layers)]
-        pieces.append(_Piece(part, build_part(manifest, all_rows(record), part, form), tensors))
+        pieces.append(LayerGraph(part, build_part(manifest, all_rows(record), part, form), tensors))
     return pieces
 
 
@@ -144,7 +144,7 @@ class Probe:
         self._record = record
         # ONNX Runtime would hold a float table; looked up here, the integers are the same.
         host_embeds = manifest.host_embeds or isinstance(engine, CpuEngine)
-        self._pieces = _cut(bundle, record, embeds=not host_embeds)
+        self._pieces = layer_graphs(bundle, record, embeds=not host_embeds)
         interfaces = [manifest.interface.graph(all_rows(record), piece.part) for piece in self._pieces]
         self._inputs = {port.name: port for each in interfaces for port in each.inputs}
         self._layer_inputs = bundle.layer_inputs()
@@ -153,6 +153,7 @@ class Probe:
         self._ropes = rope_tables(manifest)
         self._sink = read_sink(bundle)
         self._rule = manifest.model.delta_rule
+        self._is_cached = manifest.interface.is_cached
 
     @property
     def first(self) -> int:
@@ -214,7 +215,7 @@ class Probe:
     def _run(
         self,
         session: ort.InferenceSession,
-        piece: _Piece,
+        piece: LayerGraph,
         state: Integers,
         tokens: Integers,
         held: dict[KvTensor, Integers],
@@ -230,7 +231,7 @@ class Probe:
         """
         manifest = self._bundle.manifest
         borrowed = [*manifest.interface.tensors(manifest.interface.borrowed(piece.part))]
-        past = {tensor: self._first_rows(tensor) for tensor in piece.tensors}
+        past = {tensor: self._first_rows(tensor) for tensor in piece.tensors if self._is_cached}
         rows: dict[str, list[Integers]] = {name: [] for name in piece.results}
         start = 0
         for stop in self._stops(len(state)):
@@ -261,7 +262,7 @@ class Probe:
     def _step(
         self,
         session: ort.InferenceSession,
-        piece: _Piece,
+        piece: LayerGraph,
         chunk: Integers,
         position: int,
         past: Mapping[KvTensor, Integers],
@@ -285,7 +286,7 @@ class Probe:
                     feeds[name][0, 0, :n] = rows
         for name, window in self._windows.items():
             if name in feeds:
-                _open(feeds[name][0, 0, :n], position, self._record.ar, window)
+                _open(feeds[name][0, 0, :n], position, self._record.ar, window, both_sides=not self._is_cached)
         if LAYER_INPUTS_PORT in feeds and gathered is not None:
             feeds[LAYER_INPUTS_PORT][0, 0, :n] = gathered
         for tensor, held in [*past.items(), *((tensor, before) for tensor, (before, _) in shared.items())]:
@@ -349,12 +350,14 @@ class Probe:
         return tensor.kind == "key" and self._bundle.manifest.key_layout == "columns"
 
 
-def _open(mask: Integers, position: int, ar: int, window: int | None) -> None:
-    """Open the mask `[n, P + AR]`: row i attends to the newest `window` tokens up to its own."""
+def _open(mask: Integers, position: int, ar: int, window: int | None, *, both_sides: bool = False) -> None:
+    """Open the mask `[n, P + AR]`: row i attends to the newest `window` tokens up to its own, or on both sides."""
     rows = np.arange(len(mask))[:, None]
     columns = np.arange(mask.shape[1]) - (mask.shape[1] - ar)  # 0 is the step's first token
     distance = rows - columns
     seen = (distance >= 0) & (columns >= -position)
+    if both_sides:
+        seen, distance = np.broadcast_to((columns >= 0) & (columns < len(mask)), mask.shape), np.abs(distance)
     mask[seen if window is None else seen & (distance < window)] = _ATTEND
 
 

@@ -19,11 +19,11 @@ from edgekv.machine.system import read_file
 from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 from edgekv.spec import EMBEDDING, Config, DecoderSpec, describe, views
 from exporters.checkpoint.aligned import read_heads
-from exporters.checkpoint.centered import center_residual
 from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.checkpoint.fold import EVERY, Factors, Rows
+from exporters.checkpoint.fold import EVERY, Factors, Rows, folds
 from exporters.checkpoint.folded import FoldedCheckpoint
+from exporters.checkpoint.residual import stored_folds
 from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.reference import Floats
 from quant import QuantizedWeight
@@ -147,8 +147,8 @@ class LoraBase:
         """A change of a matrix of the checkpoint, as the bundle's graphs need it."""
         assert self._folded is not None, "an open base has transforms"
         view = next(view for view in views(self.spec) if view.name == key)
-        if self.spec.layer_norms and (fold := center_residual(view)) is not None:
-            change = fold.change(change)
+        for stored in folds(view, stored_folds(self.spec)):
+            change = stored.change(change)
         if self._split is not None and (fold := self._split(view)) is not None:
             change = fold.change(change)
         return self._folded.change(key, change)

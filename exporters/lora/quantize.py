@@ -90,10 +90,10 @@ def folded_factors(adapter: Adapter, base: Base) -> dict[tuple[int, LoraTarget],
                     expected="finite numbers",
                     fix="Its training diverged, or the file is damaged: use another adapter.",
                 )
-        gain = query_gain(base.spec) if target == "q" and base.spec.qk_norm is None else 1.0
+        assert view.layer is not None, "projections are parts of layers"
+        gain = query_gain(base.spec) if target == "q" and base.spec.qk_norm_of(view.layer) is None else 1.0
         left = product.left.open()[view.stored_rows(EVERY)].astype(np.float32)
         left *= np.float32(product.scaling * view.gain * gain)
-        assert view.layer is not None, "projections are parts of layers"
         changed = base.change(view.name, Factors(left, product.right.open().astype(np.float32)))
         found[view.layer, target] = _normalized(changed)
     return found

@@ -43,7 +43,7 @@ def adapted_ranges(
             ops.begin(window, ids)
             hidden[window] = decoder_layer(ops, spec, layer, hidden[window : window + 1])[0]
         ops.drop()
-    for rows in blocks_of_rows(spec.vocab):
+    for rows in blocks_of_rows(spec.result_width):
         ops.head = tensors.tensor(HEAD, rows)
         for window in range(len(hidden)):
             logits(ops, spec, hidden[window : window + 1])

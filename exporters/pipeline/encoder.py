@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,19 +11,21 @@ from typing import ClassVar, Literal
 import msgspec
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from edgekv.bundle import ENCODER_FILES, GraphFormat, RotationName, VisionRecord, WeightPlaces
-from edgekv.pictures import patches_of
+from edgekv.pictures import encoder_inputs
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import RotatedEncoder, VisionEncoder, WideEncoder
 from exporters.graphs.encoder import build_encoder
-from exporters.pipeline.inputs import PICTURE_ROWS, Exact, Inputs
+from exporters.graphs.weights import ShardWriter
+from exporters.pipeline.inputs import PICTURE_ROWS, DecoderKey, Inputs
 from exporters.pipeline.piece import Piece
 from exporters.quantize.encoder import EncoderTensors, quantize_encoder
-from exporters.quantize.weights import WeightStore
+from quant import Method
 
-SHARD, TILES = "weights-vision", "tiles.npy"
+SHARD, _TILES = "weights-vision.safetensors", "tiles.npz"
 
 
 class Encoded(VisionRecord, frozen=True, kw_only=True):
@@ -54,17 +57,19 @@ class EncoderPiece(Piece):
         tiles: name of the pictures to calibrate on.
         calibration: what a manifest calls them.
         graph_format: of the graph.
+        method: how matrices are rounded.
     """
 
     kind: ClassVar[str] = "encoder"
 
-    exact: Exact
+    exact: DecoderKey
     encoder: EncoderSpec
     pictures: PictureSpec
     rotation: RotationName
     tiles: str
     calibration: str
     graph_format: GraphFormat
+    method: Method = "nearest"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -84,21 +89,23 @@ class EncoderPiece(Piece):
             base = RotatedEncoder(vision, rotation.writing)
             turn = rotation.writing(np.eye(self.encoder.output, dtype=np.float32))
         tensors: EncoderTensors = WideEncoder(base, self.encoder.wide) if self.encoder.wide else base
-        tiles = np.load(inputs.store.path(self.tiles) / TILES, allow_pickle=False)
-        patches = [patches_of(each, self.encoder, self.pictures) for each in tiles]
+        tiles = _read_tiles(inputs.store.path(self.tiles))
+        shown = [encoder_inputs(tile, self.encoder, self.pictures) for tile in tiles]
         steps = self.encoder.layers + 1
         told = partial(inputs.progress, "encoder")
         activations: Literal["u16", "s16"] = "u16" if self.graph_format == "onnx" else "s16"
-        found = quantize_encoder(tensors, self.pictures, patches, activations, done=lambda layers: told(layers, steps))
+        found = quantize_encoder(
+            tensors, self.pictures, shown, activations, self.method, done=lambda layers: told(layers, steps)
+        )
         target, places = folder / ENCODER_FILES[self.graph_format], WeightPlaces()
         if self.graph_format == "tflite":
             from exporters.graphs.tflite.encoder import write_tflite_encoder  # its package is optional
 
             write_tflite_encoder(tensors, found.matrices, found.encodings, target)
         else:
-            store = WeightStore(tensors.tensor, lambda _: self.encoder.head_dim, found.matrices, folder)
+            store = ShardWriter(tensors.tensor, lambda _: self.encoder.head_dim, found.matrices)
             graph = build_encoder(self.encoder, found.encodings, store)
-            store.flush(SHARD)
+            store.write(folder / SHARD)
             onnx.save(graph.finish(), target)
             places = store.places
         rows = np.concatenate(found.rows)
@@ -115,3 +122,13 @@ class EncoderPiece(Piece):
             low=found.reach[0],
             high=found.reach[1],
         )
+
+
+def write_tiles(tiles: Sequence[NDArray[np.uint8]], folder: Path) -> None:
+    """Write what an encoder is calibrated on."""
+    np.savez(folder / _TILES, *tiles)
+
+
+def _read_tiles(folder: Path) -> list[NDArray[np.uint8]]:
+    with np.load(folder / _TILES, allow_pickle=False) as file:
+        return [file[name] for name in file.files]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
 
@@ -15,21 +15,22 @@ from numpy.typing import NDArray
 from edgekv.bundle import RecipeRecord
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.kv import KvDtype
+from edgekv.machine.system import link_or_copy
 from edgekv.spec import DecoderSpec, Vocabulary
-from exporters.checkpoint.aligned import align
+from exporters.checkpoint.aligned import AlignedHeads, align
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.head_range import HeadRange
 from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.checkpoint.tensors import Tensors
 from exporters.checkpoint.vision import VisionEncoder
-from exporters.contents import Surveyed
+from exporters.drafter import Drafter, TargetText
 from exporters.lora.base import ExportedBase
 from exporters.lora.quantize import folded_factors
 from exporters.pipeline.hashed import hashed
 from exporters.pipeline.layer_file import LayerFile
-from exporters.pipeline.place import Identity, Place
-from exporters.pipeline.store import PieceStore
+from exporters.pipeline.place import Identity, Place, tokenizer_sha256
+from exporters.pipeline.store import MissingPieceError, PieceStore
 from exporters.pipeline.survey_file import read_survey
 from exporters.progress import Progress, silent
 from exporters.quantize.matrices import Quantizer
@@ -38,6 +39,7 @@ from exporters.quantize.reference import Changes
 from exporters.quantize.sink import FloatSink, is_sink
 from exporters.quantize.sink_wanted import SinkWanted
 from exporters.quantize.survey import Survey
+from exporters.quantize.windows import Room
 
 BUNDLE = "bundle"
 LAYER = "layer"
@@ -48,57 +50,84 @@ _MOST_KEPT = 4  # decoders of a process
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
-    """The exact decoder.
+class DecoderKey:
+    """What the pieces of a decoder depend on: its weights, what is folded into them, and its calibration text.
 
     Attributes:
         weights: see `Identity`.
         config: see `Identity`.
         spec: the decoder, with all that options changed in it.
         context: of the rotary embedding.
+        target: see `Identity`.
         pictures: name of the encoder whose float rows of drawn pictures follow the table of embeddings; None for none.
+        survey: name of the survey that decides on the sink and on the heads, or of what a drafter reads of its target;
+            None for the exact decoder.
+        sink: the option.
+        first: the tokens that may become a sink.
+        transforms: the recipe's, without its rules; None: nothing is folded into the weights.
+        kv_dtype: integer type of the cache that heads are aligned for; None if they are not.
+        adapted: names of surveys with adapters, for which the heads are aligned too.
+        tokens: names of the calibration tokens: with the sink at the start of each window, and without.
+        learned: names of the text that the model writes itself.
     """
 
     weights: str
     config: str
     spec: DecoderSpec
     context: int
+    target: str = ""
     pictures: str | None = None
+    survey: str | None = None
+    sink: SinkWanted = field(default_factory=SinkWanted)
+    first: tuple[int, ...] = ()
+    transforms: RecipeRecord | None = None
+    kv_dtype: KvDtype | None = None
+    adapted: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    learned: tuple[str, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the pieces that it follows from."""
-        return () if self.pictures is None else (self.pictures,)
+        named = (each for each in (self.survey, self.pictures) if each is not None)
+        return (*named, *self.adapted, *self.tokens, *self.learned)
 
     @property
-    def of_text(self) -> Exact:
-        """Without pictures."""
-        return replace(self, pictures=None)
+    def exact(self) -> DecoderKey:
+        """The exact decoder: no survey, and nothing folded into the weights."""
+        return DecoderKey(self.weights, self.config, self.spec, self.context, self.target, self.pictures)
 
     @property
-    def alone(self) -> Exact:
+    def alone(self) -> DecoderKey:
         """With a vocabulary that no recipe chose: the same logits to the bit, so all recipes share pieces."""
         return self.with_vocabulary("apart")
 
-    def with_vocabulary(self, vocabulary: Vocabulary) -> Exact:
-        """See `Checkpoint.with_vocabulary`."""
+    @property
+    def of_text(self) -> DecoderKey:
+        """The exact decoder alone, without pictures, and its sink: how texts begin."""
+        exact = replace(self.exact.alone, pictures=None)
+        return replace(exact, survey=self.survey, sink=self.sink, first=self.first)
+
+    def with_vocabulary(self, vocabulary: Vocabulary) -> DecoderKey:
+        """With embeddings that are elsewhere; see `DecoderSpec.vocabulary`."""
         return replace(self, spec=msgspec.structs.replace(self.spec, vocabulary=vocabulary))
 
-    def of(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The decoder of a checkpoint.
 
-        Raises:
-            ValueError: an option changes the decoder in a way that is not made here.
-        """
-        spec = self.spec
-        if spec.convolution_states is not None:
-            checkpoint = checkpoint.with_states(spec.convolution_states.dtype)
-        if spec.gives_hidden:
-            checkpoint = checkpoint.giving_hidden()
-        decoder = checkpoint.limited(spec.limits).split(spec.split).with_vocabulary(spec.vocabulary)
-        if decoder.spec != spec:
-            raise ValueError(f"decoder: got {decoder.spec}; expected {spec}")
-        return decoder
+@dataclass(frozen=True, slots=True)
+class SurveyResult:
+    """What the pass of the exact decoder decides.
+
+    Attributes:
+        sink: the first tokens in float, if they become a sink.
+        heads: transforms of single heads, if the recipe aligns them.
+        tokens: ids of the calibration text `[windows, T]`.
+        sink_tokens: number of first tokens of each window that no graph computes.
+    """
+
+    sink: FloatSink | None
+    heads: AlignedHeads | None
+    tokens: NDArray[np.int64]
+    sink_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,53 +158,6 @@ class ProvenAdapter:
         return self.choice
 
 
-@dataclass(frozen=True, slots=True)
-class SinkChoice:
-    """What decides whether the first tokens become a sink.
-
-    Attributes:
-        survey: name of the survey.
-        wanted: the option.
-        first: the tokens that may become one.
-    """
-
-    survey: str
-    wanted: SinkWanted
-    first: tuple[int, ...]
-
-    def chooses(self, found: Survey | None) -> bool:
-        """Whether they do."""
-        return found is not None and is_sink(found.outlier, self.wanted, self.first)
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """The exact decoder with all that a recipe folds into its weights, and its calibration text.
-
-    Attributes:
-        exact: the decoder.
-        sink: of all texts.
-        transforms: the recipe's, without its rules.
-        kv_dtype: integer type of the cache that heads are aligned for; None if they are not.
-        adapted: names of surveys with adapters, for which the heads are aligned too.
-        tokens: names of the calibration tokens: with the sink at the start of each window, and without.
-        learned: names of the text that the model writes itself.
-    """
-
-    exact: Exact
-    sink: SinkChoice
-    transforms: RecipeRecord
-    kv_dtype: KvDtype | None
-    adapted: tuple[str, ...]
-    tokens: tuple[str, str]
-    learned: tuple[str, ...]
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the pieces that it follows from."""
-        return (self.sink.survey, *self.adapted, *self.tokens, *self.learned, *self.exact.needs)
-
-
 class Inputs:
     """Gives pieces what their fields name.
 
@@ -187,6 +169,7 @@ class Inputs:
             all pieces.
         keeps_residual: keep the residual of the last layer in memory; for a process that does one piece at a time.
         threads: of an engine that runs a bundle; None for all cores.
+        room: in memory for the values of calibration windows; None for none.
     """
 
     def __init__(
@@ -198,54 +181,75 @@ class Inputs:
         keeps_files: bool = False,
         keeps_residual: bool = True,
         threads: int | None = None,
+        room: Room | None = None,
     ) -> None:
         self.store = store
         self.progress = progress
         self.threads = threads
+        self._room = room
         self._place = place
         self._keeps_files = keeps_files
         self._keeps_residual = keeps_residual
         self._layers: dict[str, LayerFile] = {}
         self._quantizer: tuple[str, Quantizer] | None = None
         self._exact: dict[str, tuple[Checkpoint, Checkpoint]] = {}
-        self._surveyed: dict[str, Surveyed] = {}
+        self._surveyed: dict[str, SurveyResult] = {}
         self._folded: tuple[str, Tensors, Tensors] | None = None
         self._bundles: dict[str, Path] = {}
 
-    def exact(self, exact: Exact) -> Tensors:
+    def exact(self, key: DecoderKey) -> Tensors:
         """The weights of the exact decoder, and nothing else of its checkpoint.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, or is another one here.
         """
-        return self._decoder(exact, weights=exact.weights, config=exact.config)
+        return self._decoder(key, weights=key.weights, config=key.config)
 
-    def encoder(self, exact: Exact) -> VisionEncoder:
+    def encoder(self, key: DecoderKey) -> VisionEncoder:
         """The vision encoder of the checkpoint.
 
         Raises:
             CheckpointError: the checkpoint cannot be read, is another one here, or has none.
         """
-        found = self._decoder(exact, weights=exact.weights, config=exact.config).vision
+        found = self._decoder(key, weights=key.weights, config=key.config).vision
         if found is None:
             raise CheckpointError("vision encoder", got="none", expected="one", fix="Give all workers the same files.")
         return found
 
-    def checkpoint(self, exact: Exact, identity: Identity) -> Checkpoint:
+    def drafter(self, key: DecoderKey) -> Drafter:
+        """A drafter and its target.
+
+        Raises:
+            CheckpointError: one of them cannot be read, or is another one here.
+        """
+        assert self._place is not None, "pieces that read a checkpoint have a place"
+        return self._place.drafter(weights=key.weights, config=key.config, target=key.target)
+
+    def target_text(self, key: DecoderKey) -> TargetText:
+        """What a drafter reads of its target.
+
+        Raises:
+            UsageError: it is not there, or damaged.
+        """
+        assert key.survey is not None, "a drafter reads its target"
+        with self.store.reading(key.survey) as folder:
+            return TargetText.read(folder, self.drafter(key).read)
+
+    def checkpoint(self, key: DecoderKey, identity: Identity) -> Checkpoint:
         """All of the checkpoint.
 
         Raises:
             CheckpointError: it cannot be read, or is another one here.
         """
-        return self._decoder(exact, **{name: getattr(identity, name) for name in Identity.__slots__})
+        return self._decoder(key, **{name: getattr(identity, name) for name in Identity.__slots__})
 
-    def take(self, exact: Exact, checkpoint: Checkpoint, decoder: Checkpoint) -> None:
+    def take(self, key: DecoderKey, checkpoint: Checkpoint, decoder: Checkpoint) -> None:
         """Take the decoder of a checkpoint that is open here already."""
-        self._exact[hashed(exact.of_text)] = checkpoint, decoder
+        self._exact[hashed(replace(key.exact, pictures=None))] = checkpoint, decoder
 
-    def check_values(self, exact: Exact) -> None:
+    def check_values(self, key: DecoderKey) -> None:
         """See `Checkpoint.check_values`."""
-        checkpoint = self._decoder(exact, weights=exact.weights, config=exact.config)
+        checkpoint = self._decoder(key, weights=key.weights, config=key.config)
         checkpoint.check_values(partial(self.progress, "read"))
 
     @property
@@ -265,14 +269,28 @@ class Inputs:
         """
         return self._bundles[name] if name in self._bundles else self.store.path(name) / BUNDLE
 
-    def text_checkpoint(self, exact: Exact, tokenizer: str) -> Checkpoint:
+    def text_checkpoint(self, key: DecoderKey, tokenizer: str) -> Checkpoint:
         """The checkpoint without its chat templates and sampling defaults, for pieces that encode text.
 
         Args:
-            exact: the decoder.
+            key: the decoder; of a drafter, its target's checkpoint is given.
             tokenizer: see `Identity`.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or is another one here.
         """
-        found = self._decoder(exact, weights=exact.weights, config=exact.config, tokenizer=tokenizer)
+        if key.target:
+            source = self.drafter(key).source
+            if (actual := tokenizer_sha256(source)) != tokenizer:
+                raise CheckpointError(
+                    f"checkpoint {source.name}",
+                    got=f"another one, whose tokenizer has the hash {actual}",
+                    expected=f"{tokenizer}, as the command has",
+                    fix="Give all workers the same files.",
+                )
+            alone = source.as_spec(msgspec.structs.replace(source.spec, vocabulary="apart"))
+            return replace(alone, chat=None, generation=None)
+        found = self._decoder(key, weights=key.weights, config=key.config, tokenizer=tokenizer)
         return replace(found, chat=None, generation=None)
 
     def text(self, name: str) -> str:
@@ -300,40 +318,42 @@ class Inputs:
             fix = f"Remove the piece from {self.store.place}, and run the same command again."
             raise UsageError(f"piece {name}", got=reason, expected="token ids [windows, T]", fix=fix)
 
-    def surveyed(self, folded: Folded) -> Surveyed:
+    def surveyed(self, key: DecoderKey) -> SurveyResult:
         """What the survey decides."""
-        key = hashed(folded)
-        if key not in self._surveyed:
+        name = hashed(key)
+        if name not in self._surveyed:
             if len(self._surveyed) > _MOST_KEPT:
                 self._surveyed.clear()
-            self._surveyed[key] = self._decided(folded)
-        return self._surveyed[key]
+            self._surveyed[name] = self._decided(key)
+        return self._surveyed[name]
 
-    def survey(self, name: str, exact: Exact) -> Survey | None:
-        """A finished survey; None if it had nothing to decide."""
-        spec = self.exact(exact).spec
-        with self.store.reading(name) as folder:
-            return read_survey(folder, spec)
+    def beginning(self, key: DecoderKey, bos: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """The first tokens of each text, and whether they are a sink; those of `bos` are none."""
+        assert key.survey is not None, "a survey decides on the sink"
+        found = self._survey(key.survey, key.spec)
+        has_sink = found is not None and is_sink(found.outlier, key.sink, key.first)
+        return (key.first if has_sink else bos), has_sink
 
-    def folded(self, folded: Folded) -> Tensors:
+    def folded(self, key: DecoderKey) -> Tensors:
         """The weights with all that the recipe folds into them; the last ones are kept."""
-        exact, key = self.exact(folded.exact), hashed(folded)
-        if self._folded is None or self._folded[0] != key or self._folded[1] is not exact:
-            self._folded = key, exact, transformed(exact, folded.transforms, self.surveyed(folded).heads)
+        assert key.transforms is not None, "a recipe says what is folded into the weights"
+        exact, name = self.exact(key), hashed(key)
+        if self._folded is None or self._folded[0] != name or self._folded[1] is not exact:
+            self._folded = name, exact, transformed(exact, key.transforms, self.surveyed(key).heads)
         return self._folded[2]
 
-    def changes(self, adapter: ProvenAdapter, exact: Exact, tensors: Tensors | None = None) -> Changes:
+    def changes(self, adapter: ProvenAdapter, key: DecoderKey, tensors: Tensors | None = None) -> Changes:
         """What an adapter adds to the exact decoder.
 
         Args:
             adapter: the adapter.
-            exact: the decoder.
+            key: the decoder.
             tensors: its weights with what a recipe folds into them; None: without.
 
         Raises:
             CheckpointError: the adapter is another one here, damaged, or of another model.
         """
-        checkpoint = self._decoder(exact, weights=exact.weights, config=exact.config)
+        checkpoint = self._decoder(key, weights=key.weights, config=key.config)
         base = ExportedBase(checkpoint, checkpoint if tensors is None else tensors)
         return folded_factors(Adapter.open(adapter.checked()), base)
 
@@ -348,13 +368,31 @@ class Inputs:
         with self.store.reading(name) as folder:
             return LayerFile.open(folder / LAYER)
 
+    def give_weights(self, name: str, folder: Path) -> None:
+        """Link the files of a layer's weights into the folder of a bundle; copy them if the store was cleared.
+
+        Raises:
+            UsageError: they are not there, or damaged.
+        """
+        layer = self.layer(name)
+        try:
+            place = self.store.path(name) / LAYER
+        except MissingPieceError:
+            if name not in self._layers or (self.store.folder / name).exists():
+                raise
+            for file, content in layer.weights.files.items():
+                content.tofile(folder / file)
+        else:
+            for file in layer.places.files:
+                link_or_copy(place / file, folder / file)
+
     def take_quantizer(
-        self, folded: Folded, rules: Recipe, before: str | None = None, *, follows: bool = True
+        self, key: DecoderKey, rules: Recipe, before: str | None = None, *, follows: bool = True
     ) -> Quantizer:
         """A quantizer that has run the decoder up to a layer.
 
         Args:
-            folded: the decoder.
+            key: the decoder.
             rules: of the matrices that come next.
             before: name of the layer; None for the embeddings.
             follows: see `Quantizer`.
@@ -364,20 +402,23 @@ class Inputs:
             kept[1].recipe = rules
             return kept[1]
         del kept  # its memory is for the next one
-        surveyed, context = self.surveyed(folded), folded.exact.context
+        surveyed = self.surveyed(key)
         quantizer = Quantizer(
-            self.folded(folded),
+            self.folded(key),
             surveyed.tokens,
-            context,
+            key.context,
             rules,
             surveyed.sink_tokens,
             follows=follows,
             folder=self.store.folder,
+            room=self._room,
         )
         if before is not None:
             layer = self.layer(before)
             layer.check_residual(quantizer.hidden.shape)
             quantizer.hidden = layer.hidden()
+            if key.target:
+                quantizer.read_target(self.target_text(key).rows)
             quantizer.take_ranges()  # that of the embedding belongs to the first layer
         return quantizer
 
@@ -392,19 +433,20 @@ class Inputs:
         """Free the memory of the last layer."""
         self._quantizer = None
 
-    def _decoder(self, exact: Exact, **wanted: str) -> Checkpoint:
+    def _decoder(self, key: DecoderKey, **wanted: str) -> Checkpoint:
         assert self._place is not None, "pieces that read a checkpoint have a place"
-        checkpoint = self._place.proven(**wanted)
-        key = hashed(exact)
-        known = self._exact.get(key)
+        checkpoint, exact = self._place.proven(**{**wanted, "target": key.target}), key.exact
+        name = hashed(exact)
+        known = self._exact.get(name)
         if known is None or known[0] is not checkpoint:
             if len(self._exact) > _MOST_KEPT:
                 self._exact.clear()
             if exact.pictures is None:
-                decoder = exact.of(checkpoint)
+                decoder = checkpoint.as_spec(exact.spec)
             else:
-                decoder = self._decoder(exact.of_text, **wanted).with_pictures(self._picture_rows(exact.pictures))
-            known = self._exact[key] = checkpoint, decoder
+                plain = self._decoder(replace(exact, pictures=None), **wanted)
+                decoder = plain.with_pictures(self._picture_rows(exact.pictures))
+            known = self._exact[name] = checkpoint, decoder
         return known[1]
 
     def _picture_rows(self, name: str) -> NDArray[np.float32]:
@@ -412,26 +454,34 @@ class Inputs:
         found: NDArray[np.float32] = np.load(self.store.path(name) / PICTURE_ROWS, allow_pickle=False)
         return found
 
-    def _decided(self, folded: Folded) -> Surveyed:
-        found, exact = self.survey(folded.sink.survey, folded.exact), folded.exact
-        checkpoint = self._decoder(exact, weights=exact.weights, config=exact.config)
-        first, has_sink = folded.sink.first, folded.sink.chooses(found)
-        named = [folded.tokens[0 if has_sink else 1], *folded.learned]
+    def _survey(self, name: str, spec: DecoderSpec) -> Survey | None:
+        """A finished survey; None if it had nothing to decide."""
+        with self.store.reading(name) as folder:
+            return read_survey(folder, spec)
+
+    def _decided(self, key: DecoderKey) -> SurveyResult:
+        assert key.survey is not None, "a survey decides"
+        if key.target:
+            drafter = self.drafter(key)
+            sink, heads = drafter.target.manifest.sink, drafter.heads
+            return SurveyResult(None, heads, self.target_text(key).tokens, 0 if sink is None else len(sink.tokens))
+        found, (first, has_sink) = self._survey(key.survey, key.spec), self.beginning(key, ())
+        named = [key.tokens[0 if has_sink else 1], *key.learned]
         tokens = np.concatenate([self.tokens(name) for name in named])
         if found is None:
-            return Surveyed(None, None, tokens)
+            return SurveyResult(None, None, tokens)
         heads = None
-        if folded.kv_dtype is not None:
-            limit = 32767 if folded.kv_dtype == "s16" else 127
-            adapted = [each for name in folded.adapted if (each := self.survey(name, exact)) is not None]
+        if key.kv_dtype is not None:
+            limit = 32767 if key.kv_dtype == "s16" else 127
+            adapted = [each for name in key.adapted if (each := self._survey(name, key.spec)) is not None]
             reach = {
                 at: reduce(HeadRange.covering, (each.reach[at] for each in adapted), seen)
                 for at, seen in found.reach.items()
             }
             with_adapters = [each.rows for each in adapted]
-            heads = align(checkpoint.spec, reach, found.rows, limit, has_sink=has_sink, adapted=with_adapters)
+            heads = align(key.spec, reach, found.rows, limit, has_sink=has_sink, adapted=with_adapters)
         if not has_sink:
-            return Surveyed(None, heads, tokens)
+            return SurveyResult(None, heads, tokens)
         rows = found.rows
         if heads is not None:
             rows = {
@@ -439,4 +489,4 @@ class Inputs:
                 for each, row in rows.items()
             }
         past = {tensor.past: each for tensor, each in rows.items()}
-        return Surveyed(FloatSink(first, found.outlier, past, found.logits), heads, tokens)
+        return SurveyResult(FloatSink(first, found.outlier, past, found.logits), heads, tokens, len(first))

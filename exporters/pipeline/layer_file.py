@@ -1,4 +1,4 @@
-"""What quantizing a layer gives, in a folder: its integers, the observed ranges, and the residual after it."""
+"""What quantizing a layer gives, in a folder: files of the bundle, the observed ranges, and the residual after it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.bundle import BundleWeights, WeightPlaces, is_plain_path
 from edgekv.errors import UsageError
 from edgekv.machine.json_file import read_json
 from exporters.quantize.reference import Floats
 from exporters.quantize.shards import Streamed, write_shard
 from exporters.quantize.windows import Windows
-from quant import WEIGHT_TYPES, Grid, QuantizedWeight, Range, WeightDtype
+from quant import QuantizedWeight, Range
 
 _RECORD = "layer.json"
 _TENSORS = "tensors.safetensors"
 _SHARED = "shared."
-_DTYPES = ("float32", "int8", "uint8")
+_SUFFIX = ".safetensors"
 
 
 class _Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,17 +37,13 @@ class _Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class _Matrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dtype: WeightDtype
-
-
 class _Extremes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     low: float
     high: float
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    matrices: dict[str, _Matrix]
+    places: WeightPlaces
     ranges: dict[str, _Extremes]
     tensors: dict[str, _Tensor]
 
@@ -54,13 +51,18 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class LayerFile:
     """A quantized layer on disk; its tensors are read on access.
 
-    The file stays open, so that clearing the store meanwhile does no harm.
+    Its files stay open, so that clearing the store meanwhile does no harm.
+
+    Attributes:
+        places: of its weights, in files of the bundle.
     """
 
     def __init__(self, folder: Path, file: BinaryIO, record: _Record) -> None:
+        self.places = record.places
         self._folder = folder
         self._file = file
         self._record = record
+        self._weights = BundleWeights(folder, record.places)
 
     @classmethod
     def open(cls, folder: Path) -> LayerFile:
@@ -77,30 +79,34 @@ class LayerFile:
             raise UsageError(str(folder / _TENSORS), got=error.strerror, expected=expected, fix=fix) from None
         if wrong := found._misfit():
             raise UsageError(str(folder / _RECORD), got=f"{wrong} that does not fit", expected=expected, fix=fix)
+        found.weights.files  # noqa: B018  # mapped before anything can happen to the folder
         return found
 
     @staticmethod
     def write(
         folder: Path,
-        matrices: Mapping[str, QuantizedWeight],
+        places: WeightPlaces,
         ranges: Mapping[str, Range],
         hidden: Windows | None,
         shared: Mapping[str, Floats] = MappingProxyType({}),
     ) -> None:
-        """Write a layer into a folder, which is made; `shared` are its keys and values that later layers read."""
-        folder.mkdir(exist_ok=True)
+        """Write what is not part of the bundle into the folder of the layer's weights.
+
+        Args:
+            folder: the folder.
+            places: of the weights there.
+            ranges: of the results of the layer.
+            hidden: the residual after it; None after the head.
+            shared: its keys and values that later layers read.
+        """
         tensors: dict[str, NDArray[Any] | Streamed] = {}
         if hidden is not None:
             tensors["hidden"] = Streamed(np.float32, hidden.shape, lambda: hidden)
         tensors |= {_SHARED + name: rows for name, rows in shared.items()}
-        for name, weight in matrices.items():
-            tensors |= {f"{name}.integers": weight.integers, f"{name}.scales": weight.scales}
-            if weight.grid.block_scales is not None:
-                tensors[f"{name}.block_scales"] = weight.grid.block_scales
         tensors |= {f"{name}.sample": seen.sample for name, seen in ranges.items() if seen.sample.size}
         extents = write_shard(folder / _TENSORS, tensors)
         record = _Record(
-            matrices={name: _Matrix(dtype=weight.grid.dtype) for name, weight in matrices.items()},
+            places=places,
             ranges={name: _Extremes(low=seen.low, high=seen.high) for name, seen in ranges.items()},
             tensors={
                 name: _Tensor(dtype=np.dtype(tensors[name].dtype).name, shape=tensors[name].shape, offset=extent.offset)
@@ -109,15 +115,21 @@ class LayerFile:
         )
         (folder / _RECORD).write_bytes(msgspec.json.encode(record))
 
-    def check(self, matrices: Mapping[str, tuple[int, int]]) -> None:
-        """Check that it has these matrices, `[out, in]`.
+    def check(self, asked: WeightPlaces) -> None:
+        """Check that it has the weights that graphs ask for, wherever they are.
 
         Raises:
             UsageError: it is the layer of another decoder: its record was forged.
         """
-        found = {name: self._record.tensors[f"{name}.integers"].shape[::-1] for name in self._record.matrices}
-        if found != dict(matrices):
+        matrices, tensors = self.places.matrices, self.places.tensors
+        if matrices.keys() != asked.matrices.keys() or any(
+            (matrices[name].dtype, matrices[name].rows, matrices[name].columns, matrices[name].heads)
+            != (place.dtype, place.rows, place.columns, place.heads)
+            for name, place in asked.matrices.items()
+        ):
             raise self._other("other matrices")
+        if any(name not in tensors or tensors[name].shape != place.shape for name, place in asked.tensors.items()):
+            raise self._other("other norms or biases")
 
     def check_residual(self, shape: tuple[int, ...]) -> None:
         """Check that it has a residual of this shape.
@@ -135,46 +147,31 @@ class LayerFile:
 
     def _misfit(self) -> str | None:
         """A part of the record that contradicts itself or the file; a record that was forged has the right hash."""
-        record, wanted = self._record, dict[str, tuple[str, tuple[int, ...]]]()
-        size = os.fstat(self._file.fileno()).st_size
+        record, size = self._record, os.fstat(self._file.fileno()).st_size
         for name, tensor in record.tensors.items():
-            if tensor.dtype not in _DTYPES or min(tensor.shape, default=0) < 0:
+            if tensor.dtype != "float32" or min(tensor.shape, default=0) < 0:
                 return name
             if not 0 <= tensor.offset <= size - tensor.bytes:
                 return name
-        for name, each in record.matrices.items():
-            shape = record.tensors[f"{name}.integers"].shape if f"{name}.integers" in record.tensors else ()
-            if len(shape) != 2:
+        sizes: dict[str, int] = {}
+        for name, file, extent in record.places.extents():
+            if not is_plain_path(file) or (self._folder / file).suffix != _SUFFIX:
                 return name
-            wanted |= {f"{name}.integers": ("int8", shape), f"{name}.scales": ("float32", shape[1:])}
-            if (block := WEIGHT_TYPES[each.dtype].block) is not None:
-                wanted[f"{name}.block_scales"] = ("uint8", (shape[0] // block, shape[1]))
-        found = {name: (tensor.dtype, tensor.shape) for name, tensor in record.tensors.items()}
-        if missing := [name for name, each in wanted.items() if found.get(name) != each]:
-            return missing[0]
+            if file not in sizes:
+                sizes[file] = (self._folder / file).stat().st_size if (self._folder / file).is_file() else 0
+            if extent.offset + extent.bytes > sizes[file]:
+                return name
         allowed = {f"{name}.sample" for name in record.ranges} | {"hidden"}
-        for name in found.keys() - wanted.keys():
-            if name.startswith(_SHARED) and found[name][0] == "float32" and len(found[name][1]) == 4:
-                continue
-            dimensions = 4 if name == "hidden" else 1
-            if name not in allowed or found[name][0] != "float32" or len(found[name][1]) != dimensions:
+        for name, tensor in record.tensors.items():
+            dimensions = 4 if name == "hidden" or name.startswith(_SHARED) else 1
+            if len(tensor.shape) != dimensions or not (name in allowed or name.startswith(_SHARED)):
                 return name
         return next((name for name, each in record.ranges.items() if not each.low <= each.high), None)
 
     @property
-    def names(self) -> list[str]:
-        """Names of its matrices."""
-        return list(self._record.matrices)
-
-    def matrix(self, name: str) -> QuantizedWeight:
-        """One of its matrices."""
-        blocks = f"{name}.block_scales"
-        grid = Grid(
-            self._record.matrices[name].dtype,
-            self._read(f"{name}.scales"),
-            self._read(blocks) if blocks in self._record.tensors else None,
-        )
-        return QuantizedWeight(self._read(f"{name}.integers"), grid)
+    def weights(self) -> BundleWeights:
+        """Reads its weights, whose scales include gains."""
+        return self._weights
 
     def ranges(self) -> dict[str, Range]:
         """The ranges observed in this layer."""
@@ -206,7 +203,7 @@ class LayerMatrices:
     """The quantized matrices of a decoder by name, read from the files of its layers on access."""
 
     def __init__(self, layers: Sequence[LayerFile]) -> None:
-        self._layers = {name: layer for layer in layers for name in layer.names}
+        self._layers = {name: layer for layer in layers for name in layer.places.matrices}
 
     def __getitem__(self, key: str) -> QuantizedWeight:
-        return self._layers[key].matrix(key)
+        return self._layers[key].weights.matrix(key)

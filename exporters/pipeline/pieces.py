@@ -1,8 +1,8 @@
-"""The pieces of an export: survey, text, layer, head, write, check and compile."""
+"""The pieces of an export: survey, text, layer, head, check and compile; see `write` for what ends it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,21 +13,19 @@ import numpy as np
 
 from devices import Device, find, find_proxy
 from edgekv.bundle import (
-    AdapterRecord,
     CompiledBinary,
     Manifest,
-    SourceRecord,
+    WeightPlaces,
     WeightRecord,
     open_bundle,
-    record_files,
-    write_manifest,
 )
 from edgekv.errors import UsageError
-from edgekv.machine.system import link_or_copy
+from edgekv.machine.decoding import analysed
 from edgekv.qnn.options import HtpOptions
-from edgekv.spec import EMBEDDING, DecoderSpec, views
+from edgekv.spec import DecoderSpec
 from edgekv.spec.text import begins_with
-from exporters.contents import BundleForm, make_manifest, write_contents
+from exporters.graphs.onnx import ask_for_head, ask_for_layer, write_head, write_layer
+from exporters.graphs.weights import AskedWeights
 from exporters.htp.binary import check_chip
 from exporters.htp.check import floating_nodes
 from exporters.htp.compile import COMPILER_DEFAULTS, compile_graphs
@@ -36,19 +34,16 @@ from exporters.htp.costs import Costs
 from exporters.htp.estimate import Simulation, simulate
 from exporters.htp.schedule import Schedule
 from exporters.lora.ranges import adapted_ranges
-from exporters.pipeline.encoder import Encoded
-from exporters.pipeline.inputs import BUNDLE, LAYER, TOKENS, Exact, Folded, Inputs, ProvenAdapter, SinkChoice
-from exporters.pipeline.layer_file import LayerFile, LayerMatrices
+from exporters.pipeline.inputs import BUNDLE, LAYER, TOKENS, DecoderKey, Inputs, ProvenAdapter
+from exporters.pipeline.layer_file import LayerFile
 from exporters.pipeline.piece import Piece
-from exporters.pipeline.place import Identity
 from exporters.pipeline.store import PieceStore
 from exporters.pipeline.survey_file import write_survey
-from exporters.quantize.as_stored import stored_record
 from exporters.quantize.generated import Beginnings, generated_windows, text_tokens
 from exporters.quantize.recipe import Recipe, WeightRule
 from exporters.quantize.reference import NO_CHANGES
 from exporters.quantize.survey import survey
-from quant import Range
+from quant import QuantizedWeight
 
 SCHEDULES = "schedules.msgpack"
 _ADAPTED_WINDOWS = 3  # one of so many runs with an adapter: headroom covers the others
@@ -67,7 +62,7 @@ class SurveyPiece(Piece):
 
     kind: ClassVar[str] = "survey"
 
-    exact: Exact
+    exact: DecoderKey
     tokens: str | None
     first: int
     adapter: ProvenAdapter | None = None
@@ -91,13 +86,12 @@ class SurveyPiece(Piece):
 
 @dataclass(frozen=True, slots=True)
 class TextPiece(Piece):
-    """Windows of text that the exact decoder writes, for learning how to round.
+    """Windows of text that the exact decoder writes, for learning how to round; for a drafter its target writes them.
 
     Attributes:
-        exact: the decoder.
-        tokenizer: see `Identity`.
-        sink: decides how windows begin.
-        bos: how they begin without a sink.
+        decoder: the exact one; its sink decides how windows begin.
+        tokenizer: see `Identity`; of a drafter's target, its own.
+        bos: how they begin without a sink, or behind no survey.
         opening: what stands before a user's first message, with which some of them go on; empty without a template.
         special: ids of chats that stand for no text.
         number: of the batch.
@@ -107,9 +101,8 @@ class TextPiece(Piece):
 
     kind: ClassVar[str] = "text"
 
-    exact: Exact
+    decoder: DecoderKey
     tokenizer: str
-    sink: SinkChoice
     bos: tuple[int, ...]
     opening: tuple[int, ...]
     special: tuple[int, ...]
@@ -119,12 +112,11 @@ class TextPiece(Piece):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (self.sink.survey,)
+        return self.decoder.needs
 
     def make(self, folder: Path, inputs: Inputs) -> object:
-        has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
-        checkpoint = inputs.text_checkpoint(self.exact, self.tokenizer)
-        first = self.sink.first if has_sink else self.bos
+        checkpoint = inputs.text_checkpoint(self.decoder, self.tokenizer)
+        first = self.bos if self.decoder.survey is None else inputs.beginning(self.decoder, self.bos)[0]
         chat = self.opening[len(first) :] if begins_with(self.opening, first) else self.opening
         tokens = generated_windows(
             checkpoint,
@@ -143,7 +135,7 @@ class LayerPiece(Piece):
     """The quantized matrices of a layer, the ranges of its results, and the residual after it.
 
     Attributes:
-        folded: the decoder, and its calibration text.
+        decoder: what is quantized, and its calibration text.
         layer: its number.
         rules: of its matrices.
         follows: whether the quantized decoder runs beside the exact one.
@@ -153,7 +145,7 @@ class LayerPiece(Piece):
 
     kind: ClassVar[str] = "layer"
 
-    folded: Folded
+    decoder: DecoderKey
     layer: int
     rules: tuple[WeightRecord, ...]
     follows: bool
@@ -162,15 +154,23 @@ class LayerPiece(Piece):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (*self.folded.needs, *(() if self.before is None else (self.before,)), *self.shared)
+        return (*self.decoder.needs, *(() if self.before is None else (self.before,)), *self.shared)
 
     def make(self, folder: Path, inputs: Inputs) -> object:
-        quantizer = inputs.take_quantizer(self.folded, recipe_of(self.rules), self.before, follows=self.follows)
+        quantizer = inputs.take_quantizer(self.decoder, recipe_of(self.rules), self.before, follows=self.follows)
         for name in self.shared:
             quantizer.share(inputs.layer(name).shared())
-        matrices, ranges = dict(quantizer.layer(self.layer)), quantizer.take_ranges()
+        matrices = dict[str, QuantizedWeight]()
+        if self.before is None and self.decoder.target:
+            text = inputs.target_text(self.decoder)
+            matrices |= quantizer.enter(text.hidden, text.rows)
+        matrices |= quantizer.layer(self.layer)
+        ranges = quantizer.take_ranges()
         shared = quantizer.shared_rows(self.layer)
-        LayerFile.write(folder / LAYER, matrices, ranges, quantizer.hidden, shared)
+        place = folder / LAYER
+        place.mkdir()
+        places = write_layer(inputs.folded(self.decoder), matrices, self.layer, place)
+        LayerFile.write(place, places, ranges, quantizer.hidden, shared)
         inputs.keep(self.name, folder, quantizer)
         return None
 
@@ -181,19 +181,21 @@ class HeadPiece(Piece):
 
     kind: ClassVar[str] = "head"
 
-    folded: Folded
+    decoder: DecoderKey
     rules: tuple[WeightRecord, ...]
     follows: bool
     before: str
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return (*self.folded.needs, self.before)
+        return (*self.decoder.needs, self.before)
 
     def make(self, folder: Path, inputs: Inputs) -> object:
-        quantizer = inputs.take_quantizer(self.folded, recipe_of(self.rules), self.before, follows=self.follows)
-        matrices = dict(quantizer.head())
-        LayerFile.write(folder / LAYER, matrices, quantizer.take_ranges(), None)
+        quantizer = inputs.take_quantizer(self.decoder, recipe_of(self.rules), self.before, follows=self.follows)
+        matrices, place = dict(quantizer.head()), folder / LAYER
+        place.mkdir()
+        places = write_head(inputs.folded(self.decoder), matrices, place)
+        LayerFile.write(place, places, quantizer.take_ranges(), None)
         inputs.keep(self.name, folder, None)
         return None
 
@@ -203,104 +205,27 @@ class RangesPiece(Piece):
     """The ranges of all results of the exact decoder with an adapter.
 
     Attributes:
-        folded: the decoder, and its calibration text.
+        decoder: what is quantized, and its calibration text.
         adapter: what runs beside its matrices.
     """
 
     kind: ClassVar[str] = "ranges"
 
-    folded: Folded
+    decoder: DecoderKey
     adapter: ProvenAdapter
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return self.folded.needs
+        return self.decoder.needs
 
     def make(self, folder: Path, inputs: Inputs) -> object:
-        tensors, surveyed = inputs.folded(self.folded), inputs.surveyed(self.folded)
-        changes, told = inputs.changes(self.adapter, self.folded.exact, tensors), partial(inputs.progress, "adapter")
-        sink, context = surveyed.sink_tokens, self.folded.exact.context
+        tensors, surveyed = inputs.folded(self.decoder), inputs.surveyed(self.decoder)
+        changes, told = inputs.changes(self.adapter, self.decoder, tensors), partial(inputs.progress, "adapter")
+        sink, context = surveyed.sink_tokens, self.decoder.context
         tokens = surveyed.tokens[::_ADAPTED_WINDOWS]
         ranges = adapted_ranges(tensors, changes, tokens, context, sink, told)
-        LayerFile.write(folder / LAYER, {}, ranges, None)
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class WritePiece(Piece):
-    """Graphs, weights and manifest: a bundle for no chip yet, which no compiler has checked.
-
-    Attributes:
-        folded: the decoder, and its calibration text.
-        identity: the checkpoint, with its tokenizer, templates and sampling defaults.
-        source: the checkpoint's name in the manifest.
-        calibration: name of the calibration text there.
-        merged: adapters that are part of the weights.
-        form: the graphs.
-        adapters: that the slots are calibrated on.
-        adapted: names of their ranges.
-        layers: names of the quantized layers and of the head.
-        encoder: name of the vision encoder; None if there is none.
-    """
-
-    kind: ClassVar[str] = "write"
-
-    folded: Folded
-    identity: Identity
-    source: str
-    calibration: str
-    merged: tuple[AdapterRecord, ...]
-    form: BundleForm
-    adapters: tuple[ProvenAdapter, ...]
-    adapted: tuple[str, ...]
-    layers: tuple[str, ...]
-    encoder: str | None = None
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        encoder = () if self.encoder is None else (self.encoder,)
-        return (*self.folded.needs, *self.layers, *self.adapted, *encoder)
-
-    def make(self, folder: Path, inputs: Inputs) -> object:
-        checkpoint, surveyed = inputs.checkpoint(self.folded.exact, self.identity), inputs.surveyed(self.folded)
-        for adapter in self.adapters:
-            adapter.checked()
-        stored = stored_record(checkpoint, Recipe.of(self.form.recipe), partial(inputs.progress, "compare integers"))
-        layers = [inputs.layer(name) for name in self.layers]
-        for layer, wanted in zip(layers, layer_matrices(checkpoint.spec), strict=True):
-            layer.check(wanted)
-        ranges = {name: seen for layer in layers for name, seen in layer.ranges().items()}
-        for adapted in self.adapted:
-            for name, seen in inputs.layer(adapted).ranges().items():
-                ranges[name].cover(seen)
-        bundle, tensors = folder / BUNDLE, inputs.folded(self.folded)
-        bundle.mkdir()
-        told, matrices = inputs.progress, LayerMatrices(layers)
-        vision = embedded = None
-        if self.encoder is not None:
-            vision = inputs.store.answer(self.encoder, Encoded)
-            for name in (vision.file, *vision.weights.files):
-                link_or_copy(inputs.store.path(self.encoder) / name, bundle / name)
-            embedded = Range(vision.low, vision.high)
-        contents = write_contents(
-            checkpoint, self.form, surveyed, tensors, matrices, ranges, bundle, told, embedded=embedded
-        )
-        del ranges
-        learned = sum(inputs.tokens(name).size for name in self.folded.learned)
-        source = SourceRecord(
-            checkpoint=self.source,
-            weights_sha256=self.identity.weights,
-            calibration=self.calibration,
-            calibration_tokens=surveyed.tokens.size,
-            stored=stored,
-            adapters=list(self.merged),
-            generated_tokens=learned,
-        )
-        files = record_files(bundle, partial(inputs.progress, "hash files"))
-        manifest = make_manifest(checkpoint, self.form, surveyed, contents, source, files)
-        if vision is not None:
-            manifest = msgspec.structs.replace(manifest, vision=vision.record)
-        write_manifest(bundle, manifest)
+        (folder / LAYER).mkdir()
+        LayerFile.write(folder / LAYER, WeightPlaces(), ranges, None)
         return None
 
 
@@ -463,17 +388,18 @@ class CompileTflitePiece(Piece):
 def recipe_of(rules: Iterable[WeightRecord]) -> Recipe:
     """A recipe of these rules alone, for pieces that read no others."""
     weights = tuple(WeightRule(tensors=each.tensor, dtype=each.dtype, method=each.method) for each in rules)
-    return Recipe(name="", weights=weights, activations="u16", rotation="none")
+    return Recipe(weights=weights)
 
 
-def layer_matrices(spec: DecoderSpec) -> list[dict[str, tuple[int, int]]]:
-    """The matrices `[out, in]` in the file of each layer, and of the head."""
-    found: list[dict[str, tuple[int, int]]] = [{} for _ in range(spec.layers + 1)]
-    for view in views(spec):
-        if view.is_multiplied and view.name != EMBEDDING:
-            outputs, inputs = view.shape
-            found[spec.layers if view.layer is None else view.layer][view.name] = outputs, inputs
-    return found
+def asked_places(spec: DecoderSpec, recipe: Recipe) -> Iterator[WeightPlaces]:
+    """What graphs ask for of each layer, and of what is behind the layers."""
+    for layer in spec.own_layers:
+        asked = AskedWeights(spec, recipe)
+        ask_for_layer(spec, layer, asked)
+        yield asked.places
+    asked = AskedWeights(spec, recipe)
+    ask_for_head(spec, asked)
+    yield asked.places
 
 
 def read_manifest(store: PieceStore, name: str) -> Manifest:
@@ -485,7 +411,7 @@ def read_manifest(store: PieceStore, name: str) -> Manifest:
 def read_estimate(store: PieceStore, name: str) -> list[Simulation]:
     """What a finished `EstimatePiece` has found, a graph each."""
     costs = store.answer(name, list[Costs])
-    schedules = msgspec.msgpack.decode(store.files(name)[SCHEDULES].read_bytes(), type=list[Schedule])
+    schedules = msgspec.msgpack.decode(store.files(name)[SCHEDULES].read_bytes(), type=analysed(list[Schedule]))
     return [Simulation(*both) for both in zip(costs, schedules, strict=True)]
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from edgekv.bundle import atomic_directory, is_plain_path
+from edgekv.bundle import MANIFEST, Bundle, atomic_directory, is_plain_path, open_bundle
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.machine.system import cache_folder, sha256_of
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.locate import locate
 from exporters.checkpoint.lora import AdapterChoice
+from exporters.drafter import Drafter
 from exporters.pipeline.hashed import hashed
 
 _fetching = Lock()
@@ -30,6 +31,7 @@ class Identity:
         tokenizer: the tokenizer and the special tokens.
         templates: the chat templates.
         generation: the sampling defaults.
+        target: the bundle that a drafter is made for; empty for a model of its own.
     """
 
     weights: str
@@ -37,24 +39,37 @@ class Identity:
     tokenizer: str
     templates: str
     generation: str
+    target: str = ""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, progress: Callable[[int, int], None] = lambda done, of: None) -> Identity:
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        progress: Callable[[int, int], None] = lambda done, of: None,
+        *,
+        target: Bundle | None = None,
+    ) -> Identity:
         """Hash a checkpoint.
 
         Args:
             checkpoint: an open checkpoint.
             progress: as for `Checkpoint.weights_sha256`.
+            target: that it drafts for; None for a model of its own.
         """
-        file = checkpoint.tokenizer_file
-        tokenizer = hashed(checkpoint.tokenizer.to_str()) if file is None else sha256_of(file)
         return cls(
             weights=checkpoint.weights_sha256(progress),
             config=checkpoint.config_sha256,
-            tokenizer=hashed(tokenizer, checkpoint.special),
+            tokenizer=tokenizer_sha256(checkpoint),
             templates=hashed(checkpoint.chat),
             generation=hashed(checkpoint.generation),
+            target="" if target is None else sha256_of(target.path / MANIFEST),  # which has the hashes of its files
         )
+
+
+def tokenizer_sha256(checkpoint: Checkpoint) -> str:
+    """The hash of a checkpoint's tokenizer and special tokens."""
+    file = checkpoint.tokenizer_file
+    return hashed(hashed(checkpoint.tokenizer.to_str()) if file is None else sha256_of(file), checkpoint.special)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +80,38 @@ class Place:
         name: a path that all workers see, an fsspec URL, or a hub id.
         revision: commit of a hub id; None for others.
         adapters: merged into the weights, in order.
+        target: folder of the bundle that a drafter is made for, which all workers see; None for a model of its own.
+        ranks: see `Checkpoint`.
     """
 
     name: str
     revision: str | None = None
     adapters: tuple[AdapterChoice, ...] = ()
+    target: Path | None = None
+    ranks: bool = False
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Place:
-        """The place of an open checkpoint."""
+    def of(cls, checkpoint: Checkpoint, target: Bundle | None = None) -> Place:
+        """The place of an open checkpoint, and of the bundle that it drafts for."""
         is_hub_id = "://" not in checkpoint.name and not Path(checkpoint.name).exists()
         name = checkpoint.name if is_hub_id or "://" in checkpoint.name else str(Path(checkpoint.name).absolute())
         adapters = tuple(AdapterChoice(each.folder.absolute(), each.scale) for each in checkpoint.adapters)
-        return cls(name, checkpoint.folder.name if is_hub_id else None, adapters)
+        bundle = None if target is None else target.path.absolute()
+        return cls(name, checkpoint.folder.name if is_hub_id else None, adapters, bundle, checkpoint.ranks)
 
     def open(self) -> Checkpoint:
-        """The checkpoint that lies there.
+        """The checkpoint that lies there, of a model of its own.
 
         Raises:
             CheckpointError: it cannot be read.
         """
+        folder = self._folder()
+        return replace(Checkpoint.open(folder, self.adapters, ranks=self.ranks), name=self.name)
+
+    def _folder(self) -> str:
         if "://" not in self.name and self.revision is None:
-            return Checkpoint.open(self.name, self.adapters)
-        folder = _fetched(self.name) if self.revision is None else locate(self.name, self.revision)
-        return replace(Checkpoint.open(str(folder), self.adapters), name=self.name)
+            return self.name
+        return str(_fetched(self.name) if self.revision is None else locate(self.name, self.revision))
 
     def proven(self, **wanted: str) -> Checkpoint:
         """The checkpoint that lies there, opened and hashed once in a process, and compared with what a piece reads.
@@ -99,10 +122,28 @@ class Place:
         Raises:
             CheckpointError: it cannot be read, or is another one here.
         """
+        return self._proven(wanted).checkpoint
+
+    def drafter(self, **wanted: str) -> Drafter:
+        """The same, with its target.
+
+        Raises:
+            CheckpointError: it or its target cannot be read, or is another one here.
+        """
+        found = self._proven(wanted).drafter
+        assert found is not None, "the place names a target"
+        return found
+
+    def _proven(self, wanted: Mapping[str, str]) -> _Known:
         known = _known.get(self)
-        if known is None or known.stamps != _stamps(known.checkpoint) or known.misses(wanted):
-            opened = self.open()
-            known = _known[self] = _Known(opened, Identity.of(opened), _stamps(opened))
+        if known is None or known.stamps != known.now or known.misses(wanted):
+            if self.target is None:
+                known = _Known.of(self.open())
+            else:
+                drafter = Drafter.open(self._folder(), open_bundle(self.target))
+                opened = replace(drafter.checkpoint, name=self.name)
+                known = _Known.of(opened, replace(drafter, checkpoint=opened))
+            _known[self] = known
         if other := known.misses(wanted):
             raise CheckpointError(
                 f"checkpoint {self.name}",
@@ -110,21 +151,22 @@ class Place:
                 expected=f"{other[0]} with the hash {wanted[other[0]]}, as the command has",
                 fix="Give all workers the same files.",
             )
-        return known.checkpoint
+        return known
 
 
-def open_checkpoint(name: str, adapters: Sequence[AdapterChoice] = ()) -> Checkpoint:
-    """The checkpoint of a path, hub id or fsspec URL.
+def open_checkpoint(name: str, adapters: Sequence[AdapterChoice] = (), *, ranks: bool = False) -> Checkpoint:
+    """The checkpoint of a path, hub id or fsspec URL; `ranks` as for `Checkpoint.open`.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    return Place(name, adapters=tuple(adapters)).open()
+    return Place(name, adapters=tuple(adapters), ranks=ranks).open()
 
 
-def remember(checkpoint: Checkpoint, identity: Identity) -> None:
+def remember(checkpoint: Checkpoint, identity: Identity, drafter: Drafter | None = None) -> None:
     """Take an open checkpoint for the one at its place, so that this process neither opens nor hashes it again."""
-    _known[Place.of(checkpoint)] = _Known(checkpoint, identity, _stamps(checkpoint))
+    place = Place.of(checkpoint, None if drafter is None else drafter.target)
+    _known[place] = _Known(checkpoint, identity, _stamps(checkpoint, drafter), drafter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +174,17 @@ class _Known:
     checkpoint: Checkpoint
     identity: Identity
     stamps: list[tuple[str, int, int]]
+    drafter: Drafter | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, drafter: Drafter | None = None) -> _Known:
+        target = None if drafter is None else drafter.target
+        return cls(checkpoint, Identity.of(checkpoint, target=target), _stamps(checkpoint, drafter), drafter)
+
+    @property
+    def now(self) -> list[tuple[str, int, int]]:
+        """What `stamps` would be now."""
+        return _stamps(self.checkpoint, self.drafter)
 
     def misses(self, wanted: Mapping[str, str]) -> list[str]:
         return [part for part, sha256 in wanted.items() if getattr(self.identity, part) != sha256]
@@ -140,11 +193,12 @@ class _Known:
 _known: dict[Place, _Known] = {}
 
 
-def _stamps(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
+def _stamps(checkpoint: Checkpoint, drafter: Drafter | None) -> list[tuple[str, int, int]]:
     """Size and time of change of each file, so that a file that changes while a worker lives is hashed again."""
     folders = [checkpoint.folder, *(each.folder for each in checkpoint.adapters)]
     files = [file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())]
     files += [file for file in checkpoint.files if file not in files]
+    files += [] if drafter is None else [drafter.target.path / MANIFEST]
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 

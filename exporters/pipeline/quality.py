@@ -31,7 +31,7 @@ from exporters.inspect.probe import Probe
 from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Tally, TokenSums
 from exporters.inspect.wikitext import Window, measured_windows
-from exporters.pipeline.inputs import TOKENS, Exact, Inputs, SinkChoice
+from exporters.pipeline.inputs import TOKENS, DecoderKey, Inputs
 from exporters.pipeline.piece import Piece
 from exporters.quantize.calibrate import cut_windows
 from exporters.quantize.reference import Floats, Reference
@@ -68,7 +68,7 @@ class EncodePiece(Piece):
 
     kind: ClassVar[str] = "encode"
 
-    exact: Exact
+    exact: DecoderKey
     tokenizer: str
     text: str
 
@@ -87,8 +87,7 @@ class Measured:
     """Windows of a text.
 
     Attributes:
-        exact: the decoder.
-        sink: decides how they begin.
+        decoder: the exact one; its sink decides how they begin.
         bos: how they begin without a sink.
         context: of the bundle.
         ids: name of the text's token ids.
@@ -97,8 +96,7 @@ class Measured:
         template: places of the tokens that a chat template has added, if it is a chat.
     """
 
-    exact: Exact
-    sink: SinkChoice
+    decoder: DecoderKey
     bos: tuple[int, ...]
     context: int
     ids: str
@@ -109,7 +107,7 @@ class Measured:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the pieces that it follows from."""
-        return self.sink.survey, self.ids
+        return (*self.decoder.needs, self.ids)
 
     def windows(self, inputs: Inputs) -> list[Window]:
         """Those that `edgekv eval` measures: of the context length, with `tokens` predicted tokens in all."""
@@ -123,9 +121,8 @@ class Measured:
 
     def _read(self, inputs: Inputs) -> tuple[list[int], tuple[int, ...]]:
         """The token ids, and the sink."""
-        has_sink = self.sink.chooses(inputs.survey(self.sink.survey, self.exact))
         (ids,) = inputs.tokens(self.ids).tolist()
-        return ids, self.sink.first if has_sink else ()
+        return ids, inputs.beginning(self.decoder, ())[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +144,10 @@ class ReferencePiece(Piece):
     def make(self, folder: Path, inputs: Inputs) -> object:
         windows = [window.inputs for each in self.measured for window in each.windows(inputs)]
         measured = self.measured[0]
-        reference, vocab = Reference(inputs.exact(measured.exact), measured.context), measured.exact.spec.vocab
+        reference, vocab = (
+            Reference(inputs.exact(measured.decoder), measured.context),
+            measured.decoder.spec.result_width,
+        )
         states = reference.states(windows)
         mapped = list[Floats]()
         for number, window in enumerate(windows):
@@ -226,7 +226,7 @@ class QualityPiece(Piece):
         every = [*prose, *(each.window for each in chat)]
         windows, sums = [each.inputs for each in every], [TokenSums(each) for each in every]
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
-        run = _TracedRun(bundle, inputs.threads, *self._by_layer(bundle, inputs))
+        run = TracedRun(bundle, inputs.threads, *self._by_layer(bundle, inputs))
         with scratch_folder("quality") as scratch:
             exact = self._exact(windows, bundle, inputs) if windows else ()
             found = run.blocks(windows, scratch)
@@ -249,7 +249,7 @@ class QualityPiece(Piece):
         if most is None or not windows:
             return ()
         cut = [Window(each.inputs[:most], each.targets[: most - each.first], each.first) for each in windows]
-        ids, exact = [each.inputs for each in cut], inputs.exact(self.texts[0][1].exact)
+        ids, exact = [each.inputs for each in cut], inputs.exact(self.texts[0][1].decoder)
         by_length = (Reference(exact, context) for context in (most, bundle.manifest.context))
         tally, sums = Tally(), [TokenSums(each) for each in cut]
         blocks = (reference.head_blocks(reference.states(ids)) for reference in by_length)
@@ -264,15 +264,15 @@ class QualityPiece(Piece):
         """The reference's logits of every window, for some rows of the vocabulary after the others."""
         if self.reference is not None:
             stored = StoredLogits(inputs.store.path(self.reference))
-            return stored.blocks(windows, bundle.manifest.model.vocab)
+            return stored.blocks(windows, bundle.manifest.model.result_width)
         measured = self.texts[0][1]
-        reference = Reference(inputs.exact(measured.exact), measured.context)
+        reference = Reference(inputs.exact(measured.decoder), measured.context)
         return reference.head_blocks(reference.states(windows, progress=partial(self._told, inputs, bundle)))
 
     def _by_layer(self, bundle: Bundle, inputs: Inputs) -> tuple[Tensors | None, list[Window]]:
         if self.by_layer is None:
             return None, []
-        manifest, exact = bundle.manifest, self.by_layer.exact.with_vocabulary(bundle.manifest.model.vocabulary)
+        manifest, exact = bundle.manifest, self.by_layer.decoder.with_vocabulary(bundle.manifest.model.vocabulary)
         tensors = transformed(inputs.exact(exact), manifest.recipe, heads_of(bundle))
         return tensors, self.by_layer.windows(inputs)
 
@@ -288,12 +288,12 @@ def quality_bytes(spec: DecoderSpec) -> int:
 
 def reference_bytes(spec: DecoderSpec, context: int) -> int:
     """RAM that a `ReferencePiece` takes: a layer, or some rows of the head; the logits are mapped."""
-    rows: int = next(blocks_of_rows(spec.vocab)).stop
+    rows: int = next(blocks_of_rows(spec.result_width)).stop
     largest = max(spec.sizes.layer_parameters, rows * (spec.hidden + min(context, MEASURED_TOKENS["prose"] + 1)))
     return _PROCESS_BYTES + _COPIES_OF_WEIGHTS * 4 * largest
 
 
-class _TracedRun:
+class TracedRun:
     """A bundle that runs, one layer at a time if it has ONNX graphs.
 
     Args:
@@ -326,7 +326,7 @@ class _TracedRun:
             return BundleHead(self._bundle).blocks(states) if windows else iter(())
         with edgekv.load(self._bundle, engine="litert", threads=self._threads) as model:
             store_logits((model.score(window.tolist()) for window in windows), scratch)
-        return StoredLogits(scratch).blocks(windows, manifest.model.vocab) if windows else iter(())
+        return StoredLogits(scratch).blocks(windows, manifest.model.result_width) if windows else iter(())
 
     def _states(self, windows: Sequence[NDArray[np.int64]]) -> list[Floats]:
         """What the last layer gives for each window, `[T - first, hidden]`; layers are measured meanwhile."""

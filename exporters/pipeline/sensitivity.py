@@ -9,7 +9,7 @@ from typing import ClassVar
 from edgekv.bundle import WeightRecord
 from edgekv.spec import HEAD
 from exporters.inspect.sensitivity import Candidates, Costs, matrix_costs
-from exporters.pipeline.inputs import Folded, Inputs
+from exporters.pipeline.inputs import DecoderKey, Inputs
 from exporters.pipeline.piece import Piece
 from exporters.pipeline.pieces import recipe_of
 from exporters.quantize.matrices import Quantizer
@@ -26,24 +26,24 @@ class SensitivityPiece(Piece):
     and the last one are measured: prose, and a chat if there are any.
 
     Attributes:
-        folded: the decoder, and its calibration text.
+        decoder: what is quantized, and its calibration text.
         rules: the methods of the matrices; their types do not count.
         types: that each may get.
     """
 
     kind: ClassVar[str] = "sensitivity"
 
-    folded: Folded
+    decoder: DecoderKey
     rules: tuple[WeightRecord, ...]
     types: tuple[tuple[str, tuple[WeightDtype, ...]], ...]
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return self.folded.needs
+        return self.decoder.needs
 
     def make(self, folder: Path, inputs: Inputs) -> Costs:
-        surveyed, tensors = inputs.surveyed(self.folded), inputs.folded(self.folded)
-        windows, context, types = surveyed.tokens, self.folded.exact.context, dict(self.types)
+        surveyed, tensors = inputs.surveyed(self.decoder), inputs.folded(self.decoder)
+        windows, context, types = surveyed.tokens, self.decoder.context, dict(self.types)
         measured = [windows[-1 - len(windows) // 3], windows[-1]]
         fitted = windows[: max(1, min(_TOKENS // windows.shape[1], len(windows) * 2 // 3 - 1))]
         rules, sink = recipe_of(self.rules), surveyed.sink_tokens

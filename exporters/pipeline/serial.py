@@ -16,6 +16,7 @@ from exporters.progress import Progress
 _TOLD = {
     "layer": "quantize",
     "head": "quantize head",
+    "target": "run target",
     "check": "check on HTP",
     "compile": "compile",
     "estimate": "estimate",

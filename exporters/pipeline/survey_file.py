@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from edgekv.machine.decoding import DECODERS
 from edgekv.spec import DecoderInterface, DecoderSpec
 from exporters.checkpoint.head_range import HeadRange
 from exporters.quantize.survey import Outlier, Survey
@@ -40,7 +41,7 @@ def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:
         at = f"reach.{layer}.{head}"
         reach[layer, head] = HeadRange(tensors[f"{at}.pairs"], tensors[f"{at}.rest"], float(tensors[f"{at}.value"][0]))
     return Survey(
-        msgspec.json.decode((folder / _OUTLIER).read_bytes(), type=Outlier),
+        DECODERS[Outlier].decode((folder / _OUTLIER).read_bytes()),
         {tensor: tensors[tensor.past] for tensor in cache},
         tensors["logits"],
         reach,

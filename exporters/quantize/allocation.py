@@ -125,21 +125,21 @@ class Front:
         """The allocation that loses least."""
         return self._after(self.changes)
 
-    def within(self, most_bytes: int) -> Allocation:
+    def within(self, max_bytes: int) -> Allocation:
         """The allocation within a limit in bytes that loses least; the smallest if none fits."""
         size, chosen, full = self.smallest.bytes, list[Change](), set[str]()
         for change in self.changes:
-            if change.tensor in full or size + change.bytes > most_bytes:
+            if change.tensor in full or size + change.bytes > max_bytes:
                 full.add(change.tensor)
                 continue
             chosen.append(change)
             size += change.bytes
         return self._after(chosen)
 
-    def losing(self, most_nats: float) -> Allocation:
+    def losing(self, max_nats: float) -> Allocation:
         """The allocation of fewest bytes that loses at most so many nats; the largest if none does."""
         nats, count = self.smallest.nats, 0
-        while nats > most_nats and count < len(self.changes):
+        while nats > max_nats and count < len(self.changes):
             nats -= self.changes[count].nats
             count += 1
         return self._after(self.changes[:count])
@@ -195,24 +195,24 @@ class Fronts:
         """The front at a price, nats a microsecond."""
         return Front.of(self.spec, self.costs, self.times, price)
 
-    def choose(self, choice: Callable[[Front], Allocation], most_us: float = math.inf) -> Allocation:
+    def choose(self, choice: Callable[[Front], Allocation], max_us: float = math.inf) -> Allocation:
         """What is chosen at the lowest price at which it takes at most so long; the fastest if none does.
 
         Args:
             choice: chooses from the front of a price.
-            most_us: limit of `Allocation.us`.
+            max_us: limit of `Allocation.us`.
         """
         cheapest = choice(self.at(0.0))
-        if cheapest.us <= most_us:
+        if cheapest.us <= max_us:
             return cheapest
         low, high = _PRICES
         fastest = chosen = choice(self.at(high))
-        if fastest.us > most_us:
+        if fastest.us > max_us:
             return fastest
         for _ in range(_HALVINGS):
             middle = math.sqrt(low * high)
             found = choice(self.at(middle))
-            if found.us <= most_us:
+            if found.us <= max_us:
                 high, chosen = middle, found
             else:
                 low = middle

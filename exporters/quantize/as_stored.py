@@ -14,8 +14,6 @@ from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.recipe import Recipe, WeightRule
 
-AS_STORED = "as-stored"
-
 
 def resolve(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     """The recipe with one rule for each matrix that keeps its type or its integers, if it asks for that.

@@ -37,9 +37,9 @@ def weighed_projections(spec: DecoderSpec) -> list[str]:
 
     In their layers queries, keys and values are products alone, and the layer owns its cache.
     """
-    if spec.qk_norm is not None or spec.attention_cap is not None or spec.output_gates or spec.value_norm:
+    if spec.attention_cap is not None or spec.output_gates or spec.value_norm:
         return []
-    owners = [layer for layer in spec.attention_layers if spec.owns_cache(layer)]
+    owners = [layer for layer in spec.attention_layers if spec.owns_cache(layer) and spec.qk_norm_of(layer) is None]
     return [projection_name(layer, each) for layer in owners for each in PROJECTIONS]
 
 

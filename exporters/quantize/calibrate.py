@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import UsageError
+from edgekv.machine.decoding import DECODERS
 from edgekv.machine.text_file import read_text_file
 from edgekv.spec import CHECKPOINT_TOKENS, DecoderSpec
 from edgekv.spec.chat import ChatTemplates
@@ -72,7 +72,7 @@ def default_calibration() -> str:
 def default_chats() -> list[Conversation]:
     """The conversations that ship with edgekv: questions and answers, lists, code, letters."""
     content = resources.files("exporters.quantize").joinpath(_CHATS).read_bytes()
-    return msgspec.json.decode(content, type=list[Conversation])
+    return DECODERS[list[Conversation]].decode(content)
 
 
 def token_windows(

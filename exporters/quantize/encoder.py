@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -9,11 +10,25 @@ from typing import Literal, Protocol
 import numpy as np
 
 from edgekv.errors import CheckpointError
-from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
-from edgekv.spec import PIXELS_PORT, ROWS_PORT, EncoderSpec, EncodingTypes, PictureSpec, Result, by_inputs
+from edgekv.graphs.encoder import EncoderOps, Residual, encoder_entry, encoder_exit, encoder_layer
+from edgekv.pictures import EncoderInputs
+from edgekv.spec import (
+    PADDING_PORT,
+    PIXELS_PORT,
+    PLACES_PORT,
+    ROWS_PORT,
+    EncoderSpec,
+    EncodingTypes,
+    PictureSpec,
+    Result,
+    by_inputs,
+    low_of,
+    mask_depth,
+    mask_encoding,
+)
 from exporters.quantize.encodings import ResultRecorder, result_encodings
 from exporters.quantize.reference import Floats, NumpyBlocks, Observer
-from quant import LARGEST, Encoding, QuantizedWeight, Range, quantize_per_channel
+from quant import LARGEST, Encoding, LayerInputs, Method, QuantizedWeight, Range, quantize, quantize_per_channel
 
 
 class EncoderTensors(Protocol):
@@ -28,7 +43,13 @@ class EncoderTensors(Protocol):
 
 
 class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
-    """Runs an encoder on `[patches, width]`; a weight is read when it is first used, and kept until `drop`."""
+    """Runs an encoder on `[patches, width]`; a weight is read when it is first used, and kept until `drop`.
+
+    Attributes:
+        shown: the picture whose turn it is.
+    """
+
+    shown: EncoderInputs
 
     def __init__(self, tensors: EncoderTensors, observe: Observer | None = None) -> None:
         """Args: tensors: the weights. observe: called with the name and value of every result."""
@@ -45,14 +66,27 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
     def unmerged(self, x: Floats) -> Floats:
         return x.reshape(-1, 1)
 
+    def places(self) -> Floats:
+        assert self.shown.places is not None, "an encoder with shapes"
+        return self.shown.places
+
+    def unpadded(self, scores: Floats, name: str) -> Floats:
+        return scores
+
+    def rms_norm(self, x: Floats, weight: str, name: str) -> Floats:
+        variance = np.square(x).mean(-1, keepdims=True)
+        return self._seen(name, x / np.sqrt(variance + np.float32(self._eps)) * self._weight(weight))
+
     def patches(self, x: Floats) -> Floats:
         return x[: self._tensors.spec.patches]
 
     def normalize_merged(self, x: Floats, name: str) -> Floats:
         return self._normalized(x, name, self._tensors.spec.projector_eps)
 
-    def exact_gelu(self, x: Floats, name: str) -> Floats:
-        return self._seen(name, np.float32(0.5) * x * (1 + _erf(x * np.float32(0.5**0.5))))
+    def enter(self, shown: EncoderInputs) -> Residual[Floats]:
+        """The residual before the first layer."""
+        self.shown = shown
+        return encoder_entry(self, self._tensors.spec, shown.patches)
 
     def drop(self) -> None:
         """Free the weights that were used."""
@@ -62,6 +96,40 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
         if name not in self._kept:
             self._kept[name] = self._tensors.tensor(name)
         return self._kept[name]
+
+
+class FittingEncoder(NumpyEncoder):
+    """Also rounds each matrix on its inputs, before its weights are freed: with 8 bits the exact ones stand for both.
+
+    Matrices of 16 bits stay: what is left of one is in a second one, of the one rounded to nearest.
+
+    Attributes:
+        matrices: those that were rounded, by name.
+    """
+
+    def __init__(self, tensors: EncoderTensors, observe: Observer | None, method: Method) -> None:
+        """Args: tensors: the weights. observe: see `NumpyEncoder`. method: of rounding; not `nearest`."""
+        super().__init__(tensors, observe)
+        self.matrices: dict[str, QuantizedWeight] = {}
+        self._method = method
+        self._inputs: defaultdict[str, list[Floats]] = defaultdict(list)
+        self._wide = {name for high in tensors.spec.wide for name in (high, low_of(high))}
+
+    def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
+        if weight not in self._wide and not rows.start:  # heads have the same inputs
+            self._inputs[weight].append(x)
+        return super().product(x, weight, rows, gain)
+
+    def drop(self) -> None:
+        shared: dict[tuple[int, ...], LayerInputs] = {}
+        for name, pictures in self._inputs.items():
+            at = tuple(map(id, pictures))
+            if at not in shared:
+                rows = np.concatenate(pictures)
+                shared[at] = LayerInputs(rows, rows)
+            self.matrices[name] = quantize(by_inputs(self._weight(name)), "int8", self._method, shared[at])
+        self._inputs.clear()
+        super().drop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,37 +150,40 @@ class QuantizedEncoder:
 
 
 def encode(
-    tensors: EncoderTensors,
-    pictures: Sequence[Floats],
-    observe: Observer | None = None,
+    ops: NumpyEncoder,
+    spec: EncoderSpec,
+    pictures: Sequence[EncoderInputs],
     done: Callable[[int], None] = lambda layers: None,
 ) -> list[Floats]:
-    """The float rows `[rows, output]` of pictures `[patches, 3 * patch**2]`, with one layer's weights in memory."""
-    ops, spec = NumpyEncoder(tensors, observe), tensors.spec
-    residuals = [encoder_entry(ops, spec, each) for each in pictures]
+    """The float rows `[rows, output]` of pictures, with one layer's weights in memory."""
+    residuals = [ops.enter(picture) for picture in pictures]
     for layer in range(spec.layers):
         ops.drop()
-        for number, each in enumerate(residuals):
-            residuals[number] = encoder_layer(ops, spec, layer, each)
+        for number, residual in enumerate(residuals):
+            residuals[number] = encoder_layer(ops, spec, layer, residual)
         done(layer + 1)
     ops.drop()
-    return [encoder_exit(ops, spec, each) for each in residuals]
+    rows = [encoder_exit(ops, spec, residual) for residual in residuals]
+    ops.drop()
+    return rows
 
 
 def quantize_encoder(
     tensors: EncoderTensors,
     prepared: PictureSpec,
-    pictures: Sequence[Floats],
+    pictures: Sequence[EncoderInputs],
     activations: Literal["u16", "s16"] = "u16",
+    method: Method = "nearest",
     done: Callable[[int], None] = lambda layers: None,
 ) -> QuantizedEncoder:
-    """Quantize an encoder: w8a16, per channel, rounded to nearest; results in 16 bits.
+    """Quantize an encoder: w8a16, per channel; results in 16 bits.
 
     Args:
         tensors: the weights.
         prepared: says what values pixels have.
-        pictures: to observe results on, each `[patches, 3 * patch**2]`.
+        pictures: to observe results on.
         activations: integer type of results.
+        method: of rounding, on the inputs that these pictures give.
         done: called with the number of layers done.
 
     Raises:
@@ -129,29 +200,40 @@ def quantize_encoder(
             wanted = f"at most {LARGEST:.0e} in magnitude"
             raise CheckpointError(f"vision encoder: {name}", got=found, expected=wanted, fix=fix) from None
 
-    rows = encode(tensors, pictures, observe, done)
-    encodings = result_encodings(encoder_results(tensors.spec), ranges, EncodingTypes(activations, "s16"))
+    ops = NumpyEncoder(tensors, observe) if method == "nearest" else FittingEncoder(tensors, observe, method)
+    rows = encode(ops, tensors.spec, pictures, done)
+    results, types = encoder_results(tensors.spec), EncodingTypes(activations, "s16")
+    masked = [result for result in results.values() if result.kind == "masked"]
+    depth = mask_depth(ranges[source] for result in masked for source in result.sources)
+    encodings = result_encodings(results, ranges, types, depth)
     ends = [(end - prepared.mean[at]) / prepared.deviation[at] for at in range(3) for end in (0.0, 1.0)]
     encodings[PIXELS_PORT] = (
         Encoding.symmetric(max(map(abs, ends)), "s16")
         if activations == "s16"
         else Encoding.asymmetric(min(ends), max(ends), "u16")
     )
+    if tensors.spec.has_shapes:
+        encodings[PADDING_PORT] = mask_encoding(depth, types)
+        encodings[PLACES_PORT] = (
+            Encoding.symmetric(1.0, "s16") if activations == "s16" else Encoding.asymmetric(0.0, 1.0, "u16")
+        )
     encodings[ROWS_PORT] = encodings["vision.rows"]
-    matrices = {name: quantize_per_channel(by_inputs(tensors.tensor(name))) for name in tensors.spec.matrices}
+    matrices = dict(ops.matrices) if isinstance(ops, FittingEncoder) else {}
+    for name in tensors.spec.matrices.keys() - matrices.keys():
+        matrices[name] = quantize_per_channel(by_inputs(tensors.tensor(name)))
     return QuantizedEncoder(matrices, encodings, rows, encodings[ROWS_PORT].reach)
 
 
-def _erf(x: Floats) -> Floats:
-    """The error function, within 2e-7: formula 7.1.26 of Abramowitz and Stegun."""
-    size = np.abs(x).astype(np.float64)
-    t = 1 / (1 + 0.3275911 * size)
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    found: Floats = (np.sign(x) * (1 - series * np.exp(-size * size))).astype(np.float32)
-    return found
-
-
 class _EncoderResults(ResultRecorder, EncoderOps[str]):
+    def places(self) -> str:
+        return PLACES_PORT
+
+    def unpadded(self, scores: str, name: str) -> str:
+        return self._record("masked", name, (scores,))
+
+    def rms_norm(self, x: str, weight: str, name: str, *, gain: float = 1.0) -> str:
+        return self._record("norm", name)
+
     def plus(self, x: str, weight: str, name: str) -> str:
         return self._record("sum", name)
 
@@ -166,9 +248,6 @@ class _EncoderResults(ResultRecorder, EncoderOps[str]):
 
     def normalize_merged(self, x: str, name: str) -> str:
         return self._record("norm", name)
-
-    def exact_gelu(self, x: str, name: str) -> str:
-        return self._record("gelu", name)
 
 
 def encoder_results(spec: EncoderSpec) -> dict[str, Result]:

@@ -195,6 +195,9 @@ class ResultRecorder(DeltaOps[str]):
     def gelu(self, x: str, name: str) -> str:
         return self._record("gelu", name)
 
+    def exact_gelu(self, x: str, name: str) -> str:
+        return self._record("gelu", name)
+
     def split(self, x: str, widths: Sequence[int]) -> list[str]:
         return [x] * len(widths)
 
@@ -226,7 +229,7 @@ class ResultRecorder(DeltaOps[str]):
             self.results[name] = replace(self.results[name], by_chunk=True)
         return found
 
-    def observe_known(self, wanted: str, correction: str, name: str) -> None:
+    def observe_known(self, target: str, correction: str, name: str) -> None:
         """Nothing: it has its name."""
 
     @property

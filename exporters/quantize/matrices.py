@@ -28,6 +28,7 @@ from edgekv.graphs.decoder import (
     target_inputs,
 )
 from edgekv.kv import KvTensor
+from edgekv.plan import window_bytes
 from edgekv.spec import TARGET_OUT_RESULT, DecoderInterface
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraGroup, lora_reach
@@ -50,9 +51,9 @@ from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.attention import WINDOWS, attention_costs, projection_name
 from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
-from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Weights
+from exporters.quantize.reference import NO_CHANGES, WINDOWS_AT_ONCE, Changes, Floats, NumpyOps, Weights
 from exporters.quantize.table import Table, rounded_rows
-from exporters.quantize.windows import Difference, TokenRows, Windows
+from exporters.quantize.windows import Difference, Room, TokenRows, Windows
 from quant import (
     FITTED,
     LARGEST,
@@ -65,6 +66,7 @@ from quant import (
     quantize,
     quantize_per_channel,
 )
+from quant.products import in_threads
 
 _MOST_AT_START = 16.0
 _LONGEST_AT_START = 4.0
@@ -114,8 +116,11 @@ def lora_groups(spec: DecoderSpec, layer: int) -> tuple[LoraGroup, ...]:
 
 
 def needs_quantized_pass(recipe: Recipe) -> bool:
-    """Whether calibration runs the quantized decoder too; with 8 bits the exact one stands for both."""
-    return any(rule.dtype != "int8" for rule in recipe.weights)
+    """Whether calibration runs the quantized decoder too.
+
+    With 8 bits, and where nothing is fitted to its inputs, the exact one stands for both.
+    """
+    return any(rule.dtype != "int8" and rule.method != "nearest" for rule in recipe.weights)
 
 
 class PairedOps(NumpyOps):
@@ -151,7 +156,24 @@ class PairedOps(NumpyOps):
         self._sink = sink
         self.first = _first_measured(sink, tokens)
         self._results = decoder_results(tensors.spec)
+        self._sampled: list[tuple[str, Floats]] | None = None
         super().__init__(tensors.spec, self.exact, tokens, context, self._observe_range, changes)
+
+    def apart(self, window: int, tokens: NDArray[Any]) -> PairedOps:
+        """`of_window`, where what the copy observes is its own, until `take` has it."""
+        ops = self.of_window(window, tokens, None)
+        ops.ranges, ops.starts, ops._sampled = {}, {}, []
+        ops._observe = ops._observe_range
+        return ops
+
+    def take(self, ops: PairedOps) -> None:
+        """Observe what a copy has seen, and let go of it. Samples depend on the order of windows."""
+        for name, values in ops._sampled or ():
+            self._observe_range(name, values)
+        for own, seen in ((self.ranges, ops.ranges), (self.starts, ops.starts)):
+            for name, each in seen.items():
+                own.setdefault(name, Range()).cover(each)
+        ops._sampled, ops._observe = None, self._observe  # its own method would keep it until cycles are looked for
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         quantized = by_inputs(self.quantized[weight][rows])
@@ -173,11 +195,9 @@ class PairedOps(NumpyOps):
 
     def shared_rows(self, layer: int) -> dict[str, list[Floats]]:
         """The keys and values of a layer that later ones read, `[2 or 1, T, D]` of each window, by their names."""
-        found: dict[str, list[Floats]] = {}
-        for (_, tensor), rows in self._shared.items():
-            if tensor.layer == layer:
-                found.setdefault(tensor.past, []).append(rows)
-        return found
+        tensors = sorted({tensor for _, tensor in self._shared if tensor.layer == layer}, key=lambda each: each.past)
+        windows = range(len({window for window, _ in self._shared}))  # they ended in any order
+        return {tensor.past: [self._shared[window, tensor] for window in windows] for tensor in tensors}
 
     def share(self, tensor: KvTensor, windows: Iterable[Floats]) -> None:
         """Take what `shared_rows` gave of a tensor."""
@@ -210,8 +230,11 @@ class PairedOps(NumpyOps):
         Raises:
             CheckpointError: the values overflow.
         """
-        seen = self.ranges.setdefault(name, Range())
         is_cache = self._results[name].kind in ("cache", "state")
+        if is_cache and self._sampled is not None:
+            self._sampled.append((name, values[-1:].copy()))
+            return
+        seen = self.ranges.setdefault(name, Range())
         has_all = is_cache or self._results[name].by_chunk
         try:
             seen.observe(values[-1] if has_all else values[-1, self.first :], keep_sample=is_cache)
@@ -230,8 +253,8 @@ class Quantizer:
     """Runs the decoder once, with the weights of one layer in memory and the values of all windows in files.
 
     A layer runs in pieces that end before each group of matrices. Their inputs are collected from all windows, the
-    matrices are quantized, and the windows continue one after another. So the text may be long: memory holds the values
-    of one window.
+    matrices are quantized, and the windows continue, as many at a time as there is room for. So the text may be long:
+    memory holds the values of one window at least.
 
     With matrices of 8 bits the two decoders hardly differ, so the exact one stands for both and half of the work is
     saved.
@@ -252,6 +275,7 @@ class Quantizer:
         *,
         follows: bool | None = None,
         folder: Path | None = None,
+        room: Room | None = None,
     ) -> None:
         """Start with the embeddings.
 
@@ -263,6 +287,7 @@ class Quantizer:
             sink: number of first tokens of each window that no graph computes; they stay exact.
             follows: run the quantized decoder too; None for what `needs_quantized_pass` says of the recipe.
             folder: on the disk for the values of windows; None for that of temporary files.
+            room: in memory for them; None for none.
 
         Raises:
             OSError: the disk is full.
@@ -278,6 +303,11 @@ class Quantizer:
         self._context = context
         self._known_costs: dict[str, Floats] = {}
         self._folder = folder
+        self._room = room
+        self._at_once = 1
+        if room is not None:
+            values_bytes = window_bytes(tensors.spec.sizes, tokens.shape[1])
+            self._at_once += room.take(values_bytes, WINDOWS_AT_ONCE - 1, self)
         self._ops.ranges["embedding"] = Range()
         self.hidden = self._stored(self._embedded(row, sink) for row in tokens)
 
@@ -307,6 +337,11 @@ class Quantizer:
 
         self.hidden = self._stored(map(entered, range(len(self._tokens))))
         ops.drop()
+
+    def read_target(self, rows: Mapping[KvTensor, Floats]) -> None:
+        """Take the keys and values of a drafter's target, `[windows, T, D]`, for a quantizer that was not entered."""
+        for tensor, windows in rows.items():
+            self._ops.share(tensor, (np.stack([each] * self.hidden.shape[1]) for each in windows))
 
     def _entered(self, name: str, x: Windows) -> tuple[str, QuantizedWeight]:
         """A matrix that reads x, quantized and in use."""
@@ -427,7 +462,7 @@ class Quantizer:
         ops, spec, method = self._ops, self._spec, self._quick_method(HEAD)
         inputs = self.inputs(self._stored(head_inputs(ops, spec, each) for each in self.hidden))
         parts: dict[WeightDtype, list[QuantizedWeight]] = {dtype: [] for dtype in types}
-        for rows in blocks_of_rows(spec.vocab):
+        for rows in blocks_of_rows(spec.result_width):
             weight = by_inputs(self._tensors.tensor(HEAD, rows))
             for dtype, found in parts.items():
                 found.append(quantize(weight, dtype, method, inputs))
@@ -465,10 +500,10 @@ class Quantizer:
             # Rows that are embeddings too make up for nothing: what turns their inputs does.
             decoders = slice(None) if table is None else slice(-1, None)
             inputs = self.inputs(self._stored(head_inputs(ops, spec, each[decoders]) for each in self.hidden))
-        integers = np.empty((spec.hidden, spec.vocab), np.int8)
+        integers = np.empty((spec.hidden, spec.result_width), np.int8)
         ends = self._stored(head_inputs(ops, spec, each[-1:]) for each in self.hidden)
         grids = []
-        for rows in blocks_of_rows(spec.vocab):
+        for rows in blocks_of_rows(spec.result_width):
             if rule.method == "stored":
                 part = self._tensors.integers(key, rows)
             else:
@@ -531,18 +566,30 @@ class Quantizer:
         return np.stack([exact, np.concatenate([exact[:sink], self._table.embeddings(tokens[sink:])])])
 
     def _stored(self, windows: Iterable[Floats]) -> Windows:
-        """Values `[2 or 1, T, width]` of each window, computed one after another, in a file."""
-        return Windows.of(windows, len(self._tokens), self._folder)
+        """Values `[2 or 1, T, width]` of each window, in order."""
+        return Windows.of(windows, len(self._tokens), self._folder, self._room)
+
+    def _of_windows(self, step: Callable[[PairedOps, int], Floats]) -> Windows:
+        """What a function gives for each window, with operations of its own; several windows run at a time."""
+
+        def made(window: int) -> tuple[PairedOps, Floats]:
+            ops = self._ops.apart(window, self._tokens[window])
+            with np.errstate(over="ignore", invalid="ignore"):  # `PairedOps` names what overflows
+                return ops, step(ops, window)
+
+        def observed() -> Iterator[Floats]:
+            for ops, values in in_threads(made, range(len(self._tokens)), at_once=self._at_once):
+                self._ops.take(ops)
+                del ops  # it holds its window's activations while the next one is computed
+                yield values
+                del values
+
+        return self._stored(observed())
 
     def _run(self, layer: int, step: Callable[..., Floats], *states: Windows) -> Windows:
         """Run a piece of the decoder on every window of `states`, then free the weights."""
-
-        def made(window: int) -> Floats:
-            self._ops.begin(window, self._tokens[window])
-            return step(self._ops, self._spec, layer, *(state[window] for state in states))
-
-        with np.errstate(over="ignore", invalid="ignore"):  # `PairedOps` names what overflows
-            found = self._stored(map(made, range(len(self._tokens))))
+        spec = self._spec
+        found = self._of_windows(lambda ops, window: step(ops, spec, layer, *(state[window] for state in states)))
         self._ops.drop()
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,11 @@ class CalibrationPictures:
 
     Attributes:
         name: in the manifest.
-        tiles: `[tiles, edge, edge, 3]`.
+        tiles: each `[height, width, 3]`.
     """
 
     name: str
-    tiles: NDArray[np.uint8]
+    tiles: tuple[NDArray[np.uint8], ...]
 
 
 def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> CalibrationPictures:
@@ -42,7 +43,7 @@ def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> C
         UsageError: the folder has no pictures or too many, or one cannot be read.
     """
     if folder is None:
-        return CalibrationPictures("drawn", np.stack([drawn_picture(each, edge) for each in range(CALIBRATION_TILES)]))
+        return CalibrationPictures("drawn", tuple(_drawn_tile(each, spec, edge) for each in range(CALIBRATION_TILES)))
     try:
         files = sorted(each for each in folder.iterdir() if each.suffix.lower() in _SUFFIXES)
     except OSError as error:
@@ -55,18 +56,34 @@ def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> C
     for file in files:
         cut = open_tiles(file, f"{_FIELD}: {file.name}", spec, edge).tiles
         tiles += [cut[-1], *cut[:-1][:1]]
-    return CalibrationPictures(folder.name, np.stack(tiles))
+    return CalibrationPictures(folder.name, tuple(tiles))
 
 
-def with_pictures(tokens: NDArray[np.int64], vocab: int, rows: int, tiles: int) -> NDArray[np.int64]:
+def _drawn_tile(number: int, spec: PictureSpec, edge: int) -> NDArray[np.uint8]:
+    """A drawn picture; with shapes, each third one is a strip from side to side and one from top to bottom."""
+    drawn = drawn_picture(number, edge)
+    if spec.shapes is None or not number % 3:
+        return drawn
+    step = spec.shapes.step
+    half = max(edge // 2 // step, 1) * step
+    return drawn[:half] if number % 3 == 1 else np.ascontiguousarray(drawn[:, :half])
+
+
+def with_pictures(tokens: NDArray[np.int64], vocab: int, rows: Sequence[int]) -> NDArray[np.int64]:
     """Windows of token ids `[windows, T]`, the first of them with the rows of a tile each.
 
     Rows have ids from `vocab` on, by tile; see `Checkpoint.with_pictures`. What does not fit a window is left out.
+
+    Args:
+        tokens: of text.
+        vocab: the number of tokens.
+        rows: of each tile.
     """
-    found = tokens.copy()
-    for number, window in enumerate(found[:tiles]):
-        place = window[_TOKENS_BEFORE : _TOKENS_BEFORE + rows]
-        place[:] = vocab + number * rows + np.arange(len(place))
+    found, first = tokens.copy(), vocab
+    for count, window in zip(rows, found, strict=False):
+        place = window[_TOKENS_BEFORE : _TOKENS_BEFORE + count]
+        place[:] = first + np.arange(len(place))
+        first += count
     return found
 
 

@@ -21,21 +21,27 @@ from edgekv.bundle import (
     RecipeRecord,
     RotationName,
     ValueRotationName,
+    WeightRecord,
 )
 from edgekv.errors import UsageError
+from edgekv.machine.decoding import DECODERS
 from edgekv.machine.json_file import readable_json
 from edgekv.machine.scratch import atomic_file
 from edgekv.machine.system import MIB, read_file
 from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
-from edgekv.spec.sizes import FRONT, HEAD_MARK, LEAST_BITS, MOST_BITS, front_bits, head_type
+from edgekv.spec.sizes import FRONT, HEAD_MARK, MAX_BITS, MIN_BITS, front_bits, head_type
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
-from edgekv.spec.vision import EncoderSpec
+from edgekv.spec.vision import CENTER, TABLE, EncoderSpec
+from exporters.checkpoint.neurons import applied_scaling
+from exporters.checkpoint.rotate import applied_rotation
 from exporters.quantize.attention import weighed_projections
 from exporters.quantize.effort import Effort
 from quant import FITTED, WEIGHT_TYPES, WeightDtype
 
 _FRONT_BASE = "w4a16"
-_MeanBits = Annotated[float, msgspec.Meta(ge=LEAST_BITS, le=MOST_BITS)]
+_RECORDED = tuple(name for name in RecipeRecord.__struct_fields__ if name != "weights")
+"""Fields that a manifest has too."""
+_MeanBits = Annotated[float, msgspec.Meta(ge=MIN_BITS, le=MAX_BITS)]
 
 
 class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,25 +58,11 @@ class WeightRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     method: MatrixMethod = "gptq"
 
 
-class _RecipeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    weights: list[WeightRule]
-    activations: Literal["u16"] = "u16"
-    rotation: RotationName = "none"
-    value_rotation: ValueRotationName = "none"
-    key_scaling: KeyScalingName = "none"
-    neuron_scaling: NeuronScalingName = "none"
-    outlier_channels: OutlierChannels = "split"
-    keep_stored: bool = False
-    heads: HeadsName = "none"
-    mean_bits: _MeanBits | None = None
-    encoder_16bit: list[str] = []
-
-
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe file and its name.
+class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A recipe, as its file has it.
 
     Attributes:
-        name: of the file, without its suffix.
+        name: of the file, without its suffix; a file may leave it out.
         weights: rules for matrices; if several match a name, the last one wins.
         activations: type of every activation.
         rotation: `hadamard` or `principal` rotates the residual and is folded into the weights; see
@@ -90,17 +82,17 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             get 16 bits instead of 8; see `EncoderSpec.wide`.
     """
 
-    name: str
+    name: str = ""
     weights: tuple[WeightRule, ...]
-    activations: Literal["u16"]
-    rotation: RotationName
+    activations: Literal["u16"] = "u16"
+    rotation: RotationName = "none"
     value_rotation: ValueRotationName = "none"
     key_scaling: KeyScalingName = "none"
     neuron_scaling: NeuronScalingName = "none"
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
     heads: HeadsName = "none"
-    mean_bits: float | None = None
+    mean_bits: _MeanBits | None = None
     encoder_16bit: tuple[str, ...] = ()
 
     @classmethod
@@ -114,17 +106,19 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             for each in record.weights
             if (each.dtype, each.method) != (dtype, method)
         ]
-        return cls(
-            name=record.name,
-            weights=tuple(rules),
-            activations="u16",
-            rotation=record.rotation,
-            value_rotation=record.value_rotation,
-            key_scaling=record.key_scaling,
-            neuron_scaling=record.neuron_scaling,
-            outlier_channels=record.outlier_channels,
-            heads=record.heads,
-        )
+        return cls(weights=tuple(rules), **{name: getattr(record, name) for name in _RECORDED})
+
+    def record(self, spec: DecoderSpec) -> RecipeRecord:
+        """As a manifest has it: the rule of each matrix, without transforms that the decoder cannot have.
+
+        Raises:
+            UsageError: no rule matches a matrix.
+        """
+        rules = ((name, self.rule(name)) for name in matrices(spec))
+        weights = [WeightRecord(tensor=name, dtype=rule.dtype, method=rule.method) for name, rule in rules]
+        asked = RecipeRecord(weights=weights, **{name: getattr(self, name) for name in _RECORDED})
+        rotation, scaling = applied_rotation(spec, self.rotation), applied_scaling(spec, self.neuron_scaling)
+        return msgspec.structs.replace(asked, rotation=rotation, neuron_scaling=scaling)
 
     def write(self, file: Path) -> None:
         """Write a recipe file that `find_recipe` reads; it appears atomically.
@@ -133,12 +127,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
             UsageError: the file cannot be written, or has the wrong suffix.
         """
         check_recipe_path(file)
-        fields = {name: getattr(self, name) for name in _RecipeFile.__struct_fields__}
-        lists = {"weights": list(self.weights), "encoder_16bit": list(self.encoder_16bit)}
-        content = _RecipeFile(**{**fields, **lists})
+        named = msgspec.structs.replace(self, name=file.stem)
         try:
             with atomic_file(file) as partial:
-                partial.write_bytes(readable_json(content, indent=2))
+                partial.write_bytes(readable_json(named, indent=2))
         except OSError as error:
             raise UsageError(
                 str(file), got=error.strerror, expected="a file that can be written", fix="Choose another place."
@@ -150,6 +142,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             UsageError: it writes text for a recipe in which no rule has GPTQ.
         """
+        if not effort.fits:
+            rules = tuple(
+                rule if rule.method == "stored" else msgspec.structs.replace(rule, method="nearest")
+                for rule in self.weights
+            )
+            return msgspec.structs.replace(self, weights=rules)
         fits_text = any(rule.method in FITTED for rule in self.weights)
         if effort.written_tokens and not fits_text:
             raise UsageError(
@@ -181,7 +179,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     def shares_vocabulary(self, spec: DecoderSpec) -> bool:
         """Whether the head's matrix is the table of embeddings too: that has 8 bits, and keeps its rows' means."""
         rule = self.rule(HEAD)
-        return spec.tied_head and not spec.layer_norms and rule.dtype == "int8" and rule.method != "stored"
+        return (
+            spec.tied_head
+            and not (spec.layer_norms or spec.embedding_norm)
+            and rule.dtype == "int8"
+            and rule.method != "stored"
+        )
 
     def sharing_vocabulary(self, vocabulary: Vocabulary) -> Recipe:
         """With a head whose rows are embeddings too, and the matrix in front of it, if there is one, in 8 bits.
@@ -218,12 +221,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def wide_matrices(self, encoder: EncoderSpec) -> tuple[str, ...]:
-        """The matrices of a vision encoder that get 16 bits; those of means stay at 8.
+        """The matrices of a vision encoder that get 16 bits, a table of positions always; those of means stay at 8.
 
         Raises:
             UsageError: a pattern matches none.
         """
-        names = [name for name in encoder.matrices if "_mean" not in name]
+        names = [name for name in encoder.matrices if "_mean" not in name and name != CENTER]
         for pattern in self.encoder_16bit:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
@@ -232,7 +235,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                     expected=f"a pattern that matches a matrix, such as {names[0]} or {names[-1]}",
                     fix="Correct it, or leave it out; edgekv eval --layers names the worst.",
                 )
-        return tuple(name for name in names if any(fnmatchcase(name, each) for each in self.encoder_16bit))
+        patterns = (*self.encoder_16bit, TABLE)  # its values are added to each patch, where all later layers see them
+        return tuple(name for name in names if any(fnmatchcase(name, each) for each in patterns))
 
     @property
     def splits_channels(self) -> bool:
@@ -328,23 +332,14 @@ def find_recipe(name: str) -> Recipe:
         wanted = " or ".join([*recipe_names(), f"{FRONT}BITS"]) + f", also with {HEAD_MARK}int4 behind it"
         raise _refused(repr(name), wanted, "Choose one of these, or name a .json file.")
     try:
-        read = msgspec.json.decode(content, type=_RecipeFile)
+        read = DECODERS[Recipe].decode(content)
     except (ValueError, RecursionError) as error:
         raise _refused(f"{name}: {error}", "a recipe file", "Compare it with exporters/quantize/recipes.") from error
-    return Recipe(
-        name=stem,
-        weights=tuple(read.weights),
-        activations=read.activations,
-        rotation=read.rotation,
-        value_rotation=read.value_rotation,
-        key_scaling=read.key_scaling,
-        neuron_scaling=read.neuron_scaling,
-        outlier_channels=read.outlier_channels,
-        keep_stored=read.keep_stored,
-        heads=read.heads,
-        mean_bits=read.mean_bits,
-        encoder_16bit=tuple(read.encoder_16bit),
-    )
+    if read.name not in ("", stem):
+        raise _refused(
+            f"{name}: the name {read.name!r}", f"{stem!r}", "Leave it out: a recipe has the name of its file."
+        )
+    return msgspec.structs.replace(read, name=stem)
 
 
 def _with_head(base: Recipe, name: str, dtype: WeightDtype) -> Recipe:
@@ -361,7 +356,7 @@ def _front_bits(name: str) -> float:
     """The bits in the name of a recipe such as `front-4.5`."""
     if (bits := front_bits(name)) is not None:
         return bits
-    wanted = f"{FRONT}BITS, from {LEAST_BITS} to {MOST_BITS} bits a weight"
+    wanted = f"{FRONT}BITS, from {MIN_BITS} to {MAX_BITS} bits a weight"
     raise _refused(repr(name), wanted, f"Use {FRONT}5.")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +27,11 @@ from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.fold import Factors
 from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.tail import Tail
+from quant.products import in_threads
 
 Floats = NDArray[np.float32]
+WINDOWS_AT_ONCE = 4
+"""Windows whose values are computed at a time, if there are as many cores and memory for them."""
 _STEP_TOKENS = CHECKPOINT_TOKENS // 2  # so that some steps find a tail
 
 Observer = Callable[[str, Floats], None]
@@ -62,7 +67,7 @@ class LayerInputs:
 
 
 class Weights:
-    """Tensors, each read once until it is dropped.
+    """Tensors, each read once until it is dropped, by one thread at a time.
 
     Attributes:
         layer_inputs: what layers read of tokens; kept for good.
@@ -71,12 +76,14 @@ class Weights:
     def __init__(self, checkpoint: Tensors) -> None:
         self._tensors = checkpoint
         self._read: dict[str, Floats] = {}
+        self._reading = threading.Lock()
         self.layer_inputs = LayerInputs(checkpoint)
 
     def __getitem__(self, key: str) -> Floats:
-        if key not in self._read:
-            self._read[key] = self._tensors.tensor(key)
-        return self._read[key]
+        with self._reading:
+            if key not in self._read:
+                self._read[key] = self._tensors.tensor(key)
+            return self._read[key]
 
     def embeddings(self, tokens: NDArray[Any]) -> Floats:
         """Rows of the embedding, or of pictures behind it, `[..., hidden]`; no others are read."""
@@ -89,6 +96,15 @@ class Weights:
     def drop(self) -> None:
         """Free the tensors read so far, so that one layer is in memory at a time."""
         self._read.clear()
+
+
+def _erf(x: Floats) -> Floats:
+    """The error function, within 2e-7: formula 7.1.26 of Abramowitz and Stegun."""
+    size = np.abs(x).astype(np.float64)
+    t = 1 / (1 + 0.3275911 * size)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    found: Floats = (np.sign(x) * (1 - series * np.exp(-size * size))).astype(np.float32)
+    return found
 
 
 class NumpyBlocks:
@@ -142,6 +158,9 @@ class NumpyBlocks:
         inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
         return self._seen(name, np.float32(0.5) * x * (1 + np.tanh(inner)))
 
+    def exact_gelu(self, x: Floats, name: str) -> Floats:
+        return self._seen(name, np.float32(0.5) * x * (1 + _erf(x * np.float32(0.5**0.5))))
+
     def join(self, parts: list[Floats], name: str) -> Floats:
         return self._seen(name, np.concatenate(parts, axis=-1))
 
@@ -163,7 +182,7 @@ class NumpyBlocks:
 
 
 class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
-    """Runs the decoder on whole sequences, `[T, width]`, without a past: causal attention over T tokens.
+    """Runs the decoder on whole sequences, `[T, width]`, without a past: attention over all T tokens, or earlier ones.
 
     Several windows may take turns, layer by layer: see `begin`.
 
@@ -196,7 +215,15 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         self._tail = Tail(0)
         self._window: tuple[Hashable, NDArray[Any]] = None, np.zeros(0, np.int64)
         self._shared: dict[tuple[Hashable, KvTensor], Floats] = {}
-        self._masks = {window: _mask(tokens, window) for window in {spec.window(i) for i in range(spec.layers)}}
+        windows = {spec.window(layer) for layer in range(spec.layers)}
+        self._masks = {window: _mask(tokens, window, both_sides=spec.bidirectional) for window in windows}
+
+    def of_window(self, window: Hashable, tokens: NDArray[Any], observe: Observer | None) -> Self:
+        """A copy that runs a window while others run others; arguments as for `begin`, and the observer of the copy."""
+        ops = copy.copy(self)
+        ops._observe = observe
+        ops.begin(window, tokens)
+        return ops
 
     def begin(self, window: Hashable, tokens: NDArray[Any]) -> None:
         """Run a window from now on: what its layers share is kept under its name.
@@ -214,7 +241,7 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
 
     def fork(self, window: Hashable, source: Hashable) -> None:
         """Run another window with the same tokens from now on, which shares what layers of `source` have shared."""
-        self._shared |= {(window, tensor): rows for (name, tensor), rows in self._shared.items() if name == source}
+        self._shared |= {(window, tensor): rows for (name, tensor), rows in [*self._shared.items()] if name == source}
         self._window = window, self._window[1]
 
     def layer_input(self, layer: int) -> Floats:
@@ -337,8 +364,8 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def by_row(self) -> bool:
         return False
 
-    def observe_known(self, wanted: Floats, correction: Floats, name: str) -> None:
-        self._seen(name, wanted - correction)
+    def observe_known(self, target: Floats, correction: Floats, name: str) -> None:
+        self._seen(name, target - correction)
 
     def unit(self, x: Floats, width: int, name: str, *, gain: float = 1.0) -> Floats:
         length = np.sqrt(np.square(x).sum(-1, keepdims=True) + np.float32(UNIT_EPS))
@@ -398,9 +425,10 @@ def _cos_sin(rotation: Rotation, first: int, tokens: int) -> tuple[Floats, Float
     return both[0].astype(np.float32), both[1].astype(np.float32)
 
 
-def _mask(tokens: int, window: int | None) -> Floats:
-    """`[T, T]`, 0 where a token attends to another: itself and the window - 1 tokens before it."""
+def _mask(tokens: int, window: int | None, *, both_sides: bool = False) -> Floats:
+    """`[T, T]`, 0 where a token attends to another: itself and the window - 1 tokens before it, or on both sides."""
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    distance = np.abs(distance) if both_sides else distance
     seen = (distance >= 0) & (distance < (window or tokens))
     mask: Floats = np.where(seen, np.float32(0), np.float32(-np.inf))
     return mask
@@ -454,9 +482,15 @@ class Reference:
         states = [ops[len(window)].embed(window, "embedding") for window in windows]
         for layer in range(spec.layers):
             weights.drop()
-            for number, window in enumerate(windows):
-                ops[len(window)].begin(number, window)
-                states[number] = decoder_layer(ops[len(window)], spec, layer, states[number])
+
+            def computed(numbered: tuple[int, Floats], layer: int = layer) -> Floats:
+                number, state = numbered
+                window = windows[number]
+                return decoder_layer(ops[len(window)].of_window(number, window, observe), spec, layer, state)
+
+            # An observer sees one window after another.
+            at_once = WINDOWS_AT_ONCE if observe is None else 1
+            states = list(in_threads(computed, [*enumerate(states)], at_once=at_once))
             if progress is not None:
                 progress(layer + 1)
         return states
@@ -476,7 +510,7 @@ class Reference:
         weights, spec = Weights(self._tensors), self._tensors.spec
         ops = self._ops(weights, {len(state) for state in states}, None)
         inputs = [head_inputs(ops[len(state)], spec, state) for state in states]
-        for rows in blocks_of_rows(spec.vocab):
+        for rows in blocks_of_rows(spec.result_width):
             weights.put(HEAD, self._tensors.tensor(HEAD, rows))
             if "lm_head" in spec.biased:
                 weights.put(HEAD_BIAS, self._tensors.tensor(HEAD_BIAS, rows))

@@ -16,7 +16,8 @@ from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.head_range import HeadNumber, HeadRange
 from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.encodings import decoder_results
-from exporters.quantize.reference import NO_CHANGES, Changes, Floats, NumpyOps, Observer, Weights
+from exporters.quantize.reference import NO_CHANGES, WINDOWS_AT_ONCE, Changes, Floats, NumpyOps, Observer, Weights
+from quant.products import in_threads
 
 _TINY = float(np.finfo(np.float32).tiny)
 _NOT_COMPARED = frozenset({"cache", "state", "scores", "masked"})
@@ -79,10 +80,16 @@ def survey(
     states = [ops.embed(window, "embedding") for window in windows]
     for layer in range(spec.layers):
         weights.drop()
-        for window, state in enumerate(states):
+
+        def computed(numbered: tuple[int, Floats], layer: int = layer) -> tuple[Floats, _SeenApart]:
+            (window, state), own = numbered, _SeenApart(seen)
+            return decoder_layer(ops.of_window(window, windows[window], own.observe), spec, layer, state), own
+
+        found = in_threads(computed, [*enumerate(states)], at_once=WINDOWS_AT_ONCE)
+        for window, (state, own) in enumerate(found):
+            seen.take(own)
+            states[window] = state
             progress(layer * len(states) + window, spec.layers * len(states))
-            ops.begin(window, windows[window])
-            states[window] = decoder_layer(ops, spec, layer, state)
     weights.drop()
     ops = _PartialOps(tensors, weights, max(first, 1), context)
     last = logits(ops, spec, states[0][: max(first, 1)])[:first]
@@ -104,15 +111,28 @@ class _Seen:
         self._cache = {tensor.past: tensor for tensor in tensors}
 
     def observe(self, name: str, values: Floats) -> None:
-        kind = self._results[name].kind
-        if self._results[name].by_chunk:
-            return
-        if kind in ("cache", "state"):
+        if self.is_kept(name):
             self._keep(self._cache[name], values)
-        elif kind not in _NOT_COMPARED and self._first:
-            ratio = _largest(values[: self._first]) / max(_largest(values[self._first :]), _TINY)
-            if ratio > self.outlier.ratio:
-                self.outlier = Outlier(name, ratio)
+        elif (outlier := self.compared(name, values)).ratio > self.outlier.ratio:
+            self.outlier = outlier
+
+    def is_kept(self, name: str) -> bool:
+        """Whether a result is keys, values or a state."""
+        return self._results[name].kind in ("cache", "state") and not self._results[name].by_chunk
+
+    def compared(self, name: str, values: Floats) -> Outlier:
+        """How far the first tokens exceed the others in a result; 0 if they are not compared."""
+        result = self._results[name]
+        if result.by_chunk or result.kind in _NOT_COMPARED or not self._first:
+            return Outlier(name, 0.0)
+        return Outlier(name, _largest(values[: self._first]) / max(_largest(values[self._first :]), _TINY))
+
+    def take(self, apart: _SeenApart) -> None:
+        """Observe what a window has shown."""
+        for name, values in apart.kept:
+            self._keep(self._cache[name], values)
+        if apart.outlier.ratio > self.outlier.ratio:
+            self.outlier = apart.outlier
 
     def _keep(self, tensor: KvTensor, values: Floats) -> None:
         self.rows.setdefault(tensor, values[: self._first].copy())
@@ -127,6 +147,26 @@ class _Seen:
             self.reach[at] = reach.with_values(np.abs(others @ rotation).max())
         else:
             self.reach[at] = reach.with_keys(others)
+
+
+class _SeenApart:
+    """What is needed of the results of a window that runs beside others.
+
+    Attributes:
+        kept: keys, values and states by name.
+        outlier: see `Survey`.
+    """
+
+    def __init__(self, seen: _Seen) -> None:
+        self.kept: list[tuple[str, Floats]] = []
+        self.outlier = Outlier("embedding", 0.0)
+        self._seen = seen
+
+    def observe(self, name: str, values: Floats) -> None:
+        if self._seen.is_kept(name):
+            self.kept.append((name, values))
+        elif (outlier := self._seen.compared(name, values)).ratio > self.outlier.ratio:
+            self.outlier = outlier
 
 
 def _largest(values: Floats) -> float:
@@ -156,6 +196,6 @@ class _PartialOps(NumpyOps):
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         if weight != HEAD:
             return super().product(x, weight, rows, gain)
-        blocks = (self._tensors.tensor(weight, rows) for rows in blocks_of_rows(self._spec.vocab))
+        blocks = (self._tensors.tensor(weight, rows) for rows in blocks_of_rows(self._spec.result_width))
         columns = [x @ by_inputs(block) * np.float32(gain) for block in blocks]
         return np.concatenate(columns, axis=-1)

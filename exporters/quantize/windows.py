@@ -1,8 +1,10 @@
-"""The values of all calibration windows in a file, so that memory holds those of one and not of the whole text."""
+"""The values of all calibration windows: in memory while there is room, beyond it in files of which one is read."""
 
 from __future__ import annotations
 
 import tempfile
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -16,28 +18,63 @@ from exporters.quantize.reference import Floats
 _FLOAT_BYTES = 4
 
 
-class Windows:
-    """Values `[windows, decoders, T, width]` in a file; a window `[decoders, T, width]` is read or written at a time.
+class Room:
+    """Memory for values of windows.
 
     Args:
-        file: that has them, open.
-        shape: see above.
-        offset: where they begin.
+        free_bytes: that they may take together.
     """
 
-    def __init__(self, file: BinaryIO, shape: tuple[int, ...], offset: int = 0) -> None:
-        self._file = file
+    def __init__(self, free_bytes: int = 0) -> None:
+        self._free_bytes = free_bytes
+
+    def array(self, shape: tuple[int, ...]) -> Floats | None:
+        """Memory for values of this shape until nobody has them any more; None if there is not enough."""
+        size_bytes = _FLOAT_BYTES * prod(shape)
+        if size_bytes > self._free_bytes:
+            return None
+        self._free_bytes -= size_bytes
+        values = np.empty(shape, np.float32)
+        weakref.finalize(values, self._give_back, size_bytes)
+        return values
+
+    def take(self, size_bytes: int, most: int, owner: object) -> int:
+        """Take memory that many times at most, as often as it is there, until `owner` is gone; returns how often."""
+        count = min(most, self._free_bytes // size_bytes)
+        self._free_bytes -= count * size_bytes
+        weakref.finalize(owner, self._give_back, count * size_bytes)
+        return count
+
+    def _give_back(self, size_bytes: int) -> None:
+        self._free_bytes += size_bytes
+
+
+class Windows:
+    """Values `[windows, decoders, T, width]`; a window `[decoders, T, width]` is read or written at a time.
+
+    Several threads may read at a time.
+
+    Args:
+        source: the values, or an open file that has them.
+        shape: see above.
+        offset: where they begin in the file.
+    """
+
+    def __init__(self, source: BinaryIO | Floats, shape: tuple[int, ...], offset: int = 0) -> None:
+        self._source = source
         self.shape = shape
         self._offset = offset
+        self._reading = threading.Lock()
 
     @classmethod
-    def of(cls, windows: Iterable[Floats], count: int, folder: Path | None) -> Windows:
-        """Write windows of one shape to a file without a name.
+    def of(cls, windows: Iterable[Floats], count: int, folder: Path | None, room: Room | None = None) -> Windows:
+        """Keep windows of one shape, in memory or in a file without a name.
 
         Args:
             windows: `[decoders, T, width]` each, computed one after another.
             count: of them, at least 1.
             folder: on the disk to use; None for that of temporary files.
+            room: in memory; None for none.
 
         Raises:
             OSError: the disk is full.
@@ -45,10 +82,15 @@ class Windows:
         found: Windows | None = None
         for number, values in enumerate(windows):
             if found is None:
-                file = cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
-                found = cls(file, (count, *values.shape))
+                shape = count, *values.shape
+                source: BinaryIO | Floats | None = None if room is None else room.array(shape)
+                if source is None:
+                    source = cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
+                found = cls(source, shape)
             found._put(number, values)
         assert found is not None, "a text has windows"
+        if isinstance(found._source, np.ndarray):
+            found._source.setflags(write=False)
         return found
 
     def __len__(self) -> int:
@@ -72,21 +114,27 @@ class Windows:
         return self._read(((window * decoders + decoder) * tokens + start) * width, (stop - start, width))
 
     def _read(self, first: int, shape: tuple[int, ...]) -> Floats:
+        if isinstance(self._source, np.ndarray):
+            return self._source.reshape(-1)[first : first + prod(shape)].reshape(shape)
         values = np.empty(shape, np.float32)
-        self._file.seek(self._offset + _FLOAT_BYTES * first)
         left = values.reshape(-1).view(np.uint8).data
-        while left:
-            count = self._file.readinto(left)  # type: ignore[attr-defined]
-            if not count:
-                raise EOFError(f"got a file that ends {len(left)} bytes early; expected values {self.shape}")
-            left = left[count:]
+        with self._reading:
+            self._source.seek(self._offset + _FLOAT_BYTES * first)
+            while left:
+                count = self._source.readinto(left)  # type: ignore[attr-defined]
+                if not count:
+                    raise EOFError(f"got a file that ends {len(left)} bytes early; expected values {self.shape}")
+                left = left[count:]
         return values
 
     def _put(self, window: int, values: Floats) -> None:
-        self._file.seek(_FLOAT_BYTES * prod(self.shape[1:]) * window)
+        if isinstance(self._source, np.ndarray):
+            self._source[window] = values
+            return
+        self._source.seek(_FLOAT_BYTES * prod(self.shape[1:]) * window)
         left = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8).data
         while left:
-            left = left[self._file.write(left) :]
+            left = left[self._source.write(left) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +164,7 @@ class TokenRows:
             end = min(self._each, at + stop - start)
             parts.append(self.windows.positions(window, self.decoder, self.first + at, self.first + end))
             start += end - at
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
     def _each(self) -> int:

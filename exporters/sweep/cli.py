@@ -16,10 +16,10 @@ from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
 from edgekv.machine.text_file import read_text_file
 from edgekv.option import Argument, Option, OptionGroup, check_place, find_device, parse_numbers
-from edgekv.plan.options import DEFAULT_CONTEXT
+from edgekv.plan.options import DEFAULT_CONTEXT, DEFAULT_KV_DTYPE
 from edgekv.spec.geometry import KvDtype
 from exporters.cli.common import ready_cluster
-from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe, unsaid
+from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe
 from exporters.progress import progress_bars
 from exporters.sweep.options import SweepOptions
 
@@ -86,7 +86,7 @@ class Axes:
         Option(
             "Integer types of the KV cache, comma-separated: u8, s16.", parse=partial(_chosen, known=KV_DTYPES["onnx"])
         ),
-    ] = ("u8",)
+    ] = (DEFAULT_KV_DTYPE,)
     devices: Annotated[Sequence[Device], Option("Target chips, comma-separated.", parse=_devices, shown="SM8650")] = (
         field(default_factory=lambda: _devices("--devices", "SM8650"))
     )
@@ -130,7 +130,7 @@ def sweep(
         Option("Also write context binaries.", "--compile/--no-compile", shown="yes, without --skip-htp-check"),
     ] = None,
     cluster: Annotated[Cluster, OptionGroup("Run")] = _LOCAL,
-    tokens: Annotated[int, Option("Maximum number of tokens to evaluate.", least=1)] = 4096,
+    tokens: Annotated[int, Option("Maximum number of tokens to evaluate.", minimum=1)] = 4096,
     options: Annotated[SweepOptions, OptionGroup("Options")] = _DEFAULTS,
 ) -> None:
     """What combinations share is computed once. An interrupted sweep continues when the same command is run again."""
@@ -142,7 +142,7 @@ def sweep(
     compiles = common.get("check_on_htp", True) if compiles is None else compiles
     if (calibration := common.get("calibration")) is not None:
         common["calibration"] = calibration.absolute()
-    template = ExportOptions(**{"device": axes.devices[0], "compile": compiles, **unsaid(common), **common})
+    template = ExportOptions(**{"device": axes.devices[0], "compile": compiles, **common})
     wanted = combinations(axes.recipes, axes.kv, axes.devices, axes.contexts, axes.splits, axes.rotations)
     content = read_text_file(text, "--text")
     _make_folder(folder)

@@ -14,8 +14,8 @@ from edgekv.errors import EdgeKVError
 from edgekv.kv import KvDtype
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.options import ExportOptions
+from exporters.plan import ExportPlan, plan_export
 from exporters.preconditions import check_compiler
-from exporters.prepared import Prepared, prepare
 from exporters.quantize.recipe import Recipe
 
 
@@ -92,23 +92,23 @@ def combinations(
 
 def sort_out(
     wanted: Sequence[Combination], checkpoint: Checkpoint, template: ExportOptions
-) -> tuple[list[tuple[Combination, Prepared]], list[Refusal]]:
+) -> tuple[list[tuple[Combination, ExportPlan]], list[Refusal]]:
     """The combinations that can be exported, and the others with the reason, before any work.
 
     Raises:
         EngineError: the HTP compiler is wanted and not installed.
     """
-    possible, refused, seen = list[tuple[Combination, Prepared]](), list[Refusal](), set[str]()
+    possible, refused, seen = list[tuple[Combination, ExportPlan]](), list[Refusal](), set[str]()
     for each in wanted:
         if each.name in seen:
             continue
         seen.add(each.name)
         try:
             options = each.options(template)
-            prepared = prepare(checkpoint, options)
+            export = plan_export(checkpoint, options)
         except EdgeKVError as error:
             refused.append(Refusal(name=each.name, reason=str(error)))
             continue
         check_compiler(options)
-        possible.append((each, prepared))
+        possible.append((each, export))
     return possible, refused

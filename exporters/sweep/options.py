@@ -28,7 +28,7 @@ class SweepOptions:
     store: Annotated[
         str | None,
         Option(
-            "Folder or fsspec URL of the pieces, which all workers reach, such as s3://bucket/sweeps.",
+            "Shared folder or fsspec URL of the pieces, readable by all workers, such as s3://bucket/sweeps.",
             parse=check_place,
             shown="OUTPUT/pieces",
             group="Run",
@@ -37,9 +37,9 @@ class SweepOptions:
     prune_days: Annotated[
         float | None,
         Option(
-            "Afterwards remove pieces that no sweep of this folder has used for so many days.",
+            "Afterwards remove pieces unused by sweeps of this folder for this many days.",
             "--prune",
-            least=0,
+            minimum=0,
             group="Run",
         ),
     ] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from edgekv.machine.system import format_bytes
+from edgekv.plan.wording import span
 from exporters.sweep.result import SweepReport
 
 _HEADS = (
@@ -40,7 +41,7 @@ def lines(report: SweepReport) -> Iterator[str]:
                 format_bytes(each.bytes),
                 format_bytes(each.ram_bytes),
                 f"{each.export_seconds:.0f} s",
-                f"{each.roofline_tokens_per_s:.0f}",
+                span(*each.tokens_per_s),
                 each.simulated_speed("decode"),
             )
         )
@@ -51,7 +52,7 @@ def lines(report: SweepReport) -> Iterator[str]:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
-    yield "*: no other of its chip and contexts has less KL in fewer bytes; tokens/s: a bound; nothing is measured"
+    yield "*: no other of its chip and contexts has less KL in fewer bytes; tokens/s: as plan expects; none is measured"
     for refusal in report.refused:
         yield f"refused: {refusal.name}: {refusal.reason}"
     for refusal in report.failed:

@@ -22,15 +22,15 @@ from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import demand
 from exporters.inspect.tally import Evaluation
 from exporters.options import Cluster, ExportOptions
-from exporters.pipeline.assemble import assemble
 from exporters.pipeline.dask.run import run_on
 from exporters.pipeline.piece import Plan
 from exporters.pipeline.place import Identity, Place, open_checkpoint
-from exporters.pipeline.planning import Exported, Planner, quantizing_bytes
+from exporters.pipeline.planning import Planner, quantizing_bytes
 from exporters.pipeline.prune import check_prunable, mark_used, prune
 from exporters.pipeline.quality import Quality, ReferencePiece, Text
 from exporters.pipeline.store import PieceStore
-from exporters.prepared import Prepared
+from exporters.pipeline.write import ExportResult, assemble
+from exporters.plan import ExportPlan
 from exporters.progress import Progress, silent
 from exporters.resources import bundle_bytes, engine_bytes
 from exporters.sweep.combination import Combination, Refusal, sort_out
@@ -52,7 +52,7 @@ class Member:
     """
 
     combination: Combination
-    exported: Exported
+    exported: ExportResult
     evaluate: str
 
     @property
@@ -108,10 +108,10 @@ def run_sweep(
     identity, place = Identity.of(opened), Place.of(opened)
     planner = Planner(identity, swept=text)
     plan = planner.plan
-    members = [_add(planner, combination, prepared, text) for combination, prepared in possible]
+    members = [_add(planner, combination, export, text) for combination, export in possible]
     targets = [name for member in members for name in member.names]
     before = len(plan.unfinished(store, targets))
-    disk_bytes = 2 * max(_bundle_bytes(prepared) for _, prepared in possible)
+    disk_bytes = 2 * max(_bundle_bytes(export) for _, export in possible)
     failed = run_on(cluster, plan, targets, store, place, identity, progress, disk_bytes=disk_bytes)
     results, lost = list[Result](), list[Refusal]()
     for member in members:
@@ -151,14 +151,14 @@ def run_sweep(
     return report
 
 
-def _add(planner: Planner, combination: Combination, prepared: Prepared, text: Text) -> Member:
+def _add(planner: Planner, combination: Combination, export: ExportPlan, text: Text) -> Member:
     """The pieces of one more combination."""
-    exported, plan = planner.export(prepared), planner.plan
-    spec, context = prepared.checkpoint.spec, prepared.options.contexts[-1]
-    measured = planner.measured(prepared, exported.folded, text)
+    exported, plan = planner.export(export), planner.plan
+    spec, context = export.checkpoint.spec, export.options.contexts[-1]
+    measured = planner.measured(export, exported.decoder, text)
     logits_bytes = 4 * min(context, text.tokens) * spec.vocab
-    reference = plan.put(ReferencePiece((measured,)), quantizing_bytes(prepared) + 2 * logits_bytes)
-    ram_bytes = engine_bytes(_bundle_bytes(prepared)) + 4 * logits_bytes
+    reference = plan.put(ReferencePiece((measured,)), quantizing_bytes(export) + 2 * logits_bytes)
+    ram_bytes = engine_bytes(_bundle_bytes(export)) + 4 * logits_bytes
     return Member(combination, exported, plan.put(EvaluatePiece(measured, exported.write, reference), ram_bytes))
 
 
@@ -220,10 +220,8 @@ def _command(member: Member, checkpoint: str, bundle: Path, template: ExportOpti
     if combination.rotation is not None:
         recipe = str(bundle.parent.parent / "recipes" / f"{combination.recipe.name}.json")
     options = option_words(combination.options(template), device=combination.device.soc, recipe=recipe)
-    if "--key-layout" not in options:  # the command's default depends on other options
-        options += ["--key-layout", template.key_layout]
     return shlex.join(["edgekv", "export", checkpoint, "-o", combination.name, *options])
 
 
-def _bundle_bytes(prepared: Prepared) -> int:
-    return bundle_bytes(prepared.checkpoint.spec, prepared.options.recipe, len(prepared.graphs))
+def _bundle_bytes(export: ExportPlan) -> int:
+    return bundle_bytes(export.checkpoint.spec, export.options.recipe, len(export.graphs))

@@ -18,6 +18,12 @@ _GEMMA_LOCAL_THETA = 1e4  # llama.cpp's value; older files do not contain it
 _GEMMA2_WINDOW = 4096
 _BY_LAYER = ("gemma4",)  # architectures that describe sizes and rotary embeddings by layer
 _NOT_ROTATED = 1e20
+_TAKES_MEAN = {  # architectures with LayerNorm, and the field of its epsilon; none if that is always the same
+    **dict.fromkeys(("command-r", "cohere2", "gptneox", "jais2", "phi2", "stablelm"), "layer_norm_eps"),
+    "nemotron": "norm_eps",
+    "olmo": "",
+    "starcoder2": "norm_epsilon",
+}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -70,7 +76,7 @@ def _shared(file: GgufFile) -> Fields:
         "head_dim": head_dim,
         "vocab_size": file.blocks["token_embd.weight"].shape[0],
         "max_position_embeddings": file.size(".context_length"),
-        "rms_norm_eps": file.number(".attention.layer_norm_rms_epsilon"),
+        **_epsilon(file),
         "tie_word_embeddings": "output.weight" not in file.blocks,
     }
     if by_layer:
@@ -83,6 +89,17 @@ def _shared(file: GgufFile) -> Fields:
         "num_key_value_heads": _key_heads(file, layers, heads),
         "rope_parameters": rope_parameters(file, head_dim),
     }
+
+
+def _epsilon(file: GgufFile) -> Fields:
+    """The epsilon of norms, under the name that the architecture's configuration has; some files have that of both."""
+    key = ".attention.layer_norm_rms_epsilon"
+    if (name := _TAKES_MEAN.get(file.architecture)) is None:
+        return {"rms_norm_eps": file.number(key)}
+    epsilon = file.number(".attention.layer_norm_epsilon")
+    if (other := file.number(key, epsilon)) != epsilon:
+        raise file.refusal(key, f"{epsilon:g}, as attention.layer_norm_epsilon says", other)
+    return {name: epsilon} if name else {}
 
 
 def _key_heads(file: GgufFile, layers: int, heads: int) -> int:
@@ -350,17 +367,132 @@ def further_layers(file: GgufFile) -> int:
     return found
 
 
+def _plain(model_type: str, **fields: Any) -> Callable[[GgufFile], Fields]:
+    """An architecture without windows whose biases are those of its tensors."""
+
+    def describe(file: GgufFile) -> Fields:
+        _without_window(file)
+        return {
+            "model_type": model_type,
+            "attention_bias": "blk.0.attn_q.bias" in file.blocks,
+            **fields,
+        }
+
+    return describe
+
+
+def _with_mlp_bias(model_type: str, **fields: Any) -> Callable[[GgufFile], Fields]:
+    plain = _plain(model_type, **fields)
+    return lambda file: plain(file) | {"mlp_bias": "blk.0.ffn_up.bias" in file.blocks}
+
+
+def _seed_oss(file: GgufFile) -> Fields:
+    _without_window(file)
+    bias, out = "blk.0.attn_q.bias" in file.blocks, "blk.0.attn_output.bias" in file.blocks
+    return {"model_type": "seed_oss", "attention_bias": bias, "attention_out_bias": out}
+
+
+def _starcoder2(file: GgufFile) -> Fields:
+    """As in llama.cpp, without the window that its configuration may have."""
+    _without_window(file)
+    return {"model_type": "starcoder2", "use_bias": "blk.0.attn_q.bias" in file.blocks, "sliding_window": None}
+
+
+def _ernie(file: GgufFile) -> Fields:
+    _without_window(file)
+    return {"model_type": "ernie4_5", "use_bias": "blk.0.attn_q.bias" in file.blocks}
+
+
+def _stablelm(file: GgufFile) -> Fields:
+    """As in llama.cpp, blocks are in parallel if there is no norm of the feed-forward: the flag may say otherwise."""
+    _without_window(file)
+    file.flag(".use_parallel_residual")
+    return {
+        "model_type": "stablelm",
+        "use_qkv_bias": "blk.0.attn_q.bias" in file.blocks,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.blocks,
+    }
+
+
+def _gptneox(file: GgufFile) -> Fields:
+    _without_window(file)
+    return {
+        "model_type": "gpt_neox",
+        "use_parallel_residual": file.flag(".use_parallel_residual", True),
+        "attention_bias": "blk.0.attn_qkv.bias" in file.blocks,
+    }
+
+
+def _phi2(file: GgufFile) -> Fields:
+    _without_window(file)
+    return {"model_type": "phi"}
+
+
+def _exaone(file: GgufFile) -> Fields:
+    _without_window(file)
+    return {"model_type": "exaone"}
+
+
+def _olmo(file: GgufFile) -> Fields:
+    """Its norms' epsilon is not in its configuration."""
+    _without_window(file)
+    key = ".attention.layer_norm_epsilon"
+    if (epsilon := file.number(key)) != (wanted := 1e-5):
+        raise file.refusal(key, f"{wanted:g}", epsilon)
+    return {"model_type": "olmo"}
+
+
+def _command_r(file: GgufFile) -> Fields:
+    return _plain("cohere", logit_scale=file.number(".logit_scale"))(file)
+
+
+def _cohere2(file: GgufFile) -> Fields:
+    """Which layers have full attention is not in the file: as in llama.cpp, every fourth."""
+    return {
+        "model_type": "cohere2",
+        "logit_scale": file.number(".logit_scale"),
+        "sliding_window": file.size(".attention.sliding_window"),
+        "layer_types": _layer_types(file, 4),
+    }
+
+
+def _exaone4(file: GgufFile) -> Fields:
+    """Layers with full attention are rotated only if no layer has a window."""
+    if not file.size(window := ".attention.sliding_window", 0, least=0):
+        _without_window(file)
+        return {"model_type": "exaone4", "sliding_window": None}
+    return {"model_type": "exaone4", "sliding_window": file.size(window), "layer_types": _layer_types(file, 4)}
+
+
 _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
+    "apertus": _plain("apertus", hidden_act="xielu"),
+    "arcee": _with_mlp_bias("arcee", hidden_act="relu2"),
+    "cohere2": _cohere2,
+    "command-r": _command_r,
+    "ernie4_5": _ernie,
+    "exaone": _exaone,
+    "exaone4": _exaone4,
+    "gemma": _plain("gemma", hidden_act="gelu_pytorch_tanh"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "glm4": _plain("glm4"),
+    "gptneox": _gptneox,
     "granite": _granite,
+    "hunyuan-dense": _plain("hunyuan_v1_dense"),
+    "jais2": _with_mlp_bias("jais2", hidden_act="relu2"),
     "lfm2": _lfm2,
     "llama": _llama,
+    "nemotron": _with_mlp_bias("nemotron", hidden_act="relu2"),
+    "olmo": _olmo,
     "olmo2": _olmo2,
+    "phi2": _phi2,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen35": _qwen35,
+    "seed_oss": _seed_oss,
     "smollm3": _smollm3,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
 }

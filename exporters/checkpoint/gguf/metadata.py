@@ -17,7 +17,7 @@ _QUANTIZATION = "general.quantization_version"
 _READ_BY_LLAMA = ("tokenizer.", "adapter.", "diffusion.", "xielu.", _QUANTIZATION)
 _WITHOUT_EFFECT: Mapping[str, str] = {
     ".vocab_size": "rows of the table of embeddings say it, and tokens of the tokenizer",
-    ".attention.layer_norm_epsilon": "the decoders have no norm that subtracts the mean",
+    ".attention.layer_norm_epsilon": "of norms that subtract the mean, which the architecture does not have",
     ".expert_shared_feed_forward_length": "of experts, and without any the tensors of the dense layer say it",
     "tokenizer.ggml.token_type_count": "of BERT's segments",
     "tokenizer.ggml.seperator_token_id": "separates two texts",

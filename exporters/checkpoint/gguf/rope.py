@@ -12,9 +12,17 @@ Parameters = dict[str, Any]
 
 LONG, SHORT, FREQUENCIES = TENSORS = ("rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight")
 _LLAMA3 = (1.0, 4.0, 8192.0)  # low_freq_factor, high_freq_factor and original context of Llama 3.1 and 3.2
-_WITH_FREQUENCIES = ("llama", "granite", "smollm3", "gemma4")
+_WITH_FREQUENCIES = ("apertus", "arcee", "exaone", "exaone4", "llama", "granite", "smollm3", "gemma4")
 _WITH_LONG = ("llama", "granite", "phi3")
-_PARTLY = ("phi3", "qwen35")  # architectures that rotate a part of a head
+_PARTLY = (
+    "glm4",
+    "gptneox",
+    "nemotron",
+    "phi2",
+    "phi3",
+    "qwen35",
+    "stablelm",
+)  # architectures that rotate a part of a head
 _SCALING = ".rope.scaling."
 _ATTENTION = (f"{_SCALING}attn_factor", f"{_SCALING}yarn_attn_factor")
 

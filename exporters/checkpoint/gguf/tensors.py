@@ -26,7 +26,9 @@ _TABLES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.norm.weight",  # what LFM2's files call it
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
     "per_layer_token_embd.weight": LAYER_TABLE,
     "per_layer_model_proj.weight": LAYER_TABLE_PROJECTION,
     "per_layer_proj_norm.weight": LAYER_TABLE_NORM,
@@ -59,6 +61,7 @@ _GEMMA4 = _POST_NORMS | {
     "post_norm": "post_per_layer_input_norm",
     "layer_output_scale": "layer_scalar",
 }
+_GLM4 = _POST_NORMS | {"ffn_up": "mlp.gate_up_proj"}
 _DELTA_RULE = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -73,15 +76,19 @@ _DELTA_RULE = {
 }
 _VECTORS = ("linear_attn.dt_bias", "linear_attn.A_log", "layer_scalar")  # Hugging Face's names of these have no ending
 _SPECIAL = {
+    "exaone4": _POST_NORMS,
+    "glm4": _GLM4,
     "gemma2": _POST_NORMS,
     "gemma3": _POST_NORMS,
     "gemma4": _GEMMA4,
     "olmo2": _POST_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen35": _DELTA_RULE,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
 }
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 # llama.cpp stores q and k of these with interleaved rotary pairs; Hugging Face splits a head into halves.
-_INTERLEAVED = frozenset({"llama", "granite", "smollm3"})
+_INTERLEAVED = frozenset({"arcee", "llama", "granite", "olmo", "smollm3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +133,44 @@ class GgufTensor(ComputedTensor):
         return values if values.flags.writeable else values.copy()
 
 
-def gguf_tensors(file: GgufFile) -> dict[str, GgufTensor]:
+@dataclass(frozen=True, slots=True)
+class Number(ComputedTensor):
+    """A number of a layer that stands in the metadata.
+
+    Attributes:
+        file: the file.
+        value: the number.
+        shape: `[1]`.
+    """
+
+    file: Path
+    value: float
+    shape: tuple[int, ...] = (1,)
+
+    def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
+        return np.array([self.value], np.float32)[rows]
+
+
+def _numbers(file: GgufFile) -> dict[str, Number]:
+    """What files of Apertus have in lists instead of in tensors."""
+    layers, found = file.size(".block_count"), {}
+    for name in _XIELU if file.architecture == "apertus" else ():
+        key = f"xielu.{name}"
+        values = file.entries(key)
+        if len(values) != layers or not all(type(value) is float for value in values):
+            raise file.refusal(key, f"a number for each of {layers} layers", values or None)
+        for layer, value in enumerate(values):
+            found[f"model.layers.{layer}.mlp.act_fn.{name}"] = Number(file.path, value)
+    return found
+
+
+def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
     """Every tensor by its Hugging Face name.
 
     Raises:
         CheckpointError: a tensor is of an unknown type or has a name that the architecture does not have.
     """
-    found: dict[str, GgufTensor] = {}
+    found: dict[str, ComputedTensor] = {**_numbers(file)}
     for name, block in file.blocks.items():
         if name in TENSORS:
             continue
@@ -188,6 +226,8 @@ def _tiled(file: GgufFile, key: str, shape: tuple[int, ...]) -> NDArray[np.int64
     if file.architecture != "qwen35" or ".linear_attn." not in key or key.endswith("linear_attn.norm.weight"):
         return None
     keys, values = file.size(".ssm.group_count"), file.size(".ssm.time_step_rank")
+    if values % keys:
+        raise file.refusal(".ssm.time_step_rank", f"a multiple of ssm.group_count, {keys}", values)
     size = shape[1] if key.endswith("linear_attn.out_proj.weight") else shape[0]
     before = 2 * keys * file.size(".ssm.state_size") if key.endswith(("in_proj_qkv.weight", "conv1d.weight")) else 0
     width = (size - before) // values

@@ -74,6 +74,13 @@ _QWEN35 = _Splitter(
 )
 _GPT4O = _Splitter((_by_case(r"\p{N}{1,3}", rf"{_CONTRACTIONS}?", "/"),))
 _HAN = "[\N{CJK UNIFIED IDEOGRAPH-4E00}-\N{CJK UNIFIED IDEOGRAPH-9FA5}\u0800-\u4e00\uac00-\ud7ff]+"
+_CHINESE = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_SYMBOLS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|{_TAIL}"
+)
+_SPACES = r"\s*[\r\n]+|" + "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
+_SPACES += r"|\s{1,2}(?!\S)|\s{1}"
 _SPLITTERS = {
     "default": _Splitter((r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", _THREE)),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "gigachat", "a.x-4.0", "mellum"), _GPT2),
@@ -86,7 +93,11 @@ _SPLITTERS = {
     "smaug-bpe": replace(_LLAMA3, begins=False),
     "dbrx": replace(_LLAMA3, whole_words=False, begins=False),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
-    **dict.fromkeys(("hunyuan", "solar-open"), replace(_QWEN2, nfc=False)),
+    **dict.fromkeys(("hunyuan", "solar-open", "stablelm2"), replace(_QWEN2, nfc=False)),
+    "chatglm-bpe": replace(_LLAMA3, whole_words=False, begins=False),
+    "glm4": replace(_LLAMA3, begins=False),
+    "hunyuan-dense": _Splitter((r"\p{N}{1,3}", _CHINESE, _SYMBOLS)),
+    "jais-2": _Splitter((rf"{_ENGLISH}|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}",)),
     "qwen35": _QWEN35,
     "tekken": _Splitter((_by_case(r"\p{N}", path="/"),), whole_words=True, begins=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), _GPT4O),

@@ -84,6 +84,9 @@ class TfliteBlocks:
     def gelu(self, x: Tensor, name: str) -> Tensor:
         return self._gelu(x, name, approximate=True)
 
+    def exact_gelu(self, x: Tensor, name: str) -> Tensor:
+        return self._gelu(x, name, approximate=False)
+
     def _gelu(self, x: Tensor, name: str, *, approximate: bool) -> Tensor:
         result = self._graph.result(name + ".float", "f32", x.shape)
         options = {"approximate": approximate}

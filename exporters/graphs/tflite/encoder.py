@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgekv.bundle import ENCODER
 from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
-from edgekv.spec import PIXELS_PORT, ROWS_PORT, EncoderSpec
+from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, ROWS_PORT, EncoderSpec
 from exporters.graphs.tflite.blocks import ROWS, TfliteBlocks, element_of
 from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor, TfliteFile
 from exporters.graphs.tflite.weights import TfliteWeights
@@ -25,8 +25,11 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
         """Start with the pixels."""
         super().__init__(subgraph, encodings, weights, spec.eps)
         self._spec = spec
-        pixels = encodings[PIXELS_PORT]
-        self.entry = subgraph.input(PIXELS_PORT, element_of(pixels), (1, 1, spec.inputs, spec.patch_values), pixels)
+        self._inputs = {
+            name: subgraph.input(name, element_of(encodings[name]), shape, encodings[name])
+            for name, shape in spec.input_shapes.items()
+        }
+        self.entry = self._inputs[PIXELS_PORT]
 
     def plus(self, x: Tensor, weight: str, name: str) -> Tensor:
         return self.add(x, self._weights.table(self._graph, weight), name)
@@ -39,14 +42,22 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
         count, width = x.shape[2:]
         return self._reshape(x, (1, 1, count * width, 1), "unmerged")
 
+    def places(self) -> Tensor:
+        return self._inputs[PLACES_PORT]
+
+    def unpadded(self, scores: Tensor, name: str) -> Tensor:
+        return self.add(scores, self._inputs[PADDING_PORT], name)
+
+    def rms_norm(self, x: Tensor, weight: str, name: str) -> Tensor:
+        normal = self._normalized(x, name, self._eps)
+        weighted = self._float("MUL", [normal, self._weights.norm(self._graph, weight, gain=1.0)], name + ".weighted")
+        return self._emit("QUANTIZE", [weighted], name, x.shape)
+
     def patches(self, x: Tensor) -> Tensor:
         return self._slice(x, ROWS, 0, self._spec.patches) if self._spec.has_class else x
 
     def normalize_merged(self, x: Tensor, name: str) -> Tensor:
         return self._emit("QUANTIZE", [self._normalized(x, name, self._spec.projector_eps)], name, x.shape)
-
-    def exact_gelu(self, x: Tensor, name: str) -> Tensor:
-        return self._gelu(x, name, approximate=False)
 
     def finish(self, rows: Tensor) -> None:
         """Make `rows` the output."""

@@ -14,9 +14,9 @@ from exporters.graphs.onnx import EMBEDDING_SHARD
 from exporters.graphs.tflite.flatbuffer import TfliteFile
 from exporters.graphs.tflite.ops import TfliteOps
 from exporters.graphs.tflite.weights import TfliteWeights
+from exporters.graphs.weights import ShardWriter
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.table import Table
-from exporters.quantize.weights import WeightStore
 from quant import Encoding, Range
 
 
@@ -35,7 +35,7 @@ def write_tflite(
 
     Args:
         tensors: the weights that are not matrices.
-        matrices: the integers of every matrix, without blocks.
+        matrices: the integers of every matrix, without blocks, and scales with the gains of their products.
         decoder: gives the inputs and outputs of the graphs.
         encodings: one for every result of the decoder and every input.
         graphs: the graphs to write.
@@ -48,15 +48,18 @@ def write_tflite(
     """
     spec, encodings, places = tensors.spec, dict(encodings), WeightPlaces()
     if not all(graph.is_whole for graph in graphs):
-        table, store = Table.of(tensors), WeightStore(tensors.tensor, partial(head_width, spec), matrices, folder)
-        store.put_table(table)
-        store.flush(EMBEDDING_SHARD)
-        places = store.places
+        table, writer = Table.of(tensors), ShardWriter(tensors.tensor, partial(head_width, spec), {})
+        writer.put_table(table)
+        writer.write(folder / f"{EMBEDDING_SHARD}.safetensors")
+        places = writer.places
         encodings["embedding"] = encodings[EMBEDDINGS] = table.encoding_with(embedded, "s16")
         if table.columns is not None:
             encodings["embedding.columns"] = table.scaled_encoding
     (target,) = {graph.file for graph in graphs}
-    file, weights = TfliteFile(), TfliteWeights(tensors.tensor, partial(head_width, spec), matrices)
+    file, weights = (
+        TfliteFile(),
+        TfliteWeights(tensors.tensor, partial(head_width, spec), matrices, scales_have_gains=True),
+    )
     builders = [TfliteOps(file.subgraph(g.name), g, decoder, spec, encodings, weights) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
     for layer in range(spec.layers):

@@ -26,6 +26,13 @@ def check_tflite(checkpoint: Checkpoint) -> None:
             fix='Install it: pip install "edgekv[litert]"',
         )
     spec = checkpoint.spec
+    if spec.bidirectional:
+        raise UsageError(
+            "--format tflite",
+            got="attention to both sides, whose graphs have no cache",
+            expected="a model whose tokens attend to earlier ones",
+            fix="Use --format onnx.",
+        )
     if spec.layer_inputs:
         raise UsageError(
             "--format tflite",

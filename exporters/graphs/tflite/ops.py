@@ -116,6 +116,16 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
     def relu(self, x: Tensor, name: str) -> Tensor:
         return self._emit("RELU", [x], name, x.shape)
 
+    def exp(self, x: Tensor, name: str) -> Tensor:
+        return self._in_float("EXP", x, name)
+
+    def complement(self, x: Tensor, of: float, name: str) -> Tensor:
+        encoding = Encoding.symmetric(of, "s16")
+        constant = self._graph.constant(
+            f"minuend_{of!r}", "s16", [1], lambda: encoding.quantize(np.array([of])), encoding=encoding
+        )
+        return self._emit("SUB", [constant, x], name, x.shape, None, "SubOptions", potScaleInt16=False)
+
     def sqrt(self, x: Tensor, name: str) -> Tensor:
         return self._in_float("SQRT", x, name)
 

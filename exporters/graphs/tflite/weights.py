@@ -17,12 +17,25 @@ class TfliteWeights:
     """Gives subgraphs their weights: whole matrices, and slices of them for heads."""
 
     def __init__(
-        self, tensor: Callable[[str], Floats], head_width: Callable[[str], int], matrices: QuantizedMatrices
+        self,
+        tensor: Callable[[str], Floats],
+        head_width: Callable[[str], int],
+        matrices: QuantizedMatrices,
+        *,
+        scales_have_gains: bool = False,
     ) -> None:
-        """Args: tensor: reads one by name. head_width: of a projection's heads. matrices: by name."""
+        """Start without weights.
+
+        Args:
+            tensor: reads one by name.
+            head_width: of a projection's heads.
+            matrices: by name.
+            scales_have_gains: whether the scales of matrices include the gains of their products.
+        """
         self._tensor = tensor
         self._head_width = head_width
         self._matrices = matrices
+        self._scales_have_gains = scales_have_gains
         self._quantized: dict[str, QuantizedWeight] = {}
 
     def matrix(self, graph: Subgraph, key: str, *, head: int | None, gain: float) -> Tensor:
@@ -35,7 +48,9 @@ class TfliteWeights:
             width = self._head_width(key)
             weight = weight.columns(head * width, (head + 1) * width)
             name = f"{key}.h{head}"
-        integers, scales = np.ascontiguousarray(by_outputs(weight.integers)), weight.scales * np.float32(gain)
+        integers, scales = np.ascontiguousarray(by_outputs(weight.integers)), weight.scales
+        if not self._scales_have_gains:
+            scales = scales * np.float32(gain)
         if weight.grid.type.is_packed:
             return graph.constant(name, "s4", integers.shape, lambda: pack_int4(integers), scales=scales)
         return graph.constant(name, "s8", integers.shape, lambda: integers, scales=scales)

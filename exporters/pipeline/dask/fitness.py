@@ -21,6 +21,7 @@ PACKAGES = ("edgekv", "onnxruntime", "onnxruntime-qnn", "numpy")
 
 _MAKERS = (
     __name__,
+    "exporters.pipeline.drafter",
     "exporters.pipeline.planning",
     "exporters.pipeline.sensitivity",
     "exporters.sweep.quality",

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
-from distributed import Client, Future, KilledWorker, get_worker
+from distributed import Client, Future, KilledWorker, as_completed, get_worker
 
 from edgekv.errors import ServiceError, UsageError
 from edgekv.machine.child import TIMEOUT_VARIABLE, vendor_timeout_s
@@ -206,7 +206,7 @@ def run_pieces(
     lasts = {future.key: last for last, future in futures.items()}
     totals, done = Counter(each.piece.kind for each in wanted.values()), Counter[str]()
     failed: dict[str, Failure] = {}
-    left, waiting = {*wanted}, {*futures.values()}
+    left, ended = {*wanted}, as_completed(futures.values(), loop=client.loop)
     watch = _Watch(client, mark, say)
 
     def least_bytes() -> int:
@@ -223,13 +223,12 @@ def run_pieces(
                 progress(kind, done[kind], totals[kind])
 
     try:
-        while waiting:
+        while not ended.is_empty():
             time.sleep(_POLL_S)
             watch.look(len(wanted) - len(left), len(wanted), least_bytes)
             while not told.empty():
                 finished([told.get()])
-            for future in [each for each in waiting if each.done()]:
-                waiting.discard(future)
+            for future in ended.next_batch(block=False):
                 chain = chains[lasts[future.key]]
                 if future.status == "finished":
                     finished(chain)
@@ -244,9 +243,9 @@ def run_pieces(
                 else:
                     raise watch.vanished(len(wanted) - len(left), len(wanted))
     finally:
-        if waiting and client.status == "running":
+        if not ended.is_empty() and client.status == "running":
             with suppress(Exception):  # the reason why it ends is raised
-                within(_CANCEL_S, "scheduler", lambda: client.cancel([*waiting]), fix=_AGAIN)
+                within(_CANCEL_S, "scheduler", lambda: client.cancel([*futures.values()]), fix=_AGAIN)
     return failed
 
 

@@ -38,7 +38,7 @@ class JobOptions:
     devices: Annotated[str, Option("Hosted devices or chips, separated by commas.", "--devices --device")]
     profile: ProfileOption = None
     qairt: Annotated[str | None, Option("QAIRT version that the service uses.", "--qairt-version")] = None
-    poll_s: Annotated[float, Option("Seconds between polls of the jobs' status.", "--poll", least=0.01)] = 10.0
+    poll_s: Annotated[float, Option("Seconds between polls of the jobs' status.", "--poll", minimum=0.01)] = 10.0
     wait: Annotated[bool, Option("Wait for the jobs and download their results.", "--wait/--no-wait")] = True
     force: Annotated[bool, Option("Discard earlier jobs and submit all of them again.")] = False
 

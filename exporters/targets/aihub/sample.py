@@ -18,7 +18,7 @@ from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, ServiceError, UsageError
 from edgekv.kv import KvTensor, LayerSpec, Window
 from edgekv.runtime import CpuEngine
-from edgekv.runtime.graph import StepInputs, rope_tables
+from edgekv.runtime.graph import HostTables, StepInputs, rope_tables
 from edgekv.spec import LOGITS
 from edgekv.spec.text import begins_with
 from exporters.pipeline.inputs import Inputs
@@ -123,7 +123,7 @@ class _Steps:
         """Run as many tokens as the graph takes; its inputs and outputs."""
         manifest = self._bundle.manifest
         interface = manifest.interface.graph(graph)
-        step = StepInputs(manifest, graph, self._ropes)
+        step = StepInputs(manifest, graph, HostTables(self._ropes))
         step.write(tokens, self._done, [self._window(group, graph) for group in self._groups])
         tensors = list(manifest.cache_geometry.names())
         past = {each.past: self._padded(each, interface[each.past].shape, manifest) for each in tensors}

@@ -29,6 +29,10 @@ _STATES = {
 _LOST = ("device offline", "no devices/emulators found", "error: closed", "protocol fault", "device still authorizing")
 
 
+class LostPhoneError(EngineError):
+    """The phone is no longer there: it was unplugged, or it restarts."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShellEnd:
     """How a command of the phone's shell ended: its exit code, and what it printed."""
@@ -104,7 +108,7 @@ class Adb:
             yield Streamed(child, vendor_timeout_s())
 
     def push(self, local: Path, remote: str) -> None:
-        """Copy a file to the phone.
+        """Copy a file to the phone, or a folder whose name there is new.
 
         Raises:
             EngineError: there is no room or no permission there, or the phone was lost.
@@ -123,11 +127,11 @@ class Adb:
         """Raise if this is how adb says that the phone is no longer there.
 
         Raises:
-            EngineError: it was lost.
+            LostPhoneError: it was lost.
         """
         if code != 0 and any(each in output for each in (*_LOST, f"device '{self.serial}' not found")):
             fix = "Reconnect it and run the command again; files that were copied are kept."
-            raise EngineError(f"adb: {self.serial}", got=_last_line(output), expected="a connected phone", fix=fix)
+            raise LostPhoneError(f"adb: {self.serial}", got=_last_line(output), expected="a connected phone", fix=fix)
 
     def _copy(self, arguments: Sequence[str], remote: str) -> None:
         end = _run(self._command(*arguments))

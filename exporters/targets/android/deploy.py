@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from posixpath import dirname
 from shlex import quote
 
 from edgekv.errors import EngineError
@@ -64,23 +63,29 @@ def deploy(
         runner = runner_of(payload.genie)
         found = find_qairt(qairt, payload.arch, runner, scratch)
         check_version(found, [payload.path / name for name in payload.binaries])
-        held = f"{folder}/qairt-{format_version(found.version) or 'unknown'}-v{payload.arch}"
-        push, libraries = Push.plan(adb, there, files), Push.plan(adb, held, _library_files(found))
+        held = library_folder(folder, found, payload.arch)
+        push, libraries = Push.plan(adb, there, files), Push.plan(adb, held, found.files)
         check_room(adb, folder, [push, libraries])
         libraries.run(adb, progress=progress)
-        _check_program(adb, f"{held}/{runner}")
+        check_program(adb, f"{held}/{runner}")
         push.run(adb, progress=progress)
         return Deployed(phone, OnPhone(there, held, payload.config), push, libraries)
 
 
-def _check_program(adb: Adb, program: str) -> None:
-    if adb.shell(f"chmod 755 {quote(dirname(program))}/genie-* && test -x {quote(program)}").code != 0:
+def library_folder(folder: str, qairt: Qairt, arch: int) -> str:
+    """Where libraries for an HTP version are on a phone."""
+    return f"{folder}/qairt-{format_version(qairt.version) or 'unknown'}-v{arch}"
+
+
+def check_program(adb: Adb, program: str) -> None:
+    """Let a program of the phone start.
+
+    Raises:
+        EngineError: it may not.
+    """
+    if adb.shell(f"chmod 755 {quote(program)} && test -x {quote(program)}").code != 0:
         fix = "Choose a folder from which programs may start, such as --to /data/local/tmp/edgekv."
         raise EngineError(program, got="a program that may not start", expected="permission to start it", fix=fix)
-
-
-def _library_files(qairt: Qairt) -> dict[str, Path]:
-    return {path.name: path for path in qairt.libraries} | {f"dsp/{qairt.skel.name}": qairt.skel}
 
 
 def _name(path: Path) -> str:

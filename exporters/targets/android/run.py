@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from edgekv.errors import EdgeKVError, EngineError, UsageError
+from edgekv.machine.decoding import DECODERS
 from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn.vendor_libraries import LIBRARIES, SDK_VARIABLES, Platform, skel, stated_version
 from exporters.inspect.trace import write_trace
@@ -36,7 +37,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Qairt:
-    """The files that a Genie folder needs on a phone.
+    """The files that a program of Qualcomm's needs on a phone.
 
     Attributes:
         version: of the libraries, such as (2, 51, 0); empty if none of them says it.
@@ -47,6 +48,11 @@ class Qairt:
     version: Version
     libraries: tuple[Path, ...]
     skel: Path
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Everything by its place on the phone."""
+        return {path.name: path for path in self.libraries} | {f"dsp/{self.skel.name}": self.skel}
 
 
 def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -> Qairt:
@@ -209,7 +215,7 @@ def read_profile(content: bytes) -> GenieSpeed:
     """
     fix = "Check the version of Genie on the phone."
     try:
-        profile = msgspec.json.decode(content, type=_Profile)
+        profile = DECODERS[_Profile].decode(content)
         events = {event["type"]: event for component in profile.components for event in component.events}
         created, query = events["GenieDialog_create"], events["GenieDialog_query"]
         return GenieSpeed(
@@ -287,7 +293,7 @@ def run_on_phone(
         EngineError: Genie failed, or the phone was lost.
         UsageError: the trace cannot be written.
     """
-    with scratch_folder("phone") as here, _folder_there(adb, dirname(place.folder)) as there:
+    with scratch_folder("phone") as here, folder_there(adb, dirname(place.folder)) as there:
         config = _config(folder, place.config, max_new_tokens, None if trace is None else f"{there}/{_DUMP}")
         for name, content in (
             (_PROMPT, prompt.encode()),
@@ -309,7 +315,7 @@ def run_on_phone(
 
 
 def _config(folder: GenieFolder, name: str, max_new_tokens: int | None, dump: str | None) -> GenieConfig:
-    config = msgspec.json.decode((folder.path / name).read_bytes(), type=GenieConfig)
+    config = DECODERS[GenieConfig].decode((folder.path / name).read_bytes())
     dialog = config.dialog
     if max_new_tokens is not None:
         dialog = msgspec.structs.replace(dialog, max_num_tokens=max_new_tokens)
@@ -346,11 +352,14 @@ def _command(place: OnPhone, there: str, program: str) -> str:
         APP: f"-s {there}/{_SCRIPT}",
     }[program]
     return (
-        f"cd {quote(place.folder)} && echo $$ > {there}/pid && "
-        f"export LD_LIBRARY_PATH={quote(place.libraries)} "
-        f"ADSP_LIBRARY_PATH={quote(f'{place.libraries}/dsp;{_VENDOR_DSP}')} && "
+        f"cd {quote(place.folder)} && echo $$ > {there}/pid && export {search_paths(place.libraries)} && "
         f"exec {quote(f'{place.libraries}/{program}')} {arguments}"
     )
+
+
+def search_paths(libraries: str) -> str:
+    """Where Qualcomm's programs find a folder of libraries, whose skel is in its folder `dsp`."""
+    return f"LD_LIBRARY_PATH={quote(libraries)} ADSP_LIBRARY_PATH={quote(f'{libraries}/dsp;{_VENDOR_DSP}')}"
 
 
 def _run(adb: Adb, command: str, take: Callable[[str], None], *, streams: bool) -> None:
@@ -377,7 +386,7 @@ def _run(adb: Adb, command: str, take: Callable[[str], None], *, streams: bool) 
 
 
 @contextmanager
-def _folder_there(adb: Adb, within: str) -> Iterator[str]:
+def folder_there(adb: Adb, within: str) -> Iterator[str]:
     """A folder of the phone for one run. What still runs from it is ended, and the folder removed."""
     folder = adb.read(f"mktemp -d {quote(f'{within}/run.XXXXXX')} 2>/dev/null", "mktemp").strip()
     if re.fullmatch(rf"{re.escape(within)}/run\.\w+", folder) is None:  # it is removed later: nothing else may be

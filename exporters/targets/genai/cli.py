@@ -79,7 +79,7 @@ def run(
     folder: Annotated[Path, Argument("A folder that `edgekv bundle genai` wrote.")],
     prompt: Annotated[str, Option("The text to continue.")],
     output: Output,
-    max_new_tokens: Annotated[int, Option("Maximum number of new tokens.", least=1)] = DEFAULT_MAX_NEW_TOKENS,
+    max_new_tokens: Annotated[int, Option("Maximum number of new tokens.", minimum=1)] = DEFAULT_MAX_NEW_TOKENS,
 ) -> None:
     """Continue a prompt in onnxruntime-genai on this machine, greedily."""
     from exporters.targets.genai.folder import open_genai_folder

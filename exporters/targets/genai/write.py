@@ -11,21 +11,19 @@ from edgekv.bundle import Bundle, GraphRecord, atomic_directory
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.machine.json_file import readable_json
-from edgekv.spec.chat import DEFAULT, read_bundle_templates
 from exporters.capabilities import GENAI
 from exporters.compile import compile_folder, floating_in
 from exporters.graphs.models import save_model
 from exporters.graphs.parts import build_part, save_part
 from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.progress import Progress, silent
-from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, TOKENIZER, genai_config
+from exporters.targets.genai.config import CONFIG, DEQUANTIZER, POSITION_PROCESSOR, genai_config
 from exporters.targets.genai.folder import GENAI_MANIFEST, GenaiManifest
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.proof import prove_integers
 from exporters.targets.record import write_record
-
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+from exporters.targets.tokenizer import copy_tokenizer
 
 
 def write_genai(
@@ -70,8 +68,7 @@ def write_genai(
         save_model(dequantizer(manifest), folder / DEQUANTIZER)
         config = genai_config(manifest, decode, prefill, options.engine, pad_token)
         (folder / CONFIG).write_bytes(readable_json(config))
-        shutil.copyfile(bundle.path / TOKENIZER, folder / TOKENIZER)
-        (folder / _TOKENIZER_CONFIG).write_bytes(readable_json(_tokenizer_config(bundle)))
+        copy_tokenizer(bundle, folder)
         return write_record(
             GenaiManifest,
             folder,
@@ -87,14 +84,6 @@ def write_genai(
             sink=[] if manifest.sink is None else manifest.sink.tokens,
             left_out=[graph.name for graph in manifest.graphs if graph.role == "verify"],
         )
-
-
-def _tokenizer_config(bundle: Bundle) -> dict[str, str]:
-    """The class of the tokenizer, and the chat template with its tokens, if there is one."""
-    templates = read_bundle_templates(bundle.path)
-    default = None if templates is None else templates.templates.get(DEFAULT)
-    chat = {} if templates is None or default is None else templates.tokens | {"chat_template": default}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", **chat}
 
 
 def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:

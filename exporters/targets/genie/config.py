@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from devices import Device
 from edgekv.bundle import Manifest
+from edgekv.machine.decoding import convert
 from edgekv.machine.json_file import readable_json
 from edgekv.spec import LAYER_INPUTS_PORT, Rope
 from edgekv.text import SamplingParams
@@ -285,7 +286,7 @@ def positional_encoding(rope: Rope, head_dim: int) -> PositionalEncoding:
     half = head_dim // 2
     if rope.rope_type == "default":
         return PositionalEncoding(rope_dim=half, rope_theta=rope.theta)
-    scaling = msgspec.convert(rope.parameters, _Llama3)
+    scaling = convert(rope.parameters, _Llama3)
     return PositionalEncoding(
         rope_dim=half,
         rope_theta=rope.theta,

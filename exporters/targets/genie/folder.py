@@ -16,7 +16,8 @@ from edgekv.engine import LoraChoice
 from edgekv.engine.adapters import Adapters
 from edgekv.errors import UsageError
 from edgekv.kv import Sink
-from edgekv.pictures import patches_of
+from edgekv.machine.decoding import DECODERS
+from edgekv.pictures import encoder_inputs
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig, Nodes
 from exporters.targets.record import TargetRecord, open_for
@@ -85,7 +86,7 @@ class GenieVision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         Genie divides by the scale, adds the zero point and truncates, so each is a quarter of a step above its integer.
         """
-        integers = self.pixels.quantize(patches_of(tile, self.encoder, self.pictures)).astype(np.float64)
+        integers = self.pixels.quantize(encoder_inputs(tile, self.encoder, self.pictures).patches).astype(np.float64)
         found: NDArray[np.float32] = ((integers - self.pixels.zero_point + _ABOVE) * self.pixels.scale).astype(
             np.float32
         )
@@ -133,7 +134,7 @@ class GenieFolder:
     def config(self, *, shared: bool = False) -> GenieConfig:
         """The configuration that names the binaries of single graphs, or the shared one."""
         name = SHARED_CONFIG if shared else CONFIG
-        return msgspec.json.decode((self.path / name).read_bytes(), type=GenieConfig)
+        return DECODERS[GenieConfig].decode((self.path / name).read_bytes())
 
     def nodes(self, *, shared: bool = False) -> Nodes:
         """The nodes of a pipeline that reads pictures.

@@ -77,7 +77,7 @@ def pieces_of(text: str, pictures: Sequence[TiledPicture], rows: int, spec: Pict
     Raises:
         UsageError: the text has another number of these tokens.
     """
-    opened = [Picture(tuple(Tile(each, rows) for each in p.tiles), p.grid) for p in pictures]
+    opened = [Picture(tuple(Tile(tile, rows) for tile in shown.tiles), shown.grid) for shown in pictures]
     tiles = iter([tile for picture in pictures for tile in picture.tiles])
     found = list[str | Tiles]()
     for part in re.split(f"((?:{re.escape(spec.token)})+)", expand(text, opened, spec)):

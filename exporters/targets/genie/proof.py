@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
 from edgekv.errors import EngineError
+from edgekv.machine.decoding import DECODERS
 from edgekv.machine.scratch import scratch_folder
 from edgekv.runtime import HtpEngine
 from edgekv.spec import MASK
@@ -30,8 +31,26 @@ _DTYPES: dict[str, Dtype] = {
     "QNN_DATATYPE_UFIXED_POINT_16": "u16",
     "QNN_DATATYPE_SFIXED_POINT_16": "s16",
 }
-NO_STATES: Mapping[str, Path | None] = MappingProxyType({})
 _GREEDY = Sampler(seed=0, temp=1.0, top_k=1, top_p=1.0, greedy=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A prompt that Genie and edgekv continue greedily.
+
+    Attributes:
+        first: the tokens that every conversation begins with.
+        state: that Genie restores them from, see `GenieDialog`; None if there are none or they are its `bos-token`.
+        prompt: the tokens after them.
+        max_new_tokens: number of tokens to compare.
+        adapters: to compare too, by name, each with the state that Genie restores.
+    """
+
+    first: Sequence[int]
+    state: Path | None
+    prompt: Sequence[int]
+    max_new_tokens: int
+    adapters: Mapping[str, Path | None]
 
 
 def prove_in_genie(
@@ -40,11 +59,7 @@ def prove_in_genie(
     graphs: Mapping[str, GeniePorts],
     bundle: Bundle,
     engine: HtpEngine,
-    first: Sequence[int],
-    state: Path | None,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    adapters: Mapping[str, Path | None] = NO_STATES,
+    continuation: Continuation,
 ) -> Dialog:
     """Let Genie load a folder and continue a prompt greedily, and compare with edgekv's own loop.
 
@@ -56,11 +71,7 @@ def prove_in_genie(
         graphs: what each graph must have, by its name in the binaries.
         bundle: the source of the folder.
         engine: for edgekv's own loop.
-        first: the tokens that every conversation begins with.
-        state: that Genie restores them from, see `GenieDialog`; None if there are none or they are its `bos-token`.
-        prompt: the tokens after them.
-        max_new_tokens: number of tokens to compare.
-        adapters: to compare too, by name, each with the state that Genie restores.
+        continuation: what is compared.
 
     Returns:
         The configuration of a greedy dialog that no token of these ends.
@@ -69,9 +80,10 @@ def prove_in_genie(
         BundleError: a binary has other inputs or outputs than Genie drives.
         EngineError: Genie refused the folder, crashed, or chose other tokens.
     """
+    prompt, max_new_tokens, adapters = continuation.prompt, continuation.max_new_tokens, continuation.adapters
     tokenizer, is_text = bundle.tokenizer(), bool(bundle.manifest.model.layer_inputs)
     text = tokenizer.decode(list(prompt), skip_special_tokens=False) if is_text else ""
-    whole = [*first, *(tokenizer.encode(text, add_special_tokens=False).ids if is_text else prompt)]
+    whole = [*continuation.first, *(tokenizer.encode(text, add_special_tokens=False).ids if is_text else prompt)]
     wanted: dict[str, list[Any]] = {"tokens": own_tokens(bundle, engine, whole, max_new_tokens)}
     wanted |= {f"tokens with {name}": own_tokens(bundle, engine, whole, max_new_tokens, name) for name in adapters}
     with scratch_folder("genie") as scratch:
@@ -81,7 +93,7 @@ def prove_in_genie(
         context = msgspec.structs.replace(config.dialog.context, eos_token=[end])
         dialog = msgspec.structs.replace(config.dialog, context=context, sampler=_GREEDY, debug=debug)
         found: dict[str, list[Any]] = {}
-        with GenieDialog(folder, GenieConfig(dialog=dialog), state) as genie:
+        with GenieDialog(folder, GenieConfig(dialog=dialog), continuation.state) as genie:
             if is_text:
                 found["text"] = _whole_characters("".join(genie.query(text, max_new_tokens)))
             else:
@@ -128,7 +140,7 @@ def read_specs(folder: Path) -> dict[str, GeniePorts]:
     """Genie's specifications of the graphs in the binaries, by name, from its dump."""
     found = {}
     for path in sorted(folder.rglob("spec.*.json")):
-        spec = msgspec.json.decode(path.read_bytes(), type=_Spec)
+        spec = DECODERS[_Spec].decode(path.read_bytes())
         inputs, outputs = ([_port(each) for each in part] for part in (spec.inputs, spec.outputs))
         found[spec.graph_name] = GeniePorts(tuple(inputs), tuple(outputs))
     return found

@@ -54,7 +54,7 @@ from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.pictures import prove_pictures
 from exporters.targets.genie.plan import GeniePlan, name_graphs
 from exporters.targets.genie.ports import GeniePorts, read_ports
-from exporters.targets.genie.proof import prove_in_genie
+from exporters.targets.genie.proof import Continuation, prove_in_genie
 from exporters.targets.record import write_record
 from quant import Encoding
 
@@ -160,7 +160,8 @@ def write_genie(
             state = None if plan.sink is None else folder / STATE
             graphs = {named[name]: ports[name] for name in ports}
             states = {each.name: None if each.state is None else folder / each.state for each in adapters}
-            dialog = prove_in_genie(folder, config, graphs, bundle, engine, plan.first, state, prompt, count, states)
+            continuation = Continuation(plan.first, state, prompt, count, states)
+            dialog = prove_in_genie(folder, config, graphs, bundle, engine, continuation)
             if vision is not None:
                 prove_pictures(folder, dialog, vision, bundle, engine, _CHECKED_TOKENS, plan.context)
             progress("check on Genie", 1, 1)

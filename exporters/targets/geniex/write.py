@@ -14,9 +14,10 @@ from msgspec import structs
 
 from edgekv.bundle import Bundle, atomic_directory
 from edgekv.errors import BundleError
+from edgekv.machine.decoding import DECODERS
 from edgekv.machine.json_file import readable_json
 from edgekv.machine.scratch import scratch_folder
-from edgekv.spec.chat import read_bundle_templates
+from edgekv.spec.text import TOKENIZER
 from exporters.capabilities import GENIEX
 from exporters.progress import Progress, silent
 from exporters.targets.genie.config import CONFIG, EXTENSIONS, SHARED_CONFIG
@@ -26,6 +27,7 @@ from exporters.targets.genie.ports import GeniePort, GeniePorts
 from exporters.targets.genie.write import write_genie
 from exporters.targets.graph_names import GraphName
 from exporters.targets.record import TargetRecord, write_record
+from exporters.targets.tokenizer import copy_tokenizer
 
 METADATA = "metadata.json"
 FAMILY = "llama_v3_"
@@ -167,7 +169,7 @@ def read_as_geniex(folder: Path) -> LoadedSpec:
         raise _wrong("the first input", entry, "input_ids")
     dialog = config["dialog"]
     binaries = tuple(dialog["engine"]["model"]["binary"]["ctx-bins"])
-    for name in (*binaries, "tokenizer.json", EXTENSIONS):
+    for name in (*binaries, TOKENIZER, EXTENSIONS):
         if not (folder / name).is_file():
             raise _wrong(name, "no such file", "a file")
     key = next(graph["inputs"]["past_key_0_in"]["shape"] for graph in firsts)
@@ -203,7 +205,7 @@ def _entry(graph: dict[str, Any]) -> str:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        found: dict[str, Any] = DECODERS[dict[str, Any]].decode(path.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
         raise _wrong(path.name, str(error), "a JSON object") from None
     return found
@@ -214,7 +216,6 @@ def _wrong(field: str, got: object, expected: str) -> BundleError:
 
 
 GENIEX_MANIFEST = "geniex_bundle.json"
-_TOKENIZER, _TEMPLATE = "tokenizer.json", "tokenizer_config.json"
 
 
 class GeniexManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -258,11 +259,9 @@ def write_geniex(
         source = scratch / "genie"
         config = SHARED_CONFIG if written.shared else CONFIG
         shutil.copyfile(source / config, folder / CONFIG)
-        for name in (*(written.shared or dict.fromkeys(g.file for g in written.graphs)), EXTENSIONS, _TOKENIZER):
+        for name in (*(written.shared or dict.fromkeys(g.file for g in written.graphs)), EXTENSIONS):
             shutil.move(source / name, folder / name)
-        if (templates := read_bundle_templates(bundle.path)) is not None and "default" in templates.templates:
-            content = templates.tokens | {"chat_template": templates.templates["default"]}
-            (folder / _TEMPLATE).write_bytes(readable_json(content))
+        copy_tokenizer(bundle, folder)
         (folder / METADATA).write_bytes(readable_json(_metadata(chosen, target.name, written)))
         loaded = read_as_geniex(folder)
         _check(chosen, loaded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import onnx
 from numpy.typing import NDArray
 
 from edgekv.bundle.weights import Extent, MatrixPlace, TensorPlace, WeightPlaces
+from edgekv.spec import DecoderSpec, head_width, views
 from edgekv.spec.tensors import (
     DELTA_RATES,
     EMBEDDING,
@@ -24,11 +25,13 @@ from edgekv.spec.tensors import (
     EMBEDDING_STEPS,
     HEAD,
     LAYER_INPUTS,
+    norms_of_residual,
     part_name,
     table_key,
 )
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.matrices import QuantizedMatrices
+from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats
 from exporters.quantize.shards import Streamed, write_shard
 from exporters.quantize.table import LayerTable, Table
@@ -44,7 +47,11 @@ _ONNX_TYPES = {
 
 SIXTEEN_BITS = ".uint16"
 TABLE = "embedding.table"
-LAYER_SHARD = "weights-layer-inputs"
+
+
+_NORM = Encoding("u16", 1 / 32768, 0)
+
+Place = TypeVar("Place", MatrixPlace, TensorPlace)
 
 
 class MatrixNames(NamedTuple):
@@ -125,58 +132,108 @@ class PlacedWeights:
         return self._initializers[name]
 
 
-class WeightStore:
-    """Writes weights when a graph first asks for them, shard by shard: one layer is in memory at a time.
+class AskedWeights(PlacedWeights):
+    """Notes what graphs ask for, in the types of a recipe; nothing of it is anywhere.
 
-    It is `StoredWeights`; initializers are known once their shard is flushed.
+    Attributes:
+        places: of all that was asked for.
     """
 
-    def __init__(
-        self,
-        tensor: Callable[[str], Floats],
-        head_width: Callable[[str], int],
-        matrices: QuantizedMatrices,
-        folder: Path,
-    ) -> None:
-        """Args: tensor: reads one by name. head_width: of a projection's heads. matrices: by name. folder: of files."""
-        self._tensor = tensor
-        self._head_width = head_width
-        self._matrices = matrices
-        self._folder = folder
-        self._encodings: dict[str, Encoding] = {}
-        self._pending: dict[str, NDArray[Any] | Streamed] = {}
-        self._unwritten: dict[str, MatrixPlace] = {}
-        self._written: dict[str, MatrixPlace] = {}
-        self._places: dict[str, TensorPlace] = {}
-        self._initializers: dict[str, onnx.TensorProto] = {}
-        self._table_key: str | None = None
+    def __init__(self, spec: DecoderSpec, recipe: Recipe) -> None:
+        super().__init__(WeightPlaces())
+        self._spec = spec
+        self._recipe = recipe
+        read = (view for view in views(spec) if view.name != EMBEDDING and (view.is_multiplied or len(view.shape) != 2))
+        self._shapes = {view.name: view.shape for view in read}
+        for name in norms_of_residual(spec) & self._shapes.keys():
+            self._shapes[name] = (self._shapes[name][0] + spec.copies,)
 
     @property
     def places(self) -> WeightPlaces:
-        """Where everything is that was written."""
-        return WeightPlaces(matrices=self._written, tensors=self._places)
+        return self._places
+
+    def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
+        if key not in self._places.matrices:
+            outputs, inputs = self._shapes[key]
+            dtype = self._recipe.rule(key).dtype
+            heads = 1 if head is None else outputs // head_width(self._spec, key)
+            place = MatrixPlace(
+                file="",
+                dtype=dtype,
+                rows=inputs,
+                columns=outputs,
+                heads=heads,
+                integers=0,
+                scales=0,
+                block_scales=None if WEIGHT_TYPES[dtype].block is None else 0,
+            )
+            self._places.matrices[key] = self._placed(key, place)
+        return super().matrix(key, head=head, gain=gain)
+
+    def tensor(self, key: str, *, head: int | None = None, tap: int | None = None) -> tuple[str, Encoding]:
+        name = part_name(key, head, tap)
+        if name not in self._places.tensors:
+            shape = self._shapes[key]
+            if tap is not None:
+                shape = shape[:1]
+            elif head is not None:
+                shape = (1 if key.endswith(DELTA_RATES) else head_width(self._spec, key),)
+            place = TensorPlace(file="", shape=shape, offset=0, encoding=_NORM)
+            self._places.tensors[name] = self._placed(name, place)
+        return super().tensor(key, head=head, tap=tap)
+
+    def _placed(self, name: str, place: Place) -> Place:
+        """The place with where it is."""
+        return place
+
+
+class ShardWriter(PlacedWeights):
+    """Collects the weights that a graph under construction asks for, and writes them to a file.
+
+    Initializers are known once their file is written.
+
+    Attributes:
+        places: of everything that was asked for; of what is not written yet without its file and offsets.
+    """
+
+    def __init__(
+        self, tensor: Callable[[str], Floats], head_width: Callable[[str], int], matrices: QuantizedMatrices
+    ) -> None:
+        """Args: tensor: reads one by name. head_width: of a projection's heads. matrices: by name."""
+        super().__init__(WeightPlaces())
+        self._tensor = tensor
+        self._head_width = head_width
+        self._matrices = matrices
+        self._pending: dict[str, NDArray[Any] | Streamed] = {}
+
+    @property
+    def places(self) -> WeightPlaces:
+        return self._places
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something was asked for that is not written."""
+        return bool(self._pending)
 
     def put_table(self, table: Table) -> None:
-        """Keep the table of embeddings, and the steps of its scales, for the next shard.
+        """Keep the table of embeddings, and the steps of its scales, for the next file.
 
         A head that shares the rows has rounded them.
         """
         spec = table.tensors.spec
-        self._table_key = key = table_key(spec)
-        place = _table_place(spec.vocab, spec.hidden)
+        key = table_key(spec)
+        place = self._places.matrices[key] = _table_place(spec.vocab, spec.hidden)
         integers, scales, _ = _names(key, place, None)
-        self._unwritten[key] = place
         blocks = partial(_blocks_of_rows, self._matrices[key].integers) if spec.shares_vocabulary else table.blocks
         self._pending[integers] = Streamed(np.int8, (spec.vocab, spec.hidden), blocks)
         self._pending[scales] = table.scales
-        self._encodings[EMBEDDING_STEPS] = table.encoding
-        self._pending[EMBEDDING_STEPS + SIXTEEN_BITS] = table.steps
+        self._put_tensor(EMBEDDING_STEPS, table.encoding, table.steps)
         if table.columns is not None:
-            self._encodings[EMBEDDING_COLUMNS] = table.column_encoding
-            self._pending[EMBEDDING_COLUMNS + SIXTEEN_BITS] = table.column_encoding.quantize(table.columns)
+            encoding = table.column_encoding
+            self._put_tensor(EMBEDDING_COLUMNS, encoding, encoding.quantize(table.columns))
 
-    def put_layer_table(self, table: LayerTable) -> tuple[float, float]:
-        """Keep the table of what layers read of tokens for the next shard, which is written now.
+    def put_layer_table(self, table: LayerTable, path: Path) -> tuple[float, float]:
+        """Write the table of what layers read of tokens to a file of its own.
 
         Returns:
             The minimum and maximum element, 0 or beyond.
@@ -191,87 +248,72 @@ class WeightStore:
                 reach[:] = min(reach[0], float(ends[0].min())), max(reach[1], float(ends[1].max()))
                 yield rows
 
-        place = self._unwritten[LAYER_INPUTS] = _table_place(vocab, width)
+        place = self._places.matrices[LAYER_INPUTS] = _table_place(vocab, width)
         name, scale_name, _ = _names(LAYER_INPUTS, place, None)
         self._pending[name] = Streamed(np.int8, (vocab, width), integers)
         self._pending[scale_name] = Streamed(np.float32, (vocab,), lambda: scales)
-        self.flush(LAYER_SHARD)
+        self.write(path)
         return reach[0], reach[1]
 
-    @property
-    def has_columns(self) -> bool:
-        return EMBEDDING_COLUMNS in self._encodings
-
-    def table(self) -> str:
-        return TABLE
-
     def matrix(self, key: str, *, head: int | None, gain: float) -> MatrixNames:
-        """Where a matrix, or one head's columns of it, is stored.
+        """Where a matrix, or one head's columns of it, will be stored.
 
         Raises:
             ValueError: it is stored by head, and wanted whole, or the other way round.
         """
-        place = self._written.get(key) or self._unwritten.get(key)
-        if place is None:
-            place = self._unwritten[key] = self._put(key, head is not None, gain)
+        if key not in self._places.matrices:
+            self._put_matrix(key, head is not None, gain)
+        place = self._places.matrices[key]
         if place.width != (place.columns if head is None else self._head_width(key)):
             raise ValueError(f"{key}: got {place.heads} heads of {place.width}; expected the same use in all graphs")
         names = _names(key, place, head)
         return MatrixNames(*names, place.dtype, place.width, place.blocks, place.by_outputs)
 
     def tensor(self, key: str, *, head: int | None = None, tap: int | None = None) -> tuple[str, Encoding]:
-        """Name and encoding of a tensor, a head's part of a bias, or a tap of kernels, in 16 bits with one scale."""
         name = part_name(key, head, tap)
-        if name not in self._encodings:
-            self._encodings[name], self._pending[name + SIXTEEN_BITS] = self._sixteen_bits(key, head, tap)
-        return name + SIXTEEN_BITS, self._encodings[name]
+        if name not in self._places.tensors:
+            values = self._tensor(key)
+            if tap is not None:
+                values = np.ascontiguousarray(values[:, 0, tap])
+            if head is not None:
+                width = 1 if key.endswith(DELTA_RATES) else self._head_width(key)
+                values = values[head * width : (head + 1) * width]
+            encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
+            self._put_tensor(name, encoding, encoding.quantize(values))
+        return name + SIXTEEN_BITS, self._places.tensors[name].encoding
 
-    def flush(self, shard: str) -> None:
-        """Write the pending tensors to `<shard>.safetensors` and free their values."""
-        path = self._folder / f"{shard}.safetensors"
+    def write(self, path: Path) -> None:
+        """Write what is pending to a safetensors file and free its values."""
         extents = write_shard(path, self._pending)
-        for key, place in self._unwritten.items():
-            integers, scales, block_scales = _names(key, place, None)
-            self._written[key] = msgspec.structs.replace(
-                place,
-                file=path.name,
-                integers=extents[integers].offset,
-                scales=extents[scales].offset,
-                block_scales=None if block_scales is None else extents[block_scales].offset,
-            )
-            self._initializers |= _matrix_initializers(key, self._written[key])
-            if key == self._table_key:
-                self._initializers[TABLE] = _table_initializer(self._written[key])
-        for name, values in self._pending.items():
-            if name.endswith(SIXTEEN_BITS):
-                key, extent = name.removesuffix(SIXTEEN_BITS), extents[name]
-                encoding = self._encodings[key]
-                self._places[key] = TensorPlace(
-                    file=path.name, shape=values.shape, offset=extent.offset, encoding=encoding
-                )
-                self._initializers[name] = _tensor_initializer(key, self._places[key])
         self._pending.clear()
-        self._unwritten.clear()
+        for key, matrix in self._places.matrices.items():
+            if not matrix.file:
+                integers, scales, block_scales = _names(key, matrix, None)
+                self._places.matrices[key] = written = msgspec.structs.replace(
+                    matrix,
+                    file=path.name,
+                    integers=extents[integers].offset,
+                    scales=extents[scales].offset,
+                    block_scales=None if block_scales is None else extents[block_scales].offset,
+                )
+                self._initializers |= _matrix_initializers(key, written)
+        for name, tensor in self._places.tensors.items():
+            if not tensor.file:
+                stored = name + SIXTEEN_BITS
+                placed = msgspec.structs.replace(tensor, file=path.name, offset=extents[stored].offset)
+                self._places.tensors[name] = placed
+                self._initializers[stored] = _tensor_initializer(name, placed)
 
-    def initializer(self, name: str) -> onnx.TensorProto:
-        return self._initializers[name]
+    def _put_tensor(self, name: str, encoding: Encoding, integers: NDArray[Any]) -> None:
+        self._pending[name + SIXTEEN_BITS] = integers
+        self._places.tensors[name] = TensorPlace(file="", shape=integers.shape, offset=0, encoding=encoding)
 
-    def _sixteen_bits(self, key: str, head: int | None, tap: int | None) -> tuple[Encoding, NDArray[Any]]:
-        values = self._tensor(key)
-        if tap is not None:
-            values = np.ascontiguousarray(values[:, 0, tap])
-        if head is not None:
-            width = 1 if key.endswith(DELTA_RATES) else self._head_width(key)
-            values = values[head * width : (head + 1) * width]
-        encoding = Encoding.asymmetric(float(values.min()), float(values.max()), "u16")
-        return encoding, encoding.quantize(values)
-
-    def _put(self, key: str, by_head: bool, gain: float) -> MatrixPlace:
-        """Quantize a matrix and keep it for the next shard; its place has no offsets yet."""
+    def _put_matrix(self, key: str, by_head: bool, gain: float) -> None:
+        """Keep a matrix for the next file."""
         weight = self._matrices[key]
         grid, (rows, columns) = weight.grid, weight.integers.shape
         heads = columns // self._head_width(key) if by_head else 1
-        place = MatrixPlace(
+        place = self._places.matrices[key] = MatrixPlace(
             file="",
             dtype=grid.dtype,
             rows=rows,
@@ -287,7 +329,6 @@ class WeightStore:
         self._pending[scales] = grid.scales * np.float32(gain)
         if block_scales is not None and grid.block_scales is not None:
             self._pending[block_scales] = _head_by_head(grid.block_scales, heads)
-        return place
 
 
 def _blocks_of_rows(integers: NDArray[np.int8]) -> Iterator[NDArray[np.int8]]:

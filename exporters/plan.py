@@ -1,4 +1,4 @@
-"""What an export decides before it quantizes: a checkpoint and its options, brought together."""
+"""What is wanted of an export: a checkpoint and its options, brought together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import GraphRecord, RecipeRecord
+from edgekv.embed import pair_tokens
 from edgekv.errors import UsageError
-from edgekv.plan import EncoderPlan, calibration_window, default_calibration_tokens
-from edgekv.spec import DecoderInterface, EncoderSpec, Geometry, Vocabulary
+from edgekv.plan import EncoderPlan, calibration_window
+from edgekv.spec import DecoderInterface, DecoderSpec, EmbeddingTask, EncoderSpec, Geometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
-from exporters.contents import BundleForm
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.split import Split, choose_split
 from exporters.options import ExportOptions
@@ -35,15 +35,14 @@ from exporters.quantize.calibrate import (
 from exporters.quantize.generated import text_tokens
 from exporters.quantize.pictures import CalibrationPictures, calibration_pictures, with_pictures
 from exporters.quantize.sink import sink_candidates
-from exporters.records import recipe_record
 
 _SURVEYED_WINDOWS = 3  # one of so many shows how far keys and values reach
 _CHARACTERS_PER_TOKEN = 8  # more than any tokenizer has on average
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checkpoint and options that fit each other; see `prepare`.
+class ExportPlan:
+    """A checkpoint and options that fit each other.
 
     Attributes:
         checkpoint: with its attention windows limited, outlier channels split, and its vocabulary shared.
@@ -82,7 +81,8 @@ class Prepared:
     def encoder_plan(self) -> EncoderPlan | None:
         """What the vision encoder costs; None if there is none."""
         spec, shown = self.encoder, self.pictures
-        return None if spec is None or shown is None else EncoderPlan.of(spec, len(shown.tiles))
+        fits = self.options.effort.encoder_method != "nearest"
+        return None if spec is None or shown is None else EncoderPlan.of(spec, len(shown.tiles), fits=fits)
 
     @property
     def survey_windows(self) -> NDArray[np.int64] | None:
@@ -100,47 +100,45 @@ class Prepared:
     @property
     def learned_windows(self) -> int:
         """Number of windows of text that the model writes itself."""
-        return -(-self.options.effort.written_tokens // self.survey_tokens.shape[1])
+        if self.checkpoint.task is not None:  # its head writes none
+            return 0
+        return self.options.effort.written_windows(self.survey_tokens.shape[1])
 
     def chat_opening(self) -> tuple[int, ...]:
         """The tokens in front of a user's first message; none without a template, or where they fill half a window."""
-        templates = self.checkpoint.chat
-        found = () if templates is None else tuple(self.checkpoint.encode(chat_opening(templates)))
-        return found if 2 * len(found) < self.survey_tokens.shape[1] else ()
+        return opening_tokens(self.checkpoint, self.survey_tokens.shape[1])
 
     def chat_special(self) -> tuple[int, ...]:
         """The ids in conversations of the calibration text that stand for no text."""
-        checkpoint, given = self.checkpoint, int(self.checkpoint.special.bos is not None)
-        text = text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab)
-        found = np.setdiff1d(self.plain_tokens[:, given:], text)
-        return tuple(found[found < checkpoint.spec.vocab].tolist())
-
-    @property
-    def form(self) -> BundleForm:
-        """The graphs to write, whatever the chip."""
-        options = self.options
-        return BundleForm(
-            recipe=self.recipe,
-            activations=options.recipe.activations,
-            kv_dtype=options.kv_dtype,
-            state_dtype=options.state_dtype,
-            key_layout=options.key_layout,
-            context=options.contexts[-1],
-            graph_format=options.graph_format,
-            graphs=tuple(self.graphs),
-            lora=options.lora,
-        )
+        has_bos = int(self.checkpoint.special.bos is not None)
+        return special_tokens(self.checkpoint, self.plain_tokens[:, has_bos:])
 
 
-def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
+def opening_tokens(checkpoint: Checkpoint, window: int) -> tuple[int, ...]:
+    """The tokens in front of a user's first message; none without a template, or where they fill half a window."""
+    opening = () if checkpoint.chat is None else tuple(checkpoint.encode(chat_opening(checkpoint.chat)))
+    return opening if 2 * len(opening) < window else ()
+
+
+def special_tokens(checkpoint: Checkpoint, ids: NDArray[np.int64] | Sequence[int]) -> tuple[int, ...]:
+    """The ids among these that stand for no text."""
+    special = np.setdiff1d(ids, text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab))
+    return tuple(special[special < checkpoint.spec.vocab].tolist())
+
+
+def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     """Bring a checkpoint and options together.
 
     Raises:
         UsageError: the options do not fit the checkpoint.
     """
-    checkpoint = checkpoint.limited(options.max_attention_window).with_states(options.state_dtype)
-    if options.give_hidden:
-        checkpoint = checkpoint.giving_hidden()
+    spec = msgspec.structs.replace(
+        checkpoint.spec.with_states(options.state_dtype),
+        limits=tuple(options.max_attention_window),
+        gives_hidden=options.give_hidden,
+    )
+    checkpoint = checkpoint.as_spec(spec)
+    options = options.for_checkpoint(is_quantized=checkpoint.quantization is not None)
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
     options = replace(options, recipe=options.recipe.with_effort(options.effort, checkpoint.spec))
     pictures = None
@@ -162,12 +160,14 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
         vocabulary = shared_vocabulary(rotation)
         options = replace(options, recipe=options.recipe.sharing_vocabulary(vocabulary))
     check_fit(checkpoint, options)
+    if checkpoint.spec.bidirectional:
+        options = replace(options, ar=(1,))  # its graphs have the ARs of their contexts
     channels = outlier_channels(checkpoint.spec, checkpoint.tensor) if options.recipe.splits_channels else []
-    checkpoint = checkpoint.split(channels).with_vocabulary(vocabulary)
+    checkpoint = checkpoint.as_spec(msgspec.structs.replace(spec, split=tuple(channels), vocabulary=vocabulary))
     split = _split(checkpoint, options)
     calibration = read_calibration(options.calibration, checkpoint.folder)
     first, bos = sink_candidates(checkpoint, options.sink), checkpoint.special.bos
-    tokens = options.calibration_tokens or default_calibration_tokens(checkpoint.spec.sizes)
+    tokens = options.calibration_tokens or options.effort.calibration_tokens(checkpoint.spec.sizes)
     length = calibration_window(options.contexts[-1], has_delta_rule=checkpoint.spec.delta_rule is not None)
     windows = _Windows.of(checkpoint, calibration, min(length, tokens), tokens)
 
@@ -176,14 +176,22 @@ def prepare(checkpoint: Checkpoint, options: ExportOptions) -> Prepared:
         check_states_are_read(checkpoint.spec, ids.shape[1])
         if vision is None or pictures is None:
             return ids
-        return with_pictures(ids, checkpoint.spec.vocab, vision.spec.rows, len(pictures.tiles))
+        rows = [vision.spec.rows_of(tile.shape[1], tile.shape[0]) for tile in pictures.tiles]
+        return with_pictures(ids, checkpoint.spec.vocab, rows)
 
-    return Prepared(
+    return ExportPlan(
         checkpoint=checkpoint,
         options=options,
-        recipe=recipe_record(checkpoint.spec, options.recipe),
+        recipe=options.recipe.record(checkpoint.spec),
         split=split,
-        graphs=plan_graphs(options.ar, options.contexts, split, options.graph_format, verify=options.verify_rows),
+        graphs=plan_graphs(
+            options.ar,
+            options.contexts,
+            split,
+            options.graph_format,
+            verify=_verify_rows(checkpoint, options),
+            is_cached=not checkpoint.spec.bidirectional,
+        ),
         calibration=calibration,
         first=first,
         survey_tokens=beginning(first),
@@ -212,9 +220,9 @@ class _Windows:
     def of(cls, checkpoint: Checkpoint, calibration: CalibrationText, length: int, tokens: int) -> _Windows:
         """Encode a text: chats are those beside it, or made of what is left of it."""
         text, chats = calibration.text, calibration.chats
-        ids, chat = checkpoint.encode(text), list[int]()
+        ids, chat = _encoded(checkpoint, text), list[int]()
         share = tokens // CHAT_SHARE // length * length
-        if checkpoint.chat is not None and share:
+        if checkpoint.chat is not None and checkpoint.task is None and share:
             if not chats:
                 used = len(text) * (tokens - share) // len(ids)
                 chats = as_chats(text[used:] if len(ids) >= tokens else text, _CHARACTERS_PER_TOKEN * share)
@@ -235,6 +243,29 @@ class _Windows:
         return np.concatenate(found)
 
 
+def _verify_rows(checkpoint: Checkpoint, options: ExportOptions) -> tuple[int, ...]:
+    """AR of the verify graphs; without text to write, of that whose rows are means, or of several texts in a pass."""
+    task = checkpoint.task
+    if task is None:
+        return options.verify_rows
+    is_mean = isinstance(task, EmbeddingTask) and task.pooling == "mean"
+    return tuple(ar for ar in {max(options.ar)} if ar > 1 and (is_mean or checkpoint.spec.delta_rule is None))
+
+
+def _encoded(checkpoint: Checkpoint, text: str) -> list[int]:
+    """The tokens of a text; for a model that reads single texts, its paragraphs as these, one after another."""
+    if checkpoint.task is None:
+        return checkpoint.encode(text)
+    paragraphs = [*filter(None, map(str.strip, text.split("\n\n")))]
+    if isinstance(task := checkpoint.task, EmbeddingTask):
+        return [token for each in paragraphs for token in checkpoint.encode(each, around=True)]
+    pairs, found = zip(paragraphs, paragraphs[1:] or paragraphs, strict=False), list[int]()
+    for first, second in pairs:
+        query = first.partition(". ")[0]
+        found += pair_tokens(checkpoint.tokenizer, task, query, second, vocab=checkpoint.spec.vocab)[0]
+    return found
+
+
 def _for_pictures(options: ExportOptions) -> ExportOptions:
     """With embeddings on the host, which puts the rows of pictures among them.
 
@@ -252,15 +283,15 @@ def _for_pictures(options: ExportOptions) -> ExportOptions:
     return replace(options, embedding="host")
 
 
-def export_geometry(checkpoint: Checkpoint, options: ExportOptions) -> Geometry:
+def export_geometry(spec: DecoderSpec, options: ExportOptions) -> Geometry:
     """The cache of the graphs for the longest context.
 
     Raises:
         UsageError: naming an option with which there is none.
     """
-    check_cache(checkpoint.spec, options)
+    check_cache(spec, options)
     context = options.contexts[-1]
-    return DecoderInterface.of(checkpoint.spec, context, options.kv_dtype, options.key_layout, "u16").cache
+    return DecoderInterface.of(spec, context, options.cache_dtype, options.cache_layout, "u16").cache
 
 
 def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
@@ -273,7 +304,7 @@ def _split(checkpoint: Checkpoint, options: ExportOptions) -> Split:
         splits=options.splits,
         embedding=options.embedding,
         head=options.head,
-        geometry=export_geometry(checkpoint, options),
+        geometry=export_geometry(checkpoint.spec, options),
         ar=options.ar,
         graphs=(len(set(options.ar)) + len(set(options.verify_rows))) * len(options.contexts),
     )
