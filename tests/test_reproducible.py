@@ -9,8 +9,8 @@ import edgekv
 from edgekv.engine import Request
 from edgekv.prefix import StoreConfig
 from edgekv.text import SamplingParams
-from tests.serving import served
-from tests.thorough import variants
+from tests.support.serving import served
+from tests.support.thorough import variants
 
 TEXT = "The standard library of Python has modules for files, numbers, text and networks. "
 NEW = 8

@@ -22,7 +22,7 @@ from edgekv.errors import EngineError
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.vendor_libraries import Platform
 from edgekv.runtime.load_options import EngineOptions
-from tests.thorough import variants
+from tests.support.thorough import variants
 
 ROOT = Path(__file__).parent.parent
 OURS = {"edgekv", "exporters", "quant", "devices"}

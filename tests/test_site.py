@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from msgspec import structs
+from playwright.sync_api import Browser
 
 import edgekv
 from docs.drawings.concepts import ALL
 from docs.drawings.svg import Drawing
-from docs.results import MARKED, PAGES as PAGES_OF_RESULTS, TABLES, read, rendered
-from tests.pages import PAGES, ROOT, name_of
+from docs.results import FILE, MARKED, PAGES as PAGES_OF_RESULTS, TABLES, read, rendered, with_quality, write
+from edgekv.cli import run
+from tests.support.pages import PAGES, ROOT, name_of
+from tests.support.serving import new_tab
 
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)|src(?:set)?=\"([^\"]+)\"")
 CODE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
-LIMIT, README_LIMIT = 19_520, 900
+LIMIT, README_LIMIT = 20_480, 900
 """Words of all pages outside of reference, results and notebook, and of README."""
 
 
-@pytest.mark.slow
-def test_the_site_builds(tmp_path: Path) -> None:
-    """Every page is in the navigation, every link and anchor exists, and generated pages have their contents."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, which builds without a warning: every page is in the navigation, every link leads somewhere."""
+    folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    commands = (tmp_path / "reference" / "commands.html").read_text()
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_builds(site: Path) -> None:
+    """Every anchor exists, and generated pages have their contents."""
+    commands = (site / "reference" / "commands.html").read_text()
     assert "edgekv bundle genie" in commands and "--recipe" in commands
-    assert "query_gain" in (tmp_path / "reference" / "decoder-spec.html").read_text()
-    assert "max_new_tokens" in (tmp_path / "reference" / "python.html").read_text()
-    assert not [*missing_anchors(tmp_path)]
+    assert "query_gain" in (site / "reference" / "decoder-spec.html").read_text()
+    assert "max_new_tokens" in (site / "reference" / "python.html").read_text()
+    assert not [*missing_anchors(site)]
+
+
+@pytest.mark.slow
+def test_the_copy_button_takes_commands_alone_and_lines_are_whole(site: Path, chromium: Browser) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, new_tab(chromium) as tab:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for width in (1366, 390):
+            tab.resize(width, 800)
+            tab.open(f"http://127.0.0.1:{server.server_port}/start/chat.html")
+            tab.wait("document.querySelector('.md-clipboard, [data-clipboard-target]') !== null")
+            tab.run("document.querySelector('[data-clipboard-target]').click(), undefined")
+            tab.wait("navigator.clipboard.readText().then(text => text !== '')")
+            assert tab.clipboard() == "edgekv chat build/smollm2"
+            cut = "[...document.querySelectorAll('pre > code')].filter(e => e.scrollWidth > e.clientWidth).length"
+            assert tab.run(cut) == 0
+        server.shutdown()
 
 
 def missing_anchors(site: Path) -> Iterator[str]:
@@ -85,6 +116,37 @@ def test_every_figure_of_the_file_of_results_is_stated() -> None:
     assert named[0] & named[1] == results.facts.keys(), "both pages state them"
     changed = structs.replace(results, facts=dict.fromkeys(results.facts, "another"))
     assert all(rendered(page.read_text(), changed).count("another<") >= 6 for page in PAGES_OF_RESULTS)
+
+
+def test_the_file_of_results_is_as_commands_write_it(tmp_path: Path) -> None:
+    write(read(), tmp_path / "results.json", pages=())
+    assert (tmp_path / "results.json").read_bytes() == FILE.read_bytes(), "run python -m docs.results"
+
+
+def test_a_row_takes_what_eval_and_compare_measured(bundle: Path, embedded: Path, capfd: pytest.CaptureFixture) -> None:
+    """And it keeps what they do not measure."""
+    text = ["--text", str(embedded / "heldout.txt"), "--tokens", "60", "--json"]
+    for command in (["eval", str(bundle), *text], ["compare", str(bundle), str(embedded), "--new", "0", *text]):
+        capfd.readouterr()
+        assert run(command) == 0
+        measured = capfd.readouterr().out.encode()
+        old, new = (each.row("lpbq64") for each in (read(), with_quality(read(), measured, "lpbq64")))
+        found = json.loads(measured)
+        assert float(new.kl) == pytest.approx(found["kl_nats"], abs=1e-4) and new.kl != old.kl
+        assert float(new.top1) == pytest.approx(100 * found["top1_agreement"], abs=0.1)
+        assert (new.label, new.mb, new.chat) == (old.label, old.mb, old.chat)
+    with pytest.raises(KeyError, match=r"no row of docs/results\.json has the key another"):
+        with_quality(read(), measured, "another")
+
+
+def test_a_sweep_gives_the_rows_of_its_goals() -> None:
+    lost = {"perplexity_ratio": 1.00123, "perplexity_ratio_error": 0.00045, "kl_nats": 0.00091, "top1_agreement": 0.981}
+    other = {"recipe": "mine.json", "kv": "u8", "evaluation": lost}
+    sweep = {"results": [{"recipe": "w8a16", "kv": "s16", "evaluation": lost}, other]}
+    row = with_quality(read(), json.dumps(sweep).encode(), None).row("w8a16-s16")
+    assert (row.perplexity, row.error, row.kl, row.top1) == ("1.00123", "0.00045", "0.0009", "98.1")
+    with pytest.raises(KeyError, match="no goal for mine"):
+        with_quality(read(), json.dumps({"results": [other]}).encode(), None)
 
 
 def test_missed_goals_are_named() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 import edgekv
 from benchmarks import ten_questions
-from tests.checkpoints import write_checkpoint
-from tests.exports import export_options, exported
-from tests.serving import TEMPLATE
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import export_options, exported
+from tests.support.serving import TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 import edgekv
 from docs.tour.nano_edgekv import CHECKPOINT, PREFILL, Cache, Model, S
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 FILE = ROOT / "docs" / "tour" / "nano_edgekv.py"
 RECIPE = """{"weights": [{"tensors": "*", "dtype": "int8", "method": "nearest"}], "activations": "u16",

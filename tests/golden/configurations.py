@@ -28,14 +28,24 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from edgekv.errors import EdgeKVError
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, as_saved, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, as_saved, write_checkpoint
 
 Fields = dict[str, Any]
 SAVED = json.loads((Path(__file__).parent / "saved.json").read_text())
 TOKENS = np.random.Generator(np.random.PCG64(6)).integers(0, 256, 72)
 FULL, SLIDING = "full_attention", "sliding_attention"
 ABSENT = object()
-SIZES = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "model_type"}
+GPT_J = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+SIZES = {
+    *GPT_J.values(),
+    "n_inner",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "model_type",
+}
 """Fields that weights depend on: changes are refused for their shapes."""
 
 YARN: Fields = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -157,7 +167,7 @@ def changes(config: Fields) -> Iterator[tuple[str, Fields]]:
                 yield change(f"{field} {str(other)[:40]}", **{field: other})
     for field, value in OTHERS.items():
         yield change(f"{field} {value}", **{field: value})
-    yield change("no_rope_layers", no_rope_layers=[0] * config["num_hidden_layers"])
+    yield change("no_rope_layers", no_rope_layers=[0] * _size(config, "num_hidden_layers"))
     for name in ("gelu", "relu", "gelu_pytorch_tanh", "swish"):
         yield change(f"hidden_act {name}", hidden_act=name)
         yield change(f"hidden_activation {name}", hidden_activation=name)
@@ -176,7 +186,7 @@ def another(value: object) -> object:
 
 def windows(config: Fields) -> Iterator[tuple[str, Fields]]:
     """Attention windows and kinds of layers."""
-    layers = config["num_hidden_layers"]
+    layers = _size(config, "num_hidden_layers")
     yield "window, no kinds", {"sliding_window": 8, "layer_types": ABSENT}
     for first in (0, 1):
         fields = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": first, "layer_types": ABSENT}
@@ -227,7 +237,7 @@ def ropes(config: Fields) -> Iterator[tuple[str, Fields]]:
         yield "no theta", {"rope_parameters": _without_theta(own)}
         yield "no theta, one beside", {"rope_parameters": _without_theta(own), **theta}
         yield "unknown in the table", {"rope_parameters": own | {"a_field_of_tomorrow": 1}}
-    pairs = (config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) // 2
+    pairs = (config.get("head_dim") or _size(config, "hidden_size") // _size(config, "num_attention_heads")) // 2
     share = own.get("partial_rotary_factor", 1) if not nested else 1
     for original in (32, 96):
         for more in ({}, {"factor": 7.0}, {"attention_factor": 1.5}):
@@ -238,6 +248,11 @@ def ropes(config: Fields) -> Iterator[tuple[str, Fields]]:
             table |= {"partial_rotary_factor": share} if share != 1 else {}
             yield f"longrope of {original} {more}", {**fields, "rope_parameters": table | theta}
             yield f"longrope beside {original} {more}", {**fields, "rope_scaling": table}
+
+
+def _size(config: Fields, name: str) -> int:
+    """A size, which GPT-J has under another name."""
+    return int(config[name] if name in config else config[GPT_J[name]])
 
 
 def _without_theta(table: Fields) -> Fields:

@@ -17,7 +17,7 @@ from kept import loaded, write_or_check
 from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
-from tests.checkpoints import ARCHITECTURES, write_checkpoint, write_drafter
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint, write_drafter
 
 STEPS = 3
 _modes = Gemma4TextConfig.kv_sharing_modes.fget

@@ -10,6 +10,7 @@ of a pre-tokenizer is given to it; all else is its own. Exits with 1 if a file i
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -30,15 +31,18 @@ sys.path.insert(0, str(ROOT))
 from exporters.checkpoint.checkpoint import Checkpoint  # noqa: E402
 from exporters.checkpoint.gguf import GgufFile, rebuild_tokenizer  # noqa: E402
 from exporters.quantize.reference import Reference  # noqa: E402
-from tests.checkpoints import write_tokenizer  # noqa: E402
-from tests.gguf_files import sentence_piece  # noqa: E402
+from tests.support.checkpoints import write_tokenizer  # noqa: E402
+from tests.support.foreign_files import sentence_piece  # noqa: E402
 
 TOLERANCE = 1e-4
 LLAMA_CPP = Path(sys.argv[1] if len(sys.argv) > 1 else Path(sys.prefix) / "llama.cpp").resolve()
 CONVERT = """
 import runpy, sys
+from conversion import base
 from conversion.base import TextModel
-name = sys.argv.pop()
+kind, name = sys.argv.pop(), sys.argv.pop()
+if kind == "GPTNeoX":
+    base.AutoConfig = None  # it reads config.json itself then: transformers drops rotary_pct, which it asks for
 TextModel.get_vocab_base_pre = lambda self, tokenizer: name
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -59,6 +63,8 @@ LLAMA3 = {**THETA, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
 YARN = {**THETA, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {**THETA, "rope_type": "longrope", "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75}
 LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 20.0]}
+ORIGINAL, HALF = {"original_max_position_embeddings": 8192}, {"partial_rotary_factor": 0.5}
+EVEN, WHOLE = {"num_key_value_heads": 4}, {"tie_word_embeddings": False}
 FULL, WINDOW = "full_attention", "sliding_attention"
 GEMMA4 = {
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
@@ -120,6 +126,62 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # class, tokenizer,
         },
     ),
     "lfm2": ("Lfm2", PLAIN, "lfm2", {"layer_types": ["conv", "conv", FULL] * 4, "block_auto_adjust_ff_dim": False}),
+    "apertus": ("Apertus", PLAIN, "tekken", {"rope_parameters": LLAMA3 | ORIGINAL, **WHOLE}),
+    "arcee": ("Arcee", PLAIN, "gpt-4o", {"rope_parameters": YARN | {"attention_factor": 1.3}, "mlp_bias": True}),
+    "command-r": ("Cohere", PLAIN, "command-r", {"logit_scale": 0.3, "rope_parameters": THETA}),
+    "cohere2": (
+        "Cohere2",
+        PLAIN,
+        "command-r",
+        {"logit_scale": 0.25, "sliding_window": 24, "rope_parameters": THETA, "rotary_pct": 1.0},
+    ),
+    "ernie4_5": ("Ernie4_5", PIECES, "", {"rope_parameters": THETA, "use_bias": False}),
+    "exaone": ("Exaone", PLAIN, "exaone", {"rope_parameters": LLAMA3 | ORIGINAL}),
+    "exaone4": ("Exaone4", PLAIN, "exaone4", {"sliding_window": None, "layer_types": [FULL] * 12}),
+    "exaone4-windows": (
+        "Exaone4",
+        PLAIN,
+        "exaone4",
+        {
+            "sliding_window": 24,
+            "sliding_window_pattern": "LLLG",
+            "layer_types": [WINDOW, WINDOW, WINDOW, FULL] * 3,
+            "rope_parameters": LLAMA3 | ORIGINAL,
+        },
+    ),
+    "gemma": ("Gemma", PIECES, "", {"hidden_act": "gelu_pytorch_tanh"}),
+    "glm4": ("Glm4", PLAIN, "glm4", {"rope_parameters": THETA | HALF, "attention_bias": True}),
+    "gptneox": ("GPTNeoX", PLAIN, "olmo", {"rope_parameters": THETA | HALF, "rotary_pct": 0.5}),
+    "gptneox-serial": (
+        "GPTNeoX",
+        PLAIN,
+        "olmo",
+        {"rope_parameters": THETA | HALF, "rotary_pct": 0.5, "use_parallel_residual": False},
+    ),
+    "hunyuan-dense": ("HunYuanDenseV1", PLAIN, "hunyuan-dense", {"rope_parameters": THETA}),
+    "hunyuan-alpha": (
+        "HunYuanDenseV1",
+        PLAIN,
+        "hunyuan-dense",
+        {
+            "max_position_embeddings": 32768,
+            "rope_parameters": THETA | {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "internlm3": ("InternLM3", PIECES, "", {"rope_parameters": THETA}),
+    "jais2": ("Jais2", PLAIN, "jais-2", {"rope_parameters": THETA}),
+    "nemotron": ("Nemotron", PIECES, "", {"rope_parameters": THETA | HALF, "hidden_act": "relu2"}),
+    "olmo": ("Olmo", PLAIN, "olmo", {"rope_parameters": THETA}),
+    "phi2": ("Phi", PLAIN, "phi-2", {"rope_parameters": THETA | HALF, "intermediate_size": 256, **EVEN}),
+    "seed_oss": ("SeedOss", PLAIN, "seed-coder", {"rope_parameters": THETA, "attention_bias": True}),
+    "stablelm": ("StableLm", PLAIN, "stablelm2", {"rope_parameters": THETA | HALF, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "StableLm",
+        PLAIN,
+        "stablelm2",
+        {"rope_parameters": THETA | HALF, "use_parallel_residual": True},
+    ),
+    "starcoder2": ("Starcoder2", PLAIN, "starcoder", {"rope_parameters": THETA, "sliding_window": None}),
     "olmo2": ("Olmo2", PLAIN, "dbrx", {"rope_parameters": THETA}),
     "olmo3": (
         "Olmo3",
@@ -140,15 +202,17 @@ def written(name: str, folder: Path) -> tuple[Path, Callable[[str], list[int]]]:
     text = "TextConfig" if kind in ("Gemma3", "Gemma4", "Qwen3_5") else "Config"
     if kind == "Gemma4":
         fields = fields | {"vocab_size_per_layer_input": encode.size}
-    config = getattr(transformers, f"{kind}{text}")(**SIZES, vocab_size=encode.size, **fields)
+    config = getattr(transformers, f"{kind}{text}")(**SIZES | {"vocab_size": encode.size} | fields)
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for key, values in model.named_parameters():
             values.mul_(8 if values.ndim > 1 else 1).add_(0.1 * torch.randn_like(values) if "norm" in key else 0)
     model.save_pretrained(folder)
-    if kind == "GraniteMoeHybrid":  # the converter knows the older name of its layers
-        saved = folder / "config.json"
+    saved = folder / "config.json"
+    config = fields | json.loads(saved.read_text())  # with the older names that the converter knows
+    saved.write_text(json.dumps(config))
+    if kind == "GraniteMoeHybrid":  # the same of its layers
         saved.write_text(saved.read_text().replace(f'"{FULL}"', '"attention"'))
     file = folder / f"{name}.gguf"
     program = str(LLAMA_CPP / "convert_hf_to_gguf.py")
@@ -161,6 +225,7 @@ def written(name: str, folder: Path) -> tuple[Path, Callable[[str], list[int]]]:
         "f32",
         *(["--no-mtp"] if kind == "Qwen3_5" else []),
         pre,
+        kind,
     ]
     code = CONVERT.replace("sys.argv[0]", repr(program))
     environment = {**os.environ, "PYTHONPATH": path}
@@ -184,8 +249,11 @@ class Encoder:
 def plain(folder: Path, kind: str) -> Encoder:
     """The tests' bytes, and room for tokens that a family's class adds; Phi-3's converter asks for the class's name."""
     write_tokenizer(folder / "tokenizer.json", extra=64)
+    file = folder / "tokenizer.json"
+    for number, name in enumerate(("<|endoftext|>", "<|user|>") if kind == "Glm4" else (), 60):  # the converter asks
+        file.write_text(file.read_text().replace(f"<|{number}|>", name))
     names = {"bos_token": "<|0|>", "eos_token": "<|1|>", "pad_token": "<|2|>"}
-    saved = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
     saved.save_pretrained(folder)
     if kind == "Phi3":
         config = folder / "tokenizer_config.json"

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, write_checkpoint
-from tests.gguf_files import write_gguf
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.foreign_files import write_gguf
 
 TOLERANCE = 1e-4
 TOKENS = 64

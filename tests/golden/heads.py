@@ -25,7 +25,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
-from tests.checkpoints import ARCHITECTURES, add_head, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, add_head, write_checkpoint
 
 STEPS = 3
 

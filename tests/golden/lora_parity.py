@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 
 TOLERANCE = 1e-4
 TOKENS = 48

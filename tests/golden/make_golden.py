@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
-from checkpoints import ARCHITECTURES, CONFIG, NEWER, OLDER, write_checkpoint  # noqa: E402
+sys.path.insert(0, str(HERE.parent.parent))
+from tests.support.checkpoints import ARCHITECTURES, CONFIG, NEWER, OLDER, write_checkpoint  # noqa: E402
 
 EMBEDDED = HERE.parent.parent / "models" / "stdlib-4m"
 TOLERANCE = 1e-4

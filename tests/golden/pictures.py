@@ -1,4 +1,4 @@
-"""Pixels, encoder rows and logits of transformers' SmolVLM and InternVL, kept so that the tests need no torch.
+"""Pixels, encoder rows and logits of transformers' SmolVLM, InternVL and LFM2-VL, kept so that the tests need no torch.
 
     python tests/golden/pictures.py            write them
     python tests/golden/pictures.py --check    compute them again and compare with the stored ones
@@ -8,6 +8,7 @@ Needs the extra `parity`. Run it from the root of the repository.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,12 +17,33 @@ import torch
 from kept import loaded, write_or_check
 from PIL import Image
 from tokenizers import Tokenizer
-from transformers import AutoModelForImageTextToText
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
-from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
-from tests.picture_models import FRAME, IMAGE_TOKEN, SIZES, WHOLE, photo, write_internvl, write_smolvlm
+from tests.support.picture_models import (
+    FRAME,
+    IMAGE_TOKEN,
+    SHAPED_SIZES,
+    SIZES,
+    WHOLE,
+    photo,
+    write_internvl,
+    write_lfm2_vl,
+    write_smolvlm,
+)
+
+TORCHVISION = Path(sys.prefix) / "torchvision"
+sys.path.append(str(TORCHVISION))
+try:
+    torch.ops.load_library(TORCHVISION / "torchvision" / "_C.so")
+except OSError:  # that of the wheel wants CUDA, which resizing does not; the import wants its names
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast  # noqa: E402
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
+from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor  # noqa: E402
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor  # noqa: E402
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil  # noqa: E402
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string  # noqa: E402
 
 
 def make() -> dict[str, np.ndarray]:
@@ -55,7 +77,11 @@ def make() -> dict[str, np.ndarray]:
                     .logits[0, -8:]
                     .numpy()
                 )
-    return golden | make_internvl() | make_internvl(attention_bias=False)
+    for biased in (True, False):
+        golden |= make_internvl(attention_bias=biased)
+    for normalized in (True, False):
+        golden |= make_lfm2_vl(merged_norm=normalized)
+    return golden
 
 
 def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
@@ -80,6 +106,33 @@ def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
             f"{prefix}ids": np.array(ids),
             f"{prefix}logits": found.logits[0, -8:].numpy(),
         }
+
+
+def make_lfm2_vl(*, merged_norm: bool = True) -> dict[str, np.ndarray]:
+    """Tiles of pictures of several shapes as rows of pixels, and of the first one the rows, ids and last logits."""
+    prefix = "lfm2_vl_" if merged_norm else "lfm2_vl-plain_"
+    golden: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_lfm2_vl(Path(scratch) / "lfm2_vl", merged_norm=merged_norm)
+        model = loaded(AutoModelForImageTextToText, folder)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        processor = Lfm2VlProcessor(Lfm2VlImageProcessor.from_pretrained(folder), tokenizer)
+        for number, (width, height) in enumerate(SHAPED_SIZES if merged_norm else SHAPED_SIZES[:1]):
+            picture = Image.fromarray(photo(width, height, number))
+            found = processor(images=[picture], text="See <image> and say:", return_tensors="pt")
+            golden[f"{prefix}shapes{number}"] = found["spatial_shapes"].numpy()
+            golden[f"{prefix}pixels{number}"] = found["pixel_values"].numpy()
+            if number:
+                continue
+            with torch.no_grad():
+                golden[f"{prefix}ids"] = found["input_ids"][0].numpy()
+                given = {name: found[name] for name in ("pixel_values", "spatial_shapes", "pixel_attention_mask")}
+                rows = model.model.get_image_features(**given).pooler_output
+                golden[f"{prefix}rows"] = torch.cat(tuple(rows)).numpy()
+                mask = torch.ones_like(found["input_ids"])
+                logits = model(input_ids=found["input_ids"], attention_mask=mask, **given).logits
+                golden[f"{prefix}logits"] = logits[0, -8:].numpy()
+    return golden
 
 
 if __name__ == "__main__":

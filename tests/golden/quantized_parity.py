@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
-from tests.checkpoints import OLDER, write_checkpoint
-from tests.quantized_files import rounded, write_awq, write_float8, write_gptq
+from tests.support.checkpoints import OLDER, write_checkpoint
+from tests.support.foreign_files import rounded, write_awq, write_float8, write_gptq
 
 PACKERS = Path(sys.prefix) / "packers"
 TOLERANCE = 1e-4

@@ -27,13 +27,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
-from tests.checkpoints import ARCHITECTURES, as_float32, write_checkpoint, write_drafter
-from tests.picture_models import write_internvl, write_smolvlm
+from tests.support.checkpoints import ARCHITECTURES, as_float32, write_checkpoint, write_drafter
+from tests.support.picture_models import write_internvl, write_lfm2_vl, write_smolvlm
 
 FILE = Path(__file__).with_suffix(".json")
 MORE: dict[str, Callable[[Path], Path]] = {
     "internvl": write_internvl,
     "internvl-unbiased": lambda folder: write_internvl(folder, attention_bias=False),
+    "lfm2_vl-pictures": write_lfm2_vl,
+    "lfm2_vl-plain": lambda folder: write_lfm2_vl(folder, merged_norm=False),
     "smolvlm": write_smolvlm,
 }
 
@@ -66,6 +68,8 @@ def saved(scratch: Path, name: str, folder: Path, model: Any) -> dict[str, Any]:
     for file in folder.iterdir():
         if not (into / file.name).exists():
             shutil.copy(file, into)
+    if hasattr(model, "get_image_features") and not (processor := into / "preprocessor_config.json").exists():
+        processor.write_text("{}")  # all of it has defaults
     return {"config": json.loads((into / "config.json").read_text()), "names": names}
 
 

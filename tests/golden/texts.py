@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import warnings
@@ -20,10 +21,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from tokenizers import AddedToken
-from transformers import GenerationConfig, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.utils import logging
 
-from tests.checkpoints import write_tokenizer
+from edgekv.errors import CheckpointError
+from exporters.checkpoint.checkpoint import Checkpoint
+from tests.support.checkpoints import write_checkpoint, write_tokenizer
 
 FILE = Path(__file__).with_suffix(".json")
 TEXTS = ("a<|9|>b", "a <|9|> b", "<|0|>a</s>b", "<|2|>user:<|im_start|> a <|img|>", "Hi , you .")
@@ -309,10 +312,10 @@ def folder_of(scratch: Path, files: dict[str, Any]) -> Path:
     return scratch
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path, kind: Any = PreTrainedTokenizerFast) -> dict[str, Any]:
     """What transformers makes of a folder, or None where it fails."""
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer = kind.from_pretrained(folder)
     except Exception as error:
         return {"error": type(error).__name__}
     rendered = None
@@ -334,6 +337,29 @@ def read_processor(folder: Path) -> dict[str, str] | None:
         return None
     templates = found["chat_template"]
     return {"default": templates} if isinstance(templates, str) else templates
+
+
+def differing_in_bundles(scratch: Path, layouts: dict[str, dict[str, Any]]) -> list[str]:
+    """Layouts that transformers' `AutoTokenizer` reads otherwise from a bundle than from the checkpoint."""
+    model, found = write_checkpoint(scratch / "model"), []
+    for case, files in layouts.items():
+        folder, bundle = folder_of(scratch / case, files), scratch / f"bundle of {case}"
+        if "error" in (expected := read(folder)):
+            continue
+        for path in model.iterdir():
+            if not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
+        try:
+            checkpoint = Checkpoint.open(str(folder))
+        except CheckpointError:
+            continue
+        bundle.mkdir()
+        checkpoint.write_tokenizer(bundle)
+        got = read(bundle, AutoTokenizer)
+        named = expected["named"] if checkpoint.chat is not None else got["named"]
+        if got != expected | {"named": named} or not expected["named"].items() <= named.items():
+            found.append(f"{case}: got {got}; expected {expected}")
+    return found
 
 
 def rendered_by(tokenizer: Any, messages: Any, tools: Any, template: str | None = None) -> str | None:
@@ -373,6 +399,8 @@ def make() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         layouts = LAYOUTS | saved(scratch / "saved") | random_layouts()
+        if differing := differing_in_bundles(scratch / "bundles", layouts):
+            sys.exit("\n".join(differing))
         fields = {field: {"tokenizer_config.json": {field: value}} for field, value in FIELDS.items()}
         found: dict[str, Any] = {"texts": TEXTS, "messages": MESSAGES, "tools": TOOLS, "generation": GENERATION}
         for kind, cases in (("layouts", layouts), ("fields", fields)):

@@ -1,0 +1,303 @@
+"""Small random checkpoints with a vision encoder, in Hugging Face layout, and pictures for them."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer
+
+from exporters.quantize.pictures import drawn_picture
+from tests.support.checkpoints import CONFIG, NEWER, random_weights, write_tokenizer
+
+IMAGE_TOKEN, FRAME, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
+SMALL: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+"""16 patches, which become 4 rows."""
+REAL: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 512,
+    "patch_size": 16,
+}
+"""The encoder of SmolVLM2-256M and -500M."""
+SIZES = ((70, 45), (20, 90), (64, 64), (1, 1), (700, 3))
+"""Of pictures whose golden values are kept."""
+SHAPED_SIZES = ((100, 60), (70, 45), (20, 90), (64, 64), (1, 1), (60, 110))
+"""The same for encoders of pictures with shapes of their own; two are split."""
+TEMPLATE = (
+    "<|0|>{% for message in messages %}{{message['role'] | capitalize}}: {% if message['content'] is string %}"
+    "{{message['content']}}{% else %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
+    "{{line['text']}}{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}{% endif %}<|1|>\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+def write_internvl(folder: Path, *, seed: int = 0, gain: float = 2.0, attention_bias: bool = True) -> Path:
+    """A random InternVL of the sizes of `SMALL`, whose decoder is a Qwen3."""
+    text = CONFIG | NEWER | {"model_type": "qwen3", "tie_word_embeddings": True}
+    vision = SMALL | {"attention_bias": attention_bias, "hidden_act": "gelu", "model_type": "internvl_vision"}
+    config = {
+        "model_type": "internvl",
+        "architectures": ["InternVLForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision | {"image_size": [32, 32], "patch_size": [8, 8]},
+        "image_token_id": 260,
+        "image_seq_length": 4,
+        "downsample_ratio": 0.5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    weights = random_weights(text, seed)
+    named = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
+    prepared = {"size": {"height": 32, "width": 32}, "max_patches": 6, "crop_to_patches": True, "resample": 3}
+    added = ("<IMG_CONTEXT>", "<img>", "</img>")
+    encoder = internvl_weights(config, seed, gain)
+    if not attention_bias:
+        inputs = tuple(f"attention.{each}_proj.bias" for each in "qkv")
+        encoder = {name: value for name, value in encoder.items() if not name.endswith(inputs)}
+    return _write(folder, config, prepared, added, named | encoder)
+
+
+def write_lfm2_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, merged_norm: bool = True) -> Path:
+    """A random LFM2-VL with tiles of 48 x 48 pixels, whose positions come from a table of 4 x 4."""
+    layers = ["conv", "full_attention", "conv"]
+    own = {"model_type": "lfm2", "norm_eps": 1e-5, "num_hidden_layers": 3, "layer_types": layers}
+    absent = {"hidden_act": None, "rms_norm_eps": None, "block_auto_adjust_ff_dim": False}
+    text = CONFIG | NEWER | own | absent | {"tie_word_embeddings": True}
+    vision = {name: value for name, value in SMALL.items() if name != "image_size"}
+    config = {
+        "model_type": "lfm2_vl",
+        "architectures": ["Lfm2VlForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+        "image_token_id": 260,
+        "downsample_factor": 2,
+        "projector_hidden_size": 80,
+        "projector_use_layernorm": merged_norm,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    prepared = {
+        "tile_size": 48,
+        "encoder_patch_size": 8,
+        "downsample_factor": 2,
+        "min_image_tokens": 4,
+        "max_image_tokens": 9,
+        "max_tiles": 6,
+    }
+    named = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in random_weights(text, seed).items()
+    }
+    marks = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7)]
+    added = (IMAGE_TOKEN, "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *marks)
+    return _write(folder, config, prepared, added, named | _lfm2_vl_weights(config, seed, gain))
+
+
+def _lfm2_vl_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """float32 tensors of LFM2-VL's encoder and projector, by transformers' names."""
+    width, hidden = config["text_config"]["hidden_size"], config["vision_config"]["hidden_size"]
+    random = np.random.Generator(np.random.PCG64([seed, 4]))
+    flat = config["vision_config"] | {"image_size": 4 * config["vision_config"]["patch_size"]}
+    weights = encoder_weights({**config, "vision_config": flat, "scale_factor": 2}, seed, gain)
+    found = {
+        name.replace("model.vision_model.", "model.vision_tower."): value
+        for name, value in weights.items()
+        if "connector" not in name
+    }
+    patches = "model.vision_tower.embeddings.patch_embedding.weight"
+    found[patches] = np.ascontiguousarray(found[patches].transpose(0, 2, 3, 1)).reshape(hidden, -1)
+    projector, inner = "model.multi_modal_projector.", config["projector_hidden_size"]
+    if config["projector_use_layernorm"]:
+        for kind, mean in (("weight", 1.0), ("bias", 0.0)):
+            found[f"{projector}layer_norm.{kind}"] = _vector(random, 4 * hidden, mean)
+    for name, outputs, inputs in (("linear_1", inner, 4 * hidden), ("linear_2", width, inner)):
+        matrix = random.standard_normal((outputs, inputs)) / inputs**0.5
+        found[f"{projector}{name}.weight"] = matrix.astype(np.float32)
+        found[f"{projector}{name}.bias"] = _vector(random, outputs)
+    return found
+
+
+def _vector(random: np.random.Generator, width: int, mean: float = 0.0) -> np.ndarray[Any, Any]:
+    return (mean + 0.2 * random.standard_normal(width)).astype(np.float32)
+
+
+def write_smolvlm(
+    folder: Path,
+    vision: dict[str, Any] = SMALL,
+    text: dict[str, Any] | None = None,
+    *,
+    longest: int = 64,
+    merge: int = 2,
+    seed: int = 0,
+    gain: float = 2.0,
+) -> Path:
+    """A random SmolVLM.
+
+    Args:
+        folder: to be made.
+        vision: fields of `vision_config`.
+        text: changes of `CONFIG` in `text_config`.
+        longest: edge to which pictures are resized.
+        merge: `scale_factor`.
+        seed: of the weights.
+        gain: how much a matrix of the encoder amplifies.
+    """
+    inner = CONFIG | NEWER | {"tie_word_embeddings": False, "hidden_size": 64} | (text or {})
+    config = {
+        "model_type": "smolvlm",
+        "architectures": ["SmolVLMForConditionalGeneration"],
+        "text_config": inner,
+        "vision_config": {"model_type": "smolvlm_vision", "hidden_act": "gelu_pytorch_tanh", **vision},
+        "scale_factor": merge,
+        "image_token_id": 260,
+        "tie_word_embeddings": False,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    prepared = {
+        "size": {"longest_edge": longest},
+        "max_image_size": {"longest_edge": vision["image_size"]},
+        "do_image_splitting": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "resample": 1,
+    }
+    rows = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    weights = random_weights(inner, seed)
+    named = {name.replace("model.", "model.text_model.", 1): value for name, value in weights.items()}
+    return _write(
+        folder, config, prepared, (IMAGE_TOKEN, FRAME, WHOLE, *rows), named | encoder_weights(config, seed, gain)
+    )
+
+
+def _write(
+    folder: Path,
+    config: dict[str, Any],
+    prepared: dict[str, Any],
+    added: tuple[str, ...],
+    weights: dict[str, np.ndarray[Any, Any]],
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, fields in {
+        "config.json": config,
+        "preprocessor_config.json": prepared,
+        "tokenizer_config.json": {},
+        "generation_config.json": {"eos_token_id": [257, 258], "bos_token_id": 256},
+    }.items():
+        (folder / name).write_text(json.dumps(fields))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace(IMAGE_TOKEN, added[0]))
+    write_tokenizer(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in added])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def internvl_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """float32 tensors of InternVL's encoder and projector, by transformers' names."""
+    vision, width = config["vision_config"], config["text_config"]["hidden_size"]
+    flat = vision | {"image_size": vision["image_size"][0], "patch_size": vision["patch_size"][0]}
+    model, hidden, random = (
+        "model.vision_tower.",
+        vision["hidden_size"],
+        np.random.Generator(np.random.PCG64([seed, 3])),
+    )
+    renamed = {
+        "model.vision_model.embeddings.patch_embedding": f"{model}embeddings.patch_embeddings.projection",
+        "model.vision_model.encoder.layers": f"{model}encoder.layer",
+        "layer_norm1": "layernorm_before",
+        "layer_norm2": "layernorm_after",
+        "self_attn.out_proj": "attention.projection_layer",
+        "self_attn": "attention",
+    }
+
+    def vector(*shape: int, mean: float = 0.0) -> np.ndarray[Any, Any]:
+        return (mean + 0.2 * random.standard_normal(shape)).astype(np.float32)
+
+    found = {}
+    for name, value in encoder_weights({**config, "vision_config": flat, "scale_factor": 2}, seed, gain).items():
+        for theirs, ours in renamed.items():
+            name = name.replace(theirs, ours)
+        if name.startswith(model):
+            found[name] = value
+    patches = (flat["image_size"] // flat["patch_size"]) ** 2
+    found[f"{model}embeddings.position_embeddings"] = vector(1, patches + 1, hidden)
+    found[f"{model}embeddings.cls_token"] = vector(1, 1, hidden)
+    for layer in range(vision["num_hidden_layers"]):
+        for name in ("lambda_1", "lambda_2"):
+            found[f"{model}encoder.layer.{layer}.{name}"] = vector(hidden, mean=0.7)
+    projector = "model.multi_modal_projector."
+    for norm, mean in (("weight", 1.0), ("bias", 0.0)):
+        found[f"{projector}layer_norm.{norm}"] = vector(4 * hidden, mean=mean)
+    for name, inputs in (("linear_1", 4 * hidden), ("linear_2", width)):
+        found[f"{projector}{name}.weight"] = (random.standard_normal((width, inputs)) / inputs**0.5).astype(np.float32)
+        found[f"{projector}{name}.bias"] = vector(width)
+    return found
+
+
+def encoder_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """float32 tensors of the encoder and the projector, by transformers' names."""
+    vision, random = config["vision_config"], np.random.Generator(np.random.PCG64([seed, 2]))
+    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    model = "model.vision_model."
+
+    def matrix(rows: int, *columns: int) -> np.ndarray[Any, Any]:
+        width = int(np.prod(columns))
+        return (gain * random.standard_normal((rows, *columns)) / width**0.5).astype(np.float32)
+
+    def vector(width: int, mean: float = 0.0) -> np.ndarray[Any, Any]:
+        return (mean + 0.2 * random.standard_normal(width)).astype(np.float32)
+
+    found = {
+        f"{model}embeddings.patch_embedding.weight": matrix(hidden, 3, patch, patch),
+        f"{model}embeddings.patch_embedding.bias": vector(hidden),
+        f"{model}embeddings.position_embedding.weight": vector((vision["image_size"] // patch) ** 2 * hidden).reshape(
+            -1, hidden
+        ),
+        "model.connector.modality_projection.proj.weight": matrix(
+            config["text_config"]["hidden_size"], hidden * config["scale_factor"] ** 2
+        )
+        / 2,
+    }
+    norms = [f"{model}post_layernorm"]
+    for layer in range(vision["num_hidden_layers"]):
+        at = f"{model}encoder.layers.{layer}."
+        norms += [f"{at}layer_norm1", f"{at}layer_norm2"]
+        shapes = {f"self_attn.{name}_proj": (hidden, hidden) for name in ("q", "k", "v", "out")}
+        for name, shape in {**shapes, "mlp.fc1": (inner, hidden), "mlp.fc2": (hidden, inner)}.items():
+            found |= {f"{at}{name}.weight": matrix(*shape), f"{at}{name}.bias": vector(shape[0])}
+    for norm in norms:
+        found |= {f"{norm}.weight": vector(hidden, 1.0), f"{norm}.bias": vector(hidden)}
+    return found
+
+
+def photo(width: int, height: int, number: int = 0) -> np.ndarray[Any, Any]:
+    """A drawn picture `[height, width, 3]`."""
+    return drawn_picture(number, max(width, height))[:height, :width]
+
+
+def png(pixels: np.ndarray[Any, Any], kind: str = "PNG", **options: Any) -> bytes:
+    """A picture's file."""
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()
