@@ -27,7 +27,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
@@ -113,31 +113,30 @@ def contenders(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[s
     return found
 
 
-def _serve(make: _Make, uses_processor_time: bool, turns: Connection) -> None:
-    """Run what is asked for, in a contender's process: prompts and counts in, seconds out."""
+def _serve(make: Callable[[], Any], uses_processor_time: bool, turns: Connection) -> None:
+    """Run what is asked for, in a contender's process: arguments in, seconds and results out."""
     runtime, clock = make(), time.process_time if uses_processor_time else time.perf_counter
     while (asked := turns.recv()) is not None:
-        tokens, count = asked
         began = clock()
-        runtime.run(tokens, count)
-        turns.send(clock() - began)
+        result = runtime.run(*asked)
+        turns.send((clock() - began, result))
 
 
 class Contender:
     """A runtime in a process of its own."""
 
-    def __init__(self, make: _Make, uses_processor_time: bool) -> None:
+    def __init__(self, make: Callable[[], Any], uses_processor_time: bool) -> None:
         context = get_context("spawn")
         self._turns, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, uses_processor_time, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
-    def seconds(self, tokens: list[int], count: int) -> float:
-        """How long it takes."""
-        self._turns.send((tokens, count))
-        took_s: float = self._turns.recv()
-        return took_s
+    def run(self, *asked: Any) -> tuple[float, Any]:
+        """How long the runtime's `run` takes with these arguments, in seconds, and what it gives."""
+        self._turns.send(asked)
+        took: tuple[float, Any] = self._turns.recv()
+        return took
 
     def end(self) -> None:
         """End the process."""
@@ -156,7 +155,7 @@ def measure(
     """Median seconds of a prefill and of a decode step, by name."""
 
     def turn(process: Contender) -> tuple[float, float]:
-        first_s, all_s = (process.seconds(prompt(), count) for count in (1, 1 + new))
+        first_s, all_s = (process.run(prompt(), count)[0] for count in (1, 1 + new))
         return first_s, (all_s - first_s) / new
 
     found = by_turns({name: partial(turn, process) for name, process in processes.items()}, turns)

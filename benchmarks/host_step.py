@@ -39,7 +39,7 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.kv import STRATEGIES as UPDATES, KVCache, StrategyName
 from edgekv.runtime import CpuEngine, StaticGraph
 from edgekv.runtime.binding import MemoryBinding
-from edgekv.runtime.graph import rope_tables
+from edgekv.runtime.graph import HostTables, rope_tables
 from edgekv.spec import Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
@@ -94,7 +94,8 @@ def bound(bundle: Bundle, session: ort.InferenceSession, strategy: str, reserve:
     """A function that runs one step and returns its host time in microseconds."""
     manifest = bundle.manifest
     cache = KVCache(manifest.geometry, ar=(1,), strategy=strategy, reserve=reserve, policy="sliding-window")
-    graph = StaticGraph([MemoryBinding(session)], manifest, manifest.graphs[0], cache, rope_tables(manifest))
+    tables = HostTables(rope_tables(manifest))
+    graph = StaticGraph([MemoryBinding(session)], manifest, manifest.graphs[0], cache, tables)
 
     def step() -> float:
         ran, began = graph.clock.run_ns, perf_counter_ns()

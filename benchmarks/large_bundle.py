@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
-from benchmarks.quantization import rounded_to_nearest
+from benchmarks.large_checkpoint import SHAPES, rounded_to_nearest, write_large_checkpoint
 from devices import find
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle

@@ -10,10 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from edgekv.spec import Config, describe
 from edgekv.spec.tensors import views
+from exporters.quantize.recipe import Recipe
 
 _TOKENIZER = Path(__file__).parent.parent / "models" / "stdlib-4m" / "tokenizer.json"
 
@@ -239,3 +241,9 @@ def _write_shard(path: Path, shapes: dict[str, tuple[int, ...]], random: np.rand
                 if "norm" in name or "scalar" in name:
                     values += 1
                 file.write(values.astype(ml_dtypes.bfloat16).tobytes())
+
+
+def rounded_to_nearest(recipe: Recipe) -> Recipe:
+    """The same types, chosen without calibration."""
+    rules = tuple(msgspec.structs.replace(rule, method="nearest") for rule in recipe.weights)
+    return msgspec.structs.replace(recipe, weights=rules, rotation="none")

@@ -25,9 +25,10 @@ from rich.table import Table
 
 from benchmarks.large_checkpoint import SHAPES, write_large_checkpoint
 from devices import find
+from docs.results import record_export
 from edgekv.bundle import open_bundle
 from edgekv.machine.system import peak_bytes
-from edgekv.plan import make_plan
+from edgekv.plan import DEFAULT_KEY_LAYOUT, make_plan
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.recipe import find_recipe
@@ -101,10 +102,11 @@ def main() -> None:
     parser.add_argument("--recipe", default="w4a16-lpbq64")
     parser.add_argument("--context", default="1024,4096")
     parser.add_argument("--ar", default="1,128")
-    parser.add_argument("--key-layout", choices=("rows", "columns"), default="rows")
+    parser.add_argument("--key-layout", choices=("rows", "columns"), default=DEFAULT_KEY_LAYOUT)
     parser.add_argument("--device", default="SM8650", help="catalogue name of the chip")
     parser.add_argument("--folder", type=Path, help="where to work; what is there is used again")
     parser.add_argument("--apart", action="store_true", help="check and compile by themselves")
+    parser.add_argument("--record", action="store_true", help="write this shape's row into docs/results.json")
     args, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
@@ -120,10 +122,11 @@ def main() -> None:
         table = Table(title=f"{args.shape}, {args.recipe}, contexts {args.context}, AR {args.ar}, {args.device}")
         for column in ("step", "seconds", "CPU seconds", "edgekv's RAM", "largest compiler's RAM"):
             table.add_column(column, justify="left" if column == "step" else "right")
-        total = 0.0
+        total, peaks = 0.0, (0, 0)
         for name, arguments in steps.items():
             done = measure(arguments)
             total += done.seconds
+            peaks = max(peaks[0], done.own_bytes), max(peaks[1], done.compiler_bytes)
             sizes = (f"{size / 1e9:.2f} GB" for size in (done.own_bytes, done.compiler_bytes))
             table.add_row(name, f"{done.seconds:,.0f}", f"{done.cpu_seconds:,.0f}", *sizes)
         table.add_row("all", f"{total:,.0f}", "", "", "")
@@ -135,6 +138,11 @@ def main() -> None:
         ratios = f"{binaries / bits:.3f} x what their matrices' bits take, {binaries / scaled:.3f} x with scales"
         print(f"binaries {binaries / 1e6:,.0f} MB, {ratios}")
         print(f"{floats} nodes compute in float")
+        if args.record:
+            taken = f"{total:,.0f} s" if total < 3600 else f"{total / 60:,.0f} min"
+            own, compiler = (f"{peak / 1e9:.2f} GB" for peak in peaks)
+            written = f"{binaries / 1e6:,.0f} MB, {binaries / bits:.2f} x and {binaries / scaled:.2f} x"
+            record_export(args.shape, time=taken, ram=own, compiler_ram=compiler, binaries=written)
         contexts, tokens = (tuple(map(int, each.split(","))) for each in (args.context, args.ar))
         plan = make_plan(checkpoint, device=find(args.device), context=max(contexts), ar=tokens, recipe=args.recipe)
         planned = [part.first_layer + part.layers for part in plan.parts]

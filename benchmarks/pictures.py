@@ -1,9 +1,10 @@
 """A vision encoder of a published shape with random weights, and the answers of a small trained model.
 
 python -m benchmarks.pictures encoder                 SmolVLM2's encoder: export, SQNR per row, compiler
-python -m benchmarks.pictures encoder internvl3.5     InternVL's
+python -m benchmarks.pictures encoder internvl3.5     InternVL's; lfm2-vl: LFM2-VL's
 python -m benchmarks.pictures encoder --format tflite                          as a TFLite graph
 python -m benchmarks.pictures encoder --encoder-16bit 'vision.layers.*.fc2.weight'    matrices at 16 bits
+python -m benchmarks.pictures speed [SHAPE]           a tile on the CPU, beside onnxruntime's float32 graph
 python -m benchmarks.pictures answers BUNDLE          a bundle of models/shapes-360k: answers against the float model
 """
 
@@ -22,30 +23,35 @@ from typing import Any
 import msgspec
 import numpy as np
 import onnx
+import onnxruntime as ort
 from numpy.typing import NDArray
 from PIL import Image
 
 import edgekv
 from devices import find
-from edgekv.bundle import ENCODER, ENCODER_FILES, GraphFormat, open_bundle
+from edgekv.bundle import ENCODER, ENCODER_FILES, BundleWeights, GraphFormat, VisionRecord, open_bundle
+from edgekv.graphs.encoder import encoder_entry, encoder_exit, encoder_layer
+from edgekv.graphs.float_encoder import FloatEncoderOps
+from edgekv.graphs.products import Products, Rows
+from edgekv.graphs.weight_file import WeightFile
 from edgekv.kv.memory import aligned_zeros
-from edgekv.pictures import patches_of
+from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.litert import LitertEngine
-from edgekv.spec import ENCODERS, PIXELS_PORT, ROWS_PORT, Config, PictureSpec
+from edgekv.spec import ENCODERS, ROWS_PORT, Config, PictureSpec
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.vision import VisionEncoder, WideEncoder
 from exporters.graphs.encoder import build_encoder
 from exporters.graphs.tflite.encoder import write_tflite_encoder
+from exporters.graphs.weights import ShardWriter
 from exporters.htp.compile import compile_graphs
 from exporters.htp.compile_tflite import compile_tflite
-from exporters.quantize.encoder import EncoderTensors, encode, quantize_encoder
+from exporters.quantize.encoder import EncoderTensors, NumpyEncoder, encode, quantize_encoder
 from exporters.quantize.pictures import CALIBRATION_TILES, drawn_picture
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
-from exporters.quantize.weights import WeightStore
 from models.shapes import QUESTION, drawn
-from quant import DTYPES, Encoding
+from quant import DTYPES, Encoding, QuantizedWeight
 
 _SMOLVLM: dict[str, Any] = {
     "model_type": "smolvlm",
@@ -65,9 +71,15 @@ _INTERNVL: dict[str, Any] = {
     "text_config": {"hidden_size": 1024, "num_hidden_layers": 28},
     "vision_config": {"attention_bias": True, "image_size": [448, 448], "patch_size": [14, 14]},
 }
+_LFM2_VL: dict[str, Any] = {
+    "model_type": "lfm2_vl",
+    "text_config": {"hidden_size": 1024, "num_hidden_layers": 16},
+    "vision_config": {},
+}
 SHAPES = {
     "smolvlm2": (_SMOLVLM, {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "resample": 1}),
     "internvl3.5": (_INTERNVL, {"size": {"height": 448, "width": 448}, "resample": 3}),
+    "lfm2-vl": (_LFM2_VL, {}),
 }
 
 
@@ -98,7 +110,7 @@ def random_encoder(shape: str) -> VisionEncoder:
     """An encoder of random weights."""
     config, processor = (Config(fields) for fields in SHAPES[shape])
     family = ENCODERS[config.text("model_type")]
-    spec = family.describe(config)
+    spec = family.describe(config, processor)
     empty = VisionEncoder(spec, family.pictures(config, processor), family.names, {})
     tensors = {name: _Random(name, shape) for name, shape in empty.shapes.items()}
     return VisionEncoder(spec, empty.pictures, family.names, tensors)
@@ -115,9 +127,10 @@ def measure_encoder(shape: str, graph_format: GraphFormat, wide: Sequence[str]) 
     vision = random_encoder(shape)
     began, spec = time.perf_counter(), vision.spec
     recipe = msgspec.structs.replace(find_recipe("w8a16"), encoder_16bit=tuple(wide))
-    tensors: EncoderTensors = WideEncoder(vision, recipe.wide_matrices(spec)) if wide else vision
+    names = recipe.wide_matrices(spec)
+    tensors: EncoderTensors = WideEncoder(vision, names) if names else vision
     seen, (new,) = (
-        [patches_of(drawn_picture(number, spec.image), spec, vision.pictures) for number in numbers]
+        [encoder_inputs(drawn_picture(number, spec.image), spec, vision.pictures) for number in numbers]
         for numbers in (range(CALIBRATION_TILES), [99])
     )
     with TemporaryDirectory() as scratch:
@@ -132,36 +145,99 @@ def measure_encoder(shape: str, graph_format: GraphFormat, wide: Sequence[str]) 
         _compile(file)
 
 
+class _FloatProducts(Products):
+    """Products with the same matrices in float32, as a graph has them that nobody quantized."""
+
+    def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
+        return self._nodes.add("MatMul", [x.name, self._stored(f"{key}.float", weight.dequantize())], f"{key}.product")
+
+
+class _Float32Ops(FloatEncoderOps):
+    """The graph of `fast` with float32 matrices: heads are one operation, and norms are the runtime's own."""
+
+    def __init__(self, vision: VisionRecord, weights: BundleWeights, file: WeightFile) -> None:
+        super().__init__(vision, weights, "fast", file)
+        self._products = _FloatProducts(self._nodes, file, "fast", is_scoring=False, batch_invariant=False)
+
+
+def measure_speed(shape: str, tiles: int) -> None:
+    """Print what a tile takes in `exact16`, `fast` and float32: processor time of one thread, the least by turns."""
+    vision = random_encoder(shape)
+    spec = vision.spec
+    names = find_recipe("w8a16").wide_matrices(spec)
+    tensors: EncoderTensors = WideEncoder(vision, names) if names else vision
+    shown = encoder_inputs(drawn_picture(0, spec.image), spec, vision.pictures)
+    found = quantize_encoder(tensors, vision.pictures, [shown])
+    store = ShardWriter(tensors.tensor, lambda _: spec.head_dim, found.matrices)
+    build_encoder(tensors.spec, found.encodings, store)
+    given, sessions = graph_inputs(shown, spec, found.encodings), dict[str, ort.InferenceSession]()
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        store.write(folder / "weights-vision.safetensors")
+        record = VisionRecord(
+            file="vision.onnx",
+            encoder=tensors.spec,
+            pictures=vision.pictures,
+            encodings=found.encodings,
+            weights=store.places,
+            calibration="drawn",
+            calibration_tiles=1,
+        )
+        weights = BundleWeights(folder, store.places)
+        for mode in ("exact16", "fast", "float32"):
+            with (folder / mode).open("wb") as file:
+                written = WeightFile(file, mode)
+                ops = _Float32Ops(record, weights, written) if mode == "float32" else None
+                if ops is None:
+                    ops = FloatEncoderOps(record, weights, "fast" if mode == "fast" else "exact16", written)
+                residual = encoder_entry(ops, tensors.spec, ops.entry)
+                for layer in range(spec.layers):
+                    residual = encoder_layer(ops, tensors.spec, layer, residual)
+                model = ops.finish(encoder_exit(ops, tensors.spec, residual))
+            onnx.save(model, folder / f"{mode}.onnx")
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = 1
+            sessions[mode] = ort.InferenceSession(folder / f"{mode}.onnx", options, providers=["CPUExecutionProvider"])
+        least_s = dict.fromkeys(sessions, float("inf"))
+        for _ in range(tiles):
+            for mode, session in sessions.items():
+                began = time.process_time()
+                session.run([ROWS_PORT], given)
+                least_s[mode] = min(least_s[mode], time.process_time() - began)
+    for mode, seconds in least_s.items():
+        print(f"{shape}: {mode} {seconds:.2f} s a tile, {seconds / least_s['float32']:.2f} x float32")
+
+
 def _write(
-    tensors: EncoderTensors, prepared: PictureSpec, pictures: Sequence[NDArray[np.float32]], file: Path
+    tensors: EncoderTensors, prepared: PictureSpec, pictures: Sequence[EncoderInputs], file: Path
 ) -> Mapping[str, Encoding]:
     spec, is_onnx = tensors.spec, file.suffix == ".onnx"
     found = quantize_encoder(tensors, prepared, pictures, "u16" if is_onnx else "s16")
     if is_onnx:
-        store = WeightStore(tensors.tensor, lambda _: spec.head_dim, found.matrices, file.parent)
+        store = ShardWriter(tensors.tensor, lambda _: spec.head_dim, found.matrices)
         graph = build_encoder(spec, found.encodings, store)
-        store.flush("weights-vision")
+        store.write(file.parent / "weights-vision.safetensors")
         onnx.save(graph.finish(), file)
     else:
         write_tflite_encoder(tensors, found.matrices, found.encodings, file)
     return found.encodings
 
 
-def _compare(
-    vision: VisionEncoder, picture: NDArray[np.float32], encodings: Mapping[str, Encoding], file: Path
-) -> None:
+def _compare(vision: VisionEncoder, picture: EncoderInputs, encodings: Mapping[str, Encoding], file: Path) -> None:
     """Print the SQNR of the rows of a picture, and what a tile takes."""
-    spec, pixels = vision.spec, encodings[PIXELS_PORT].quantize(picture)[None, None]
+    spec, given = vision.spec, graph_inputs(picture, vision.spec, encodings)
     if file.suffix == ".onnx":
         engine, session = "emulate", CpuEngine(1).session(file)
 
         def run() -> NDArray[Any]:
-            return session.run([ROWS_PORT], {PIXELS_PORT: pixels})[0]
+            return session.run([ROWS_PORT], given)[0]
     else:
         engine, binding = "litert", LitertEngine(1).encoder(file)
-        given, rows = aligned_zeros(pixels.shape, "int16"), aligned_zeros((1, 1, spec.rows, spec.output), "int16")
-        given[:] = pixels
-        binding.inputs([PIXELS_PORT], DTYPES["s16"], given.shape, [given.ctypes.data])
+        rows = aligned_zeros((1, 1, spec.rows, spec.output), "int16")
+        placed = {name: aligned_zeros(values.shape, "int16") for name, values in given.items()}
+        for name, values in placed.items():
+            values[:] = given[name]
+            binding.inputs([name], DTYPES["s16"], values.shape, [values.ctypes.data])
         binding.outputs([ROWS_PORT], DTYPES["s16"], rows.shape, [rows.ctypes.data])
 
         def run() -> NDArray[Any]:
@@ -173,8 +249,8 @@ def _compare(
     found = run()
     seconds = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    (wanted,) = encode(vision, [picture])
-    noise = np.square(encodings[ROWS_PORT].dequantize(found[0, 0]) - wanted).sum(-1)
+    (wanted,) = encode(NumpyEncoder(vision), vision.spec, [picture])
+    noise = np.square(encodings[ROWS_PORT].dequantize(found[0, 0, : len(wanted)]) - wanted).sum(-1)
     ratios = 10 * np.log10(np.square(wanted).sum(-1) / noise)
     print(f"SQNR of rows {ratios.min():.1f} dB at least, median {np.median(ratios):.1f}")
     print(f"{engine}: {seconds:.2f} s of processor time a tile, one thread; {peak:.2f} GB at most so far")
@@ -217,7 +293,7 @@ def measure_answers(path: Path, count: int) -> None:
             )
             tokens = list(answer)
             right += "".join(token.text for token in tokens) == words
-            (rows,) = encode(vision, [patches_of(pixels, vision.spec, vision.pictures)])
+            (rows,) = encode(NumpyEncoder(vision), vision.spec, [encoder_inputs(pixels, vision.spec, vision.pictures)])
             vocab, prompt = checkpoint.spec.vocab, answer.prompt
             placed = np.cumsum([token >= vocab for token in prompt]) - 1
             ids = [vocab + at if token >= vocab else token for token, at in zip(prompt, placed, strict=True)]
@@ -242,12 +318,17 @@ def main() -> None:
     encoder.add_argument("shape", nargs="?", choices=SHAPES, default="smolvlm2")
     encoder.add_argument("--format", choices=ENCODER_FILES, default="onnx")
     encoder.add_argument("--encoder-16bit", metavar="PATTERN", nargs="+", default=[])
+    speed = kinds.add_parser("speed")
+    speed.add_argument("shape", nargs="?", choices=SHAPES, default="smolvlm2")
+    speed.add_argument("--tiles", type=int, default=5)
     answers = kinds.add_parser("answers")
     answers.add_argument("bundle", type=Path)
     answers.add_argument("--pictures", type=int, default=500)
     given = parser.parse_args()
     if given.kind == "encoder":
         measure_encoder(given.shape, given.format, given.encoder_16bit)
+    elif given.kind == "speed":
+        measure_speed(given.shape, given.tiles)
     else:
         measure_answers(given.bundle, given.pictures)
 

@@ -31,8 +31,8 @@ from edgekv.kv import RowSpec
 from edgekv.prefix import GroupRows, PrefixStore, StoreConfig, stored_prefixes
 
 STEP, SHARED_BLOCKS, OWN_BLOCKS, BEGINNINGS = 32, 8, 8, 20
-SMALL = RowSpec(layers=1, kv_heads=1, head_dim=1, context=1024)
-LLAMA_1B = RowSpec(layers=16, kv_heads=8, head_dim=64, context=4096)
+SMALL = RowSpec(layers=1, kv_heads=1, head_dim=1, window=1024)
+LLAMA_1B = RowSpec(layers=16, kv_heads=8, head_dim=64, window=4096)
 Tokens = tuple[int, ...]
 
 

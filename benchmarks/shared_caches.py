@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import edgekv
-from benchmarks.large_checkpoint import write_large_checkpoint
-from benchmarks.quantization import rounded_to_nearest
+from benchmarks.large_checkpoint import rounded_to_nearest, write_large_checkpoint
 from devices import find
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
