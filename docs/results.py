@@ -1,23 +1,33 @@
-"""Writes the figures of docs/results.json into the pages that state them: `python -m docs.results`.
+"""The figures of docs/results.json, and the pages that state them.
 
-A page has a figure or a table between `<!-- results: NAME -->` and `<!-- end -->`.
+    python -m docs.results                                                writes the pages again
+    edgekv eval BUNDLE --text FILE --json | python -m docs.results KEY    takes the row of this key from a measurement
+
+`edgekv compare` prints such a measurement too, and that of `edgekv sweep` has one for each combination: without KEY,
+each `RECIPE:KV` that has a goal takes its own. Benchmarks with `--record` write what they measured by `record`. A page
+has a figure or a table between `<!-- results: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
+from math import floor, log10
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
+
+from edgekv.machine.scratch import atomic_file
 
 FILE = Path(__file__).with_suffix(".json")
 PAGES = tuple(FILE.parent / name for name in ("results.md", "notebook/measurements.md"))
 MARKED = re.compile(r"(<!-- results: (\S+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
-class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a bundle lost. Figures are decimal texts: their digits say how far they are known.
 
     Attributes:
@@ -49,7 +59,7 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A recipe by all that it costs; empty what is not measured.
 
     Attributes:
@@ -75,7 +85,43 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     columns: str = ""
 
 
-class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an embedder ranks documents, beside the float model.
+
+    Attributes:
+        label: the model and the recipe.
+        cosine: with the float model's embeddings, the mean of all texts.
+        least_cosine: of the text that has the least.
+        rank: correlation of the order of documents with the float model's, the mean of all queries.
+        least_rank: of the query that has the least.
+        same_first: queries whose first document is the float model's, %.
+        found: queries whose own document is among the first ten, %.
+        exact_found: the same of the float model.
+    """
+
+    COLUMNS: ClassVar = (
+        "model, recipe", "cosine (least)", "rank correlation (least)", "same first document",
+        "own document in the first ten (float)",
+    )  # fmt: skip
+
+    label: str
+    cosine: str
+    least_cosine: str
+    rank: str
+    least_rank: str
+    same_first: str
+    found: str
+    exact_found: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table."""
+        found = f"{_percent(self.found)} ({_percent(self.exact_found)})"
+        pairs = ((self.cosine, self.least_cosine), (self.rank, self.least_rank))
+        return self.label, *(f"{mean} ({least})" for mean, least in pairs), _percent(self.same_first), found
+
+
+class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What an export must reach: at most this perplexity ratio and divergence, at least this agreement, in %.
 
     Attributes:
@@ -88,7 +134,7 @@ class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: str
 
 
-class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What an export took.
 
     Attributes:
@@ -98,6 +144,7 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ram: of edgekv.
         compiler_ram: of the compiler.
         binaries: what was written.
+        key: by which `benchmarks.large_export` finds the row.
     """
 
     shape: str
@@ -106,9 +153,10 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compiler_ram: str
     measured: str = ""
     binaries: str = ""
+    key: str = ""
 
 
-class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The file.
 
     Attributes:
@@ -117,7 +165,8 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         older: by earlier versions.
         front: recipes by bytes, loss and speed.
         shown: labels of the rows that the results show, by key.
-        goals: by recipe and cache type, as `benchmarks.real_weights` names them.
+        goals: by recipe and cache type: `w8a16:u8`.
+        retrieval: embedders.
         exports: of large shapes.
         facts: single figures, by name.
     """
@@ -128,6 +177,7 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     front: list[Point]
     shown: dict[str, str]
     goals: dict[str, Goal]
+    retrieval: list[Retrieval]
     exports: list[Export]
     facts: dict[str, str]
 
@@ -140,6 +190,107 @@ class Results(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read() -> Results:
     """The content of the file."""
     return msgspec.json.decode(FILE.read_bytes(), type=Results)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What `edgekv eval`, `compare` and `sweep` say of a bundle's quality in their JSON."""
+
+    perplexity_ratio: float
+    perplexity_ratio_error: float
+    kl_nats: float
+    top1_agreement: float
+
+    def row(self, old: Quality) -> Quality:
+        """The row with these figures. A ratio has the digits of its error, which has two."""
+        error = max(self.perplexity_ratio_error, 1e-6)
+        digits = 1 - floor(log10(error))
+        return msgspec.structs.replace(
+            old,
+            perplexity=f"{self.perplexity_ratio:.{digits}f}",
+            error=f"{error:.{digits}f}",
+            kl=f"{self.kl_nats:.4f}",
+            top1=f"{100 * self.top1_agreement:.1f}",
+        )
+
+
+class Swept(msgspec.Struct, frozen=True):
+    """A combination of a sweep."""
+
+    recipe: str
+    kv: str
+    evaluation: Measured
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """The JSON of `edgekv sweep`."""
+
+    results: list[Swept]
+
+
+def with_quality(results: Results, measured: bytes, key: str | None) -> Results:
+    """The results with rows from a measurement.
+
+    Args:
+        results: as they were.
+        measured: the JSON of `edgekv eval`, `compare` or `sweep`.
+        key: of the row; None for the rows of the goals of a sweep's combinations.
+
+    Raises:
+        KeyError: no row has the key, or no combination a goal.
+        msgspec.ValidationError: the JSON is of another command.
+    """
+    if key is None:
+        swept = msgspec.json.decode(measured, type=Sweep).results
+        named = {f"{each.recipe}:{each.kv}": each.evaluation for each in swept}
+        new = {goal.measured: named[name] for name, goal in results.goals.items() if name in named}
+        if not new:
+            raise KeyError(f"docs/results.json has no goal for {', '.join(named) or 'a sweep without results'}")
+    else:
+        new = {key: msgspec.json.decode(measured, type=Measured)}
+    kinds = {kind: getattr(results, kind) for kind in ("windows_512", "windows_1024", "older")}
+    if unknown := new.keys() - {row.key for rows in kinds.values() for row in rows}:
+        raise KeyError(f"no row of docs/results.json has the key {', '.join(sorted(unknown))}")
+    changed = {kind: [new[row.key].row(row) if row.key in new else row for row in rows] for kind, rows in kinds.items()}
+    return msgspec.structs.replace(results, **changed)
+
+
+def write(results: Results, file: Path = FILE, pages: Sequence[Path] = PAGES) -> None:
+    """Write the file, and its figures into the pages."""
+    with atomic_file(file) as part:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    for page in pages:
+        page.write_text(rendered(page.read_text("utf-8"), results), "utf-8")
+
+
+def record(**facts: str) -> None:
+    """Write single figures, by their names with _ for -.
+
+    Raises:
+        KeyError: no page states such a figure.
+    """
+    results, new = read(), {name.replace("_", "-"): text for name, text in facts.items()}
+    if unknown := new.keys() - results.facts.keys():
+        raise KeyError(f"docs/results.json has no figure {', '.join(sorted(unknown))}")
+    write(msgspec.structs.replace(results, facts=results.facts | new))
+
+
+def record_export(key: str, **figures: str) -> None:
+    """Write what the export of a shape took: fields of `Export`.
+
+    Raises:
+        KeyError: no row has the key.
+    """
+    results = read()
+    if key not in {row.key for row in results.exports}:
+        raise KeyError(f"no row of exports in docs/results.json has the key {key}")
+    rows = [msgspec.structs.replace(row, **figures) if row.key == key else row for row in results.exports]
+    write(msgspec.structs.replace(results, exports=rows))
+
+
+def with_retrieval(results: Results, rows: Sequence[Retrieval]) -> Results:
+    """The results with how embedders rank; each row replaces that of its label, or is a new one."""
+    labelled = {row.label: row for row in (*results.retrieval, *rows)}
+    return msgspec.structs.replace(results, retrieval=[*labelled.values()])
 
 
 def rendered(text: str, results: Results) -> str:
@@ -240,6 +391,10 @@ def is_above(number: str, limit: str) -> bool:
     return Decimal(number) > Decimal(limit)
 
 
+def _retrieval(results: Results) -> str:
+    return _table(Retrieval.COLUMNS, (row.cells for row in results.retrieval))
+
+
 def _exports(results: Results) -> str:
     header = "shape, w4a16-lpbq64 unless said", "time", "RAM of edgekv", "RAM of the compiler"
     shown = [each for each in results.exports if each.shape]
@@ -255,6 +410,7 @@ def _exports_measured(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "quality": _quality,
     "goals": _goals,
+    "retrieval": _retrieval,
     "exports": _exports,
     "windows-512": _windows_512,
     "windows-1024": _windows_1024,
@@ -264,5 +420,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
 }
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(rendered(page.read_text("utf-8"), read()), "utf-8")
+    given = sys.argv[1] if len(sys.argv) > 1 else None
+    is_measured = given is not None or not sys.stdin.isatty()
+    measured = sys.stdin.buffer.read() if is_measured else b""
+    write(with_quality(read(), measured, given) if measured.strip() else read())

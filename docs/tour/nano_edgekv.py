@@ -382,13 +382,13 @@ class Model:
         cache.append(len(tokens))  # rows of the padding stay behind `end`, and are overwritten
         return logits[len(tokens) - 1]
 
-    def generate(self, prompt: str, most_tokens: int = 48) -> str:
+    def generate(self, prompt: str, max_tokens: int = 48) -> str:
         """The most likely continuation."""
         ids = [self.checkpoint.bos, *self.tokenizer.encode(prompt)]
         for begin in range(0, len(ids), PREFILL):
             logits = self.step(ids[begin : begin + PREFILL])
         new = []
-        while len(new) < most_tokens and (token := int(logits.argmax())) != self.checkpoint.eos:
+        while len(new) < max_tokens and (token := int(logits.argmax())) != self.checkpoint.eos:
             new.append(token)
             logits = self.step([token])
         return self.tokenizer.decode(new)
