@@ -186,8 +186,8 @@ def _figures(total: Total) -> Iterator[str]:
 
 def pass_times(model: edgekv.Model) -> str:
     """Wall times of passes by their rows, in the last texts."""
-    costs = model.engine.target.record.costs
-    times = (f"{rows} rows {costs.ns(rows) / 1e6:.1f} ms" for rows in (1, *model.verify_rows))
+    record = model.engine.drafting.record
+    times = (f"{rows} rows {record.pass_ns(rows) / 1e6:.1f} ms" for rows in (1, *model.verify_rows))
     return f"A pass of {', '.join(times)}."
 
 

@@ -162,7 +162,9 @@ def pair(
         speculate: Any = Speculation(drafter=Oracle(prompt + wanted.tokens, vocab, chance))
         if kind != "oracle":
             corpus = drafting.open_corpus(TEXT) if kind == "corpus" else None
-            speculate = Speculation(kind, corpus, tree=not drafting.engine.target.only_chains and chance.random() < 0.5)
+            speculate = Speculation(
+                kind, corpus, tree=not drafting.engine.drafting.only_chains and chance.random() < 0.5
+            )
         got = call(drafting, prompt, params, most, {"sequence": sequence, "speculate": speculate})
         stats = got.speculation
         assert stats is not None, "speculates"

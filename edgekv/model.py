@@ -24,7 +24,7 @@ from edgekv.engine import (
     BoundAdapter,
     CacheSetup,
     Call,
-    DraftModel,
+    Drafting,
     Engine,
     Generation,
     Request,
@@ -160,9 +160,9 @@ class Model:
         return self._open_engine.prefix_store
 
     @property
-    def draft_model(self) -> DraftModel:
+    def draft_model(self) -> Drafting:
         """What drafts for another model; see `Speculation`."""
-        return self._open_engine.draft_model
+        return self._open_engine.drafting
 
     @property
     def _open_engine(self) -> Engine:

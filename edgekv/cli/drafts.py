@@ -31,7 +31,7 @@ def opened_drafts(speculation: Speculation | None, model: Model, engine: EngineO
     Raises:
         EdgeKVError: a corpus or a draft bundle that cannot be used.
     """
-    from edgekv.engine.draft_model import EXPORT_FIX
+    from edgekv.engine.drafting import EXPORT_FIX
     from edgekv.loading import open_draft
 
     if speculation is None or speculation.mode == "off":
@@ -44,7 +44,7 @@ def opened_drafts(speculation: Speculation | None, model: Model, engine: EngineO
             draft = open_draft(Path(speculation.draft), engine)
             stack.callback(draft.close)
             speculation = replace(speculation, draft=draft)
-        model.engine.target.check(speculation)
+        model.engine.drafting.check(speculation)
         if not model.verify_rows:
             click.echo(f"[no speculation: the bundle has no verify graphs. {EXPORT_FIX}]", err=True)
         yield speculation

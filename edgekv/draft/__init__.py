@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         Acceptance as Acceptance,
         AdaptiveDrafter as AdaptiveDrafter,
         DraftRecord as DraftRecord,
-        PassCosts as PassCosts,
         Source as Source,
     )
     from edgekv.draft.corpus import (
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
         build_index as build_index,
         open_corpus as open_corpus,
     )
-    from edgekv.draft.lookup import Match as Match, PromptLookup as PromptLookup, SuffixAutomaton as SuffixAutomaton
+    from edgekv.draft.lookup import PromptLookup as PromptLookup, SuffixAutomaton as SuffixAutomaton
     from edgekv.draft.speculation import (
         Drafter as Drafter,
         Speculation as Speculation,

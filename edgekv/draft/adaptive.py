@@ -90,28 +90,32 @@ class _Graph:
         self.patience = min(2 * self.patience, _MAX_PATIENCE)
 
 
-class PassCosts:
-    """Lower quartiles of the last passes of each size, which all texts of a model share.
+class DraftRecord:
+    """What speculation has measured in a model, which all its texts share: a new one need not begin without.
 
-    On a busy machine more than half of the long passes can be interrupted, and few of the short ones.
-    More rows never cost less: where a size seems to, the smaller one was disturbed, and is tried again.
-    The cost of a size that has not run for 256 passes is forgotten, so that it is tried again; for twice as many if it
-    then runs only a few times, and so on up to 4,096.
+    A pass costs the lower quartile of the last ones of its size: on a busy machine more than half of the long passes
+    can be interrupted, and few of the short ones. More rows never cost less: where a size seems to, the smaller one was
+    disturbed, and is tried again. The cost of a size that has not run for 256 passes is forgotten, so that it is tried
+    again; for twice as many if it then runs only a few times, and so on up to 4,096.
+
+    Attributes:
+        acceptance: of drafts, by the name of their drafter.
     """
 
     def __init__(self) -> None:
         """Know nothing yet."""
+        self.acceptance: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         self._graphs: dict[int, _Graph] = {}
         self._passes = 0
 
-    def add(self, rows: int, ns: int) -> None:
+    def add_pass(self, rows: int, ns: int) -> None:
         """Count a pass of a graph of this many rows. The first one of each size does not count: it loads the graph."""
         self._passes += 1
         graph = self._graphs.setdefault(rows, _Graph())
         graph.last = self._passes
         graph.add(ns)
 
-    def ns(self, rows: int) -> float:
+    def pass_ns(self, rows: int) -> float:
         """Time of a pass; if it is not known, what can be hoped for from passes of fewer and of more rows."""
         known_ns = self._measured_ns(rows)
         larger = [(more, ns) for more in sorted(self._graphs) if more > rows and (ns := self._measured_ns(more))]
@@ -128,19 +132,6 @@ class PassCosts:
         if graph is not None and graph.ns is not None and rows != 1 and self._passes - graph.last >= graph.patience:
             graph.forget()
         return None if graph is None else graph.ns
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRecord:
-    """Measurements that all texts of a model share, so that a new one need not begin without.
-
-    Attributes:
-        costs: of passes.
-        acceptance: of drafts, by the name of their drafter.
-    """
-
-    costs: PassCosts = field(default_factory=PassCosts)
-    acceptance: defaultdict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
 
 
 class Source(Drafter, Protocol):
@@ -199,11 +190,10 @@ class AdaptiveDrafter:
     """Asks several drafters, takes the draft that promises the most tokens a second, and none where none pays.
 
     Proposals that are not used are compared with the text too, so that acceptance is measured while speculation is
-    off. A pass's time is that of the last ones, see `PassCosts`. One object serves one text, as its drafters do.
+    off. One object serves one text, as its drafters do.
 
     Attributes:
         name: of the drafter whose draft was taken last.
-        costs: of passes; who runs them adds theirs.
     """
 
     def __init__(self, sources: Sequence[Source], rows: Sequence[int], record: DraftRecord, most: int) -> None:
@@ -212,20 +202,20 @@ class AdaptiveDrafter:
         Args:
             sources: drafters; of equally promising drafts the first one's is taken.
             rows: tokens per inference of the graphs that can check drafts.
-            record: of the model.
+            record: of the model; who runs passes adds theirs.
             most: tokens of a draft.
         """
         self.name = ""
         self._tried = [_Tried(source, record.acceptance[source.name]) for source in sources]
         self._rows = sorted(rows)
-        self.costs = record.costs
+        self._record = record
         self._most = min(most, self._rows[-1] - 1, MAX_TOKENS)
         self._taken: Source | None = None
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
         """The draft that promises most, as long as pays; none if a plain step promises more."""
         best = DraftTree.chain(())
-        best_rate = _MARGIN / self.costs.ns(1)
+        best_rate = _MARGIN / self._record.pass_ns(1)
         self._taken = None
         for tried in self._tried:
             tried.compare(tokens)
@@ -266,7 +256,7 @@ class AdaptiveDrafter:
             length = min(most, rows - 1)
             depth = length if draft is None else draft.first(length).depth
             promised = 1 + tried.acceptance.expected(support, depth)
-            rate = promised / (self.costs.ns(rows) + tried.source.ns_per_token * length)
+            rate = promised / (self._record.pass_ns(rows) + tried.source.ns_per_token * length)
             if rate > best_rate:
                 best, best_rate = length, rate
             if length == most:

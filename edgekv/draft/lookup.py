@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 
 from edgekv.draft.tree import LATER, DraftTree
@@ -13,19 +12,6 @@ _REFRESHED = 8
 """States whose latest occurrence is noted for each token; all of them could be as many as there are tokens."""
 _RESUMED_FROM = 2
 """Tokens of a match that are enough to go on behind a token that broke it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """An earlier occurrence of the end of a sequence.
-
-    Attributes:
-        length: tokens that are equal, as many as possible.
-        end: index of the token that followed them.
-    """
-
-    length: int
-    end: int
 
 
 class SuffixAutomaton:
@@ -42,14 +28,14 @@ class SuffixAutomaton:
         self._end: list[int] = [0]  # index behind a late occurrence of each state
         self._last = 0
         self._size = 0
-        self._match = Match(0, 0)
+        self._match = 0, 0
 
     def __len__(self) -> int:
         return self._size
 
     @property
-    def match(self) -> Match:
-        """The longest suffix that occurred before; one of its latest occurrences. Its length is 0 if there is none."""
+    def match(self) -> tuple[int, int]:
+        """Length of the longest suffix that occurred before, 0 if none did, and the index behind a late occurrence."""
         return self._match
 
     def tree(self, most: int) -> DraftTree:
@@ -94,7 +80,7 @@ class SuffixAutomaton:
             link[new] = after
         self._last = new
         earlier = link[new]
-        self._match = Match(length[earlier], end[earlier] if earlier else 0)
+        self._match = length[earlier], end[earlier] if earlier else 0
         for _ in range(_REFRESHED):
             if earlier <= 0:
                 break
@@ -140,7 +126,7 @@ class PromptLookup:
         self.support = 0
         self._tree = tree
         self._automaton = SuffixAutomaton()
-        self._before = Match(0, 0)
+        self._before = 0, 0
 
     def propose(self, tokens: Sequence[int], k: int) -> Sequence[int] | DraftTree:
         """The tokens that followed, `k` of them unless nothing occurred before.
@@ -151,12 +137,13 @@ class PromptLookup:
         for token in tokens[len(automaton) :]:
             self._before = automaton.match
             automaton.append(token)
-        self.support, start = automaton.match.length, automaton.match.end
-        if not self.support and self._before.length >= _RESUMED_FROM:
-            self.support, start = 1, self._before.end + 1
+        matched, start = automaton.match
+        self.support, (before, end) = matched, self._before
+        if not matched and before >= _RESUMED_FROM:
+            self.support, start = 1, end + 1
         if not self.support:
             return ()
-        if self._tree and automaton.match.length:
+        if self._tree and matched:
             return automaton.tree(k)
         copied = list(tokens[start : start + k])
         while len(copied) < k:

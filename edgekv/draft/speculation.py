@@ -41,7 +41,7 @@ class HasDraftModel(Protocol):
 
     @property
     def draft_model(self) -> Any:
-        """What drafts: a `DraftModel` of the engine, or a `CacheDraftModel`."""
+        """What drafts: `Drafting` of an engine, or a `TargetDraftModel`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from edgekv.engine.batch import Batch
 from edgekv.engine.beams import BeamResult, BeamSequence, BeamStats
 from edgekv.engine.cache_mode import CacheMode, parse_budget
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.draft_model import DraftModel, DraftTarget
+from edgekv.engine.drafting import Drafting
 from edgekv.engine.engine import Call, Engine, Generation, Scoring
 from edgekv.engine.pool import PoolStats, SessionPool
 from edgekv.engine.request import DEFAULT_CACHE, Request
@@ -30,9 +30,8 @@ __all__ = [
     "CacheSetup",
     "CacheUse",
     "Call",
-    "DraftModel",
-    "DraftTarget",
     "DrafterStats",
+    "Drafting",
     "Engine",
     "EngineGauges",
     "Event",

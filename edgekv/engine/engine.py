@@ -23,7 +23,7 @@ from edgekv.engine.adapters import Adapters, BoundAdapter, LoraChoice
 from edgekv.engine.batch import Batch, make_batch
 from edgekv.engine.beams import BeamResult, BeamRun, check_beams
 from edgekv.engine.caches import CacheSetup
-from edgekv.engine.draft_model import DraftModel, DraftTarget
+from edgekv.engine.drafting import Drafting
 from edgekv.engine.pictures import Pictures, check_pictured
 from edgekv.engine.pool import SessionPool
 from edgekv.engine.request import DEFAULT_CACHE, Request
@@ -76,8 +76,7 @@ class Engine:
         graphs: its graphs.
         pictures: opens them.
         pool: the caches of sequences.
-        target: for drafts.
-        draft_model: for models that it drafts for.
+        drafting: drafts for other models, and those of others for it.
         waiting: added and not begun, in the order of their arrival.
         running: begun and not ended.
         verify_rows: tokens per inference of the graphs that check drafts, ascending.
@@ -117,17 +116,8 @@ class Engine:
             self.window = CHECKPOINT_TOKENS if graphs.sees_later_tokens else graphs.most("prefill")
         default = Session(graphs.cache, graphs, self.window)
         self.pool = SessionPool(lambda: Session(caches.make(), graphs, self.window), caches.mode, default, self.lock)
-        self.draft_model = DraftModel(bundle, self.texts, self.pool)
-        verify = sorted({graph.ar for graph in bundle.manifest.graphs if graph.role == "verify"})
-        spec, invariance = bundle.manifest.model, graphs.batch_invariance
-        only_chains = (
-            "" if invariance == "equal" else f"the engine {self.name}, whose sums depend on the columns of tokens"
-        )
-        if spec.delta_rule is not None:
-            only_chains = "layers with gated delta rules, whose tokens follow each other"
-        takes_drafts = invariance != "unequal"
-        self.target = DraftTarget(self.draft_model, self.name, verify, spec.vocab, takes_drafts, only_chains)
-        self.verify_rows = verify
+        self.drafting = Drafting(bundle, self.texts, self.pool, self.name, graphs.batch_invariance)
+        self.verify_rows = self.drafting.rows
         self.is_reproducible = self.window > 0 or graphs.batch_invariance == "equal"
         self._batch: Batch | None = None
         self.shares_passes = False
@@ -161,10 +151,10 @@ class Engine:
             self._store.close()
         self._batch = None
         # What a caller still holds, such as a generation for its statistics, keeps no memory.
-        self.target.close()
+        self.drafting.close()
         self.graphs.close()
         self.pool.close()
-        del self.graphs, self.pool, self.draft_model, self.target, self._runner, self._scheduler, self._store
+        del self.graphs, self.pool, self.drafting, self._runner, self._scheduler, self._store
         self._wake()
 
     def check_open(self) -> None:
@@ -351,7 +341,7 @@ class Engine:
             thoughts = self.texts.thoughts(request.tokens, params.grammar, request.tools)
         encoding, eos = self._encoding, manifest.tokens.eos
         sampler = Sampler.of(params, encoding, manifest.model.vocab, request.processors, eos)
-        speculation = self.target.begin(request.speculation)
+        speculation = None if request.speculation is None else self.drafting.begin(request.speculation)
         output = Output(
             self._as_text(request),
             params,

@@ -184,5 +184,5 @@ class Sequence:
             bundle_defaults=self.request.bundle_defaults,
             seed=output.sampler.seed,
             prefix=None if self.prefixes is None else self.prefixes.stats,
-            speculation=None if self.speculation is None else self.speculation.stats,
+            speculation=None if self.speculation is None else replace(self.speculation.stats),
         )

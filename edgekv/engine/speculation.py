@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter_ns
 
-from edgekv.draft import Drafter, DraftTree, PassCosts, as_tree
+from edgekv.draft import Drafter, DraftRecord, DraftTree, as_tree
 from edgekv.engine.session import Session
 from edgekv.errors import refuse, shown
 
@@ -80,7 +80,7 @@ class DrafterStats:
     branched: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SpeculationStats:
     """Statistics of a generation's speculation.
 
@@ -92,11 +92,11 @@ class SpeculationStats:
         accept_ns: time to choose tokens from the rows of passes, ns.
     """
 
-    passes: int
-    tokens: int
-    drafters: Mapping[str, DrafterStats]
-    draft_ns: int
-    accept_ns: int
+    passes: int = 0
+    tokens: int = 0
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)
+    draft_ns: int = 0
+    accept_ns: int = 0
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -115,43 +115,25 @@ class SpeculationStats:
 
 
 @dataclass(slots=True)
-class _Pass:
-    """The last pass: AR of its graph, drafts, its time in ns, who drafted, right drafts, and the last of these."""
-
-    rows: int
-    drafts: DraftTree
-    ns: int
-    drafter: DrafterStats | None
-    right: int = 0
-    node: int = -1
-
-
-@dataclass(slots=True)
 class SpeculationRun:
     """Asks a drafter for drafts and counts what became of them. One object serves one text.
 
     Attributes:
         drafter: guesses.
         max_drafts: of a pass; None for as many as the graphs take.
-        costs: of passes, which are noted there; None if nobody asks for them.
+        record: where passes are counted; None if nobody asks for them.
         reader: the drafter if it is a model, or the one among others that is; None if none is.
+        stats: so far.
     """
 
     drafter: Drafter
     max_drafts: int | None = None
-    costs: PassCosts | None = None
+    record: DraftRecord | None = None
     reader: ModelDrafter | None = None
-    _drafters: dict[str, DrafterStats] = field(default_factory=dict, init=False)
-    _passes: int = field(default=0, init=False)
-    _tokens: int = field(default=0, init=False)
-    _draft_ns: int = field(default=0, init=False)
-    _accept_ns: int = field(default=0, init=False)
-    _last: _Pass | None = field(default=None, init=False)
-
-    @property
-    def stats(self) -> SpeculationStats:
-        """So far."""
-        return SpeculationStats(self._passes, self._tokens, self._drafters, self._draft_ns, self._accept_ns)
+    stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
+    _drafts: DraftTree | None = field(default=None, init=False)  # of the last pass, until the drafter knows
+    _right: list[int] = field(default_factory=list, init=False)  # their nodes in the text so far
+    _counts: DrafterStats = field(default_factory=DrafterStats, init=False)  # of who drafted them
 
     def propose(self, tokens: Sequence[int], k: int, vocab: int, session: Session | None = None) -> DraftTree:
         """Drafts for the next pass, at most k; none if k is 0 or less.
@@ -179,7 +161,7 @@ class SpeculationRun:
             refuse(
                 f"drafter {self.drafter.name}", shown(proposed), "token ids", "Return a list of ids, or a DraftTree."
             )
-        self._draft_ns += perf_counter_ns() - started
+        self.stats.draft_ns += perf_counter_ns() - started
         return drafts
 
     def ran(self, rows: int, drafts: DraftTree, ns: int) -> None:
@@ -190,30 +172,29 @@ class SpeculationRun:
             drafts: those that it ran.
             ns: its time.
         """
-        drafter = None
+        self.stats.passes += 1
+        if self.record is not None:
+            self.record.add_pass(rows, ns)
         if len(drafts):
-            drafter = self._drafters.setdefault(self.drafter.name, DrafterStats())
-            drafter.proposals += 1
-            drafter.proposed += len(drafts)
-        self._passes += 1
-        self._last = _Pass(rows, drafts, ns, drafter)
+            self._counts = self.stats.drafters.setdefault(self.drafter.name, DrafterStats())
+            self._counts.proposals += 1
+            self._counts.proposed += len(drafts)
+            self._drafts, self._right = drafts, []
 
-    def accept(self, drafts: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int]) -> None:
         """Count the next drafts of the last pass, which were right."""
-        last = self._last
-        if last is None or last.drafter is None:
+        if (drafts := self._drafts) is None:
             return
-        last.right += len(drafts)
-        last.drafter.accepted += len(drafts)
-        if not last.drafts.is_chain:
-            path = last.drafts.path(drafts, last.node)
-            last.node = path[-1] if path else last.node
-            last.drafter.branched += len({*path} - {*last.drafts.trunk_nodes})
+        nodes = drafts.path(tokens, self._right[-1] if self._right else -1)
+        self._right += nodes
+        self._counts.accepted += len(nodes)
+        if not drafts.is_chain:
+            self._counts.branched += len({*nodes} - {*drafts.trunk_nodes})
 
     def chose(self, ns: int) -> None:
         """Count a token after the first, and the time to choose it."""
-        self._tokens += 1
-        self._accept_ns += ns
+        self.stats.tokens += 1
+        self.stats.accept_ns += ns
 
     def finish(self) -> None:
         """The text has ended: as `end`, and its session is let go."""
@@ -222,13 +203,9 @@ class SpeculationRun:
             self.reader.session = None
 
     def end(self) -> None:
-        """Tell the drafter about the last pass, if it does not know yet, and note its cost."""
-        last, self._last = self._last, None
-        if last is None:
-            return
-        started = perf_counter_ns()
-        if len(last.drafts):
-            self.drafter.accepted(last.right)
-        if self.costs is not None:
-            self.costs.add(last.rows, last.ns)
-        self._draft_ns += perf_counter_ns() - started
+        """Tell the drafter how many drafts of the last pass were right, if it does not know yet."""
+        drafts, self._drafts = self._drafts, None
+        if drafts is not None:
+            started = perf_counter_ns()
+            self.drafter.accepted(len(self._right))
+            self.stats.draft_ns += perf_counter_ns() - started

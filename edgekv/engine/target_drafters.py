@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import HEADS_FILE, Bundle, GraphRecord, Manifest
-from edgekv.engine.draft_model import DraftModel
+from edgekv.engine.drafting import Drafting
 from edgekv.engine.session import Graphs, Session, choose_context, common_tokens
-from edgekv.engine.speculation import ModelDrafter
 from edgekv.errors import UsageError
 from edgekv.kv import KVCache
 from edgekv.runtime import Engine, Row, StaticGraph
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 _REPEAT_FIX = "Export the drafter again with --draft-for and this target."
 
 
-def _check_states(drafter: Bundle, target: DraftModel) -> None:
+def _check_states(drafter: Bundle, target: Drafting) -> None:
     """Refuse a drafter that was made for other hidden states than those of a model.
 
     Raises:
@@ -94,7 +93,7 @@ class TargetDraftModel(ABC):
         self.close()
 
     @abstractmethod
-    def check(self, target: DraftModel) -> None:
+    def check_target(self, target: Drafting) -> None:
         """Refuse to draft for another model than the one that it was made for.
 
         Raises:
@@ -109,10 +108,6 @@ class TargetDraftModel(ABC):
         Raises:
             EngineError: the runtime failed.
         """
-
-    def drafter(self, vocab: int) -> ModelDrafter:
-        """What drafts for one text; `vocab` as for `ModelDrafter`."""
-        return ModelDrafter(self.propose, vocab)
 
 
 @dataclass(eq=False)
@@ -130,7 +125,7 @@ class CacheDraftModel(TargetDraftModel):
     def close(self) -> None:
         self._loaded.clear()
 
-    def check(self, target: DraftModel) -> None:
+    def check_target(self, target: Drafting) -> None:
         _check_states(self.bundle, target)
         ours, theirs = self.bundle.manifest, target.bundle.manifest
         assert ours.target is not None, "a drafter"
@@ -250,7 +245,7 @@ class HeadDraftModel(TargetDraftModel):
         self._loaded = None
         self._rows.clear()
 
-    def check(self, target: DraftModel) -> None:
+    def check_target(self, target: Drafting) -> None:
         _check_states(self.bundle, target)
         ours, theirs = self.bundle.manifest, target.bundle.manifest
         if ours.contexts != theirs.contexts:

@@ -24,6 +24,7 @@ from edgekv import SamplingParams
 from edgekv.bundle import Manifest, open_bundle, read_manifest, write_manifest
 from edgekv.cli import run
 from edgekv.draft import Speculation
+from edgekv.engine.speculation import ModelDrafter
 from edgekv.engine.target_drafters import CacheDraftModel
 from edgekv.errors import BundleError, CheckpointError, EdgeKVError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
@@ -172,7 +173,7 @@ def steps_of(model: edgekv.Model, drafter: CacheDraftModel, text: Sequence[int],
         found.append(Step(tokens[0], hidden, encodings["logits"].dequantize(graph.logits[-1])))
 
     graph.run = kept  # type: ignore[method-assign]
-    proposes = drafter.drafter(model.bundle.manifest.model.vocab)
+    proposes = ModelDrafter(drafter.propose, model.bundle.manifest.model.vocab)
     proposes.session = model.session
     proposed = proposes.propose(text, count)
     graph.run = run  # type: ignore[method-assign]

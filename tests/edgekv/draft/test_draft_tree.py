@@ -227,13 +227,13 @@ def test_auto_learns_how_deep_trees_reach() -> None:
     def passes(*, tree: bool) -> int:
         record = DraftRecord()
         for rows, ns in ((1, 1000), (8, 1100)) * 5:
-            record.costs.add(rows, ns)
+            record.add_pass(rows, ns)
         drafter = AdaptiveDrafter([PromptLookup(tree=tree)], (8,), record, 7)
         at = count = 0
         while at < len(text):
             draft = as_tree(drafter.propose(text[:at], 7))
             right = len(draft.path(text[at : at + 7]))
-            record.costs.add(8 if len(draft) else 1, 1100 if len(draft) else 1000)
+            record.add_pass(8 if len(draft) else 1, 1100 if len(draft) else 1000)
             at, count = at + right + 1, count + 1
         return count
 

@@ -25,16 +25,16 @@ def test_the_automaton_finds_the_longest_suffix_that_occurred_before(tokens: lis
     automaton = SuffixAutomaton()
     for at, token in enumerate(tokens, start=1):
         automaton.append(token)
-        match = automaton.match
-        assert match.length == longest_suffix(tokens[:at])
-        assert match.end < at and tokens[match.end - match.length : match.end] == tokens[at - match.length : at]
+        length, end = automaton.match
+        assert length == longest_suffix(tokens[:at])
+        assert end < at and tokens[end - length : end] == tokens[at - length : at]
 
 
 def test_the_automaton_knows_a_late_occurrence():
     automaton = SuffixAutomaton()
     for token in [1, 2, 3, 1, 2, 4, 1, 2]:
         automaton.append(token)
-    assert automaton.match.length == 2 and automaton.match.end == 5  # followed by 4, not by 3
+    assert automaton.match == (2, 5)  # followed by 4, not by 3
 
 
 def test_the_automaton_needs_few_states_for_long_texts():

@@ -23,6 +23,7 @@ from edgekv import SamplingParams
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.draft import Speculation
+from edgekv.engine.speculation import ModelDrafter
 from edgekv.engine.target_drafters import HeadDraftModel
 from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
@@ -154,7 +155,8 @@ def steps_of(model: edgekv.Model, loaded: HeadDraftModel, text: Sequence[int], k
             found.append(encodings["logits"].dequantize(graph.logits[-1]))
             return graph
 
-    drafter = Watched(loaded.bundle, loaded._engine, loaded._make_cache).drafter(model.bundle.manifest.model.vocab)
+    watched = Watched(loaded.bundle, loaded._engine, loaded._make_cache)
+    drafter = ModelDrafter(watched.propose, model.bundle.manifest.model.vocab)
     drafter.session = model.session
     proposed = drafter.propose(text, k)
     assert read == [*text[1:], *proposed[:-1]] and len(proposed) == k
@@ -276,7 +278,7 @@ def test_the_cache_of_a_head_follows_its_text(target: Path, head: Path) -> None:
     """Rows after rewinds, or behind a prefix, are those that a new cache gets."""
     text, emulated = np.random.default_rng(1).integers(3, 250, 60).tolist(), dict[str, Any](cpu_mode="emulate")
     with edgekv.load(target, **emulated) as model, edgekv.load_drafter(head, **emulated) as loaded:
-        drafter, session = loaded.drafter(320), model.session
+        drafter, session = ModelDrafter(loaded.propose, 320), model.session
         drafter.session = session
         assert not drafter.propose(text, 4)
         for stop, other in ((20, [5, 6, 7]), (41, [8]), (59, [])):

@@ -1,4 +1,4 @@
-"""Models that draft for others, and the model that they draft for."""
+"""A model that drafts for others, and for which others draft."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from edgekv.engine.request import DEFAULT_CACHE
 from edgekv.engine.session import Session, common_tokens
 from edgekv.engine.speculation import ModelDrafter, SpeculationRun
 from edgekv.errors import UsageError, refuse
+from edgekv.runtime import BatchInvariance
 from edgekv.spec.text import begins_with
 from edgekv.text.texts import Texts
 
@@ -26,21 +27,36 @@ _FIX = "Give a bundle of the same family, such as a smaller model with the same 
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class DraftModel:
-    """What a model offers to others that it drafts for. Not thread-safe.
+class Drafting:
+    """What a model has to do with drafts: it makes them for other models, and others for it. Not thread-safe.
 
     Attributes:
         bundle: its bundle.
         texts: its tokenizer.
         pool: its sessions.
+        engine: name of what computes it.
+        batch_invariance: whether that gives a token the same bits beside drafts as alone.
+        rows: tokens per inference of the graphs that check drafts, ascending; none if there is no such graph.
+        record: what speculation has measured.
     """
 
     bundle: Bundle
     texts: Texts
     pool: SessionPool
+    engine: str
+    batch_invariance: BatchInvariance
+    rows: tuple[int, ...] = field(init=False)
+    record: DraftRecord = field(default_factory=DraftRecord)
+    _drafts: WeakSet[Any] = field(default_factory=WeakSet)  # models that have drafted for it
     _ids: list[int] = field(default_factory=lambda: [DEFAULT_CACHE])  # least recently used first
 
-    def check(self, target: DraftModel) -> None:
+    def __post_init__(self) -> None:
+        graphs = self.bundle.manifest.graphs
+        self.rows = tuple(sorted({graph.ar for graph in graphs if graph.role == "verify"}))
+
+    # ------------------------------------------------------------------ drafts for others
+
+    def check_target(self, target: Drafting) -> None:
         """Refuse to draft for another model.
 
         Raises:
@@ -70,10 +86,6 @@ class DraftModel:
                 if cache_id != DEFAULT_CACHE:
                     self.pool.free(cache_id)
             self.pool.default.reset()
-
-    def drafter(self, vocab: int) -> ModelDrafter:
-        """What drafts for one text; `vocab` as for `ModelDrafter`."""
-        return ModelDrafter(self.propose, vocab)
 
     def propose(self, tokens: Sequence[int], k: int, vocab: int, target: Session | None) -> list[int]:
         """See `Propose`: none where the text is longer than the context; rejected tokens are rewound.
@@ -127,36 +139,26 @@ class DraftModel:
             return next(number for number in range(_SESSIONS) if number not in held)
         return next(iter(held))
 
+    # ------------------------------------------------------------------ drafts of others
 
-@dataclass(frozen=True, slots=True)
-class DraftTarget:
-    """The model whose tokens are drafted.
+    @property
+    def vocab(self) -> int:
+        """Number of its logits."""
+        return self.bundle.manifest.model.vocab
 
-    Attributes:
-        model: as a draft model of others: its tokenizer and place.
-        engine: its name.
-        rows: tokens per inference of the graphs that check drafts, ascending; none if there is no such graph.
-        vocab: number of the logits.
-        takes_drafts: whether the engine gives a token the same bits beside drafts as alone.
-        only_chains: what does not let drafts branch; empty if they may.
-        record: what speculation has measured.
-        drafts: the models that have drafted for it.
-    """
-
-    model: DraftModel
-    engine: str
-    rows: Sequence[int]
-    vocab: int
-    takes_drafts: bool
-    only_chains: str
-    record: DraftRecord = field(default_factory=DraftRecord)
-    drafts: WeakSet[Any] = field(default_factory=WeakSet)
+    @property
+    def only_chains(self) -> str:
+        """What does not let drafts for it branch; empty if they may."""
+        if self.bundle.manifest.model.delta_rule is not None:
+            return "layers with gated delta rules, whose tokens follow each other"
+        is_equal = self.batch_invariance == "equal"
+        return "" if is_equal else f"the engine {self.engine}, whose sums depend on the columns of tokens"
 
     def close(self) -> None:
         """Let models that drafted for it free what they hold for its texts."""
-        for draft in self.drafts:
+        for draft in self._drafts:
             draft.forget()
-        self.drafts.clear()
+        self._drafts.clear()
 
     def check(self, speculation: Speculation) -> None:
         """Refuse what the bundle cannot do.
@@ -169,7 +171,7 @@ class DraftTarget:
         rows = self.rows
         if not rows and speculation.mode not in ("auto", "off"):
             refuse("mode", f"{speculation.mode} in a bundle without verify graphs", "verify graphs", EXPORT_FIX)
-        if rows and not self.takes_drafts and speculation.mode not in ("auto", "off"):
+        if rows and self.batch_invariance == "unequal" and speculation.mode not in ("auto", "off"):
             got = f"{speculation.mode} on the engine {self.engine}, whose results depend on the number of tokens"
             wanted_engine = "an engine that gives a token the same bits beside others, such as htp, or cpu on x86"
             refuse("mode", got, wanted_engine, "Use auto, which drafts nothing here, or leave it out.")
@@ -190,15 +192,15 @@ class DraftTarget:
             if isinstance(source, str | PathLike):
                 refuse(name, f"the path {fspath(source)!r}", "what it leads to", fix)
         if speculation.draft is not None and not isinstance(speculation.draft, str):
-            speculation.draft.draft_model.check(self.model)
+            speculation.draft.draft_model.check_target(self)
 
-    def begin(self, speculation: Speculation | None) -> SpeculationRun | None:
+    def begin(self, speculation: Speculation) -> SpeculationRun | None:
         """The speculation of one text; None for none, as with `auto` in a bundle without verify graphs.
 
         Raises:
             UsageError: see `check`.
         """
-        if speculation is None or speculation.mode == "off":
+        if speculation.mode == "off":
             return None
         self.check(speculation)
         if speculation.drafter is not None:
@@ -212,13 +214,13 @@ class DraftTarget:
         if speculation.corpus is not None and not isinstance(speculation.corpus, str):
             sources.append(CorpusDrafter(speculation.corpus, tree=speculation.tree))
         if speculation.draft is not None and not isinstance(speculation.draft, str):
-            drafter: ModelDrafter = speculation.draft.draft_model.drafter(self.vocab)
-            self.drafts.add(speculation.draft.draft_model)
-            sources.append(drafter)
-            reader = drafter
+            draft = speculation.draft.draft_model
+            self._drafts.add(draft)
+            reader = ModelDrafter(draft.propose, self.vocab)
+            sources.append(reader)
         most = speculation.tokens or self.rows[-1] - 1
         if speculation.mode == "auto":
             adaptive = AdaptiveDrafter(sources, self.rows, self.record, most)
-            return SpeculationRun(adaptive, costs=adaptive.costs, reader=reader)
+            return SpeculationRun(adaptive, record=self.record, reader=reader)
         (source,) = sources
         return SpeculationRun(source, most, reader=reader)
