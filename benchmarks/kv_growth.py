@@ -13,14 +13,14 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from edgekv.kv import GROWTHS, Growth, GrowthName, KVCache, RowSpec
+from edgekv.kv import GROWTHS, Allocation, Growth, GrowthName, KVCache, RowSpec
 
 MEBIBYTE = 1 << 20
 
 
 def run(geometry: RowSpec, contexts: tuple[int, ...], name: GrowthName | None) -> tuple[list[int], KVCache]:
     """Bytes held when each context is half full, and the cache at the end."""
-    cache = KVCache(geometry, ar=[1], strategy="slot", growth=name and Growth(contexts, name))
+    cache = KVCache(geometry, ar=[1], strategy="slot", allocation=Allocation(name and Growth(contexts, name)))
     held = []
     for token in range(contexts[-1]):
         cache.window(1, next(context for context in contexts if context > token))

@@ -28,7 +28,7 @@ from devices import find
 from docs.results import record_export
 from edgekv.bundle import open_bundle
 from edgekv.machine.system import peak_bytes
-from edgekv.plan import DEFAULT_KEY_LAYOUT, make_plan
+from edgekv.plan import DEFAULT_KEY_LAYOUT, PlanOptions, make_plan
 from edgekv.spec.tensors import matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.recipe import find_recipe
@@ -144,7 +144,9 @@ def main() -> None:
             written = f"{binaries / 1e6:,.0f} MB, {binaries / bits:.2f} x and {binaries / scaled:.2f} x"
             record_export(args.shape, time=taken, ram=own, compiler_ram=compiler, binaries=written)
         contexts, tokens = (tuple(map(int, each.split(","))) for each in (args.context, args.ar))
-        plan = make_plan(checkpoint, device=find(args.device), context=max(contexts), ar=tokens, recipe=args.recipe)
+        plan = make_plan(
+            checkpoint, find(args.device), PlanOptions(context=max(contexts), ar=tokens, recipe=args.recipe)
+        )
         planned = [part.first_layer + part.layers for part in plan.parts]
         made = [part.stop_layer for part in manifest.graphs[0].parts]
         print(f"parts end before the layers {made}, {'as planned' if made == planned else f'planned {planned}'}")

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 from devices import Device
 from edgekv.cli.command import command
 from edgekv.cli.output import Output, print_json
-from edgekv.option import Argument, Option, find_device, parse_numbers
-from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, DEFAULT_KV_DTYPE, DEFAULT_RECIPE
+from edgekv.option import Argument, Option, OptionGroup, find_device
+from edgekv.plan.options import PlanOptions
 from edgekv.plan.wording import duration, duration_span, gb, span
 
 if TYPE_CHECKING:
     from edgekv.plan import EncoderPlan, Estimate, ExportCost, Plan, SpeculativeSpeed, Speed
 
 Row = tuple[str, str, str]
+_DEFAULTS = PlanOptions()
 
 
 @command
@@ -24,39 +25,14 @@ def plan(
     config: Annotated[Path, Argument("A config.json, a folder that has one, a GGUF file, a hub id, or a bundle.")],
     device: Annotated[Device, Option("Target chip: part number or name, such as SM8650.", parse=find_device)],
     output: Output,
-    context: Annotated[int, Option("Context length in tokens.")] = DEFAULT_CONTEXT,
-    recipe: Annotated[
-        str, Option("Integer types, such as w8a16, w4a16-lpbq64, front-5 or w4a16-head-int4.")
-    ] = DEFAULT_RECIPE,
-    kv: Annotated[str, Option("Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = DEFAULT_KV_DTYPE,
-    ar: Annotated[
-        tuple[int, ...], Option("Tokens per inference of each graph, comma-separated, with 1.", parse=parse_numbers)
-    ] = DEFAULT_AR,
-    acceptance: Annotated[
-        float | None,
-        Option("What speculation would bring if a drafted token is right with this probability, 0 to 1."),
-    ] = None,
-    estimate: Annotated[
-        bool, Option("Also simulate the graphs with the HTP compiler, of random weights: about a minute.")
-    ] = False,
-    skip_htp_check: Annotated[bool, Option("Plan an export with --skip-htp-check.")] = False,
+    options: Annotated[PlanOptions, OptionGroup("Options")] = _DEFAULTS,
 ) -> None:
     """Reads the configuration only, no weights. Speed, RAM and time are estimates; the sources are listed. The defaults
     are those of `edgekv export`.
     """
     from edgekv.plan import make_plan  # slow to import, and --help does not need it
 
-    made = make_plan(
-        config,
-        device=device,
-        context=context,
-        recipe=recipe,
-        kv=kv,
-        ar=ar,
-        acceptance=acceptance,
-        estimate=estimate,
-        checks=not skip_htp_check,
-    )
+    made = make_plan(config, device, options)
     if output.as_json:
         print_json(made)
     else:

@@ -136,6 +136,6 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
     if graphs.batch_invariance != "equal":
         got = "an engine whose sums depend on the columns of tokens"
         refuse("batch", got, "one that gives a token the same bits beside any others, such as htp", fix)
-    if caches.growth is not None:
+    if caches.allocation.growth is not None:
         refuse("batch", "a cache that grows", "memory of one size", fix)
     return Batch(graphs, caches.make_window())

@@ -270,8 +270,8 @@ def check_beams(manifest: Manifest, caches: CacheSetup, request: Request) -> Non
         refuse("context policy", caches.policy.name, "fail", "Choose the policy fail, or leave num_beams out.")
     if caches.mode.name != "always":
         refuse("cache mode", caches.mode, "always", "Choose the mode always, or leave num_beams out.")
-    if caches.growth is not None:
-        refuse("growth", caches.growth.name, "none with num_beams", "Leave one of them out.")
+    if (growth := caches.allocation.growth) is not None:
+        refuse("growth", growth.name, "none with num_beams", "Leave one of them out.")
     has_states = manifest.model.has_states
     if manifest.windows or has_states:
         got = "layers with states, which beams cannot share" if has_states else "layers with an attention window"

@@ -12,8 +12,8 @@ from edgekv.engine.stats import Setup
 from edgekv.errors import UsageError
 from edgekv.kv import (
     DEFAULT_RESERVE,
+    Allocation,
     ConvSpec,
-    Growth,
     KVCache,
     Policy,
     RowSpec,
@@ -22,6 +22,7 @@ from edgekv.kv import (
     parse_growth,
     parse_reserve,
 )
+from edgekv.kv.growth import AT_ONCE
 from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.text import parse_policy
 from edgekv.runtime import Engine, HtpEngine
@@ -42,11 +43,10 @@ class CacheSetup:
         strategy: update strategy.
         reserve: memory of `pointer-shift`, in units of S-1 rows per tensor.
         policy: context policy: what happens when the context is full.
-        growth: how memory grows; None allocates all of it at the start.
         mode: which sequences are kept.
         sink: the tokens that every sequence begins with; None if the graphs compute them.
         ar: tokens per inference of the graphs.
-        allocate: where the memory comes from.
+        allocation: where the memory comes from, and how it grows.
         reproducible: whether a prompt must have the same logits whatever is cached of it.
     """
 
@@ -54,11 +54,10 @@ class CacheSetup:
     strategy: str
     reserve: Fraction
     policy: Policy
-    growth: Growth | None
     mode: CacheMode
     sink: Sink | None
     ar: frozenset[int]
-    allocate: Allocate = HeapMemory
+    allocation: Allocation = AT_ONCE
     reproducible: bool = False
 
     @classmethod
@@ -110,8 +109,8 @@ class CacheSetup:
             ar |= {graph.ar for graph in wide_prefill_of(engine, manifest)}
         if manifest.model.bidirectional:
             ar = frozenset({1})
-        sink, allocate = read_sink(bundle), _allocate(engine, strategy)
-        return cls(manifest, strategy, ratio, chosen, growth, mode, sink, ar, allocate, options.reproducible)
+        allocation = Allocation(growth, _allocate(engine, strategy))
+        return cls(manifest, strategy, ratio, chosen, mode, read_sink(bundle), ar, allocation, options.reproducible)
 
     def make(self) -> KVCache:
         """Allocate a cache.
@@ -129,9 +128,8 @@ class CacheSetup:
             reserve=self.reserve,
             policy=self.policy,
             encodings=[self.manifest.encodings[tensor.past] for tensor in geometry.names()],
-            growth=self.growth,
             sink=self.sink,
-            allocate=self.allocate,
+            allocation=self.allocation,
         )
         self.mode.check(cache)
         return cache
@@ -139,12 +137,13 @@ class CacheSetup:
     def make_window(self) -> KVCache:
         """Allocate memory for rows of several sequences side by side; see `Batch`."""
         geometry = self.manifest.cache_geometry
-        return KVCache(geometry, ar=self.ar, strategy="slot", policy="fail", allocate=self.allocate)
+        memory = Allocation(allocate=self.allocation.allocate)
+        return KVCache(geometry, ar=self.ar, strategy="slot", policy="fail", allocation=memory)
 
     def described(self, engine: Engine) -> Setup:
         """The options as the statistics of a generation report them."""
         reserve = float(self.reserve) if self.strategy == "pointer-shift" else None
-        growth = self.growth.name if self.growth else None
+        growth = None if self.allocation.growth is None else self.allocation.growth.name
         htp = engine.options if isinstance(engine, HtpEngine) else None
         return Setup(engine.name, self.strategy, reserve, str(self.mode), growth, htp)
 

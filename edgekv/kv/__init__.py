@@ -9,7 +9,7 @@ from edgekv.kv.cache import CacheStats, KVCache
 from edgekv.kv.cache_group import CacheGroup
 from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup, fold
-from edgekv.kv.growth import GROWTHS, Growth, GrowthName, parse_growth
+from edgekv.kv.growth import GROWTHS, Allocation, Growth, GrowthName, parse_growth
 from edgekv.kv.layers import allocated_bytes
 from edgekv.kv.memory import ALIGNMENT_BYTES
 from edgekv.kv.policies.policy import POLICIES, Fail, KeyDiff, Policy, PolicyName, Sinks, SlidingWindow, find_policy
@@ -31,6 +31,7 @@ from edgekv.spec.layers import Geometry, LayeredGeometry
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "Allocation",
     "DEFAULT_RESERVE",
     "DEFAULT_STRATEGY",
     "GROWTHS",

@@ -11,8 +11,7 @@ from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.cache_memory import CacheMemory
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup
 from edgekv.kv.eviction import Eviction
-from edgekv.kv.growth import Growth
-from edgekv.kv.memory import Allocate, HeapMemory
+from edgekv.kv.growth import AT_ONCE, Allocation
 from edgekv.kv.policies.policy import Policy, PolicyName, check_layers, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
 from edgekv.kv.rows import RowArena
@@ -93,9 +92,8 @@ class KVCache:
         reserve: Fraction | float | None = None,
         policy: str | Policy = "fail",
         encodings: Sequence[KvEncoding] = (),
-        growth: Growth | None = None,
         sink: Sink | None = None,
-        allocate: Allocate = HeapMemory,
+        allocation: Allocation = AT_ONCE,
     ) -> None:
         """Allocate an empty cache.
 
@@ -108,10 +106,9 @@ class KVCache:
             encodings: encoding of each tensor, in the order of the groups' names. Saved states are checked against
                 them, and the error of rotated keys is reported in real numbers. Without them, zero points are the
                 geometry's.
-            growth: how memory grows, for `slot` and `pointer-shift`; None allocates all of it now.
             sink: tokens that every sequence begins with; they count as tokens held and are never dropped from layers
                 that attend to the whole context.
-            allocate: where memory comes from; `mirror` maps its own.
+            allocation: where memory comes from, all of it now or as it is needed.
 
         Raises:
             UsageError: an unknown strategy or policy, numbers out of range, `Sinks` over layers whose windows
@@ -133,7 +130,7 @@ class KVCache:
         self.capacity = chosen.capacity(geometry.context)
         self._evicts = chosen.evicts
         self._first = 0 if sink is None else len(sink.tokens)
-        self._memory = CacheMemory(geometry, self.ar, strategy, reserve, chosen, growth, allocate, self.encodings)
+        self._memory = CacheMemory(geometry, self.ar, strategy, reserve, chosen, allocation, self.encodings)
         self.groups = self._memory.groups
         self.row_groups = self._memory.rows
         self._states = [group for group in self.groups if isinstance(group, StateGroup | TailGroup | CheckpointGroup)]

@@ -7,9 +7,8 @@ from fractions import Fraction
 
 from edgekv.kv.arena import Arena
 from edgekv.kv.cache_group import CacheGroup
-from edgekv.kv.growth import Growth, single_layers
+from edgekv.kv.growth import Allocation, single_layers
 from edgekv.kv.layers import GroupSetup, make_group
-from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.policies.policy import Policy
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.rows import RowGroup
@@ -39,8 +38,7 @@ class CacheMemory:
         strategy: str | None,
         reserve: Fraction | float | None,
         policy: Policy,
-        growth: Growth | None,
-        allocate: Allocate = HeapMemory,
+        allocation: Allocation,
         encodings: Sequence[KvEncoding] = (),
     ) -> None:
         """Allocate.
@@ -51,8 +49,7 @@ class CacheMemory:
             strategy: by name; None for `default_strategy`.
             reserve: of `pointer-shift`; None for 2.
             policy: of the groups that attend to the whole context; the others always keep the newest tokens.
-            growth: how the groups that attend to the whole context grow; None to allocate all memory now.
-            allocate: where memory comes from.
+            allocation: where memory comes from; only groups that attend to the whole context grow.
             encodings: of each tensor, in the order of the groups' names; matrices of delta rules need them.
 
         Raises:
@@ -64,6 +61,7 @@ class CacheMemory:
             for tokens in ar:
                 spec.past_rows(tokens, whole)
         name = default_strategy(reserve) if strategy is None else strategy
+        growth = allocation.growth
         if growth is not None:
             growth.check(geometry.rows(), whole, ar[-1], name)
             specs = single_layers(specs, whole)
@@ -75,7 +73,7 @@ class CacheMemory:
             name,
             DEFAULT_RESERVE if reserve is None else reserve,
             policy,
-            allocate,
+            allocation.allocate,
             tuple(encodings),
         )
         groups: list[CacheGroup] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgekv.errors import UsageError
+from edgekv.kv.memory import Allocate, HeapMemory
 from edgekv.kv.strategies import GROWING_STRATEGIES
 from edgekv.spec.geometry import LayerSpec, RowSpec
 
@@ -87,6 +88,23 @@ class Growth:
     def contexts_of(self, layers: int, columns: int) -> Sequence[int]:
         """`context` of all layers."""
         return [self.context(layer, layers, columns) for layer in range(layers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Where the memory of a cache comes from, and when.
+
+    Attributes:
+        growth: how it grows, for `slot` and `pointer-shift`; None allocates all of it at the start.
+        allocate: gives it; `mirror` maps its own.
+    """
+
+    growth: Growth | None = None
+    allocate: Allocate = HeapMemory
+
+
+AT_ONCE = Allocation()
+"""All of it at the start, from the heap."""
 
 
 def single_layers(geometries: Sequence[LayerSpec], context: int) -> tuple[LayerSpec, ...]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         MAX_CONTEXT as MAX_CONTEXT,
         PROTOBUF_BYTES as PROTOBUF_BYTES,
         Overrides as Overrides,
+        PlanOptions as PlanOptions,
     )
     from edgekv.plan.parts import (
         COMPILE_BYTES as COMPILE_BYTES,

@@ -19,6 +19,7 @@ from edgekv.spec import Role
 
 if TYPE_CHECKING:
     from edgekv.bundle import Bundle
+    from edgekv.plan.options import PlanOptions
 
 GROUP = "edgekv.estimators"
 EQUAL_SHARE = 0.08
@@ -111,9 +112,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 class ConfigEstimator(Protocol):
     """Simulates the graphs that a checkpoint would have, from its `config.json` alone."""
 
-    def __call__(
-        self, path: Path, device: Device, *, context: int, recipe: str, kv: str, ar: tuple[int, ...]
-    ) -> Estimate: ...
+    def __call__(self, path: Path, device: Device, graphs: PlanOptions) -> Estimate: ...
 
 
 class BundleEstimator(Protocol):

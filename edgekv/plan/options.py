@@ -80,6 +80,38 @@ class Overrides:
             raise UsageError("--ar", got=f"{len(self.ar)} numbers", expected=expected, fix="Give fewer.")
 
 
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The graphs of an export that is planned, and what a plan says of them.
+
+    Attributes:
+        context: S, tokens.
+        recipe: one of `RECIPES`, or `front-BITS`, with the type of the head behind it if that is not int8.
+        kv: `u8` or `s16`.
+        ar: tokens per inference of each graph.
+        acceptance: probability that a drafted token is right after right ones; None for no drafts.
+        estimate: simulate the graphs too, which takes about a minute and needs the HTP compiler.
+        checks: whether the export checks its graphs with the HTP compiler.
+    """
+
+    context: Annotated[int, Option("Context length in tokens.")] = DEFAULT_CONTEXT
+    recipe: Annotated[str, Option("Integer types, such as w8a16, w4a16-lpbq64, front-5 or w4a16-head-int4.")] = (
+        DEFAULT_RECIPE
+    )
+    kv: Annotated[str, Option("Integer type of the KV cache: u8, or s16 (HTP V73 and later).")] = DEFAULT_KV_DTYPE
+    ar: Annotated[
+        tuple[int, ...], Option("Tokens per inference of each graph, comma-separated, with 1.", parse=parse_numbers)
+    ] = DEFAULT_AR
+    acceptance: Annotated[
+        float | None,
+        Option("What speculation would bring if a drafted token is right with this probability, 0 to 1."),
+    ] = None
+    estimate: Annotated[
+        bool, Option("Also simulate the graphs with the HTP compiler, of random weights: about a minute.")
+    ] = False
+    checks: Annotated[bool, Option("Plan an export with --skip-htp-check.", "--skip-htp-check", negates=True)] = True
+
+
 def option(name: str) -> str:
     """`kv_heads` -> `--kv-heads`."""
     return "--" + name.replace("_", "-")

@@ -18,10 +18,10 @@ from edgekv.plan.fit import Demand, Fit, MemoryLimit, check_cache_type, demand, 
 from edgekv.plan.options import (
     DEFAULT_AR,
     DEFAULT_CONTEXT,
-    DEFAULT_KV_DTYPE,
     DEFAULT_RECIPE,
     PROTOBUF_BYTES,
     Overrides,
+    PlanOptions,
     shortened,
 )
 from edgekv.plan.parts import EncoderPlan, Part
@@ -32,6 +32,7 @@ from edgekv.spec import CONFIG, FRONT, HEAD_MARK, MAX_BITS, MIN_BITS, RECIPE_TYP
 
 RECIPES = tuple(RECIPE_TYPES)
 _KV_BITS = {"u8": 8, "s16": 16}
+_DEFAULTS = PlanOptions()
 _OWN_ASSUMPTIONS = (
     "one HTP context holds 3.75 GB, a limit met in the field; compiled binaries, 1 to 3 % larger than their weights "
     "where they were measured, are counted as their weights",
@@ -88,31 +89,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     assumptions: list[str]
 
 
-def make_plan(
-    path: Path,
-    *,
-    device: Device,
-    context: int = DEFAULT_CONTEXT,
-    recipe: str = DEFAULT_RECIPE,
-    kv: str = DEFAULT_KV_DTYPE,
-    ar: tuple[int, ...] = DEFAULT_AR,
-    acceptance: float | None = None,
-    estimate: bool = False,
-    checks: bool = True,
-) -> Plan:
+def make_plan(path: Path, device: Device, options: PlanOptions = _DEFAULTS) -> Plan:
     """Plan the export of a model for a device.
 
     Args:
         path: a `config.json`, a folder that has one, a GGUF file, a hub id, or a bundle, whose own sizes and recipe
             are planned; no weights are read.
         device: the target.
-        context: S, tokens.
-        recipe: one of `RECIPES`, or `front-BITS`, with the type of the head behind it if that is not int8.
-        kv: `u8` or `s16`.
-        ar: tokens per inference of each graph.
-        acceptance: probability that a drafted token is right after right ones; None for no drafts.
-        estimate: simulate the graphs too, which takes about a minute and needs the HTP compiler.
-        checks: whether the export checks its graphs with the HTP compiler.
+        options: the graphs, and what is said of them.
 
     Raises:
         UsageError: options that export would refuse for this model and device, or an estimate for a chip that no
@@ -120,12 +104,12 @@ def make_plan(
         EngineError: an estimate, and its packages are not installed.
         CheckpointError: a `config.json` that cannot be read, or a model whose weights are not known.
     """
-    if acceptance is not None:
+    if (acceptance := options.acceptance) is not None:
         check_acceptance(acceptance)
-    if estimate and (is_bundle(path) or (path / CONFIG if path.is_dir() else path).suffix != ".json"):
+    if options.estimate and (is_bundle(path) or (path / CONFIG if path.is_dir() else path).suffix != ".json"):
         fix = "Use edgekv estimate on a bundle, or give the config.json."
         raise UsageError("--estimate", got=f"it for {path.name}", expected=f"a {CONFIG}", fix=fix)
-    subject = _find(path, context, recipe, kv, ar)
+    subject, recipe = _find(path, options), options.recipe
     if is_bundle(path):
         recipe = read_manifest(path.parent if path.is_file() else path).recipe.name
     decoder, weights = subject.decoder, subject.weights
@@ -145,16 +129,14 @@ def make_plan(
         divide_model(subject, default),
     )
     encoder = None if subject.encoder is None else EncoderPlan.of(subject.encoder)
-    cost = export_cost(decoder, weights, subject.geometry, subject.ar, checks=checks)
+    cost = export_cost(decoder, weights, subject.geometry, subject.ar, checks=options.checks)
     if encoder is not None:
         cost = cost.with_encoder(encoder)
     speed = estimate_speed(subject, decoder, weights, device)
     sentences = fit_sentences(subject, default, device, needed, memory_fit, _alternatives(subject, memory_fit))
     simulated = None
-    if estimate:
-        simulated = find_estimator()(
-            path, device, context=subject.geometry.context, recipe=recipe, kv=kv, ar=subject.ar
-        )
+    if options.estimate:
+        simulated = find_estimator()(path, device, replace(options, context=subject.geometry.context, ar=subject.ar))
     return Plan(
         summary=" ".join([*sentences, *_further_sentences(parts, encoder, cost, speed)]),
         warnings=mask_warnings(subject.geometry, subject.ar, device),
@@ -185,7 +167,8 @@ def make_plan(
     )
 
 
-def _find(path: Path, context: int, recipe: str, kv: str, ar: tuple[int, ...]) -> Subject:
+def _find(path: Path, options: PlanOptions) -> Subject:
+    context, recipe, kv, ar = options.context, options.recipe, options.kv, options.ar
     base, _ = head_type(recipe)
     if base not in RECIPES and front_bits(base) is None:
         expected = " or ".join([*RECIPES, f"{FRONT}BITS, from {MIN_BITS} to {MAX_BITS} bits a weight"])

@@ -182,7 +182,8 @@ def load_baked(bundle: Bundle, store: PrefixStore, engine: str) -> None:
             if baked_prefixes(bundle.path) == baked:  # otherwise a concurrent bake has replaced the file
                 raise
     for tokens, rows, snapshot in read:
-        store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, public=True, snapshot=snapshot)
+        store.publish(tokens)
+        store.insert(tokens, rows, retention=_KEPT_LONGEST, ended=True, snapshot=snapshot)
 
 
 def _read_rows(folder: Path, entry: BakedPrefix, store: PrefixStore) -> tuple[list[int], GroupRows, Snapshot | None]:

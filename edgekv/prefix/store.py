@@ -159,6 +159,12 @@ class PrefixStore:
 
     # ------------------------------------------------------------------ insert
 
+    def publish(self, tokens: Sequence[int]) -> None:
+        """Let calls with any salt match a sequence that is stored without one."""
+        whole = token_bytes(tokens)
+        if self.config.enable_block_reuse and whole not in self._public:
+            self._public.append(whole)
+
     def insert(
         self,
         tokens: Sequence[int],
@@ -169,7 +175,6 @@ class PrefixStore:
         salt: str | None = None,
         adapter: str | None = None,
         ended: bool = False,
-        public: bool = False,
         snapshot: Snapshot | None = None,
     ) -> int:
         """Store the full blocks of a sequence. They can be matched immediately; those in memory are not copied again.
@@ -184,7 +189,6 @@ class PrefixStore:
             salt: as in `match`.
             adapter: as in `match`.
             ended: whether the sequence is complete; then an incomplete last block is stored too, for partial reuse.
-            public: whether calls with any salt may match this sequence, which is stored without one.
             snapshot: the states after some of the tokens; for a store with snapshots.
 
         Returns:
@@ -204,8 +208,6 @@ class PrefixStore:
             raise ValueError(f"snapshot: got {got}; expected one within them, and a store with snapshots")
         if not self.config.enable_block_reuse:
             return 0
-        if public and whole not in self._public:
-            self._public.append(whole)
         self._memory.expire()
         links = self._keys.chain(root, whole, self._step)
         parent, start = tail(links, root), len(links) * self._step

@@ -449,7 +449,7 @@ def _model(name: str, place: Path, folder: Path) -> KitModel:
 
 def _predictions(name: str, bundle: Bundle, device: Device) -> list[Prediction]:
     """What `edgekv plan` and the compiler's simulation expect of a bundle."""
-    low, high = make_plan(bundle.path, device=device).speed.tokens_per_s
+    low, high = make_plan(bundle.path, device).speed.tokens_per_s
     context = bundle.manifest.context
     found = [Prediction(source="plan", model=name, ar=1, context=context, low=low, high=high)]
     try:

@@ -19,7 +19,7 @@ from edgekv.bundle import ENCODER, Bundle, GraphFormat, GraphRecord, PartRecord
 from edgekv.errors import UsageError
 from edgekv.machine.scratch import scratch_folder
 from edgekv.plan.estimate import EQUAL_SHARE, Estimate, GraphEstimate
-from edgekv.plan.options import DEFAULT_KEY_LAYOUT
+from edgekv.plan.options import DEFAULT_KEY_LAYOUT, PlanOptions
 from edgekv.plan.speed import find_measured
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
@@ -183,11 +183,8 @@ def simulate_bundle(
 def estimate_config(
     path: Path,
     device: Device,
+    graphs: PlanOptions,
     *,
-    context: int,
-    recipe: str,
-    kv: str,
-    ar: tuple[int, ...],
     key_layout: KeyLayout = DEFAULT_KEY_LAYOUT,
     run: RunOptions = _PLAIN,
     progress: Progress = silent,
@@ -198,10 +195,7 @@ def estimate_config(
     Args:
         path: a `config.json`, or a folder that has one.
         device: the chip.
-        context: S, tokens.
-        recipe: of the integer types.
-        kv: integer type of the cache.
-        ar: tokens per inference of each graph.
+        graphs: their context, recipe, type of the cache and tokens per inference.
         key_layout: of the keys in the cache.
         run: where results are kept.
         progress: called for each binary.
@@ -213,21 +207,20 @@ def estimate_config(
         EngineError: the compiler is missing, crashed, or writes something else.
         BundleError: the disk of temporary files is full.
     """
-    types = find_recipe(recipe)
+    types = find_recipe(graphs.recipe)
     if types.mean_bits is not None or types.keep_stored:
         raise UsageError(
             "--recipe",
-            got=f"{recipe}, which chooses types by the weights",
+            got=f"{graphs.recipe}, which chooses types by the weights",
             expected="a recipe with a type for each matrix",
             fix="Use --recipe w4a16, or export it, and use edgekv estimate on the bundle.",
         )
     spec = describe(read_config(path / CONFIG if path.is_dir() else path))
     types.check(spec)
-    kv_dtype = cast(KvDtype, kv)
-    planned = plan_graphs(ar, (context,), Split.whole(spec.layers))
-    graphs = [graph for graph in planned if graph.role != "score"]
-    interface = DecoderInterface.of(spec, context, kv_dtype, key_layout, "u16")
-    found = estimate_spec(spec, types, graphs, interface, device, run, progress=progress, options=options)
+    planned = plan_graphs(graphs.ar, (graphs.context,), Split.whole(spec.layers))
+    records = [graph for graph in planned if graph.role != "score"]
+    interface = DecoderInterface.of(spec, graphs.context, cast(KvDtype, graphs.kv), key_layout, "u16")
+    found = estimate_spec(spec, types, records, interface, device, run, progress=progress, options=options)
     return structs.replace(found, source=str(path))
 
 

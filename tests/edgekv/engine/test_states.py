@@ -25,7 +25,7 @@ from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.kv import CacheState, KVCache
 from edgekv.loading import bake_prefix
 from edgekv.machine.tensor_file import decode_tensors, encode_tensors
-from edgekv.plan import make_plan
+from edgekv.plan import PlanOptions, make_plan
 from edgekv.prefix import PrefixStore, StoreConfig, baked_prefixes
 from edgekv.prefix.block import SNAPSHOT
 from edgekv.prefix.prefixes import prefix_fingerprint
@@ -248,7 +248,7 @@ def test_a_plan_of_a_checkpoint_counts_the_memory_that_its_cache_holds(tmp_path:
     manifest = open_bundle(hybrid(tmp_path, name, key_layout="columns")).manifest
     encodings = [manifest.encodings[tensor.past] for tensor in manifest.cache_geometry.names()]
     cache = KVCache(manifest.cache_geometry, ar=(1, 16), strategy="slot", encodings=encodings)
-    planned = make_plan(tmp_path / "checkpoint", device=find("SM8650"), context=CONTEXT, ar=(1, 16))
+    planned = make_plan(tmp_path / "checkpoint", find("SM8650"), PlanOptions(context=CONTEXT, ar=(1, 16)))
     assert planned.demand.cache_bytes == cache.bytes_held
 
 

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
-from edgekv.kv import GROWTHS, Growth, GrowthName, KeyLayout, KVCache, LayeredGeometry, RowSpec, parse_growth
+from edgekv.kv import (
+    GROWTHS,
+    Allocation,
+    Growth,
+    GrowthName,
+    KeyLayout,
+    KVCache,
+    LayeredGeometry,
+    RowSpec,
+    parse_growth,
+)
 from edgekv.kv.policies.text import parse_policy
 from edgekv.kv.rows import RowGroup
 from edgekv.spec import ConvolutionStates, DeltaRule
@@ -29,12 +39,14 @@ def make(
         ar=[1, 4],
         strategy=strategy,
         policy=policy,
-        growth=growth and Growth(CONTEXTS, growth),
+        allocation=Allocation(growth and Growth(CONTEXTS, growth)),
     )
 
 
 def large(growth: GrowthName, strategy: str = "slot") -> KVCache:
-    return KVCache(RowSpec(LAYERS, 2, 64, 512), ar=[1], strategy=strategy, growth=Growth((128, 256, 512), growth))
+    return KVCache(
+        RowSpec(LAYERS, 2, 64, 512), ar=[1], strategy=strategy, allocation=Allocation(Growth((128, 256, 512), growth))
+    )
 
 
 def least_context(cache: KVCache, ar: int) -> int:
@@ -207,7 +219,7 @@ def test_reset_keeps_the_memory_for_the_next_text():
 
 def test_layers_with_a_window_of_their_own_stay_as_they_are():
     geometry = LayeredGeometry(4, 32, (1,), (8,), windows=(6, None))
-    cache = KVCache(geometry, ar=[1], strategy="slot", growth=Growth(CONTEXTS))
+    cache = KVCache(geometry, ar=[1], strategy="slot", allocation=Allocation(Growth(CONTEXTS)))
     assert [group.geometry.numbers for group in cache.groups] == [(0, 2), (1,), (3,)]
     for _ in range(32):
         cache.window(1, least_context(cache, 1))
@@ -225,7 +237,7 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are():
 )
 def test_what_cannot_grow_is_refused_by_name(strategy, contexts, message):
     with pytest.raises(UsageError, match=message):
-        KVCache(geometry_of(32, layers=3), ar=[1, 4], strategy=strategy, growth=Growth(contexts))
+        KVCache(geometry_of(32, layers=3), ar=[1, 4], strategy=strategy, allocation=Allocation(Growth(contexts)))
 
 
 def test_a_growth_that_cannot_be_is_refused():
@@ -237,7 +249,7 @@ def test_a_growth_that_cannot_be_is_refused():
         Growth((16, 8))
     for contexts in ((8, 16), (4, 32)):
         with pytest.raises(ValueError, match="expected contexts up to 32, all above AR-4"):
-            KVCache(geometry_of(32), ar=[1, 4], growth=Growth(contexts))
+            KVCache(geometry_of(32), ar=[1, 4], allocation=Allocation(Growth(contexts)))
 
 
 @pytest.mark.parametrize("growth", GROWTHS)
@@ -247,7 +259,9 @@ def test_states_do_not_grow_with_the_context(growth: GrowthName) -> None:
     states = ConvolutionStates(rule.layers, rule.kernel, rule.channels)
     geometry = LayeredGeometry(4, 128, (1,), (8,), states=states, delta_rule=rule)
     encodings = [Encoding("u16", 1e-4, 32768)] * sum(each.tensors for each in geometry.groups())
-    cache = KVCache(geometry, ar=(1, 16), strategy="slot", encodings=encodings, growth=Growth((32, 64, 128), growth))
+    cache = KVCache(
+        geometry, ar=(1, 16), strategy="slot", encodings=encodings, allocation=Allocation(Growth((32, 64, 128), growth))
+    )
     assert [group.reallocations for group in cache.groups if isinstance(group, RowGroup)] == [0, 0]
     for held_tokens in range(100):
         cache.window(1, next(context for context in (32, 64, 128) if context > held_tokens))

@@ -25,6 +25,7 @@ from edgekv.plan import (
     Load,
     Overrides,
     Plan,
+    PlanOptions,
     activation_bytes,
     calibration_window,
     compile_bytes,
@@ -98,6 +99,10 @@ HALF_SMOLLM2 = replace(SMOLLM2, layers=15)
 EMBEDDED = Decoder(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=704, vocab=4096)
 
 
+def plan_of(path, *, device, **options):
+    return make_plan(path, device, PlanOptions(**options))
+
+
 @pytest.fixture
 def llama(tmp_path):
     return write_config(tmp_path)
@@ -132,7 +137,7 @@ def test_the_weights_of_llama_by_hand():
 
 
 def test_what_llama_needs_in_a_context_by_hand(llama):
-    demand = make_plan(llama, device=SM8650, context=4096).demand
+    demand = plan_of(llama, device=SM8650, context=4096).demand
     assert demand.weights_bytes == 1_501_340_160
     # slot: 16 x 2 x 8 tensors of 4096 rows and 32 rows of scratch, 64 bytes each, 32 new columns of each of the
     # 128 keys, and 64 to align both
@@ -146,14 +151,14 @@ def test_what_llama_needs_in_a_context_by_hand(llama):
 
 
 def test_the_weights_assumed_are_those_of_the_recipe(llama):
-    made = make_plan(llama, device=SM8650, context=4096, recipe="w4a16-lpbq64")
+    made = plan_of(llama, device=SM8650, context=4096, recipe="w4a16-lpbq64")
     expected = recipe_weights(LLAMA_1B, "w4a16-lpbq64").total_bytes
     assert made.demand.weights_bytes == expected
     assert any(each.startswith(f"weights of {expected:,} bytes: the recipe w4a16-lpbq64") for each in made.assumptions)
 
 
 def test_the_roofline_of_llama_by_hand(llama):
-    speed = make_plan(llama, device=SM8650, context=4096).speed
+    speed = plan_of(llama, device=SM8650, context=4096).speed
     assert speed.weights_bytes == 16 * 60_919_808 + 263_185_408 + 2048 + 6 == 1_237_904_390
     assert speed.full_cache_bytes == 256 * 4095 * 64 == 2 * speed.mean_cache_bytes == 67_092_480
     assert (
@@ -165,7 +170,7 @@ def test_the_roofline_of_llama_by_hand(llama):
 
 
 def test_the_ram_of_exporting_llama_by_hand(llama):
-    found = make_plan(llama, device=SM8650, context=4096).export
+    found = plan_of(llama, device=SM8650, context=4096).export
     process = 120_000_000 + 800 * 128256
     samples = 4 * 256 * 8 * 3641  # every ninth of 512 x 64
     down, squares, columns = 4 * 8192 * 2048, 4 * 8192 * (2 * 8192 + 3 * 1024), 7 * 4 * 8192 * 1024
@@ -253,7 +258,7 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
     folder = write_checkpoint(tmp_path / "checkpoint")
     options = small_options(context=64)
     manifest = export_bundle(Checkpoint.open(str(folder)), tmp_path / "bundle", options)
-    made = make_plan(folder, device=SM8650, context=64)
+    made = plan_of(folder, device=SM8650, context=64)
     shards = list((tmp_path / "bundle").glob("weights-*.safetensors"))
     headers = [8 + int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards]
     assert made.demand.weights_bytes == sum(shard.stat().st_size for shard in shards) - sum(headers)
@@ -345,27 +350,27 @@ def test_activations_grow_with_context_and_ar(steps, ar):
 
 def test_the_largest_context_fits_and_the_next_does_not(tmp_path):
     path = write_config(tmp_path, num_key_value_heads=32)
-    found = make_plan(path, device=SM8650, context=4096, kv="s16").fit
+    found = plan_of(path, device=SM8650, context=4096, kv="s16").fit
     assert found.largest_in_one % 32 == 0 and found.largest_in_one < found.largest_context <= 131072
-    assert make_plan(path, device=SM8650, context=found.largest_in_one, kv="s16").fit.in_one
-    assert not make_plan(path, device=SM8650, context=found.largest_in_one + 32, kv="s16").fit.in_one
+    assert plan_of(path, device=SM8650, context=found.largest_in_one, kv="s16").fit.in_one
+    assert not plan_of(path, device=SM8650, context=found.largest_in_one + 32, kv="s16").fit.in_one
     path = write_config(tmp_path, num_key_value_heads=32, head_dim=512, max_position_embeddings=1 << 20)
-    largest = make_plan(path, device=SM8650, context=4096, kv="s16").fit.largest_context
-    assert make_plan(path, device=SM8650, context=largest, kv="s16").fit.fits
-    assert not make_plan(path, device=SM8650, context=largest + 32, kv="s16").fit.fits
+    largest = plan_of(path, device=SM8650, context=4096, kv="s16").fit.largest_context
+    assert plan_of(path, device=SM8650, context=largest, kv="s16").fit.fits
+    assert not plan_of(path, device=SM8650, context=largest + 32, kv="s16").fit.fits
 
 
 def test_the_largest_context_is_at_most_the_models_own(tmp_path):
-    made = make_plan(write_config(tmp_path, max_position_embeddings=8200), device=SM8650, context=512)
+    made = plan_of(write_config(tmp_path, max_position_embeddings=8200), device=SM8650, context=512)
     assert made.fit.largest_context == 8192
     path = write_config(tmp_path, max_position_embeddings=8192)
-    summary = make_plan(path, device=SM8650, context=512).summary
+    summary = plan_of(path, device=SM8650, context=512).summary
     assert "So does a context of 8,192, the longest that the model was made for." in summary
 
 
 @pytest.mark.slow
 def test_a_model_that_export_divides_fits(llama):
-    made = make_plan(llama, device=SM8650, context=131072)
+    made = plan_of(llama, device=SM8650, context=131072)
     assert made.demand.used_bytes > made.demand.limit_bytes
     assert made.fit.fits and not made.fit.in_one and made.fit.contexts == len(made.parts) > 1
     start = f"A context of 131,072 fits on SM8650 (V75), divided over {len(made.parts)} HTP contexts, with slot: "
@@ -377,18 +382,18 @@ def test_a_model_that_export_divides_fits(llama):
 @pytest.mark.slow
 def test_a_smaller_cache_type_is_named_if_it_helps(tmp_path):
     path = write_config(tmp_path, num_key_value_heads=32, head_dim=512)
-    made = make_plan(path, device=SM8650, context=24576, kv="s16")
+    made = plan_of(path, device=SM8650, context=24576, kv="s16")
     assert not made.fit.fits and made.parts is None
     assert "does not fit" in made.summary and "or --kv u8." in made.summary
     assert f"It fits with --context {made.fit.largest_context} (the longest that fits)" in made.summary
-    assert "--kv u8" not in make_plan(path, device=SM8650, context=32768).summary
+    assert "--kv u8" not in plan_of(path, device=SM8650, context=32768).summary
 
 
 def test_a_model_above_one_context_is_parted_by_whole_layers(tmp_path):
     # Llama-2-7B: 202 M weights a layer, 32 layers
     changes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32}
     path = write_config(tmp_path, **changes, head_dim=128, vocab_size=32000)
-    made = make_plan(path, device=SM8650, context=2048)
+    made = plan_of(path, device=SM8650, context=2048)
     assert made.fit.largest_in_one is None and made.fit.fits
     assert f"Export divides it into {len(made.parts)} parts" in made.summary
     layers = [layer for part in made.parts for layer in range(part.first_layer, part.first_layer + part.layers)]
@@ -402,7 +407,7 @@ def test_a_model_above_one_context_is_parted_by_whole_layers(tmp_path):
 )
 def test_export_divides_as_planned(tmp_path, changes, recipe):
     path = write_config(tmp_path, **changes)
-    made = make_plan(path, device=SM8650, context=4096, recipe=recipe)
+    made = plan_of(path, device=SM8650, context=4096, recipe=recipe)
     spec = describe(read_config(path))
     split = choose_split(
         spec,
@@ -422,7 +427,7 @@ def test_layers_with_a_window_hold_and_read_their_window_alone(tmp_path):
     gemma = {"model_type": "gemma2", "sliding_window": 1024, "hidden_activation": "gelu_pytorch_tanh"}
     caps = {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     path = write_config(tmp_path, **gemma, **caps, max_position_embeddings=8192)
-    made = make_plan(path, device=SM8650, context=8192)
+    made = plan_of(path, device=SM8650, context=8192)
     # 8 layers of 1,024 tokens and 8 of 8,192, each 16 tensors of 64-byte rows, and 32 rows of scratch each; keys, half
     # of the tensors, have 32 new columns too
     assert made.demand.cache_bytes == 128 * 64 * (1024 + 8192 + 2 * 32) + 64 * 64 * 2 * 32 + 4 * 64
@@ -435,7 +440,7 @@ def test_layers_with_a_window_hold_and_read_their_window_alone(tmp_path):
 
 @pytest.mark.parametrize("context", [512, 4096, 131072])
 def test_plan_and_size_give_the_same_answer(llama, context):
-    made = make_plan(llama, device=SM8650, context=context)
+    made = plan_of(llama, device=SM8650, context=context)
     report = make_size_report(find_subject(llama, Overrides(context=context)), device=SM8650)
     assert (report.demand, report.fit) == (made.demand, made.fit)
     assert report.strategies[0].label == made.strategy.strategy == DEFAULT_STRATEGY
@@ -444,9 +449,9 @@ def test_plan_and_size_give_the_same_answer(llama, context):
 
 def test_a_tied_table_counts_once(tmp_path):
     # Llama-3.2-1B has 1,235.8 M parameters, 0.1 M of them in norms.
-    tied = make_plan(write_config(tmp_path, tie_word_embeddings=True), device=SM8650, context=512)
+    tied = plan_of(write_config(tmp_path, tie_word_embeddings=True), device=SM8650, context=512)
     assert tied.parameters == 16 * 60_817_408 + 128256 * 2048
-    own_head = make_plan(write_config(tmp_path, tie_word_embeddings=False), device=SM8650, context=512)
+    own_head = plan_of(write_config(tmp_path, tie_word_embeddings=False), device=SM8650, context=512)
     assert own_head.parameters == 16 * 60_817_408 + 2 * 128256 * 2048
 
 
@@ -485,7 +490,7 @@ QWEN3_4B = {
 )
 def test_published_speeds_lie_in_the_expected_range(tmp_path, soc, model, tokens_per_s, first_ms):
     path = write_config(tmp_path, **model)
-    speed = make_plan(path, device=find(soc), context=4096, recipe="w4a16", ar=(1, 128)).speed
+    speed = plan_of(path, device=find(soc), context=4096, recipe="w4a16", ar=(1, 128)).speed
     low, high = speed.tokens_per_s
     assert 0.99 * low <= tokens_per_s <= 1.01 * high < speed.roofline_tokens_per_s
     short, full = speed.first_token
@@ -499,12 +504,12 @@ def test_published_speeds_lie_in_the_expected_range(tmp_path, soc, model, tokens
 def test_smollm2_lies_in_the_expected_range(tmp_path, soc, tokens_per_s):
     shape = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9}
     path = write_config(tmp_path, **shape, num_key_value_heads=3, vocab_size=49152)
-    low, high = make_plan(path, device=find(soc), context=1024).speed.tokens_per_s
+    low, high = plan_of(path, device=find(soc), context=1024).speed.tokens_per_s
     assert low <= tokens_per_s <= high
 
 
 def test_the_time_to_first_token_by_hand(llama):
-    speed = make_plan(llama, device=SM8650, context=4096, ar=(1, 32)).speed
+    speed = plan_of(llama, device=SM8650, context=4096, ar=(1, 32)).speed
     short, full = speed.first_token
     assert (short.prompt_tokens, short.passes, full.prompt_tokens, full.passes) == (128, 4, 4095, 128)
     read_bytes = 1_237_904_390 + 67_092_480
@@ -514,15 +519,15 @@ def test_the_time_to_first_token_by_hand(llama):
 
 
 def test_a_model_smaller_than_any_published_is_no_faster_than_the_fastest():
-    made = make_plan(ROOT / "models" / "stdlib-4m", device=SM8650, context=512)
+    made = plan_of(ROOT / "models" / "stdlib-4m", device=SM8650, context=512)
     assert made.speed.tokens_per_s == (1600, 1600) and made.speed.static_roofline_tokens_per_s > 16_000
     assert any("too small a model for published figures" in each for each in made.assumptions)
 
 
 def test_a_chip_without_published_figures_says_whose_it_takes(llama):
-    made = make_plan(llama, device=find("SM8550"), context=4096)
+    made = plan_of(llama, device=find("SM8550"), context=4096)
     assert any("SC8380XP, QCS9100, SA8255 and SA8775P; none were found for SM8550" in each for each in made.assumptions)
-    own = make_plan(llama, device=SM8650, context=4096)
+    own = plan_of(llama, device=SM8650, context=4096)
     assert any("figures of this chip: Qualcomm AI Hub Models" in each for each in own.assumptions)
 
 
@@ -532,7 +537,7 @@ def test_reports_of_devices_replace_published_figures(llama, tmp_path, monkeypat
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "galaxy.json").write_bytes(written)
     monkeypatch.setattr(measured, "FOLDER", tmp_path / "good")
-    speed = make_plan(llama, device=SM8650, context=4096).speed
+    speed = plan_of(llama, device=SM8650, context=4096).speed
     assert (speed.reached_gb_per_s, speed.evidence) == ((50.0, 50.0), "measured on SM8650 (report galaxy)")
     assert program(["plan", str(llama), "--device", "SM8650", "--context", "4096"]) == 0
     assert "measured on SM8650 (report galaxy)" in " ".join(capsys.readouterr().out.split())
@@ -545,7 +550,7 @@ def test_reports_of_devices_replace_published_figures(llama, tmp_path, monkeypat
 
 
 def test_what_speculation_would_bring_by_hand(llama):
-    made = make_plan(llama, device=SM8650, context=4096, acceptance=0.5)
+    made = plan_of(llama, device=SM8650, context=4096, acceptance=0.5)
     assert [each.rows for each in made.speculation] == [4, 8, 16]
     four = made.speculation[0]
     assert four.tokens_per_pass == pytest.approx(1 + 0.5 + 0.25 + 0.125)
@@ -559,7 +564,7 @@ def test_what_speculation_would_bring_by_hand(llama):
 
 @pytest.mark.parametrize(("acceptance", "tokens"), [(0, 1), (1, 8)])
 def test_certain_drafts(llama, acceptance, tokens):
-    eight = make_plan(llama, device=SM8650, context=4096, acceptance=acceptance).speculation[1]
+    eight = plan_of(llama, device=SM8650, context=4096, acceptance=acceptance).speculation[1]
     assert eight.tokens_per_pass == tokens
 
 
@@ -573,7 +578,7 @@ def test_the_command_tells_what_speculation_would_bring(llama):
 @pytest.mark.parametrize("acceptance", [-0.1, 1.1, float("nan")])
 def test_an_acceptance_that_is_no_probability_is_refused(llama, acceptance):
     with pytest.raises(UsageError, match=r"--acceptance: got .*; expected 0 to 1"):
-        make_plan(llama, device=SM8650, acceptance=acceptance)
+        plan_of(llama, device=SM8650, acceptance=acceptance)
 
 
 # Masks
@@ -581,14 +586,14 @@ def test_an_acceptance_that_is_no_probability_is_refused(llama, acceptance):
 
 def test_a_mask_above_one_mebibyte_warns_and_names_a_smaller_ar(llama):
     assert mask_bytes(RowSpec(16, 8, 64, 4096), 128) == 1_048_576 == MASK_BYTES
-    assert make_plan(llama, device=find("SM8850"), context=4096, ar=(1, 128)).warnings == []
-    (warning,) = make_plan(llama, device=find("SM8850"), context=8192, ar=(1, 128)).warnings
+    assert plan_of(llama, device=find("SM8850"), context=4096, ar=(1, 128)).warnings == []
+    (warning,) = plan_of(llama, device=find("SM8850"), context=8192, ar=(1, 128)).warnings
     assert "mask of 2,097,152 bytes" in warning and "HTP V81 is reported" in warning
     assert warning.endswith("Use --ar with 64 instead of 128.")
-    assert make_plan(llama, device=find("SM8850"), context=8192, ar=(1, 64)).warnings == []
+    assert plan_of(llama, device=find("SM8850"), context=8192, ar=(1, 64)).warnings == []
     (decode,) = mask_warnings(RowSpec(16, 8, 64, 1 << 20), (1,), SM8650)
     assert decode.endswith("No AR is small enough: use a smaller --context.")
-    (elsewhere,) = make_plan(llama, device=SM8650, context=8192, ar=(1, 128)).warnings
+    (elsewhere,) = plan_of(llama, device=SM8650, context=8192, ar=(1, 128)).warnings
     assert "HTP V81 (other versions: unknown)" in elsewhere
 
 
@@ -597,7 +602,7 @@ def test_export_warns_by_the_same_rule(tmp_path, capsys, ar, warned):
     folder = write_checkpoint(tmp_path / "checkpoint", NEWER | {"max_position_embeddings": 8192})
     options = ["--device", "SM8850", "--context", "8192", "--ar", ar, "--calibration-tokens", "192", "--skip-htp-check"]
     assert program(["export", str(folder), "-o", str(tmp_path / "bundle"), *options]) == 0
-    warnings = make_plan(folder, device=find("SM8850"), context=8192, ar=(1, int(ar[2:]))).warnings
+    warnings = plan_of(folder, device=find("SM8850"), context=8192, ar=(1, int(ar[2:]))).warnings
     assert len(warnings) == warned
     assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [
         f"edgekv: warning: {warning}" for warning in warnings
@@ -674,18 +679,18 @@ def test_a_recipe_of_mean_bits_is_planned(tmp_path):
     assert four.head_bytes == eight.head_bytes
     assert recipe_weights(LLAMA_1B, "front-4-head-int4").layer_bytes == four.layer_bytes
     with pytest.raises(UsageError, match=r"--recipe: got 'front-9'; expected .* or front-BITS, from 4 to 8 bits"):
-        make_plan(tmp_path, device=find("SM8650"), recipe="front-9")
+        plan_of(tmp_path, device=find("SM8650"), recipe="front-9")
 
 
 def test_a_layer_above_one_context_cannot_be_parted(tmp_path):
-    made = make_plan(write_config(tmp_path, intermediate_size=1 << 20), device=SM8650, context=512)
+    made = plan_of(write_config(tmp_path, intermediate_size=1 << 20), device=SM8650, context=512)
     assert made.parts is None and not made.fit.fits and "a smaller model" in made.summary
 
 
 def test_a_graph_above_the_protobuf_limit_is_divided(tmp_path):
     small = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 64, "num_key_value_heads": 32}
     path = write_config(tmp_path, num_hidden_layers=8192, **small)
-    made = make_plan(path, device=SM8650, context=64)
+    made = plan_of(path, device=SM8650, context=64)
     assert made.export.graph_bytes > PROTOBUF_BYTES and made.fit.fits
     assert len(made.parts) > 1 and all(part.graph_bytes <= PROTOBUF_BYTES for part in made.parts)
 
@@ -707,26 +712,26 @@ def test_a_graph_above_the_protobuf_limit_is_divided(tmp_path):
 )
 def test_what_export_would_refuse_is_refused(llama, options, message):
     with pytest.raises(UsageError, match=message):
-        make_plan(llama, **{"device": SM8650, **options})
+        plan_of(llama, **{"device": SM8650, **options})
 
 
 def test_a_model_of_unknown_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"matrices are not known.*edgekv size"):
-        make_plan(write_config(tmp_path, model_type="mixtral"), device=SM8650, context=512)
+        plan_of(write_config(tmp_path, model_type="mixtral"), device=SM8650, context=512)
     with pytest.raises(CheckpointError, match="nothing there"):
-        make_plan(tmp_path / "nowhere", device=SM8650)
+        plan_of(tmp_path / "nowhere", device=SM8650)
 
 
 def test_a_bundle_is_planned_as_it_is(bundle, embedded):
-    made = make_plan(bundle, device=SM8650)
-    again = make_plan(embedded, device=SM8650, context=made.context)
+    made = plan_of(bundle, device=SM8650)
+    again = plan_of(embedded, device=SM8650, context=made.context)
     assert (made.recipe, made.context, made.kv_dtype) == ("w8a16", 128, again.kv_dtype)
     assert made.demand.weights_bytes == pytest.approx(again.demand.weights_bytes, rel=0.02)
-    assert make_plan(bundle / "manifest.json", device=SM8650).summary == made.summary
+    assert plan_of(bundle / "manifest.json", device=SM8650).summary == made.summary
     with pytest.raises(UsageError, match=r"--context: got 1024; expected 128, as .* says"):
-        make_plan(bundle, device=SM8650, context=1024)
+        plan_of(bundle, device=SM8650, context=1024)
     with pytest.raises(UsageError, match="--estimate: got it for"):
-        make_plan(bundle, device=SM8650, estimate=True)
+        plan_of(bundle, device=SM8650, estimate=True)
 
 
 def test_a_check_that_is_skipped_is_not_planned(llama):
@@ -741,14 +746,14 @@ def test_a_check_that_is_skipped_is_not_planned(llama):
 def test_a_gguf_file_is_planned_as_its_checkpoint(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
-    made, wanted = (make_plan(path, device=SM8650, context=64) for path in (file, checkpoint))
+    made, wanted = (plan_of(path, device=SM8650, context=64) for path in (file, checkpoint))
     assert made.source == str(file) and made.demand == wanted.demand and made.summary == wanted.summary
 
 
 def test_a_missing_file_is_no_id_of_the_hub(tmp_path):
     for name in (tmp_path / "missing.gguf", "missing/model.gguf"):
         with pytest.raises(CheckpointError, match=r"nothing there.*Check the path"):
-            make_plan(Path(name), device=SM8650)
+            plan_of(Path(name), device=SM8650)
         with pytest.raises(CheckpointError, match=r"no such file or folder; .*Check the path"):
             locate(str(name))
 
@@ -762,7 +767,7 @@ def run(*arguments):
 
 def test_the_verdict_stands_first_and_every_assumption_is_listed(llama):
     result = run(llama.parent, "--device", "8 Gen 3", "--context", 4096)
-    made = make_plan(llama, device=SM8650, context=4096)
+    made = plan_of(llama, device=SM8650, context=4096)
     said = " ".join(result.stdout.split())
     assert said.startswith(made.summary)
     assert "1,498.4 M parameters" in said and "22 to 41" in said and "4 passes of" in said
@@ -773,7 +778,7 @@ def test_the_verdict_stands_first_and_every_assumption_is_listed(llama):
 
 def test_json_is_one_typed_object(llama):
     result = run(llama, "--device", "SM8650", "--context", 4096, "--json")
-    assert msgspec.json.decode(result.stdout, type=Plan) == make_plan(llama, device=SM8650, context=4096)
+    assert msgspec.json.decode(result.stdout, type=Plan) == plan_of(llama, device=SM8650, context=4096)
     assert json.loads(result.stdout)["schema"] == 1
 
 
@@ -792,7 +797,7 @@ def test_a_vision_encoder_is_counted(tmp_path, write, capsys):
     """As export writes it."""
     checkpoint = write(tmp_path / "checkpoint")
     bundle = exported(checkpoint, export_options(context=96, ar=(1, 16)))
-    made = make_plan(checkpoint, device=find("SM8650"), context=96, ar=(1, 16))
+    made = plan_of(checkpoint, device=find("SM8650"), context=96, ar=(1, 16))
     assert made.encoder is not None and made.encoder.tokens == 4
     files = {name: (bundle / name).stat().st_size for name in ("vision.onnx", "weights-vision.safetensors")}
     assert 0.9 < made.encoder.weights_bytes / files["weights-vision.safetensors"] < 1.1

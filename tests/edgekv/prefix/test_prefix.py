@@ -110,7 +110,8 @@ def test_a_public_sequence_is_found_under_any_salt() -> None:
     """Only the tokens of the public sequence: what others stored without a salt stays theirs."""
     store = store_of(32)
     public, private = SEQUENCE[:6], (*SEQUENCE[:4], 50, 51, 52, 53)
-    store.insert(public, source(public), public=True)
+    store.insert(public, source(public))
+    store.publish(public)
     store.insert(private, source(private))
     for salt, tokens, expected in [(None, SEQUENCE, 6), ("t", SEQUENCE, 6), ("t", private, 4), (None, private, 8)]:
         match = store.match(tokens, salt)

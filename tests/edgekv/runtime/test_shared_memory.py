@@ -16,7 +16,7 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.engine import CacheSetup
 from edgekv.errors import UsageError
-from edgekv.kv import Growth, KVCache
+from edgekv.kv import Allocation, Growth, KVCache
 from edgekv.kv.memory import HeapMemory
 from edgekv.qnn.options import HtpOptions
 from edgekv.qnn.vendor_libraries import Platform, rpc_memory
@@ -82,7 +82,7 @@ class Counting:
 def test_a_cache_is_where_its_allocator_says(strategy: str, key_layout: str) -> None:
     geometry = RowSpec(layers=2, kv_heads=2, head_dim=64, window=32, kv_dtype="u8", key_layout=key_layout)
     allocate = Counting()
-    cache = KVCache(geometry, ar=[1, 4], strategy=strategy, allocate=allocate)
+    cache = KVCache(geometry, ar=[1, 4], strategy=strategy, allocation=Allocation(allocate=allocate))
     ranges = [(memory.address, memory.address + memory.held_bytes) for memory in allocate.made]
     assert len(ranges) == len(cache.arenas)
     for arena, (first, end) in zip(cache.arenas, ranges, strict=True):
@@ -92,7 +92,7 @@ def test_a_cache_is_where_its_allocator_says(strategy: str, key_layout: str) -> 
 def test_memory_that_grows_is_from_the_allocator_too() -> None:
     geometry = RowSpec(layers=2, kv_heads=1, head_dim=64, window=64, kv_dtype="u8")
     allocate = Counting()
-    cache = KVCache(geometry, ar=[1], strategy="slot", growth=Growth((32, 64), "together"), allocate=allocate)
+    cache = KVCache(geometry, ar=[1], strategy="slot", allocation=Allocation(Growth((32, 64), "together"), allocate))
     before = len(allocate.made)
     for _ in range(40):
         cache.window(1, 64)
@@ -135,10 +135,10 @@ def test_strategies_whose_addresses_move_are_refused(small_export: Path, monkeyp
     engine = HtpEngine(CHIP).with_options(HtpOptions(shared_memory=True))
     with pytest.raises(UsageError, match=r"htp shared-memory: got yes with the update strategy mirror; expected slot"):
         CacheSetup.read(bundle, engine, CacheOptions(kv_update="mirror"))
-    assert CacheSetup.read(bundle, engine, CacheOptions()).allocate is engine.shared
+    assert CacheSetup.read(bundle, engine, CacheOptions()).allocation.allocate is engine.shared
     auto = HtpEngine(CHIP).with_options(HtpOptions(shared_memory="auto"))
-    assert CacheSetup.read(bundle, auto, CacheOptions(kv_update="mirror")).allocate is HeapMemory
-    assert CacheSetup.read(bundle, HtpEngine(CHIP), CacheOptions()).allocate is HeapMemory
+    assert CacheSetup.read(bundle, auto, CacheOptions(kv_update="mirror")).allocation.allocate is HeapMemory
+    assert CacheSetup.read(bundle, HtpEngine(CHIP), CacheOptions()).allocation.allocate is HeapMemory
 
 
 def test_on_windows_the_library_lies_beside_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES
 from edgekv.kv import STRATEGIES
-from edgekv.plan import Overrides, find_subject, make_plan
+from edgekv.plan import Overrides, PlanOptions, find_subject, make_plan
 from edgekv.plan.cache import CHOICES
 from edgekv.plan.fit import divide_model
 from edgekv.prefix import StoreConfig
@@ -256,7 +256,7 @@ def test_a_plan_divides_before_the_layers_that_own_no_cache(checkpoint: Path, bu
         parts = divide_model(subject, CHOICES[0])
         assert parts is not None and [part.first_layer + part.layers for part in parts] == stops
         assert FIRST_SHARING in stops and len(stops) == (2 if made == bundle else 4)
-    assert make_plan(checkpoint, device=find("SM8650"), context=CONTEXT, ar=(1, 16)).fit.contexts == 2
+    assert make_plan(checkpoint, find("SM8650"), PlanOptions(context=CONTEXT, ar=(1, 16))).fit.contexts == 2
 
 
 def test_a_forged_manifest_is_refused_by_field(bundle: Path, tmp_path: Path) -> None:

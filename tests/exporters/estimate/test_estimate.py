@@ -21,6 +21,7 @@ from devices import CATALOGUE, NoProxyError, find, measured, proxies_for
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.plan import PlanOptions
 from edgekv.spec import KeyLayout
 from exporters.estimate import estimate_bundle, estimate_config, simulate_bundle
 from exporters.estimate.estimate import _form, _part, check_estimate
@@ -269,10 +270,7 @@ def test_a_plan_simulates_from_the_config_alone(bundle: Path, embedded: Path, tm
     made = estimate_config(
         embedded,
         find("SM8650"),
-        context=128,
-        recipe="w8a16",
-        kv="u8",
-        ar=(1, 32),
+        PlanOptions(context=128),
         key_layout=open_bundle(bundle).manifest.key_layout,
         run=RunOptions(cache_dir=tmp_path),
     )
@@ -285,7 +283,7 @@ def test_a_plan_simulates_from_the_config_alone(bundle: Path, embedded: Path, tm
 @pytest.mark.parametrize("recipe", ["front-5", "as-stored"])
 def test_a_recipe_that_follows_the_weights_is_refused(embedded: Path, recipe: str) -> None:
     with pytest.raises(UsageError, match="chooses types by the weights"):
-        estimate_config(embedded, find("SM8650"), context=128, recipe=recipe, kv="u8", ar=(1,))
+        estimate_config(embedded, find("SM8650"), PlanOptions(context=128, recipe=recipe, ar=(1,)))
 
 
 @pytest.mark.htp
@@ -316,10 +314,7 @@ def test_a_disk_that_is_full_is_named(embedded: Path, tmp_path: Path) -> None:
         estimate_config(
             embedded,
             find("SM8650"),
-            context=128,
-            recipe="w8a16",
-            kv="u8",
-            ar=(1,),
+            PlanOptions(context=128, ar=(1,)),
             run=RunOptions(cache_dir=tmp_path),
         )
     assert not [*tmp_path.glob("pieces/*")]
