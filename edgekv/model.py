@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
-from edgekv.draft import CorpusIndex, Speculation, SpeculationMode, open_corpus
+from edgekv.draft import CorpusIndex, Speculation, open_corpus
 from edgekv.embed import Embedder, RankedDocument, Ranker, ReadText, packed
 from edgekv.engine import (
     DEFAULT_CACHE,
@@ -33,25 +33,23 @@ from edgekv.engine import (
     Session,
     SessionPool,
 )
+from edgekv.engine.call_options import BeamCall, CallOptions, GenerateCall, TextsCall
 from edgekv.engine.pictures import Pictures, PictureSource
 from edgekv.engine.pool import check_id
 from edgekv.errors import EdgeKVWarning, UsageError, refuse
 from edgekv.kv import KVCache
 from edgekv.pictures import Picture
-from edgekv.prefix import PrefixCache, PrefixStore, RetentionPolicy
+from edgekv.prefix import PrefixCache, PrefixStore
 from edgekv.runtime import Engine as Backend
-from edgekv.spec.chat import ChatTemplates, Message
+from edgekv.spec.chat import ChatTemplates
 from edgekv.text import PromptInput, Tools
 from edgekv.text.params import (
     CHAT_PARAMS,
-    BeamKeywords,
     BeamParams,
-    SamplingKeywords,
     SamplingParams,
     choose_params,
     default_params,
 )
-from edgekv.text.sampler import LogitsProcessor
 
 if TYPE_CHECKING:
     from typing import Self
@@ -61,7 +59,7 @@ if TYPE_CHECKING:
 
 def _are_texts(prompt: object) -> TypeGuard[abc.Sequence[str]]:
     """Whether a prompt is several."""
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(each, str) for each in prompt)
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(text, str) for text in prompt)
 
 
 _OWN_SEQUENCES = count((1 << 64) - 1, -1)
@@ -240,42 +238,18 @@ class Model:
 
     @overload
     def generate(
-        self,
-        prompt: PromptInput,
-        params: int | None = None,
-        *,
-        num_beams: int,
-        sequence: int | None = None,
-        lora: str | None = None,
-        pictures: abc.Sequence[Picture | PictureSource] = (),
-        **keywords: Unpack[BeamKeywords],
+        self, prompt: PromptInput, params: int | None = None, *, num_beams: int, **keywords: Unpack[BeamCall]
     ) -> BeamResult: ...
 
     @overload
-    def generate(
-        self,
-        prompt: PromptInput,
-        params: BeamParams,
-        *,
-        sequence: int | None = None,
-        lora: str | None = None,
-        pictures: abc.Sequence[Picture | PictureSource] = (),
-        **keywords: Unpack[BeamKeywords],
-    ) -> BeamResult: ...
+    def generate(self, prompt: PromptInput, params: BeamParams, **keywords: Unpack[BeamCall]) -> BeamResult: ...
 
     @overload
     def generate(
         self,
         prompt: list[str] | tuple[str, ...],
         params: SamplingParams | int | None = None,
-        *,
-        cache_salt: str | None = None,
-        retention: RetentionPolicy | None = None,
-        processors: abc.Sequence[LogitsProcessor] = (),
-        return_logits: bool = False,
-        speculate: Speculation | SpeculationMode | None = None,
-        lora: str | None = None,
-        **keywords: Unpack[SamplingKeywords],
+        **keywords: Unpack[TextsCall],
     ) -> list[Generation]: ...
 
     @overload
@@ -283,37 +257,13 @@ class Model:
         self,
         prompt: PromptInput | None = None,
         params: SamplingParams | int | None = None,
-        *,
-        messages: abc.Sequence[Message] | None = None,
-        tools: Tools | abc.Sequence[Mapping[str, Any]] | None = None,
-        sequence: int | None = None,
-        cache_salt: str | None = None,
-        retention: RetentionPolicy | None = None,
-        processors: abc.Sequence[LogitsProcessor] = (),
-        thoughts: bool | None = None,
-        return_logits: bool = False,
-        speculate: Speculation | SpeculationMode | None = None,
-        lora: str | None = None,
-        pictures: abc.Sequence[Picture | PictureSource] = (),
-        **keywords: Unpack[SamplingKeywords],
+        **keywords: Unpack[GenerateCall],
     ) -> Generation: ...
 
     def generate(
         self,
         prompt: PromptInput | list[str] | tuple[str, ...] | None = None,
         params: SamplingParams | BeamParams | int | None = None,
-        *,
-        messages: abc.Sequence[Message] | None = None,
-        tools: Tools | abc.Sequence[Mapping[str, Any]] | None = None,
-        sequence: int | None = None,
-        cache_salt: str | None = None,
-        retention: RetentionPolicy | None = None,
-        processors: abc.Sequence[LogitsProcessor] = (),
-        thoughts: bool | None = None,
-        return_logits: bool = False,
-        speculate: Speculation | SpeculationMode | None = None,
-        lora: str | None = None,
-        pictures: abc.Sequence[Picture | PictureSource] = (),
         **keywords: Any,
     ) -> Generation | list[Generation] | BeamResult:
         """Continue a prompt, from an empty cache or, with `sequence`, from that sequence's cache.
@@ -323,11 +273,15 @@ class Model:
 
         Args:
             prompt: text, or token ids; or a list of texts, which run to their ends one after another.
+            params: a `SamplingParams` or `BeamParams`, used as it is; or a number, which is `max_new_tokens`.
+            keywords: fields of `SamplingParams` that replace `params` or `defaults`; or, with `num_beams`, fields of
+                `BeamParams`; and the following.
+
+        Keyword Args:
             messages: a conversation instead, rendered by the bundle's chat template.
             tools: functions that the model may call, as OpenAI's API declares them, or `Tools.read(...)` with a choice.
                 They are rendered into messages, and bind the answer once it opens a call; `Token.tool_calls` has the
                 calls.
-            params: a `SamplingParams` or `BeamParams`, used as it is; or a number, which is `max_new_tokens`.
             sequence: a 64-bit id; its cache is created by the first call and kept according to the cache mode.
             cache_salt: prefixes are shared only between calls with equal salts; a salt is never written anywhere.
             retention: how long the prefix cache keeps the blocks of this call.
@@ -339,8 +293,6 @@ class Model:
             lora: adapters of the bundle, `NAME` or `NAME=SCALE`, several with commas between; None for the base model.
             pictures: files, their content, or what `open_picture` gives. They stand where the prompt or the messages
                 have the model's token for a picture, in this order, or in front if they have none.
-            keywords: fields of `SamplingParams` that replace `params` or `defaults`; or, with `num_beams`, fields of
-                `BeamParams`.
 
         Returns:
             An iterator of `Token` with `.text` and `.stats`; a list of them for a list of texts; of beam search, the
@@ -355,30 +307,23 @@ class Model:
             EngineError: the engine refused a graph, or a grammar needs llguidance, which is not installed.
         """
         self.engine.check_open()
+        options, of_params = CallOptions.split(keywords)
         if _are_texts(prompt):
-            shared: dict[str, Any] = {
-                "cache_salt": cache_salt,
-                "retention": retention,
-                "processors": processors,
-                "return_logits": return_logits,
-                "speculate": speculate,
-                "lora": lora,
-                **keywords,
-            }
-            for name, value in (("messages", messages), ("tools", tools), ("sequence", sequence)):
-                if value is not None:
+            for name in ("messages", "tools", "sequence"):
+                if getattr(options, name) is not None:
                     refuse(name, "it with a list of texts", "a single prompt", "Call generate for each.")
-            if isinstance(params, BeamParams) or "num_beams" in keywords or pictures:
+            if isinstance(params, BeamParams) or "num_beams" in of_params or options.pictures:
                 refuse("prompt", "a list of texts with beams or pictures", "a single text", "Call generate for each.")
-            return [self._generated(each, params, shared) for each in prompt]
-        chosen, bundle_defaults = choose_params(params, keywords, self.defaults)
+            return [self._generated(text, params, keywords) for text in prompt]
+        chosen, bundle_defaults = choose_params(params, of_params, self.defaults)
+        messages, tools, thoughts = options.messages, options.tools, options.thoughts
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
         field = "prompt" if messages is None else "messages"
         opened = tuple(
             picture
             if isinstance(picture, Picture)
-            else self._pictures.open(picture, f"pictures[{number}]", salt=cache_salt)
-            for number, picture in enumerate(pictures)
+            else self._pictures.open(picture, f"pictures[{number}]", salt=options.cache_salt)
+            for number, picture in enumerate(options.pictures)
         )
         text = self._texts.text_or_messages(
             cast("PromptInput | None", prompt),
@@ -390,15 +335,15 @@ class Model:
         request = Request(
             self._pictures.put(self._texts.read(text), opened, field),
             chosen,
-            cache=DEFAULT_CACHE if sequence is None else check_id(sequence),
-            salt=cache_salt,
-            retention=retention,
-            processors=tuple(processors),
+            cache=DEFAULT_CACHE if options.sequence is None else check_id(options.sequence),
+            salt=options.cache_salt,
+            retention=options.retention,
+            processors=tuple(options.processors),
             tools=declared,
-            speculation=Speculation.read(speculate),
-            lora=lora,
+            speculation=Speculation.read(options.speculate),
+            lora=options.lora,
             reads_thoughts=messages is not None if thoughts is None else thoughts,
-            returns_logits=return_logits,
+            returns_logits=options.return_logits,
             pictures=opened,
             bundle_defaults=bundle_defaults,
         )

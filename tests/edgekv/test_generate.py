@@ -19,6 +19,7 @@ import edgekv
 from edgekv import SamplingParams
 from edgekv.bundle import Bundle, TokenRecord
 from edgekv.engine import Request
+from edgekv.engine.call_options import CallOptions, GenerateCall
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.kv import KVCache
 from edgekv.prefix import StoreConfig
@@ -135,9 +136,11 @@ def test_a_mistyped_keyword_is_told_the_right_one(model: edgekv.Model, keyword: 
         model.generate(PROMPT, **{keyword: 1})  # type: ignore[call-overload]
 
 
-def test_editors_know_every_field_of_sampling() -> None:
+def test_editors_know_every_keyword() -> None:
     assert SamplingKeywords.__annotations__.keys() == {each.name for each in fields(SamplingParams)}
     assert BeamKeywords.__annotations__.keys() == {each.name for each in fields(BeamParams)} - {"num_beams"}
+    of_calls = GenerateCall.__annotations__.keys() - SamplingKeywords.__annotations__.keys()
+    assert of_calls == {field.name for field in fields(CallOptions)}
 
 
 @pytest.mark.slow
