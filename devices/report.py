@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,6 +31,8 @@ _PERSONAL = re.compile(
     r"(?:^|[\s'\"(=:])(?:/(?:home|Users|root|tmp|data|mnt|media|work|var|opt)/|[A-Za-z]:\\|\\\\)", re.I
 )
 _PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/]+[^\s'\"():;,\\/]+)*[\\/]+([^\s'\"():;,\\/]*)")
+_QUOTED = re.compile(r"""(['"])(?:[A-Za-z]:)?[\\/][^'"]*[\\/]([^'"\\/]*)\1""")
+"""A path in quotes, which may have spaces."""
 _TIME_SHARE = 0.02
 _OVER_PEAK = 1.05
 
@@ -138,7 +140,7 @@ class DecodeResult(_Record, frozen=True):
         first_wrong: number of the first token that differs; None if none does.
         max_steps: the largest difference of a logit, in steps.
         row: the first row of the cache that differs, such as `past_key_0_h1_in, row 17`; empty if none does.
-        load_ms: time to load the graphs.
+        load_ms: time to load the graphs; 0 if it was not measured.
         note: what is known besides.
     """
 
@@ -185,7 +187,7 @@ class Sample(_Record, frozen=True):
     """The state of the device during a long decode.
 
     Attributes:
-        at_s: since it began.
+        at_s: seconds of decoding, without those of interruptions.
         tokens_per_s: since the sample before.
         celsius: the hottest sensor; None if the system tells none.
         mhz: the fastest clock; None likewise.
@@ -195,6 +197,18 @@ class Sample(_Record, frozen=True):
     tokens_per_s: Amount
     celsius: float | None = None
     mhz: Amount | None = None
+
+
+class Unmeasured(_Record, frozen=True):
+    """What the run could not measure.
+
+    Attributes:
+        what: such as `registering addresses`.
+        reason: why not.
+    """
+
+    what: Text
+    reason: Text
 
 
 class Prediction(_Record, frozen=True):
@@ -248,6 +262,7 @@ class Report(_Record, frozen=True):
         decode: golden tokens.
         speeds: of the graphs of models.
         samples: of temperature, clock and speed during a long decode.
+        unmeasured: what the run could not measure.
         predictions: for the same graphs.
         failures: parts that crashed twice or were refused.
         seal: SHA-256 of all other fields; see `sealed`.
@@ -266,6 +281,7 @@ class Report(_Record, frozen=True):
     decode: list[DecodeResult]
     speeds: list[SpeedResult]
     samples: list[Sample]
+    unmeasured: list[Unmeasured]
     predictions: list[Prediction]
     failures: list[Failure]
     seal: str = ""
@@ -296,17 +312,23 @@ def _seal(report: Report) -> str:
     return sha256(msgspec.json.encode(msgspec.structs.replace(report, seal=""))).hexdigest()
 
 
-def impersonal(text: str, *names: str) -> str:
+def impersonal(text: str, names: Iterable[str] = (), places: Iterable[PurePath] = ()) -> str:
     """A text of a library for a report: one line, paths without their folders, and without some names.
 
     Args:
         text: the text.
         names: such as those of user and machine.
+        places: folders, in whose names there may be spaces.
     """
-    found = _PATH.sub(r"\1", " ".join(text.split()))
-    for name in filter(None, names):
-        found = re.sub(rf"\b{re.escape(name)}\b", "...", found)
-    return found[:400]
+    found = " ".join(text.split())
+    for parts in sorted((place.parts for place in places), key=len, reverse=True):
+        if len(parts) > 1:
+            folder = r"[\\/]+".join(re.escape(part.rstrip("\\/")) for part in parts)
+            found = re.sub(rf"{folder}(?![^\s\\/'\":;,)])", "", found, flags=re.IGNORECASE)
+    for name in sorted(filter(None, names), key=len, reverse=True):
+        found = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", found, flags=re.IGNORECASE)
+    found = _QUOTED.sub(r"\1\2\1", found)
+    return _PATH.sub(r"\1", found)[:400]
 
 
 def read_report(path: Path) -> Report:

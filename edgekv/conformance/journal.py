@@ -25,18 +25,19 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     graphs: list[GraphResult] = []
     decode: list[DecodeResult] = []
     speeds: list[SpeedResult] = []
-    samples: list[Sample] = []
     refusal: str = ""
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of the file: whose it is, that a part begins, that its process ended, or what it has found."""
+    """A line of the file: whose it is, that a part begins, how it ended, or what it has found."""
 
     run: str = ""
     begins: str = ""
+    stopped: str = ""
     crashed: str = ""
     ending: str = ""
     part: str = ""
+    sample: Sample | None = None
     outcome: Outcome | None = None
 
 
@@ -45,6 +46,7 @@ class Journal:
 
     Attributes:
         outcomes: of finished parts.
+        samples: of a long decode, by its part; those that were taken before an interruption too.
         endings: how the process of a part ended last.
     """
 
@@ -61,6 +63,7 @@ class Journal:
         self._file = report.with_name(f"{report.name}.part")
         self._begun: Counter[str] = Counter()
         self.outcomes: dict[str, Outcome] = {}
+        self.samples: dict[str, list[Sample]] = {}
         self.endings: dict[str, str] = {}
         lines = self._read()
         if lines and lines[0].run == run:
@@ -79,6 +82,14 @@ class Journal:
         """A part begins. If nothing follows, the device went down."""
         self._add(_Line(begins=part))
 
+    def stop(self, part: str) -> None:
+        """The user has stopped a part, which is no attempt."""
+        self._add(_Line(stopped=part))
+
+    def add_sample(self, part: str, sample: Sample) -> None:
+        """A part that is not finished has a sample."""
+        self._add(_Line(part=part, sample=sample))
+
     def crash(self, part: str, ending: str) -> None:
         """The process of a part has ended, but not this one."""
         self._add(_Line(crashed=part, ending=ending))
@@ -95,8 +106,12 @@ class Journal:
         if line.begins:
             self._begun[line.begins] += 1
             self.endings[line.begins] = "the device or this program stopped while it ran"
+        elif line.stopped:
+            self._begun[line.stopped] -= 1
         elif line.crashed:
             self.endings[line.crashed] = line.ending
+        elif line.sample is not None:
+            self.samples.setdefault(line.part, []).append(line.sample)
         elif line.outcome is not None:
             self.outcomes[line.part] = line.outcome
 

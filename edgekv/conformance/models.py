@@ -164,9 +164,9 @@ class _Stepper:
     cache: KVCache
 
     def step(self) -> None:
-        """A step of AR tokens; the cache starts anew when it is full."""
-        ar = self.graph.ar
-        if not self.cache.room(ar):
+        """A step of AR tokens; the cache starts anew when the context of the graph is full."""
+        ar, context = self.graph.ar, self.graph.record.context
+        if not self.cache.room(ar) or self.cache.length + ar > context:
             self.cache.reset()
         windows = self.graph.window(ar)
         self.graph.run([1] * ar, windows, self.cache.position)

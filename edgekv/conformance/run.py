@@ -5,6 +5,8 @@ from __future__ import annotations
 import getpass
 import platform
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from devices.report import (
     Report,
     Sample,
     SpeedResult,
+    Unmeasured,
     Verdict,
     Versions,
     impersonal,
@@ -85,6 +88,14 @@ class Runner(Protocol):
     def measured(self) -> Sequence[str]:
         """Those whose speed is measured; or what runs graphs without a cache of edgekv's."""
 
+    @property
+    def unmeasured(self) -> Sequence[Unmeasured]:
+        """What it cannot measure."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the device, such as a serial number: no report has them."""
+
     def prepare(self, kit: Kit) -> None:
         """Refuse a kit that cannot run here, and put it where it runs.
 
@@ -111,8 +122,8 @@ class Runner(Protocol):
     def speeds(self, kit: Kit, model: KitModel, strategy: str) -> list[SpeedResult]:
         """Measure the graphs of a model; raises as `graph`."""
 
-    def watch(self, kit: Kit, model: KitModel, seconds: float) -> list[Sample]:
-        """Temperature and clock while it decodes; raises as `graph`."""
+    def watch(self, kit: Kit, model: KitModel, seconds: float, take: Callable[[Sample], None]) -> None:
+        """Temperature and clock while it decodes, told as they are read; raises as `graph`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +177,14 @@ class LocalRunner:
     def measured(self) -> Sequence[str]:
         return REGISTERED
 
+    @property
+    def unmeasured(self) -> Sequence[Unmeasured]:
+        return ()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return ()
+
     def versions(self) -> Versions:
         place = package_place(self.on)
         return Versions(
@@ -197,10 +216,12 @@ class LocalRunner:
 
     def speeds(self, kit: Kit, model: KitModel, strategy: str) -> list[SpeedResult]:
         job = ModelJob(folder=str(kit.path), model=model, strategy=strategy, steps=self.steps)
-        return _stream(speeds, job, _MODEL_S)
+        found = list[SpeedResult]()
+        _stream(speeds, job, found.append, _MODEL_S)
+        return found
 
-    def watch(self, kit: Kit, model: KitModel, seconds: float) -> list[Sample]:
-        return _stream(watch, ModelJob(folder=str(kit.path), model=model, seconds=seconds), seconds + _MODEL_S)
+    def watch(self, kit: Kit, model: KitModel, seconds: float, take: Callable[[Sample], None]) -> None:
+        _stream(watch, ModelJob(folder=str(kit.path), model=model, seconds=seconds), take, seconds + _MODEL_S)
 
 
 def check_chip(kit: Kit, soc: str | None) -> None:
@@ -249,10 +270,13 @@ def _call(function: Callable[[Job], Reply], job: Job, seconds: float) -> Reply:
         raise EngineError("a part of the kit", got=str(error), expected="results", fix="Report this.") from None
 
 
-def _stream(function: Callable[[Job, Callable[[Item], None]], None], job: Job, seconds: float) -> list[Item]:
+def _stream(
+    function: Callable[[Job, Callable[[Item], None]], None], job: Job, take: Callable[[Item], None], seconds: float
+) -> None:
     try:
         with Child(Limits(timeout_s=seconds), is_waited_for=True) as child:
-            return [*child.stream(function, job)]
+            for item in child.stream(function, job):
+                take(item)
     except ChildEndedError as error:
         raise PartCrashedError(error.ending) from None
     except CallFailedError as error:
@@ -287,42 +311,58 @@ def run_kit(
     journal, failures = Journal(output, f"{kit.manifest.seal} {options}"), list[Failure]()
     for done, (name, run) in enumerate(parts):
         progress(name, done, len(parts))
-        if (failure := _run_part(journal, name, run)) is not None:
+        if (failure := _run_part(journal, name, partial(run, journal), _Said(kit, runner, output))) is not None:
             failures.append(failure)
     progress("report", len(parts), len(parts))
     outcomes = [journal.outcomes[name] for name, _ in parts if name in journal.outcomes]
-    report = _made(kit, runner, choice, outcomes, failures)
+    samples = [sample for name, _ in parts for sample in journal.samples.get(name, [])]
+    report = _made(kit, runner, choice, outcomes, samples, failures)
     _write(output, report)
     journal.remove()
     return report
 
 
-def _run_part(journal: Journal, name: str, run: Callable[[], Outcome]) -> Failure | None:
+def _run_part(journal: Journal, name: str, run: Callable[[], Outcome], said: _Said) -> Failure | None:
     """Run a part until it has a result or has crashed too often; why it has none."""
     while name not in journal.outcomes and journal.attempts(name) < ATTEMPTS:
         journal.begin(name)
         try:
             journal.finish(name, run())
         except PartCrashedError as error:
-            journal.crash(name, _said(str(error)))
+            journal.crash(name, said(str(error)))
         except LostDeviceError:
             raise
+        except KeyboardInterrupt:
+            journal.stop(name)
+            raise
         except EngineError as error:
-            journal.finish(name, Outcome(refusal=_said(f"{error.field}: {error.got}")))
+            journal.finish(name, Outcome(refusal=said(f"{error.field}: {error.got}")))
     outcome = journal.outcomes.get(name)
     if outcome is None:
         return Failure(part=name, attempts=journal.attempts(name), ending=journal.endings[name])
     return Failure(part=name, attempts=1, ending=outcome.refusal) if outcome.refusal else None
 
 
-def _said(text: str) -> str:
-    names = [platform.node()]
-    with suppress(Exception):  # no name is known: a container
-        names.append(getpass.getuser())
-    return impersonal(text, *names)
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a library says, for a report."""
+
+    kit: Kit
+    runner: Runner
+    output: Path
+
+    def __call__(self, text: str) -> str:
+        names = [platform.node(), *self.runner.names]
+        with suppress(Exception):  # no name is known: a container
+            names.append(getpass.getuser())
+        places = [self.kit.path, self.output.absolute().parent, Path(tempfile.gettempdir()), Path(sys.prefix)]
+        with suppress(RuntimeError):  # no home
+            places.append(Path.home())
+            names.append(Path.home().name)
+        return impersonal(text, names, places)
 
 
-def _parts(kit: Kit, runner: Runner, choice: RunChoice) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+def _parts(kit: Kit, runner: Runner, choice: RunChoice) -> Iterator[tuple[str, Callable[[Journal], Outcome]]]:
     """All parts in order: graphs, golden tokens, speeds, and a long decode."""
     for part in kit.manifest.parts:
         yield part.name, partial(_graph, kit, runner, part, choice.allowed_steps)
@@ -336,7 +376,7 @@ def _parts(kit: Kit, runner: Runner, choice: RunChoice) -> Iterator[tuple[str, C
             yield f"watch/{model.name}", partial(_watch, kit, runner, model, choice.minutes * 60)
 
 
-def _graph(kit: Kit, runner: Runner, part: KitPart, allowed_steps: int) -> Outcome:
+def _graph(kit: Kit, runner: Runner, part: KitPart, allowed_steps: int, _: Journal) -> Outcome:
     job = GraphJob(folder=str(kit.path), soc=kit.manifest.soc, graph=part.graph, allowed_steps=allowed_steps)
     found = msgspec.structs.replace(runner.graph(job), name=part.name)
     if found.verdict != "wrong" or not part.layers:
@@ -349,20 +389,44 @@ def _graph(kit: Kit, runner: Runner, part: KitPart, allowed_steps: int) -> Outco
     return Outcome(graphs=[msgspec.structs.replace(found, note=note if note == IGNORES else WHOLE_ALONE)])
 
 
-def _decode(kit: Kit, runner: Runner, model: KitModel, strategy: str, choice: RunChoice) -> Outcome:
+def _decode(kit: Kit, runner: Runner, model: KitModel, strategy: str, choice: RunChoice, _: Journal) -> Outcome:
     return Outcome(decode=[runner.decode(kit, model, strategy, choice.allowed_steps)])
 
 
-def _speeds(kit: Kit, runner: Runner, model: KitModel, strategy: str) -> Outcome:
+def _speeds(kit: Kit, runner: Runner, model: KitModel, strategy: str, _: Journal) -> Outcome:
     return Outcome(speeds=runner.speeds(kit, model, strategy))
 
 
-def _watch(kit: Kit, runner: Runner, model: KitModel, seconds: float) -> Outcome:
-    return Outcome(samples=runner.watch(kit, model, seconds))
+def _watch(kit: Kit, runner: Runner, model: KitModel, seconds: float, journal: Journal) -> Outcome:
+    """Decode for what is left of the time: samples from before an interruption are kept."""
+    part = f"watch/{model.name}"
+    held = journal.samples.get(part, [])
+    began_s = held[-1].at_s if held else 0.0
+
+    def take(sample: Sample) -> None:
+        journal.add_sample(part, msgspec.structs.replace(sample, at_s=began_s + sample.at_s))
+
+    if began_s < seconds:
+        runner.watch(kit, model, seconds - began_s, take)
+    return Outcome()
+
+
+def _unmeasured(runner: Runner, samples: Sequence[Sample]) -> Iterator[Unmeasured]:
+    yield from runner.unmeasured
+    reason = "the system tells none" if samples else "there was no long decode"
+    if all(sample.celsius is None for sample in samples):
+        yield Unmeasured(what="temperature", reason=reason)
+    if all(sample.mhz is None for sample in samples):
+        yield Unmeasured(what="clock", reason=reason)
 
 
 def _made(
-    kit: Kit, runner: Runner, choice: RunChoice, outcomes: Sequence[Outcome], failures: Sequence[Failure]
+    kit: Kit,
+    runner: Runner,
+    choice: RunChoice,
+    outcomes: Sequence[Outcome],
+    samples: Sequence[Sample],
+    failures: Sequence[Failure],
 ) -> Report:
     graphs = [result for outcome in outcomes for result in outcome.graphs]
     names = {*kit.part_names}
@@ -385,7 +449,8 @@ def _made(
             graphs=sorted(graphs, key=lambda result: order[result.name]),
             decode=[result for outcome in outcomes for result in outcome.decode],
             speeds=[result for outcome in outcomes for result in outcome.speeds],
-            samples=[sample for outcome in outcomes for sample in outcome.samples],
+            samples=list(samples),
+            unmeasured=[*_unmeasured(runner, samples)],
             predictions=kit.manifest.predictions,
             failures=list(failures),
         )

@@ -54,6 +54,8 @@ def lines_of(report: Report) -> Iterator[str]:
             f"runtime, the first {speed.first_us:,.0f}){f'; expected {expected}' if expected else ''}"
         )
     yield from _registration(report)
+    for gap in report.unmeasured:
+        yield f"not measured: {gap.what}, because {gap.reason}"
     if report.samples:
         heat = [sample.celsius for sample in report.samples if sample.celsius is not None]
         clocks = [sample.mhz for sample in report.samples if sample.mhz is not None]

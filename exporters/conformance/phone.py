@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -18,7 +18,7 @@ import onnx
 from msgspec.structs import replace
 from onnx import helper
 
-from devices.report import DecodeResult, GraphResult, Place, Sample, SpeedResult, Versions
+from devices.report import DecodeResult, GraphResult, Place, Sample, SpeedResult, Unmeasured, Versions
 from edgekv.bundle import Bundle, CompiledBinaries, GraphRecord, open_bundle, open_compiled
 from edgekv.conformance.graphs import GraphJob, compare, read_cases
 from edgekv.conformance.kit import PACKED, Arrays, Kit, KitModel, unpack
@@ -60,6 +60,7 @@ class PhoneRunner:
     progress: Progress = silent
     _net_run: NetRun = field(init=False)
     _there: str = field(init=False)
+    _name: str = field(init=False, default="")
     _versions: Versions = field(init=False)
 
     @property
@@ -78,6 +79,16 @@ class PhoneRunner:
     def measured(self) -> Sequence[str]:
         return (NET_RUN,)
 
+    @property
+    def unmeasured(self) -> Sequence[Unmeasured]:
+        own = f"{NET_RUN} binds memory of its own, and the same for all runs of a start"
+        alone = f"each start of {NET_RUN} loads a graph: the first step of a speed has both"
+        return Unmeasured(what="registering addresses", reason=own), Unmeasured(what="load time alone", reason=alone)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.adb.serial, self._name
+
     def versions(self) -> Versions:
         return self._versions
 
@@ -85,6 +96,7 @@ class PhoneRunner:
         check_folder(self.folder)
         with _losing(), scratch_folder("qairt") as scratch:
             phone = Phone.read(self.adb)
+            self._name = phone.name
             check_chip(kit, phone.chip(self.chip).soc)
             arch, binaries = kit.manifest.arch, _unpacked(kit, scratch)
             found = find_qairt(self.qairt, arch, NET_RUN, scratch)
@@ -121,26 +133,24 @@ class PhoneRunner:
     def decode(self, kit: Kit, model: KitModel, strategy: str, allowed_steps: int) -> DecodeResult:
         job = ModelJob(folder=str(kit.path), model=model, strategy=strategy, allowed_steps=allowed_steps)
         with _losing():
-            return decode_on(lambda bundle: _PhoneEngine(self._net_run, self._binaries(kit, model, bundle)), job)
+            found = decode_on(lambda bundle: _PhoneEngine(self._net_run, self._binaries(kit, model, bundle)), job)
+        return replace(found, load_ms=0.0)  # a graph is loaded by each start of the program
 
     def speeds(self, kit: Kit, model: KitModel, strategy: str) -> list[SpeedResult]:
         bundle = open_bundle(kit.path / model.folder, verify=False)
         with _losing():
             return [self._speed(kit, model, bundle, record) for record in measured_graphs(bundle.manifest)]
 
-    def watch(self, kit: Kit, model: KitModel, seconds: float) -> list[Sample]:
+    def watch(self, kit: Kit, model: KitModel, seconds: float, take: Callable[[Sample], None]) -> None:
         bundle = open_bundle(kit.path / model.folder, verify=False)
         record = min((each for each in bundle.manifest.graphs if each.ar == 1), key=lambda each: each.context)
-        samples, began, steps = list[Sample](), monotonic(), _STEPS
+        at_s, began, steps = 0.0, monotonic(), _STEPS
         with _losing():
-            while not samples or samples[-1].at_s < seconds:
+            while at_s < seconds:
                 _, step_s = self._times_s(self._binaries(kit, model, bundle), bundle, record, steps)
-                sensors = self._sensors()
-                samples.append(
-                    Sample(at_s=monotonic() - began, tokens_per_s=1 / step_s, celsius=sensors.celsius, mhz=sensors.mhz)
-                )
+                at_s, sensors = monotonic() - began, self._sensors()
+                take(Sample(at_s=at_s, tokens_per_s=1 / step_s, celsius=sensors.celsius, mhz=sensors.mhz))
                 steps = max(1, min(_MAX_STEPS, math.ceil(min(_SAMPLE_S, seconds) / step_s)))
-        return samples
 
     def _speed(self, kit: Kit, model: KitModel, bundle: Bundle, record: GraphRecord) -> SpeedResult:
         first_s, step_s = self._times_s(self._binaries(kit, model, bundle), bundle, record, _STEPS)

@@ -18,8 +18,21 @@ from devices import find
 from devices.report import FORMAT as REPORT_FORMAT, DecodeResult, GraphResult, Report, SpeedResult, Versions, sealed
 from edgekv.bundle import record_files
 from edgekv.conformance.graphs import GraphJob, compare, open_graph
-from edgekv.conformance.kit import FORMAT, KIT, Arrays, Kit, KitGraph, KitManifest, KitPart, open_kit, pack, seal_kit
+from edgekv.conformance.kit import (
+    FORMAT,
+    KIT,
+    Arrays,
+    Kit,
+    KitGraph,
+    KitManifest,
+    KitModel,
+    KitPart,
+    open_kit,
+    pack,
+    seal_kit,
+)
 from edgekv.conformance.models import ModelJob, decode
+from edgekv.errors import EngineError
 from edgekv.kv import KVCache
 from edgekv.machine.tensor_file import encode_tensors
 
@@ -71,14 +84,17 @@ def report(**changes: Any) -> Report:
         "decode": decoded,
         "speeds": [speed()],
         "samples": [],
+        "unmeasured": [],
         "predictions": [],
         "failures": [],
     }
     return sealed(Report(**(values | changes)))
 
 
-def plain_kit(folder: Path, names: Iterable[str] = ("operation/a", "operation/b", "family/c")) -> Kit:
-    """A kit whose binaries nothing loads: each graph gives its input, plus 1."""
+def plain_kit(
+    folder: Path, names: Iterable[str] = ("operation/a", "operation/b", "family/c"), models: Iterable[str] = ()
+) -> Kit:
+    """A kit whose binaries and models nothing loads: each graph gives its input, plus 1."""
     (folder / "graphs").mkdir(parents=True)
     parts = []
     for number, name in enumerate(names):
@@ -94,10 +110,15 @@ def plain_kit(folder: Path, names: Iterable[str] = ("operation/a", "operation/b"
         parts.append(KitPart(name=name, kind="operation", graph=graph))
     manifest = KitManifest(
         format=FORMAT, producer="edgekv", soc=SOC, arch=79, compiler="onnxruntime-qnn 2.7.0", qairt="2.51.0",
-        parts=parts, models=[], predictions=[], files=record_files(folder),
+        parts=parts, models=[_plain_model(folder, name) for name in models], predictions=[], files=record_files(folder),
     )  # fmt: skip
     (folder / KIT).write_bytes(seal_kit(manifest))
     return open_kit(folder)
+
+
+def _plain_model(folder: Path, name: str) -> KitModel:
+    (folder / f"{name}.golden.safetensors").write_bytes(encode_tensors({"tokens": np.zeros(1, np.int32)}))
+    return KitModel(name=name, folder=name, golden=f"{name}.golden.safetensors", weights_bytes=0)
 
 
 def sealed_again(folder: Path, **changes: Any) -> Kit:
@@ -120,6 +141,18 @@ def plain(job: GraphJob) -> GraphResult:
 def crashes_at_b(job: GraphJob) -> GraphResult:
     if job.graph.name.endswith("b"):
         os.kill(os.getpid(), signal.SIGSEGV)
+    return plain(job)
+
+
+def tells_names(job: GraphJob) -> GraphResult:
+    """Says whose machine this is, as a library may, and refuses a graph or crashes."""
+    said = (
+        f"no room for '{job.folder}/graphs/a_qnn.bin' and {Path.home()}/x.so of annlee at R5CX on {os.uname().nodename}"
+    )
+    if job.graph.name.endswith("refused"):
+        raise EngineError("a graph", got=said, expected="room", fix="Free some.")
+    print(said, flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
     return plain(job)
 
 

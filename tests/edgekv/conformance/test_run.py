@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,18 +16,22 @@ import msgspec
 import pytest
 
 from devices import find
-from devices.report import GraphResult, Report, Versions, read_report
+from devices.report import GraphResult, Report, Sample, Versions, read_report
 from edgekv.conformance import run as running
 from edgekv.conformance.graphs import GraphJob
-from edgekv.conformance.kit import KIT, Kit, open_kit
-from edgekv.conformance.run import LocalRunner, LostDeviceError, RunChoice, run_kit
+from edgekv.conformance.kit import KIT, Kit, KitModel, open_kit
+from edgekv.conformance.run import LocalRunner, LostDeviceError, PartCrashedError, RunChoice, run_kit
 from edgekv.conformance.sensors import read_sensors
 from edgekv.conformance.show import lines_of, open_report
 from edgekv.errors import BundleError, EngineError, UsageError
 from edgekv.qnn.vendor_libraries import Platform
-from tests.support.kits import VERSIONS, crashes_at_b, plain, plain_kit, report, sealed_again, speed
+from tests.support.kits import VERSIONS, crashes_at_b, plain, plain_kit, report, sealed_again, speed, tells_names
 
 NO_WATCH = RunChoice(minutes=0)
+
+
+class Restart(BaseException):
+    """The device restarts: nothing of the program runs any more."""
 
 
 class Stub(LocalRunner):
@@ -105,8 +111,8 @@ def test_an_interrupted_run_goes_on_after_the_last_finished_part(kit: Kit, tmp_p
 def test_a_part_that_restarts_the_device_twice_is_skipped(kit: Kit, tmp_path: Path) -> None:
     """A device that goes down leaves the beginning of a part, and perhaps half a line."""
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            run_kit(kit, Stub.make(b=[KeyboardInterrupt()]), tmp_path / "report.json", NO_WATCH)
+        with pytest.raises(Restart):
+            run_kit(kit, Stub.make(b=[Restart()]), tmp_path / "report.json", NO_WATCH)
         with (tmp_path / "report.json.part").open("ab") as file:
             file.write(b'{"part":"operation/b","outc')
     last = Stub.make()
@@ -114,6 +120,88 @@ def test_a_part_that_restarts_the_device_twice_is_skipped(kit: Kit, tmp_path: Pa
     assert last.ran == ["family/c"]
     assert verdicts(found) == {"operation/a": "equal", "operation/b": "crashed", "family/c": "equal"}
     assert found.failures[0].ending == "the device or this program stopped while it ran"
+
+
+def test_a_part_that_its_user_stops_is_never_skipped(kit: Kit, tmp_path: Path) -> None:
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            run_kit(kit, Stub.make(b=[KeyboardInterrupt()]), tmp_path / "report.json", NO_WATCH)
+    found = run_kit(kit, Stub.make(), tmp_path / "report.json", NO_WATCH)
+    assert set(verdicts(found).values()) == {"equal"} and not found.failures
+
+
+class Watched(Stub):
+    """Samples every minute of a long decode, and stops after a few of them."""
+
+    __slots__ = ("asked", "stop_after")
+
+    asked: list[float]
+    stop_after: list[BaseException | None]
+
+    @classmethod
+    def ending(cls, *endings: BaseException | None) -> Watched:
+        """Args: endings: of each call, after two samples; None: it takes all."""
+        runner = cls.make()
+        assert isinstance(runner, Watched)
+        object.__setattr__(runner, "asked", [])
+        object.__setattr__(runner, "stop_after", [*endings])
+        return runner
+
+    def watch(self, kit: Kit, model: KitModel, seconds: float, take: Callable[[Sample], None]) -> None:
+        self.asked.append(seconds)
+        ending = self.stop_after.pop(0)
+        for number in range(1, 3 if ending is not None else int(seconds / 60) + 1):
+            take(Sample(at_s=60.0 * number, tokens_per_s=50.0, celsius=40.0))
+        if ending is not None:
+            raise ending
+
+
+def test_a_long_decode_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    """By its user, by a restart of the device, and by a crash of its process: ten minutes are ten minutes."""
+    kit, output = plain_kit(tmp_path / "kit", models=["large"]), tmp_path / "report.json"
+    runner = Watched.ending(KeyboardInterrupt(), Restart(), PartCrashedError("SIGSEGV"), None)
+    choice = RunChoice(("watch",), minutes=10)
+    for ending in (KeyboardInterrupt, Restart):
+        with pytest.raises(ending):
+            run_kit(kit, runner, output, choice)
+    found = run_kit(kit, runner, output, choice)
+    assert runner.asked == [600.0, 480.0, 360.0]
+    assert [sample.at_s for sample in found.samples] == [60.0 * number for number in range(1, 7)]
+    assert [(each.part, each.ending) for each in found.failures] == [("watch/large", "SIGSEGV")]
+    patient = Watched.ending(KeyboardInterrupt(), KeyboardInterrupt(), Restart(), None)
+    for ending in (KeyboardInterrupt, KeyboardInterrupt, Restart):
+        with pytest.raises(ending):
+            run_kit(kit, patient, output, choice)
+    found = run_kit(kit, patient, output, choice)
+    assert [sample.at_s for sample in found.samples] == [60.0 * number for number in range(1, 11)]
+    assert not found.failures and [each.what for each in found.unmeasured] == ["clock"]
+
+
+def test_what_was_not_measured_is_named(kit: Kit, tmp_path: Path) -> None:
+    found = run_kit(kit, Stub.make(), tmp_path / "report.json", NO_WATCH)
+    reasons = {each.what: each.reason for each in found.unmeasured}
+    assert reasons == dict.fromkeys(("temperature", "clock"), "there was no long decode")
+    assert "not measured: temperature, because there was no long decode" in "\n".join(lines_of(found))
+
+
+def test_a_report_has_no_name_and_no_path_of_what_a_runtime_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user, a home and a kit whose names have spaces, in what a graph prints before it crashes and in refusals."""
+    home = tmp_path / "Ann Lee"
+    kit = plain_kit(home / "my kit", ["operation/refused", "operation/b"])
+    for name, value in {"LOGNAME": "annlee", "HOME": str(home)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(LocalRunner, "prepare", lambda self, kit: None)
+    monkeypatch.setattr(LocalRunner, "versions", lambda self: VERSIONS)
+    monkeypatch.setattr(LocalRunner, "names", property(lambda self: ("R5CX",)))
+    found = run_kit(kit, LocalRunner(run_graph=tells_names), home / "report.json", RunChoice(("operation",), minutes=0))
+    text = (home / "report.json").read_text()
+    assert set(verdicts(found).values()) == {"failed", "crashed"}
+    said = [each.ending for each in found.failures]
+    assert all(each.endswith(": no room for 'a_qnn.bin' and x.so of ... at ... on ...") for each in said), said
+    assert not re.search(r"\bann\b|lee|R5CX|my kit|/tmp|home", text, re.IGNORECASE)
+    assert platform.node() not in text
 
 
 def test_a_lost_device_ends_the_run_and_a_refused_graph_does_not(kit: Kit, tmp_path: Path) -> None:
