@@ -21,6 +21,7 @@ from edgekv.bundle import (
     atomic_directory,
     check_new,
     open_bundle,
+    open_compiled,
     record_files,
 )
 from edgekv.conformance.kit import (
@@ -38,7 +39,7 @@ from edgekv.conformance.kit import (
     pack,
     seal_kit,
 )
-from edgekv.conformance.models import GOLDEN_TOKENS
+from edgekv.conformance.models import GOLDEN_TOKENS, measured_graphs
 from edgekv.errors import EngineError, UsageError
 from edgekv.machine.child import CallFailedError, ChildEndedError, call
 from edgekv.machine.scratch import scratch_folder
@@ -74,7 +75,7 @@ MODELS = Path(__file__).parents[2] / "models"
 EMBEDDED, PICTURES = "stdlib-4m", "shapes-360k"
 _CONTEXT, _AR = 64, (1, 8)
 _CALIBRATION_TOKENS = 1024
-_MODEL_CONTEXT, _MODEL_AR = 512, (1, 8, 32, 128)
+_MODEL_CONTEXTS, _MODEL_AR = (256, 1024), (1, 8, 32, 128)
 _RECIPES = {"llama": "w4a16-lpbq32"}
 _WIDE_CACHES = ("qwen3",)
 _PROMPT = "def read(self, path):\n    "
@@ -117,7 +118,7 @@ def make_kit(
     if _VISION in wanted and not pictures.is_dir():
         raise _missing(PICTURES)
     families = [name for name in FAMILIES if f"{_FAMILIES}/{name}" in wanted or _operations(name, wanted)]
-    user = None if bundle is None else open_bundle(bundle)
+    user = None if bundle is None else _users_bundle(bundle, device, checkpoint)
     with atomic_directory(output, force=force, marker=KIT) as folder, scratch_folder("kit") as scratch:
         made, models, predictions = list[KitPart](), list[KitModel](), list[Prediction]()
         steps = len(families) + (_VISION in wanted) + (checkpoint is not None) + (user is not None)
@@ -393,12 +394,13 @@ def _encoder(device: Device, folder: Path, scratch: Path, checkpoint: Path) -> K
 def _export_model(checkpoint: Path, device: Device, target: Path, scratch: Path) -> Path:
     """Export and compile the model that a kit decodes with."""
     opened = Checkpoint.open(str(checkpoint))
-    context = min(_MODEL_CONTEXT, opened.spec.max_positions or _MODEL_CONTEXT)
+    longest = opened.spec.max_positions or _MODEL_CONTEXTS[-1]
+    contexts = tuple(each for each in _MODEL_CONTEXTS if each <= longest) or (longest,)
     options = ExportOptions(
         device,
         read_recipe("w4a16-lpbq32" if opened.spec.hidden % 32 == 0 else "w8a16"),
-        context=context,
-        ar=tuple(ar for ar in _MODEL_AR if ar < context),
+        context=contexts,
+        ar=tuple(ar for ar in _MODEL_AR if ar < contexts[0]),
         key_layout="rows",
         check_on_htp=False,
         check_quality=False,
@@ -411,16 +413,31 @@ def _export_model(checkpoint: Path, device: Device, target: Path, scratch: Path)
     return target
 
 
-def _copy_bundle(bundle: Bundle, device: Device, target: Path) -> Path:
-    """A bundle of the user's and its binaries for the chip.
+def _users_bundle(path: Path, device: Device, embedded: Path | None) -> Bundle:
+    """Open a bundle of the user's.
 
     Raises:
-        UsageError: it is not compiled for the chip, or has other graphs.
+        UsageError: it is not compiled for the chip, has other graphs, no decoder, or the name of the kit's own model.
+        BundleError: it is damaged.
     """
+    bundle = open_bundle(path)
+    name = bundle.path.name
+    if embedded is not None and name == embedded.name:
+        fix = "Rename its folder: reports tell models apart by their names."
+        raise UsageError("--bundle", got=f"a folder {name}", expected="another name than the kit's own model", fix=fix)
+    if not measured_graphs(bundle.manifest):
+        got, fix = "a model that writes no text", "Leave it out, or give a bundle of a decoder."
+        raise UsageError("--bundle", got=got, expected="graphs with a cache", fix=fix)
+    if bundle.manifest.graph_format != "onnx" or open_compiled(bundle, device.soc, compiler()) is None:
+        expected = f"compiled/{device.soc} by {compiler()}"
+        fix = f"Compile it: edgekv compile {path} --device {device.soc} --force"
+        raise UsageError("--bundle", got="no such binaries", expected=expected, fix=fix)
+    return bundle
+
+
+def _copy_bundle(bundle: Bundle, device: Device, target: Path) -> Path:
+    """A bundle of the user's and its binaries for the chip."""
     compiled = bundle.path / "compiled" / device.soc
-    if bundle.manifest.graph_format != "onnx" or not compiled.is_dir():
-        fix = f"Compile it first: edgekv compile {bundle.path} --device {device.soc}"
-        raise UsageError("--bundle", got="no binaries for the chip", expected=f"compiled/{device.soc}", fix=fix)
     for path in sorted(bundle.path.rglob("*")):
         inside = path.relative_to(bundle.path)
         if path.is_file() and (inside.parts[0] != "compiled" or compiled in path.parents):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -13,15 +14,15 @@ from devices import find
 from devices.report import GraphResult, Report, read_report
 from edgekv.cli import run
 from edgekv.conformance.graphs import GraphJob
-from edgekv.conformance.kit import LIMIT_BYTES, Kit
+from edgekv.conformance.kit import LIMIT_BYTES, Kit, open_kit
 from edgekv.conformance.models import DECODE_STRATEGIES, GOLDEN_TOKENS
 from edgekv.conformance.run import LocalRunner, RunChoice, run_kit
-from edgekv.errors import UsageError
+from edgekv.errors import BundleError, UsageError
 from edgekv.spec import families
 from exporters.conformance.families import DRAFTERS, EMBEDDERS, FAMILIES, OF_PICTURES
 from exporters.conformance.make import make_kit
 from tests.support import kits
-from tests.support.exports import kept
+from tests.support.exports import export_options, exported, kept
 
 GRAPHS = RunChoice(("family", "operation"), minutes=0)
 
@@ -128,6 +129,56 @@ def test_a_stale_row_of_one_strategy_is_found_by_its_place(kit: Kit, tmp_path: P
     assert {name for name, each in by_strategy.items() if each.verdict == "wrong"} == {"pointer-shift"}
     wrong = by_strategy["pointer-shift"]
     assert wrong.row == f"past_key_0_h0_in, row {kits.STALE_ROW}" and wrong.max_steps > 4
+
+
+@pytest.fixture(scope="module")
+def users_bundle(wide: Path) -> Path:
+    """A bundle for the chip of the kit, with two contexts."""
+    options = export_options(device=kits.SOC, context=(32, 64), ar=(1, 8), key_layout="rows", check_on_htp=True)
+    return exported(wide, options, compiled=True)
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+def test_a_bundle_of_the_users_is_decoded_and_measured_in_each_context(users_bundle: Path, tmp_path: Path) -> None:
+    def make(folder: Path) -> None:
+        make_kit(folder / "kit", find(kits.SOC), parts=["operation/norm"], bundle=users_bundle)
+
+    kit = open_kit(kept("kit-bundle", kits.CODE, make, users_bundle.parent.name) / "kit")
+    (model,) = kit.manifest.models
+    assert (model.name, model.weights_bytes > 100_000) == (users_bundle.name, True)
+    assert {file.name for file in users_bundle.rglob("*") if file.is_file()} <= {
+        file.name for file in (kit.path / model.folder).rglob("*")
+    }
+    found = found_on(LocalRunner(), kit, tmp_path, RunChoice((f"decode/{model.name}/slot", "speed"), minutes=0))
+    (decoded,) = found.decode
+    assert (decoded.verdict, decoded.tokens > 1, found.failures) == ("equal", True, [])
+    measured = [(each.strategy, each.ar, each.context) for each in found.speeds]
+    graphs = [(ar, context) for ar in (1, 8) for context in (32, 64)]
+    assert sorted(measured) == sorted(
+        [("slot", *graph) for graph in graphs] + [("pointer-shift", 1, 32), ("pointer-shift", 1, 64)]
+    )
+    assert {(each.source, each.context) for each in found.predictions} >= {("plan", 64), ("estimate", 32)}
+
+
+@pytest.mark.htp
+def test_a_bundle_that_a_kit_cannot_hold_is_refused_first(users_bundle: Path, wide: Path, tmp_path: Path) -> None:
+    def refusal(bundle: Path, **options: Any) -> str:
+        with pytest.raises((UsageError, BundleError)) as caught:
+            make_kit(tmp_path / "kit", find(options.pop("soc", kits.SOC)), bundle=bundle, **options)
+        assert not (tmp_path / "kit").exists()
+        return str(caught.value)
+
+    own = tmp_path / wide.name
+    shutil.copytree(users_bundle, own)
+    assert "--bundle: got a folder checkpoint; expected another name than the kit's own" in refusal(own, model=wide)
+    other = refusal(users_bundle, soc="SM8650")
+    assert "--bundle: got no such binaries; expected compiled/SM8650 by onnxruntime-qnn" in other
+    assert f"edgekv compile {users_bundle} --device SM8650 --force" in other
+    (own / "compiled" / kits.SOC / "compiled.json").write_text("{}")
+    assert "compiled.json" in refusal(own)
+    next(own.glob("*.safetensors")).write_bytes(b"changed")
+    assert "safetensors" in refusal(own)
 
 
 @pytest.mark.htp
