@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import lzma
+import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from devices.report import Prediction
-from edgekv.bundle import FileRecord, is_plain_path
+from edgekv.bundle import Bundle, FileRecord, is_plain_path, open_bundle
 from edgekv.errors import BundleError
 from edgekv.machine.decoding import convert
 from edgekv.machine.json_file import readable_json
-from edgekv.machine.system import MIB, read_file, sha256_of
-from edgekv.machine.tensor_file import TensorFileError, decode_tensors
+from edgekv.machine.scratch import scratch_folder
+from edgekv.machine.system import MIB, link_or_copy, read_file, sha256_of
+from edgekv.machine.tensor_file import TensorFileError, decode_tensors, encode_tensors
 
 KIT = "kit.json"
 FORMAT = 1
@@ -35,6 +40,8 @@ PART_KINDS: tuple[PartKind, ...] = ("operation", "family", "vision")
 
 _MAX_MANIFEST_BYTES = 16 * MIB
 _MAX_FILE_BYTES = 256 * MIB
+_MAX_BINARIES_BYTES = 2048 * MIB
+_SOLID = ".xz"
 _AGAIN = "Copy the kit again, or make a new one: edgekv conformance make"
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -84,12 +91,15 @@ class KitModel(msgspec.Struct, frozen=True, kw_only=True):
         folder: of the bundle.
         golden: a safetensors file: `prompt`, `tokens`, `logits` `[tokens, V]`, and `rows.NAME` of each cache tensor.
         weights_bytes: weights that a pass of one token reads.
+        binaries: a compressed safetensors file of the bundle's compiled files, as bytes; empty if they are in its
+            folder.
     """
 
     name: str
     folder: str
     golden: str
     weights_bytes: int
+    binaries: str = ""
 
 
 class KitManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +214,7 @@ def _decoded(raw: bytes, file: Path) -> KitManifest:
     if manifest.seal != _seal(manifest):
         raise refused(": seal", manifest.seal or "none", "the SHA-256 of the content: it was changed")
     used = {file for part in manifest.parts for graph in (part.graph, *part.layers) for file in graph_files(graph)}
-    used |= {model.golden for model in manifest.models}
+    used |= {file for model in manifest.models for file in (model.golden, model.binaries) if file}
     if missing := sorted(used - manifest.files.keys()):
         raise refused(": files", f"no {missing[0]}", "all files of its graphs")
     return manifest
@@ -234,16 +244,63 @@ def unpack(file: Path, folder: Path) -> Path:
     return target
 
 
+def pack_binaries(bundle: Path, file: Path) -> None:
+    """Move the compiled files of a bundle into one compressed file, which stores the weights of all graphs once."""
+    folder = bundle / "compiled"
+    paths = {path.relative_to(bundle).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    arrays: Arrays = {name: np.fromfile(path, np.uint8) for name, path in paths.items()}
+    file.write_bytes(lzma.compress(encode_tensors(arrays)))
+    shutil.rmtree(folder)
+
+
+def unpack_binaries(file: Path, folder: Path) -> list[str]:
+    """Write the compiled files of a bundle into a folder; their names there.
+
+    Raises:
+        BundleError: the file is damaged.
+    """
+    arrays = read_arrays(file)
+    for name, content in arrays.items():
+        if not is_plain_path(name):
+            raise BundleError(file.name, got=repr(name), expected="paths within the bundle", fix=_AGAIN)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.tobytes())
+    return [*arrays]
+
+
+@contextmanager
+def opened_model(kit: Path, model: KitModel) -> Iterator[Bundle]:
+    """The bundle of a kit's model, with its binaries.
+
+    Raises:
+        BundleError: a file of it is damaged.
+    """
+    folder = kit / model.folder
+    if not model.binaries:
+        yield open_bundle(folder, verify=False)
+        return
+    with scratch_folder("model") as scratch:
+        for path in sorted(folder.rglob("*")):
+            target = scratch / path.relative_to(folder)
+            if path.is_dir():
+                target.mkdir()
+            else:
+                link_or_copy(path, target)
+        unpack_binaries(kit / model.binaries, scratch)
+        yield open_bundle(scratch, verify=False)
+
+
 def _content(file: Path) -> bytes:
+    limit_bytes = _MAX_BINARIES_BYTES if file.suffix == _SOLID else _MAX_FILE_BYTES
     try:
-        if file.suffix != PACKED:
-            return read_file(file, _MAX_FILE_BYTES)
-        with gzip.open(file) as packed:
-            content = packed.read(_MAX_FILE_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
+        if file.suffix not in (PACKED, _SOLID):
+            return read_file(file, limit_bytes)
+        with gzip.open(file) if file.suffix == PACKED else lzma.open(file) as packed:
+            content = packed.read(limit_bytes + 1)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise BundleError(file.name, got=str(error), expected="a file of the kit", fix=_AGAIN) from None
-    if len(content) > _MAX_FILE_BYTES:
-        expected = f"at most {_MAX_FILE_BYTES} bytes"
+    if len(content) > limit_bytes:
+        expected = f"at most {limit_bytes} bytes"
         raise BundleError(file.name, got="more when it is unpacked", expected=expected, fix=_AGAIN)
     return content
 

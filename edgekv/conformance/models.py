@@ -13,7 +13,7 @@ import numpy as np
 from devices.report import DecodeResult, Sample, SpeedResult, Verdict
 from edgekv.bundle import Bundle, GraphRecord, Manifest, open_bundle
 from edgekv.conformance.graphs import with_prefix
-from edgekv.conformance.kit import Arrays, KitModel, read_arrays
+from edgekv.conformance.kit import Arrays, KitModel, opened_model, read_arrays
 from edgekv.conformance.sensors import read_sensors
 from edgekv.engine.caches import CacheSetup
 from edgekv.kv import STRATEGIES, KVCache
@@ -79,7 +79,7 @@ def decode_on(open_engine: Callable[[Bundle], Engine], job: ModelJob) -> DecodeR
         EngineError: the runtime is missing or refused a graph.
     """
     golden, began = read_arrays(Path(job.folder, job.model.golden)), perf_counter_ns()
-    with _model(open_bundle(Path(job.folder, job.model.folder), verify=False), open_engine, job.strategy) as model:
+    with opened_model(Path(job.folder), job.model) as bundle, _model(bundle, open_engine, job.strategy) as model:
         model.prepare()
         load_ms = (perf_counter_ns() - began) / 1e6
         tokens, logits, rows = golden["tokens"].tolist(), golden["logits"], with_prefix(golden, "rows.")
@@ -179,12 +179,12 @@ def speeds(job: ModelJob, take: Callable[[SpeedResult], None]) -> None:
     Raises:
         EngineError: the runtime is missing or refused a graph.
     """
-    bundle = open_bundle(Path(job.folder, job.model.folder), verify=False)
-    engine = open_htp(bundle)
-    setup = CacheSetup.read(bundle, engine, CacheOptions(kv_update=job.strategy))
-    for record in measured_graphs(run_by(engine, bundle.manifest)):
-        if record.ar == 1 or job.strategy == REGISTERED[0]:
-            take(_speed(job, bundle, engine, setup, record))
+    with opened_model(Path(job.folder), job.model) as bundle:
+        engine = open_htp(bundle)
+        setup = CacheSetup.read(bundle, engine, CacheOptions(kv_update=job.strategy))
+        for record in measured_graphs(run_by(engine, bundle.manifest)):
+            if record.ar == 1 or job.strategy == REGISTERED[0]:
+                take(_speed(job, bundle, engine, setup, record))
 
 
 def measured_graphs(manifest: Manifest) -> list[GraphRecord]:
@@ -241,17 +241,17 @@ def watch(job: ModelJob, take: Callable[[Sample], None]) -> None:
     Raises:
         EngineError: the runtime is missing or refused a graph.
     """
-    bundle = open_bundle(Path(job.folder, job.model.folder), verify=False)
-    engine = open_htp(bundle)
-    setup = CacheSetup.read(bundle, engine, CacheOptions(kv_update=job.strategy))
-    record = min((graph for graph in setup.manifest.graphs if graph.ar == 1), key=lambda graph: graph.context)
-    stepper, began = _stepper(bundle, engine, setup, record), monotonic()
-    at_s, steps = 0.0, 0
-    while at_s < job.seconds:
-        stepper.step()
-        steps += 1
-        now_s = monotonic() - began
-        if now_s - at_s >= min(_SAMPLE_S, job.seconds):
-            sensors = read_sensors()
-            take(Sample(at_s=now_s, tokens_per_s=steps / (now_s - at_s), celsius=sensors.celsius, mhz=sensors.mhz))
-            at_s, steps = now_s, 0
+    with opened_model(Path(job.folder), job.model) as bundle:
+        engine = open_htp(bundle)
+        setup = CacheSetup.read(bundle, engine, CacheOptions(kv_update=job.strategy))
+        record = min((graph for graph in setup.manifest.graphs if graph.ar == 1), key=lambda graph: graph.context)
+        stepper, began = _stepper(bundle, engine, setup, record), monotonic()
+        at_s, steps = 0.0, 0
+        while at_s < job.seconds:
+            stepper.step()
+            steps += 1
+            now_s = monotonic() - began
+            if now_s - at_s >= min(_SAMPLE_S, job.seconds):
+                sensors = read_sensors()
+                take(Sample(at_s=now_s, tokens_per_s=steps / (now_s - at_s), celsius=sensors.celsius, mhz=sensors.mhz))
+                at_s, steps = now_s, 0

@@ -53,6 +53,8 @@ MINUTES = 10.0
 _GRAPH_S, _MODEL_S = 300.0, 1800.0
 _EMULATED_STEPS = 4
 _ROOM_BYTES = 16 * MIB
+_UNPACKED_BYTES = 128 * MIB
+"""Room for the binaries of a model while it runs."""
 _PACKAGE = "onnxruntime-qnn"
 
 Progress = Callable[[str, int, int], None]
@@ -465,10 +467,15 @@ def _check_room(output: Path) -> None:
         raise UsageError("--output", got=f"no folder {folder}", expected="a folder that exists", fix="Make it first.")
     if output.is_dir():
         raise UsageError("--output", got="a folder", expected="a file", fix=f"Use {output / 'report.json'}.")
-    free = shutil.disk_usage(folder).free
-    if free < _ROOM_BYTES:
-        fix = "Free some space, or give another place with -o."
-        raise UsageError("--output", got=f"{format_bytes(free)} free", expected=format_bytes(_ROOM_BYTES), fix=fix)
+    temporary = Path(tempfile.gettempdir())
+    for what, place, bytes_, fix in (
+        ("--output", folder, _ROOM_BYTES, "give another place with -o"),
+        (str(temporary), temporary, _UNPACKED_BYTES, "name another folder with the variable TMPDIR (Windows: TEMP)"),
+    ):
+        free = shutil.disk_usage(place).free
+        if free < bytes_:
+            fix = f"Free some space, or {fix}."
+            raise UsageError(what, got=f"{format_bytes(free)} free", expected=format_bytes(bytes_), fix=fix)
 
 
 def _write(output: Path, report: Report) -> None:

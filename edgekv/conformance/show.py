@@ -64,7 +64,8 @@ def lines_of(report: Report) -> Iterator[str]:
         told += f", {min(clocks):,.0f} to {max(clocks):,.0f} MHz" if clocks else ", no clock told"
         yield f"long decode, {report.samples[-1].at_s:,.0f} s: {min(speeds):,.1f} to {max(speeds):,.1f} tokens/s{told}"
     for failure in report.failures:
-        yield f"skipped {failure.part} after {failure.attempts} attempts: {failure.ending}"
+        attempts = "1 attempt" if failure.attempts == 1 else f"{failure.attempts} attempts"
+        yield f"skipped {failure.part} after {attempts}: {failure.ending}"
 
 
 def in_words(result: GraphResult) -> str:

@@ -37,6 +37,7 @@ from edgekv.conformance.kit import (
     is_named,
     open_kit,
     pack,
+    pack_binaries,
     seal_kit,
 )
 from edgekv.conformance.models import GOLDEN_TOKENS, measured_graphs
@@ -134,6 +135,10 @@ def make_kit(
             models.append(_model(checkpoint.name, place, folder))
             predictions += _predictions(checkpoint.name, open_bundle(place), device)
         qairt, made = _qairt(folder), [_packed(part, folder) for part in made]
+        for number, entry in enumerate(models):
+            file = f"{entry.folder}.binaries.safetensors.xz"
+            pack_binaries(folder / entry.folder, folder / file)
+            models[number] = replace(entry, binaries=file)
         limit_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         if limit_bytes > LIMIT_BYTES:
             fix = "Choose parts with --parts, or another --checkpoint."

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from onnx import helper
 
 from devices.report import DecodeResult, GraphResult, Place, Sample, SpeedResult, Unmeasured, Versions
-from edgekv.bundle import Bundle, CompiledBinaries, GraphRecord, open_bundle, open_compiled
+from edgekv.bundle import Bundle, CompiledBinaries, GraphRecord, open_compiled
 from edgekv.conformance.graphs import GraphJob, compare, read_cases
-from edgekv.conformance.kit import PACKED, Arrays, Kit, KitModel, unpack
+from edgekv.conformance.kit import PACKED, Arrays, Kit, KitModel, opened_model, unpack, unpack_binaries
 from edgekv.conformance.models import DECODE_STRATEGIES, ModelJob, decode_on, measured_graphs, read_bytes
 from edgekv.conformance.run import LostDeviceError, PartCrashedError, check_chip
 from edgekv.conformance.sensors import Sensors, of_numbers
@@ -137,15 +137,13 @@ class PhoneRunner:
         return replace(found, load_ms=0.0)  # a graph is loaded by each start of the program
 
     def speeds(self, kit: Kit, model: KitModel, strategy: str) -> list[SpeedResult]:
-        bundle = open_bundle(kit.path / model.folder, verify=False)
-        with _losing():
+        with _losing(), opened_model(kit.path, model) as bundle:
             return [self._speed(kit, model, bundle, record) for record in measured_graphs(bundle.manifest)]
 
     def watch(self, kit: Kit, model: KitModel, seconds: float, take: Callable[[Sample], None]) -> None:
-        bundle = open_bundle(kit.path / model.folder, verify=False)
-        record = min((each for each in bundle.manifest.graphs if each.ar == 1), key=lambda each: each.context)
         at_s, began, steps = 0.0, monotonic(), _STEPS
-        with _losing():
+        with _losing(), opened_model(kit.path, model) as bundle:
+            record = min((each for each in bundle.manifest.graphs if each.ar == 1), key=lambda each: each.context)
             while at_s < seconds:
                 _, step_s = self._times_s(self._binaries(kit, model, bundle), bundle, record, steps)
                 at_s, sensors = monotonic() - began, self._sensors()
@@ -182,7 +180,9 @@ class PhoneRunner:
         if compiled is None:
             fix = "Compile it again, and make a new kit."
             raise EngineError(model.name, got="no binaries", expected=kit.manifest.compiler, fix=fix)
-        return _Binaries(bundle, compiled, f"{self._there}/{compiled.path.relative_to(kit.path).as_posix()}")
+        return _Binaries(
+            bundle, compiled, f"{self._there}/{model.folder}/{compiled.path.relative_to(bundle.path).as_posix()}"
+        )
 
     def _sensors(self) -> Sensors:
         def numbers(pattern: str) -> Iterator[float]:
@@ -201,6 +201,11 @@ def _unpacked(kit: Kit, scratch: Path) -> dict[str, Path]:
             found[name.removesuffix(PACKED)] = unpack(kit.path / name, scratch)
         elif name.endswith(".bin"):
             found[name] = kit.path / name
+    for model in kit.manifest.models:
+        if model.binaries:
+            (folder := scratch / model.folder).mkdir()
+            names = unpack_binaries(kit.path / model.binaries, folder)
+            found |= {f"{model.folder}/{name}": folder / name for name in names if name.endswith(".bin")}
     return found
 
 

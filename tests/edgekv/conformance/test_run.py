@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import lzma
 import os
 import platform
 import re
@@ -13,17 +14,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 
 from devices import find
 from devices.report import GraphResult, Report, Sample, Versions, read_report
 from edgekv.conformance import run as running
 from edgekv.conformance.graphs import GraphJob
-from edgekv.conformance.kit import KIT, Kit, KitModel, open_kit
+from edgekv.conformance.kit import KIT, Kit, KitModel, open_kit, pack_binaries, unpack_binaries
 from edgekv.conformance.run import LocalRunner, LostDeviceError, PartCrashedError, RunChoice, run_kit
 from edgekv.conformance.sensors import read_sensors
 from edgekv.conformance.show import lines_of, open_report
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.machine.tensor_file import encode_tensors
 from edgekv.qnn.vendor_libraries import Platform
 from tests.support.kits import VERSIONS, crashes_at_b, plain, plain_kit, report, sealed_again, speed, tells_names
 
@@ -322,6 +325,12 @@ def test_a_full_disk_is_said_before_and_during_a_run(kit: Kit, tmp_path: Path, m
         patch.setattr(running.shutil, "disk_usage", lambda path: usage._replace(free=1000))
         with pytest.raises(UsageError, match=r"--output: got 1\.0 kB free; expected 16\.8 MB"):
             run_kit(kit, Stub.make(), tmp_path / "report.json", NO_WATCH)
+        temporary = Path(running.tempfile.gettempdir())
+        patch.setattr(
+            running.shutil, "disk_usage", lambda path: usage._replace(free=1000 if path == temporary else 1e9)
+        )
+        with pytest.raises(UsageError, match=rf"{temporary}: got 1\.0 kB free; .* with the variable TMPDIR"):
+            run_kit(kit, Stub.make(), tmp_path / "report.json", NO_WATCH)
 
     class Filling(Stub):
         __slots__ = ()
@@ -356,6 +365,26 @@ def test_a_kit_may_be_changed_on_purpose(kit: Kit) -> None:
     """What the tests of faults do."""
     (kit.path / "graphs/0_qnn.bin").write_bytes(b"another")
     assert sealed_again(kit.path).manifest.files["graphs/0_qnn.bin"].bytes == 7
+
+
+def test_the_packed_binaries_of_a_model_are_what_they_were(tmp_path: Path) -> None:
+    content = {"SM8750/a_qnn.bin": bytes(range(256)) * 4096, "SM8750/compiled.json": b"{}"}
+    for name, raw in content.items():
+        (file := tmp_path / "bundle/compiled" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(raw)
+    packed = tmp_path / "binaries.safetensors.xz"
+    pack_binaries(tmp_path / "bundle", packed)
+    assert not (tmp_path / "bundle/compiled").exists() and packed.stat().st_size < 10_000
+    names = unpack_binaries(packed, tmp_path / "again")
+    assert {name: (tmp_path / "again" / name).read_bytes() for name in names} == {
+        f"compiled/{name}": raw for name, raw in content.items()
+    }
+    outside = lzma.compress(encode_tensors({"../x.bin": np.zeros(1, np.uint8)}))
+    for damaged, named in ((packed.read_bytes()[:-9], "got "), (b"text", "got "), (outside, r"'\.\./x\.bin'")):
+        packed.write_bytes(damaged)
+        with pytest.raises(BundleError, match=named):
+            unpack_binaries(packed, tmp_path / "third")
+    assert not (tmp_path / "x.bin").exists()
 
 
 # Reports in words

@@ -20,8 +20,12 @@ from tests.support.phones import PROPERTIES, VERSION, Phone, write_sdk
 TOKENS = 3
 TIMES = 'case "$*" in *"--num_inferences 1") ;; *) sleep 0.2;; esac'
 """A program that takes longer the more it has to do."""
-FAULTS = """case "$*" in *0_qnn*) kill -SEGV $$ ;; *1_qnn*) touch "$ADB_PHONE/lost"; exit 255 ;; esac"""
-"""A graph that ends the program, and one that restarts the phone."""
+FAULTS = """case "$*" in
+*0_qnn*) kill -SEGV $$ ;;
+*1_qnn*) touch "$ADB_PHONE/lost"; exit 255 ;;
+*2_qnn*) echo "R5CX (SM-S928B) has no /data/local/tmp/x.so"; exit 5 ;;
+esac"""
+"""A graph that ends the program, one that restarts the phone, and one that is refused with the phone's names."""
 
 
 @pytest.fixture
@@ -79,6 +83,9 @@ def test_a_phone_computes_what_the_emulator_does(kit: Kit, phone: Phone, tmp_pat
     measured = read_report(output)
     assert {(each.strategy, each.ar) for each in measured.speeds} == {("qnn-net-run", ar) for ar in (1, 8, 32, 128)}
     assert measured.samples[0].tokens_per_s > 0
+    reasons = {each.what: each.reason for each in measured.unmeasured}
+    assert "qnn-net-run binds memory of its own" in reasons["registering addresses"]
+    assert "loads a graph" in reasons["load time alone"]
     (phone.folder / "kit").write_text(str(copy.path))
     program(phone, f"#!{sys.executable}\n" + (ROOT / "tests/support/net_runner.py").read_text())
     assert on_phone(copy.path, output, "family", "operation", f"decode/{name}/pointer-shift") == 0
@@ -87,7 +94,9 @@ def test_a_phone_computes_what_the_emulator_does(kit: Kit, phone: Phone, tmp_pat
         "operation/lpbq-product": "equal",
         "family/llama": "equal",
     }
-    assert [(each.strategy, each.verdict, each.tokens) for each in found.decode] == [("pointer-shift", "equal", TOKENS)]
+    (decoded,) = found.decode
+    assert (decoded.strategy, decoded.verdict, decoded.tokens) == ("pointer-shift", "equal", TOKENS)
+    assert decoded.load_ms == 0
     assert (found.place, found.through, found.versions.qairt) == ("npu", "qnn-net-run over adb", VERSION)
     assert "R5CX" not in output.read_text() and "SM-S928B" not in output.read_text()
     left = {file for file in phone.files() if not file.endswith((".bin", ".so", "-run", "-app", ".edgekv-push"))}
@@ -96,18 +105,20 @@ def test_a_phone_computes_what_the_emulator_does(kit: Kit, phone: Phone, tmp_pat
 
 @pytest.mark.slow
 def test_a_program_that_crashes_is_named_and_a_phone_that_restarts_goes_on(phone: Phone, tmp_path: Path) -> None:
-    kit, output = kits.plain_kit(tmp_path / "kit", ["operation/a", "operation/b"]), tmp_path / "report.json"
+    kit = kits.plain_kit(tmp_path / "kit", ["operation/a", "operation/b", "operation/c"])
+    output = tmp_path / "report.json"
     program(phone, f"#!/bin/sh\n{FAULTS}\n")
     pushes = []
     for code in (1, 1, 0):
         phone.set()
         assert on_phone(kit.path, output) == code
         pushes.append(phone.pushes)
-    assert pushes[0] > 5 and pushes[1:] == [1, 0]  # libraries and kit are copied once
+    assert pushes[0] > 5 and pushes[1:] == [1, 1]  # libraries and kit are copied once, inputs for each graph
     found = read_report(output)
     assert [(each.part, each.attempts, each.ending) for each in found.failures] == [
         ("operation/a", 2, "SIGSEGV"),
         ("operation/b", 2, "the device or this program stopped while it ran"),
+        ("operation/c", 1, "qnn-net-run on the phone: exit code 5: ... (...) has no x.so"),
     ]
 
 
