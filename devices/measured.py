@@ -61,11 +61,11 @@ def measured_speed(device: Device, folder: Path | None = None) -> MeasuredSpeed 
     steps = [speed for _, speed in speeds if speed.ar == 1]
     if not steps:
         return None
-    rates = [each.read_bytes / each.step_us / 1e3 for each in steps if each.read_bytes >= _BANDWIDTH_BYTES]
+    rates = [step.read_bytes / step.step_us / 1e3 for step in steps if step.read_bytes >= _BANDWIDTH_BYTES]
     return MeasuredSpeed(
         soc=device.soc,
         reports=tuple(dict.fromkeys(name for name, _ in speeds)),
-        pass_s=min(each.step_us for each in steps) / 1e6,
+        pass_s=min(step.step_us for step in steps) / 1e6,
         gb_per_s=Span(min(rates), max(rates)) if rates else None,
         speeds=speeds,
     )
@@ -74,10 +74,10 @@ def measured_speed(device: Device, folder: Path | None = None) -> MeasuredSpeed 
 @cache
 def _reports(folder: Path) -> Mapping[str, Report]:
     """All reports, by the names of their files."""
-    found = {}
+    reports = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.stem] = read_report(path)
+            reports[path.stem] = read_report(path)
         except OSError as error:
             raise ReportError(path.name, str(error.strerror), "a report that can be read") from None
-    return found
+    return reports

@@ -320,15 +320,15 @@ def impersonal(text: str, names: Iterable[str] = (), places: Iterable[PurePath] 
         names: such as those of user and machine.
         places: folders, in whose names there may be spaces.
     """
-    found = " ".join(text.split())
+    shortened = " ".join(text.split())
     for parts in sorted((place.parts for place in places), key=len, reverse=True):
         if len(parts) > 1:
             folder = r"[\\/]+".join(re.escape(part.rstrip("\\/")) for part in parts)
-            found = re.sub(rf"{folder}(?![^\s\\/'\":;,)])", "", found, flags=re.IGNORECASE)
+            shortened = re.sub(rf"{folder}(?![^\s\\/'\":;,)])", "", shortened, flags=re.IGNORECASE)
     for name in sorted(filter(None, names), key=len, reverse=True):
-        found = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", found, flags=re.IGNORECASE)
-    found = _QUOTED.sub(r"\1\2\1", found)
-    return _PATH.sub(r"\1", found)[:400]
+        shortened = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", shortened, flags=re.IGNORECASE)
+    shortened = _QUOTED.sub(r"\1\2\1", shortened)
+    return _PATH.sub(r"\1", shortened)[:400]
 
 
 def read_report(path: Path) -> Report:
@@ -376,11 +376,11 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
+        for item in value.values():
+            yield from _texts(item)
     elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
 
 
 def _contradictions(report: Report) -> Iterator[tuple[str, object, str]]:

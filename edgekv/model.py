@@ -451,7 +451,7 @@ class Model:
             self._embedding_cache = self.own_sequence(self)
         for pack in packed(requests, self.engine.branch_rows, self.bundle.manifest):
             request = replace(pack.request, cache=self._embedding_cache)
-            yield from pack.rows_of(np.concatenate([each.rows for each in Call[Scores](self.engine, request)]))
+            yield from pack.rows_of(np.concatenate([scores.rows for scores in Call[Scores](self.engine, request)]))
 
     @property
     def batch(self) -> Batch:

@@ -138,6 +138,6 @@ def in_threads(function: Callable[[T], R], items: Sequence[T], *, at_once: int |
                     running.append(_BLAS.workers.submit(function, waiting.popleft()))
                 yield running.popleft().result()
         finally:
-            for each in running:
-                each.cancel()
+            for future in running:
+                future.cancel()
             wait(running)

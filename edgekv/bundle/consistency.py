@@ -157,10 +157,8 @@ def _check_graphs(manifest: Manifest, fail: Fail) -> None:
         at = f"graphs: {graph.name}"
         if manifest.model.bidirectional:
             if not 1 <= graph.ar == graph.context <= manifest.context or graph.role not in ("verify", "score"):
-                found = f"ar {graph.ar}, context {graph.context}, role {graph.role}"
-                fail(
-                    at, found, f"ar = context <= {manifest.context} in the role `verify` or `score`: nothing is cached"
-                )
+                use = f"ar {graph.ar}, context {graph.context}, role {graph.role}"
+                fail(at, use, f"ar = context <= {manifest.context} in the role `verify` or `score`: nothing is cached")
         elif not 1 <= graph.ar < graph.context <= manifest.context:
             fail(at, f"ar {graph.ar}, context {graph.context}", f"1 <= ar < context <= {manifest.context}")
         if graph.role == "decode" and graph.ar != 1:

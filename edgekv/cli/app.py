@@ -122,9 +122,9 @@ class _Program(click.Group):
                 formatter.write_dl(rows)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [each for each in self.entries.values() if each.name.startswith(incomplete)]
+        matching = [entry for entry in self.entries.values() if entry.name.startswith(incomplete)]
         options = click.Command.shell_complete(self, ctx, incomplete)
-        return [*(CompletionItem(each.name, help=each.help) for each in found), *options]
+        return [*(CompletionItem(entry.name, help=entry.help) for entry in matching), *options]
 
 
 def _print_version(ctx: click.Context, option: click.Parameter, is_wanted: bool) -> None:

@@ -68,9 +68,9 @@ def cache(output: Output, clear: Annotated[bool, Option("Remove all of it but th
         return
     limit = f"graphs for the CPU at most {format_bytes(report.limit_bytes)} ({LIMIT_VARIABLE})"
     click.echo(f"{report.folder} ({CACHE_VARIABLE}): {format_bytes(report.bytes)}; {limit}")
-    for each in report.kept:
-        removed = ", removed" if clear and each.name != HISTORY else ""
-        click.echo(f"  {each.name:12} {format_bytes(each.bytes):>9}  {each.about}{removed}")
+    for cache in report.kept:
+        removed = ", removed" if clear and cache.name != HISTORY else ""
+        click.echo(f"  {cache.name:12} {format_bytes(cache.bytes):>9}  {cache.about}{removed}")
 
 
 def read_cache() -> CacheReport:
@@ -82,7 +82,7 @@ def read_cache() -> CacheReport:
     folder = cache_folder()
     sizes = {name: _size_bytes(folder / name) for name in _KINDS}
     kept = [Kept(name, _KINDS[name], size) for name, size in sizes.items() if size]
-    total = sum(each.bytes for each in kept)
+    total = sum(cache.bytes for cache in kept)
     return CacheReport(folder=str(folder), bytes=total, limit_bytes=cache_limit_bytes(), kept=kept)
 
 
@@ -97,9 +97,9 @@ def _size_bytes(path: Path) -> int:
 
 
 def _clear(folder: Path, kept: list[Kept]) -> None:
-    for each in kept:
-        path = folder / each.name
-        if each.name == HISTORY:
+    for cache in kept:
+        path = folder / cache.name
+        if cache.name == HISTORY:
             continue
         try:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -186,11 +186,11 @@ class Dialog:
 
     def _why_sampled(self) -> str:
         """Where the values are from, if nobody has chosen any."""
-        found, defaults = (
-            each.overlaid(max_new_tokens=1, grammar=None)
-            for each in (self._conversation.params, self._model.chat_defaults)
+        current, defaults = (
+            params.overlaid(max_new_tokens=1, grammar=None)
+            for params in (self._conversation.params, self._model.chat_defaults)
         )
-        if found != defaults:
+        if current != defaults:
             return ""
         is_silent = self._model.bundle.manifest.generation is None
         return " (usual: the checkpoint says nothing)" if is_silent else " (the checkpoint's)"

@@ -79,8 +79,8 @@ def _verdict(examined: Examination) -> Iterator[str]:
 
 def _row(asked: Sequence[Package]) -> tuple[str, str, str, str]:
     """A package once, with the extras that ask for it; `all` is those together."""
-    extras = [each.extra for each in asked if each.extra not in (None, "all")]
-    expected = dict.fromkeys(each.expected or "any" for each in asked if not each.fits)
+    extras = [check.extra for check in asked if check.extra not in (None, "all")]
+    expected = dict.fromkeys(check.expected or "any" for check in asked if not check.fits)
     wrong = f"expected {' and '.join(expected)}" if expected else ""
-    shown = "" if any(each.extra is None for each in asked) else f"edgekv[{','.join(extras or ['all'])}]"
+    shown = "" if any(check.extra is None for check in asked) else f"edgekv[{','.join(extras or ['all'])}]"
     return asked[0].name, asked[0].installed or "-", shown, wrong

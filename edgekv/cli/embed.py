@@ -55,18 +55,18 @@ def embed(
     from edgekv.machine.scratch import atomic_file
 
     with open_model(bundle, engine) as model:
-        found = model.embed(texts, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate)
+        vectors = model.embed(texts, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate)
     if target is None:
-        for vector in found:
+        for vector in vectors:
             click.echo(msgspec.json.encode(vector.tolist()))
         return
     try:
         with atomic_file(target) as partial, partial.open("wb") as opened:
-            np.save(opened, found)
+            np.save(opened, vectors)
     except OSError as error:
         wanted = "a file that can be written"
         raise UsageError(str(target), got=error.strerror, expected=wanted, fix="Choose another place.") from None
-    output.note(f"[{len(found)} embeddings of {found.shape[1]} elements in {target}]")
+    output.note(f"[{len(vectors)} embeddings of {vectors.shape[1]} elements in {target}]")
 
 
 def read_texts(text: Sequence[str], file: Path | None) -> list[str]:
@@ -76,8 +76,8 @@ def read_texts(text: Sequence[str], file: Path | None) -> list[str]:
         UsageError: none or both kinds are given, or a file that is unreadable, too large, not UTF-8 or empty.
     """
     if bool(text) == (file is not None):
-        found = "both" if text else "neither"
-        raise UsageError("--text, --file", got=found, expected="one of them", fix="Give one.")
+        given = "both" if text else "neither"
+        raise UsageError("--text, --file", got=given, expected="one of them", fix="Give one.")
     if file is None:
         return [*text]
     lines = read_text(str(file), "--file").splitlines()

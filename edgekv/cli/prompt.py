@@ -32,8 +32,8 @@ class PromptOptions:
         sources = {"PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file}
         given = [name for name, source in sources.items() if source is not None]
         if len(given) != 1:
-            found = " and ".join(given) or "none of them"
-            raise UsageError("PROMPT, --prompt, --prompt-file", got=found, expected="one of them", fix="Give one.")
+            got = " and ".join(given) or "none of them"
+            raise UsageError("PROMPT, --prompt, --prompt-file", got=got, expected="one of them", fix="Give one.")
         text = self.prompt if self.text is None else self.text
         if text is not None and text != _STDIN:
             return text

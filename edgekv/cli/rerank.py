@@ -48,9 +48,9 @@ def rerank(
     from edgekv.loading import open_model  # imports the runtime, which --help does not need
 
     with open_model(bundle, engine) as model:
-        found = model.rerank(query, texts, instruction=instruction, top_n=top_n, truncate=truncate)
+        ranked = model.rerank(query, texts, instruction=instruction, top_n=top_n, truncate=truncate)
     if output.as_json:
-        print_json(Ranking([RankedText(each.index, each.score, texts[each.index]) for each in found]))
+        print_json(Ranking([RankedText(document.index, document.score, texts[document.index]) for document in ranked]))
         return
-    for each in found:
-        click.echo(f"{each.score:.6f}\t{each.index}\t{texts[each.index]}")
+    for document in ranked:
+        click.echo(f"{document.score:.6f}\t{document.index}\t{texts[document.index]}")

@@ -59,9 +59,9 @@ def _show(report: SizeReport) -> None:
     console = Console(markup=False, highlight=False)
     g, chosen = report.geometry, report.recommendation
     held_bytes = next(
-        each.held_bytes
-        for each in report.strategies
-        if (each.strategy, each.reserve) == (chosen.strategy, chosen.reserve)
+        cost.held_bytes
+        for cost in report.strategies
+        if (cost.strategy, cost.reserve) == (chosen.strategy, chosen.reserve)
     )
     verdict = f"{format_bytes(held_bytes)} of cache for a context of {g.context:,} tokens, with {chosen.strategy}."
     console.print(" ".join(filter(None, (verdict, report.summary))), end="\n\n")

@@ -144,5 +144,5 @@ def pooled(task: EmbeddingTask, rows: Vector, dimensions: int | None = None) -> 
         dimensions: elements that are wanted; None for all.
     """
     whole = rows[-1] if task.pooling == "last" else rows.mean(0, dtype=np.float64).astype(np.float32)
-    found: Vector = whole[:dimensions]
-    return found / np.float32(max(float(np.linalg.norm(found)), _TINY)) if task.normalizes else found
+    vector: Vector = whole[:dimensions]
+    return vector / np.float32(max(float(np.linalg.norm(vector)), _TINY)) if task.normalizes else vector

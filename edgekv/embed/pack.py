@@ -55,7 +55,7 @@ def packed(requests: Sequence[Request], rows: int, manifest: Manifest) -> list[P
     """
     if manifest.model.bidirectional:
         lengths = sorted({graph.ar for graph in manifest.graphs if graph.role == "verify"})
-        packs = _packed(requests, 0, lengths) if rows else [Pack(each, (at,)) for at, each in enumerate(requests)]
+        packs = _packed(requests, 0, lengths) if rows else [Pack(request, (at,)) for at, request in enumerate(requests)]
         return [_as_branches(requests, pack.numbers, 0) for pack in packs]
     alone = [Pack(request, (number,)) for number, request in enumerate(requests)]
     if not rows or len(requests) < 2:
@@ -75,13 +75,13 @@ def _packed(requests: Sequence[Request], start: int, passes: Sequence[int]) -> l
     Packs are as long as one of the passes, ascending; texts that are longer are alone.
     """
     rows = passes[-1]
-    found, packs = list[Pack](), list[list[int]]()
+    made, packs = list[Pack](), list[list[int]]()
     free: list[list[int]] = [[] for _ in range(rows + 1)]  # numbers of packs, by the rows that they have left
     lengths = [len(request.tokens) - start for request in requests]
     for number in sorted(range(len(requests)), key=lambda number: -lengths[number]):
         length = lengths[number]
         if not 0 < length <= rows:
-            found.append(Pack(requests[number], (number,)))
+            made.append(Pack(requests[number], (number,)))
             continue
         left = next((left for left in range(length, rows + 1) if free[left]), None)
         if left is None:
@@ -93,8 +93,8 @@ def _packed(requests: Sequence[Request], start: int, passes: Sequence[int]) -> l
         free[left - length].append(pack)
     for numbers in packs:
         is_alone = len(numbers) == 1
-        found.append(Pack(requests[numbers[0]], (*numbers,)) if is_alone else _as_branches(requests, numbers, start))
-    return found
+        made.append(Pack(requests[numbers[0]], (*numbers,)) if is_alone else _as_branches(requests, numbers, start))
+    return made
 
 
 def _as_branches(requests: Sequence[Request], numbers: Sequence[int], start: int) -> Pack:

@@ -99,8 +99,8 @@ class Ranker(TaskReader[RankingTask]):
     @staticmethod
     def ranked(scores: Sequence[float], top_n: int | None = None) -> list[RankedDocument]:
         """The documents, best first; those of one score in their order."""
-        found = [RankedDocument(index, score) for index, score in enumerate(scores)]
-        return sorted(found, key=lambda each: -each.score)[:top_n]
+        ranked = [RankedDocument(index, score) for index, score in enumerate(scores)]
+        return sorted(ranked, key=lambda document: -document.score)[:top_n]
 
 
 def activated(task: RankingTask, logit: float) -> float:

@@ -23,8 +23,8 @@ def require_task(bundle: Bundle, kind: type[T]) -> T:
     task = bundle.manifest.task
     if isinstance(task, kind):
         return task
-    found, fix = (_WRITER, f"Use edgekv generate. {_EXPORT}") if task is None else (task.noun, task.use)
-    raise UsageError(str(bundle.path), got=found, expected=kind.noun, fix=fix)
+    kind_of_bundle, fix = (_WRITER, f"Use edgekv generate. {_EXPORT}") if task is None else (task.noun, task.use)
+    raise UsageError(str(bundle.path), got=kind_of_bundle, expected=kind.noun, fix=fix)
 
 
 def check_ends(bundle: Bundle) -> None:

@@ -97,7 +97,7 @@ def program_sources(*modules: str) -> dict[str, tuple[Path, bytes]]:
             if module != _ROOT:
                 sources[module] = path, source
         homes = read[module].homes
-        left += ((home, each) for each, home in homes.items() if name in (_ALL, each))
+        left += ((home, module) for module, home in homes.items() if name in (_ALL, module))
     return sources
 
 

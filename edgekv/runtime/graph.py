@@ -528,7 +528,7 @@ class AttentionMask:
                 rows[at, row.columns] = self._open
             reach = self._reach
             new = row.rows if reach is None else [new for new in row.rows if abs(new - at) < reach]
-            rows[at, [self._past + each for each in new]] = self._open
+            rows[at, [self._past + row for row in new]] = self._open
         if len(seen) != before:
             rows[len(seen) :, : self._past] = self._closed
             rows[len(seen) :, self._past :] = self._causal[len(seen) : self._ar, : self._ar]

@@ -172,7 +172,7 @@ async def run_all(service: Service, exchange: Exchange, requests: Sequence[Reque
     """
     exchange.record.prompt_tokens = sum(len(request.tokens) for request in requests)
     packs = packed(requests, service.branch_rows, service.model.bundle.manifest)
-    found, cached_tokens = dict[int, NDArray[np.float32]](), 0
+    rows, cached_tokens = dict[int, NDArray[np.float32]](), 0
     for some in pieces(packs, service.limits.sessions):
         queue = AnswerQueue()
         answers = [PendingAnswer(pack.request, at, queue, gives_rows=True) for at, pack in enumerate(some)]
@@ -180,10 +180,10 @@ async def run_all(service: Service, exchange: Exchange, requests: Sequence[Reque
             service.engine.wake()
             await _ended(exchange, queue, len(answers))
         for pack, answer in zip(some, answers, strict=True):
-            found.update(pack.rows_of(np.concatenate(answer.rows)))
+            rows.update(pack.rows_of(np.concatenate(answer.rows)))
             cached_tokens += answer.cached_tokens
     exchange.record.cached_tokens = cached_tokens
-    return [found[number] for number in range(len(requests))]
+    return [rows[number] for number in range(len(requests))]
 
 
 async def _ended(exchange: Exchange, queue: AnswerQueue, left: int) -> None:

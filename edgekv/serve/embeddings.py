@@ -55,16 +55,16 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
         """
         if isinstance(self.input, str):
             return [self.input]
-        kinds = {type(each) for each in self.input}
+        kinds = {type(part) for part in self.input}
         if len(kinds) != 1:
-            found = "an empty list" if not kinds else "a mixture"
-            raise refused("input", got=found, expected="texts or token ids", fix="Give a text, or a list of one kind.")
+            got = "an empty list" if not kinds else "a mixture"
+            raise refused("input", got=got, expected="texts or token ids", fix="Give a text, or a list of one kind.")
         if kinds == {int}:
-            return [[each for each in self.input if isinstance(each, int)]]
+            return [[part for part in self.input if isinstance(part, int)]]
         if len(self.input) > MAX_TEXTS:
-            found, fix = f"{len(self.input):,} texts", "Send several requests."
-            raise refused("input", got=found, expected=f"at most {MAX_TEXTS:,}", fix=fix)
-        return [each for each in self.input if not isinstance(each, int)]
+            got, fix = f"{len(self.input):,} texts", "Send several requests."
+            raise refused("input", got=got, expected=f"at most {MAX_TEXTS:,}", fix=fix)
+        return [part for part in self.input if not isinstance(part, int)]
 
     def field(self, index: int) -> str:
         """The place of a text in the request."""
@@ -111,8 +111,8 @@ async def embeddings(service: Service, exchange: Exchange) -> None:
             raise ApiError(400, message, code="not_supported")
         embedder = Embedder(service.model.bundle, service.texts)
         if asked.encoding_format not in (None, *_FORMATS):
-            found = repr(asked.encoding_format[:40])
-            raise refused("encoding_format", got=found, expected=" or ".join(_FORMATS), fix="Leave it out.")
+            got = repr(asked.encoding_format[:40])
+            raise refused("encoding_format", got=got, expected=" or ".join(_FORMATS), fix="Leave it out.")
         width, prompt = embedder.check_dimensions(asked.dimensions), embedder.prompt(asked.prompt_name)
         texts, cut_to = list[ReadText](), embedder.cut_to(asked.truncate_prompt_tokens, "truncate_prompt_tokens")
         for number, text in enumerate(asked.texts):
@@ -123,11 +123,11 @@ async def embeddings(service: Service, exchange: Exchange) -> None:
         return asked, embedder, texts, width
 
     asked, embedder, texts, width = await service.work.run(exchange, "text", read)
-    found = await run_all(service, exchange, [text.request for text in texts])
+    rows_of_texts = await run_all(service, exchange, [text.request for text in texts])
 
     def write() -> EmbeddingList:
         data = list[EmbeddingRecord]()
-        for index, (text, rows) in enumerate(zip(texts, found, strict=True)):
+        for index, (text, rows) in enumerate(zip(texts, rows_of_texts, strict=True)):
             vector = embedder.embedding(text, rows, width)
             is_packed = asked.encoding_format == "base64"
             packed = b64encode(vector.astype(np.dtype("<f4")).tobytes()).decode() if is_packed else vector.tolist()

@@ -55,9 +55,9 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
             ApiError: none, or too many.
         """
         if not 1 <= len(self.documents) <= MAX_TEXTS:
-            found, wanted = f"{len(self.documents):,} documents", f"1 to {MAX_TEXTS:,}"
-            raise refused("documents", got=found, expected=wanted, fix="Send several requests.")
-        return [each if isinstance(each, str) else each.text for each in self.documents]
+            got, wanted = f"{len(self.documents):,} documents", f"1 to {MAX_TEXTS:,}"
+            raise refused("documents", got=got, expected=wanted, fix="Send several requests.")
+        return [document if isinstance(document, str) else document.text for document in self.documents]
 
     def name_of(self, field: str) -> str | None:
         """The request's name of a field in an error; None if it has no such field."""
@@ -112,10 +112,12 @@ async def rerank(service: Service, exchange: Exchange) -> None:
         return asked, ranker, texts, requests
 
     asked, ranker, texts, requests = await service.work.run(exchange, "text", read)
-    found = await run_all(service, exchange, requests)
+    rows_of_texts = await run_all(service, exchange, requests)
     results = [
-        RerankResult(each.index, each.score, TextDocument(texts[each.index]) if asked.return_documents else None)
-        for each in ranker.ranked([ranker.score(rows) for rows in found], asked.top_n)
+        RerankResult(
+            document.index, document.score, TextDocument(texts[document.index]) if asked.return_documents else None
+        )
+        for document in ranker.ranked([ranker.score(rows) for rows in rows_of_texts], asked.top_n)
     ]
     tokens = sum(len(request.tokens) for request in requests)
     usage, name = TextUsage(tokens, tokens), asked.model or service.name

@@ -53,8 +53,8 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         asked = read_json(body, TokenizeRequest)
         text = asked.content if asked.prompt is None else asked.prompt
         if text is None or (asked.content is not None and asked.prompt is not None):
-            found = "neither" if text is None else "both"
-            raise refused("content, prompt", got=found, expected="one of them", fix="Send a text as content.")
+            got = "neither" if text is None else "both"
+            raise refused("content, prompt", got=got, expected="one of them", fix="Send a text as content.")
         given = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
         adds = asked.prompt is not None if given is None else given
         tokens = service.texts.encode(text) if adds else service.texts.encode_chat(text)

@@ -65,9 +65,9 @@ class RankingTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_tokens: _Tokens | None = None
 
     def __post_init__(self) -> None:
-        for name, found, places in (("pieces", self.pieces, 3), ("instructed", self.instructed, 4)):
-            if len(found) not in (0, places):
-                raise ValueError(f"{name}: got {len(found)} texts; expected {places} or none")
+        for name, texts, places in (("pieces", self.pieces, 3), ("instructed", self.instructed, 4)):
+            if len(texts) not in (0, places):
+                raise ValueError(f"{name}: got {len(texts)} texts; expected {places} or none")
         if self.instruction is not None and not self.instructed:
             raise ValueError("instruction: got one; expected none without a place for it")
 

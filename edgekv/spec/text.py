@@ -90,12 +90,12 @@ def encode_around(tokenizer: Tokenizer, text: str, *, vocab: int, field: str) ->
     Raises:
         UsageError: as `encode`.
     """
-    found = _encoded(tokenizer, text, field, True)
-    _check_ids(tokenizer, found.ids, vocab, field)
-    added = found.special_tokens_mask
+    encoding = _encoded(tokenizer, text, field, True)
+    _check_ids(tokenizer, encoding.ids, vocab, field)
+    added = encoding.special_tokens_mask
     first = next((at for at, is_added in enumerate(added) if not is_added), len(added))
     stop = next((at for at in range(len(added), first, -1) if not added[at - 1]), first)
-    return found.ids[:first], found.ids[first:stop], found.ids[stop:]
+    return encoding.ids[:first], encoding.ids[first:stop], encoding.ids[stop:]
 
 
 def encode_with_places(tokenizer: Tokenizer, text: str, *, vocab: int, field: str) -> tuple[list[int], list[int]]:
@@ -104,9 +104,9 @@ def encode_with_places(tokenizer: Tokenizer, text: str, *, vocab: int, field: st
     Raises:
         UsageError: as `encode`.
     """
-    found = _encoded(tokenizer, text, field, False)
-    _check_ids(tokenizer, found.ids, vocab, field)
-    return found.ids, [start for start, _ in found.offsets]
+    encoding = _encoded(tokenizer, text, field, False)
+    _check_ids(tokenizer, encoding.ids, vocab, field)
+    return encoding.ids, [start for start, _ in encoding.offsets]
 
 
 def encode_pair(
@@ -117,10 +117,10 @@ def encode_pair(
     Raises:
         UsageError: as `encode`.
     """
-    found = _encoded(tokenizer, first, field, True, second)
-    _check_ids(tokenizer, found.ids, vocab, field)
-    pairs = zip(found.offsets, found.sequence_ids, strict=True)
-    return found.ids, [start for (start, _), number in pairs if number == 1]
+    encoding = _encoded(tokenizer, first, field, True, second)
+    _check_ids(tokenizer, encoding.ids, vocab, field)
+    pairs = zip(encoding.offsets, encoding.sequence_ids, strict=True)
+    return encoding.ids, [start for (start, _), number in pairs if number == 1]
 
 
 def _check_ids(tokenizer: Tokenizer, tokens: Sequence[int], vocab: int | None, field: str) -> None:
@@ -167,8 +167,8 @@ def _encoded(
     tokenizer: Tokenizer, text: str, field: str, add_special_tokens: bool, pair: str | None = None
 ) -> Encoding:
     try:
-        for each in (text, pair or ""):
-            each.encode()
+        for part in (text, pair or ""):
+            part.encode()
     except UnicodeEncodeError as error:
         fix = "Give it as UTF-8, or in a file."
         raise UsageError(field, got=error, expected="Unicode text", fix=fix) from None

@@ -197,12 +197,12 @@ class Texts:
         Raises:
             UsageError: one is no whole number, or not in the vocabulary.
         """
-        found, vocab = _ids(tokens, field), self._bundle.manifest.model.vocab
-        if wrong := [t for t in found if not 0 <= t < vocab]:
+        ids, vocab = _ids(tokens, field), self._bundle.manifest.model.vocab
+        if wrong := [t for t in ids if not 0 <= t < vocab]:
             got = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
             wanted = f"0 to {vocab - 1}, the model's vocabulary"
             raise UsageError(field, got=got, expected=wanted, fix="Use the bundle's own tokenizer.")
-        return found
+        return ids
 
     def thoughts(self, prompt: Sequence[int], grammar: Grammar | None, tools: Tools | None) -> ThoughtReader | None:
         """A new reader of the thoughts of an answer; None if it can have none.

@@ -69,8 +69,8 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     """
     patch, merge = config.table("vision_config").edge("patch_size", 16), config.size("downsample_factor", 2)
     for name, default, size in (("encoder_patch_size", 16, patch), ("downsample_factor", 2, merge)):
-        if (found := processor.size(name, default)) != size:
-            raise processor.refusal(name, f"{size}, as config.json says", got=str(found))
+        if (processed := processor.size(name, default)) != size:
+            raise processor.refusal(name, f"{size}, as config.json says", got=str(processed))
     processor.expect("use_thumbnail", True)
     processor.expect("do_pad", True)
     processor.ignore("size")  # that of tiles and shapes is in fields of their own
