@@ -87,8 +87,8 @@ def compare(job: GraphJob, run: Run, *, load_ms: float = 0.0) -> GraphResult:
         given.append(outputs)
         before = ""
         for name in graph.results:
-            expected, found = cases[f"out.{case}.{name}"], outputs[name]
-            steps, wrong = _steps(found, expected)
+            expected, computed = cases[f"out.{case}.{name}"], outputs[name]
+            steps, wrong = _steps(computed, expected)
             elements, differing, most = elements + expected.size, differing + wrong, max(most, steps)
             if steps > _allowed(job, expected) and first is None:
                 first = Difference(
@@ -136,11 +136,11 @@ def with_prefix(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _steps(found: np.ndarray, expected: np.ndarray) -> tuple[int, int]:  # type: ignore[type-arg]
+def _steps(computed: np.ndarray, expected: np.ndarray) -> tuple[int, int]:  # type: ignore[type-arg]
     """The largest difference, and the number of elements that differ; all of them if shape or type differ."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if computed.shape != expected.shape or computed.dtype != expected.dtype:
         return 1 << 16, expected.size
-    gaps = np.abs(found.astype(np.int64) - expected.astype(np.int64))
+    gaps = np.abs(computed.astype(np.int64) - expected.astype(np.int64))
     return int(gaps.max(initial=0)), int(np.count_nonzero(gaps))
 
 
@@ -152,8 +152,8 @@ def _ignores(cases: Arrays, given: list[Arrays], graph: KitGraph) -> bool:
 
     if graph.count < 2:
         return False
-    found = all(are_equal(name, [outputs[name] for outputs in given]) for name in graph.results)
+    are_all_equal = all(are_equal(name, [outputs[name] for outputs in given]) for name in graph.results)
     expected = all(
         are_equal(name, [cases[f"out.{case}.{name}"] for case in range(graph.count)]) for name in graph.results
     )
-    return found and not expected
+    return are_all_equal and not expected

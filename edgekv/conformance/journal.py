@@ -128,16 +128,16 @@ class Journal:
             content = read_file(self._file, _LIMIT_BYTES)
         except OSError:
             return []
-        found = list[_Line]()
+        lines = list[_Line]()
         for raw in content.splitlines():
             try:
-                found.append(DECODERS[_Line].decode(raw))
+                lines.append(DECODERS[_Line].decode(raw))
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 break
-        if len(found) < len(content.splitlines()):  # what follows must not be joined to it
+        if len(lines) < len(content.splitlines()):  # what follows must not be joined to it
             with self._writing():
-                self._file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in found))
-        return found
+                self._file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        return lines
 
     def _writing(self) -> _Writing:
         return _Writing(self._file)

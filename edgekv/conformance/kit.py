@@ -227,10 +227,10 @@ def graph_files(graph: KitGraph) -> tuple[str, str, str]:
 
 def pack(file: Path) -> Path:
     """Replace a file by a compressed one, the same bytes each time: binaries of small graphs are half as large."""
-    found = file.with_name(file.name + PACKED)
-    found.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+    compressed = file.with_name(file.name + PACKED)
+    compressed.write_bytes(gzip.compress(file.read_bytes(), mtime=0))
     file.unlink()
-    return found
+    return compressed
 
 
 def unpack(file: Path, folder: Path) -> Path:

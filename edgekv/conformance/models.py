@@ -84,10 +84,10 @@ def decode_on(open_engine: Callable[[Bundle], Engine], job: ModelJob) -> DecodeR
         load_ms = (perf_counter_ns() - began) / 1e6
         tokens, logits, rows = golden["tokens"].tolist(), golden["logits"], with_prefix(golden, "rows.")
         wrong, most = list[int](), 0
-        for number, found in enumerate(_logits(model, golden["prompt"].tolist(), tokens)):
-            gap = np.abs(found.astype(np.int64) - logits[number].astype(np.int64)).max()
+        for number, step in enumerate(_logits(model, golden["prompt"].tolist(), tokens)):
+            gap = np.abs(step.astype(np.int64) - logits[number].astype(np.int64)).max()
             most = max(most, int(gap))
-            if int(found.argmax()) != tokens[number]:
+            if int(step.argmax()) != tokens[number]:
                 wrong.append(number)
         held = held_rows(model)
     row, is_same = _first_row(held, rows, job.allowed_steps), not _first_row(held, rows, 0)
@@ -116,7 +116,7 @@ def golden_arrays(bundle: Path, prompt: Sequence[int], count: int = GOLDEN_TOKEN
         while len(logits) < count:
             logits.append(model.session.feed([int(logits[-1].argmax())]).copy())
         rows = held_rows(model)
-    tokens = np.array([int(found.argmax()) for found in logits], np.int32)
+    tokens = np.array([int(step.argmax()) for step in logits], np.int32)
     arrays = {"prompt": np.array(prompt, np.int32), "tokens": tokens, "logits": np.stack(logits)}
     return arrays | {f"rows.{name}": held for name, held in rows.items()}
 
@@ -128,16 +128,16 @@ def held_rows(model: Model) -> Arrays:
 
 
 def _logits(model: Model, prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[np.ndarray]:  # type: ignore[type-arg]
-    found = [model.session.feed(prompt).copy()]
-    found += [model.session.feed([token]).copy() for token in tokens[:-1]]
-    return found
+    rows = [model.session.feed(prompt).copy()]
+    rows += [model.session.feed([token]).copy() for token in tokens[:-1]]
+    return rows
 
 
-def _first_row(found: Arrays, expected: Arrays, allowed_steps: int) -> str:
+def _first_row(outputs: Arrays, expected: Arrays, allowed_steps: int) -> str:
     """The first row that is wrong: the one that was written first, in the first layer that has it."""
     differing = list[tuple[int, int, str]]()
     for number, (name, rows) in enumerate(expected.items()):
-        held = found.get(name)
+        held = outputs.get(name)
         if held is None or held.shape != rows.shape:
             return f"{name}, all rows"
         allowed = min(allowed_steps, 1) if rows.dtype.itemsize == 1 else allowed_steps

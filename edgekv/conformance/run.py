@@ -382,15 +382,15 @@ def _parts(kit: Kit, runner: Runner, choice: RunChoice) -> Iterator[tuple[str, C
 
 def _graph(kit: Kit, runner: Runner, part: KitPart, allowed_steps: int, _: Journal) -> Outcome:
     job = GraphJob(folder=str(kit.path), soc=kit.manifest.soc, graph=part.graph, allowed_steps=allowed_steps)
-    found = msgspec.structs.replace(runner.graph(job), name=part.name)
-    if found.verdict != "wrong" or not part.layers:
-        return Outcome(graphs=[found])
+    outcome = msgspec.structs.replace(runner.graph(job), name=part.name)
+    if outcome.verdict != "wrong" or not part.layers:
+        return Outcome(graphs=[outcome])
     for layer in part.layers:
         of_layer = runner.graph(msgspec.structs.replace(job, graph=layer))
         if of_layer.first is not None:
-            return Outcome(graphs=[msgspec.structs.replace(found, first=of_layer.first)])
-    note = found.note or WHOLE_ALONE
-    return Outcome(graphs=[msgspec.structs.replace(found, note=note if note == IGNORES else WHOLE_ALONE)])
+            return Outcome(graphs=[msgspec.structs.replace(outcome, first=of_layer.first)])
+    note = outcome.note or WHOLE_ALONE
+    return Outcome(graphs=[msgspec.structs.replace(outcome, note=note if note == IGNORES else WHOLE_ALONE)])
 
 
 def _decode(kit: Kit, runner: Runner, model: KitModel, strategy: str, choice: RunChoice, _: Journal) -> Outcome:

@@ -89,9 +89,9 @@ def first_in_words(first: Difference) -> str:
 
 def expectations(report: Report, speed: SpeedResult) -> Iterator[str]:
     """What was predicted for a speed."""
-    for each in report.predictions:
-        if (each.model, each.ar, each.context) == (speed.model, speed.ar, speed.context):
-            yield f"{each.low:,.1f} to {each.high:,.1f} by {each.source}"
+    for prediction in report.predictions:
+        if (prediction.model, prediction.ar, prediction.context) == (speed.model, speed.ar, speed.context):
+            yield f"{prediction.low:,.1f} to {prediction.high:,.1f} by {prediction.source}"
 
 
 def _registration(report: Report) -> Iterator[str]:

@@ -62,8 +62,8 @@ def _interpolation(size: int, table: int) -> _Floats:
     scale = table / size
     centers = (np.arange(size) + 0.5) * scale - 0.5
     weights = np.maximum(1 - np.abs(np.arange(table) - centers[:, None]) / max(scale, 1), 0)
-    found: _Floats = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
-    return found
+    resampling: _Floats = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+    return resampling
 
 
 def graph_inputs(
@@ -76,4 +76,4 @@ def graph_inputs(
     if inputs.places is not None:
         values[PLACES_PORT][0, 0, :count] = inputs.places
         values[PADDING_PORT][..., count:] = -np.inf
-    return {name: encodings[name].quantize(each) for name, each in values.items()}
+    return {name: encodings[name].quantize(array) for name, array in values.items()}
