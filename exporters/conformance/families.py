@@ -240,32 +240,50 @@ def write_family(name: str, folder: Path, seed: int = 0) -> Path:
     """Write a checkpoint of random weights."""
     folder.mkdir(parents=True)
     config = family_config(name)
-    random, spec = np.random.Generator(np.random.PCG64(seed)), describe(Config(config))
-    weights = dict[str, np.ndarray[Any, Any]]()
-    for view in views(spec):
-        if view.key in weights or not view.is_stored:
-            continue
-        is_gain = view.role.endswith("norm") or view.role == "layer_scalar"
-        is_gain = is_gain or (view.is_gathered and len(view.shape) == 1)
-        scale = 0.1 if is_gain else _GAIN / np.sqrt(view.shape[-1])
-        values = scale * random.standard_normal(view.stored_shape) + (is_gain and not view.offset)
-        if view.role == "q_norm" and spec.query_gain == 1:
-            values /= 4  # scores of noise would be too sharp
-        if view.role == "delta_rate":
-            values = np.log(np.geomspace(0.01, 2, len(values)))
-        weights[view.key] = values.astype(ml_dtypes.bfloat16)
+    weights = described_weights(config, seed, _GAIN)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    _write_tokenizer(folder / "tokenizer.json")
+    save_file({key: value.astype(ml_dtypes.bfloat16) for key, value in weights.items()}, folder / "model.safetensors")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([f"<|{number}|>" for number in range(4)])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
-def _write_tokenizer(path: Path) -> None:
-    """A token for each byte, and a few special ones."""
+def described_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """Random tensors by the names that transformers gives them, with the shapes of an architecture's description.
+
+    Args:
+        config: its `config.json`.
+        seed: of the random numbers.
+        gain: standard deviation of a matrix's results, for inputs of 1. Rates of decay are 0.01 to 2.
+
+    Returns:
+        float32 values that bfloat16 holds exactly.
+    """
+    random, spec = np.random.Generator(np.random.PCG64(seed)), describe(Config(config))
+    weights = dict[str, np.ndarray[Any, Any]]()
+    for view in views(spec):
+        if view.key not in weights and view.is_stored:
+            is_gain = view.role.endswith("norm") or view.role == "layer_scalar"
+            is_gain = is_gain or (view.is_gathered and len(view.shape) == 1)
+            scale = 0.1 if is_gain else gain / np.sqrt(view.shape[-1])
+            values = scale * random.standard_normal(view.stored_shape) + (is_gain and not view.offset)
+            if view.role == "q_norm" and spec.query_gain == 1:
+                values /= 4  # scores of noise would be too sharp
+            if view.role == "delta_rate":
+                values = np.log(np.geomspace(0.01, 2, len(values)))
+            weights[view.key] = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+        if view.role == "activation":
+            at = view.key.rpartition(".")[0]
+            weights |= {f"{at}.beta": np.array(0.5, np.float32), f"{at}.eps": np.array(-1e-6, np.float32)}
+    return weights
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token for each byte."""
     alphabet = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     assert len(alphabet) == _BYTES
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([f"<|{number}|>" for number in range(4)])
-    tokenizer.save(str(path))
+    return tokenizer

@@ -10,9 +10,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, processors
 
 from edgekv.spec import TARGET_IN, Config, describe, describe_drafter, views
+from exporters.conformance.families import byte_tokenizer, described_weights
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -674,10 +675,7 @@ def as_saved(folder: Path, record: dict[str, Any]) -> Path:
 
 def write_tokenizer(path: Path, extra: int = 4, special: bool = True, adds_first: bool = False) -> None:
     """A tokenizer of the 256 bytes and `extra` more tokens, special or not; `adds_first`: of these, to each text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_tokenizer()
     added = [AddedToken(f"<|{i}|>", special=special) for i in range(extra)]
     (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     if adds_first:
@@ -690,7 +688,7 @@ def _weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.nda
     if "text_config" not in config:
         return random_weights(config, seed, gain)
     listed = config["text_config"]["model_type"] in _LISTED
-    text = random_weights(config["text_config"], seed, gain) if listed else _described_weights(config, seed, gain)
+    text = random_weights(config["text_config"], seed, gain) if listed else described_weights(config, seed, gain)
     if config["model_type"] == "gemma3":
         found = {f"language_model.{name}": value for name, value in text.items()}
         return found | {"vision_tower.vision_model.embeddings.patch_embedding.bias": np.zeros(16, np.float32)}
@@ -712,7 +710,7 @@ _LISTED = (
 def random_weights(config: dict[str, Any], seed: int, gain: float = 2.0) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors that bfloat16 holds exactly, by the names that transformers gives them."""
     if config["model_type"] not in _LISTED:
-        return _described_weights(config, seed, gain)
+        return described_weights(config, seed, gain)
     random = np.random.Generator(np.random.PCG64(seed))
     more = np.random.Generator(np.random.PCG64([seed, 1]))  # what Llama does not have
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -782,29 +780,6 @@ def write_drafter(folder: Path, target: Path, *, seed: int = 7, gain: float = 1.
     save_file({key: each.astype(ml_dtypes.bfloat16) for key, each in weights.items()}, folder / "model.safetensors")
     (folder / "tokenizer.json").write_bytes((target / "tokenizer.json").read_bytes())
     return folder
-
-
-def _described_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
-    """Those of a model whose layers differ, as the architecture says; rates of decay from 0.01 to 2."""
-    random = np.random.Generator(np.random.PCG64(seed))
-    weights = {}
-    spec = describe(Config(config))
-    for view in views(spec):
-        if view.key not in weights and view.is_stored:
-            is_gain = (
-                view.role.endswith("norm") or view.role == "layer_scalar" or (view.is_gathered and len(view.shape) == 1)
-            )
-            scale = 0.1 if is_gain else gain / np.sqrt(view.shape[-1])
-            values = scale * random.standard_normal(view.stored_shape) + (is_gain and not view.offset)
-            if view.role == "q_norm" and spec.query_gain == 1:
-                values /= 4  # scores of noise would be too sharp
-            if view.role == "delta_rate":
-                values = np.log(np.geomspace(0.01, 2, len(values)))
-            weights[view.key] = values.astype(ml_dtypes.bfloat16).astype(np.float32)
-        if view.role == "activation":
-            at = view.key.rpartition(".")[0]
-            weights |= {f"{at}.beta": np.array(0.5, np.float32), f"{at}.eps": np.array(-1e-6, np.float32)}
-    return weights
 
 
 def write_sinking(folder: Path, architecture: dict[str, Any]) -> Path:
