@@ -23,6 +23,8 @@ FORMAT = 1
 """Incremented when a field is changed or removed."""
 
 LARGEST_BYTES = 8 << 20
+PLAUSIBLE_C = (-40.0, 150.0)
+"""Of a sensor; others say what is not a temperature, or nothing."""
 Verdict = Literal["equal", "within steps", "wrong", "failed", "crashed"]
 """`failed`: the runtime refused the graph; `crashed`: its process ended, or gave no answer in time, twice."""
 Place = Literal["npu", "emulator"]
@@ -408,6 +410,12 @@ def _contradictions(report: Report) -> Iterator[tuple[str, object, str]]:
             yield f"decode, {decode.strategy}", f"{decode.verdict}, token {decode.first_wrong} wrong", "one of them"
     for speed in report.speeds:
         yield from _impossible(speed, device)
+    times = [sample.at_s for sample in report.samples]
+    if times != sorted(set(times)):
+        yield "samples", "times that do not ascend", "each sample after the one before"
+    for sample in report.samples:
+        if sample.celsius is not None and not PLAUSIBLE_C[0] <= sample.celsius <= PLAUSIBLE_C[1]:
+            yield f"samples, {sample.at_s:.0f} s", f"{sample.celsius:g} C", "{:g} to {:g}".format(*PLAUSIBLE_C)
 
 
 def _impossible(speed: SpeedResult, device: Device) -> Iterator[tuple[str, object, str]]:

@@ -7,11 +7,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from devices.report import PLAUSIBLE_C
+
 # Documentation/ABI/testing/sysfs-class-thermal (millidegrees), -class-devfreq (Hz) and -devices-system-cpu (kHz).
 TEMPERATURES = "sys/class/thermal/thermal_zone*/temp"
 DEVICE_CLOCKS = "sys/class/devfreq/*/cur_freq"
 CORE_CLOCKS = "sys/devices/system/cpu/cpu*/cpufreq/scaling_cur_freq"
-_PLAUSIBLE_C = (-40.0, 150.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ def read_sensors(root: Path = Path("/")) -> Sensors:
 
 def of_numbers(numbers: Callable[[str], Iterator[float]]) -> Sensors:
     """The sensors of the numbers in the files of a pattern."""
-    low, high = _PLAUSIBLE_C
+    low, high = PLAUSIBLE_C
     heat = [value / 1e3 for value in numbers(TEMPERATURES) if low <= value / 1e3 <= high]
     clocks = [value / 1e6 for value in numbers(DEVICE_CLOCKS)] or [value / 1e3 for value in numbers(CORE_CLOCKS)]
     return Sensors(max(heat, default=None), max(clocks, default=None))

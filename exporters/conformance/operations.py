@@ -31,6 +31,7 @@ class Operation:
 
 OPERATIONS: Mapping[str, Operation] = {
     "norm": Operation("qwen2", 0, r"layers\.0\.attention_norm_q"),
+    "embedding": Operation("qwen2", 0, r"embedding_q", (r"input_ids",)),
     "lpbq-product": Operation("llama", 0, r"layers\.0\.q\.h0\S*_q"),
     "int8-product": Operation("qwen3", 0, r"layers\.0\.gate_q"),
     "rotary": Operation("qwen2", 0, r"layers\.0\.q\.h0\.rotated_q", (r"layers\.0\.q\.h0_q",)),
@@ -44,6 +45,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "soft-cap": Operation("gemma2", 0, r"layers\.0\.\S*tanh\S*_q"),
     "gelu": Operation("gemma2", 0, r"layers\.0\.gelu\S*_q"),
     "silu": Operation("qwen2", 0, r"layers\.0\.silu_q"),
+    "relu2": Operation("arcee", 0, r"layers\.0\.mlp_q", (r"layers\.0\.up_q",)),
+    "xielu": Operation("apertus", 0, r"layers\.0\.mlp_q", (r"layers\.0\.up_q",)),
     "residual-add": Operation("qwen2", 0, r"layers\.0\.mlp_add_q"),
     "state": Operation("lfm2", 0, r"layers\.0\.conv\.output_q", (r"layers\.0\.conv\.[bcx]_q",)),
     "delta-rule": Operation("qwen3_5", 0, r"layers\.0\.delta\.out_q", (r"layers\.0\.attention_norm_q",)),

@@ -74,6 +74,8 @@ def test_a_damaged_report_is_refused(change: Any, named: str) -> None:
         ({"speeds": [speed(step_us=1000.0, tokens_per_s=1000.0)]}, "800 GB/s; expected at most"),
         ({"speeds": [speed(step_us=0.0)]}, "expected steps that took time"),
         ({"speeds": [speed(step_us=float("inf"), tokens_per_s=0.0)]}, "speeds"),
+        ({"samples": [Sample(at_s=at_s, tokens_per_s=60.0) for at_s in (20.0, 10.0)]}, "times that do not ascend"),
+        ({"samples": [Sample(at_s=20.0, tokens_per_s=60.0, celsius=500.0)]}, "20 s: got 500 C; expected -40 to 150"),
         ({"arch": 73}, "SM8750, V73; expected SM8750, V79"),
         ({"soc": "SM9999"}, "a chip of the catalogue"),
         ({"graphs": [GraphResult(name="a", verdict="equal", elements=9, differing=1, max_steps=3)]}, "what these are"),
