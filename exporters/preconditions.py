@@ -99,6 +99,8 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
             expected="layers of one size, which slots are made for",
             fix="Merge the adapter: --lora FOLDER.",
         )
+    if spec.experts is not None:
+        _check_experts(options)
     if options.lora is not None and spec.norm_biases:
         raise UsageError(
             "--lora-slots",
@@ -143,6 +145,25 @@ def _check_whole_texts(options: ExportOptions) -> None:
     if found := [option for option, is_given in asked.items() if is_given]:
         got = "it, for a model whose tokens attend to both sides"
         raise UsageError(found[0], got=got, expected="none: nothing is cached", fix="Leave it out.")
+
+
+def _check_experts(options: ExportOptions) -> None:
+    """Check that nothing is asked for that graphs with experts cannot have.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if options.graph_format == "tflite":
+        raise UsageError(
+            "--format", got="tflite, for a checkpoint with experts", expected="onnx", fix="Use --format onnx."
+        )
+    if options.lora is not None:
+        raise UsageError(
+            "--lora-slots",
+            got="slots, for a checkpoint with experts",
+            expected="none: adapters of experts have no inputs",
+            fix="Leave it out.",
+        )
 
 
 def _check_delta_rule(options: ExportOptions) -> None:

@@ -202,7 +202,7 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         at = f"weights: {view.name}"
         if (view.name == EMBEDDING and spec.shares_vocabulary) or view.is_gathered or view.role == "norm_bias":
             continue
-        if view.role in ("norm", "q_norm", "k_norm", "delta_norm", "layer_scalar", "activation"):
+        if view.role in ("norm", "q_norm", "k_norm", "delta_norm", "layer_scalar", "activation", "expert_score"):
             copies = spec.copies if view.name in read_norms else 0
             shape = (view.shape[0] + copies, *view.shape[1:])
             if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:

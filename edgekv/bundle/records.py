@@ -134,6 +134,8 @@ class SourceRecord(Record, frozen=True):
         generated_tokens: how many of them the float model wrote itself, to learn the rounding of weights.
         stored: what became of quantized matrices; null for a checkpoint of floats.
         adapters: merged into the weights, in order.
+        unreached_experts: those that no token of the calibration text has chosen, as `LAYER.EXPERT`: they are quantized
+            by their weights alone.
     """
 
     checkpoint: str
@@ -143,6 +145,7 @@ class SourceRecord(Record, frozen=True):
     stored: StoredRecord | None = None
     adapters: list[AdapterRecord] = []
     generated_tokens: Count = 0
+    unreached_experts: list[str] = []
 
 
 class TargetRecord(Record, frozen=True):

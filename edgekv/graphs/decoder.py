@@ -31,12 +31,18 @@ from edgekv.spec import (
     PartRecord,
     attention_norm,
     convolution_kernel,
+    expert_projection,
+    expert_scores,
     feed_forward_norm,
     layer_scalar,
+    router,
     xielu_numbers,
 )
 
 V = TypeVar("V")
+
+SHARES_EPS = 1e-6
+"""See `Ops.shares`."""
 
 _TARGETS: dict[str, LoraTarget] = {
     "self_attn.q_proj": "q",
@@ -110,6 +116,15 @@ class Ops(BlockOps[V], Protocol[V]):
     def scale_by(self, x: V, weight: str, name: str) -> V:
         """`x * weight`, a stored number."""
 
+    def shift_by(self, x: V, weight: str, name: str) -> V:
+        """`x + weight`, a stored number for each channel."""
+
+    def chosen(self, x: V, count: int, name: str) -> V:
+        """1 for the `count` largest elements of a row, of equal ones the first, and 0 for the others."""
+
+    def shares(self, x: V, name: str) -> V:
+        """`x / (sum(x) + 1e-6)` over the width, of elements from 0 to 1."""
+
     def sigmoid(self, x: V, name: str) -> V: ...
 
     def tanh(self, x: V, name: str) -> V: ...
@@ -178,6 +193,10 @@ class Ops(BlockOps[V], Protocol[V]):
         raise ValueError("give_hidden: got a model with two outputs; expected logits alone")
 
     # What a runtime may have an operation of its own for.
+
+    def mixture(self, spec: DecoderSpec, layer: int, x: V) -> V:
+        """The weighted sum of a layer's experts, `[1, 1, AR, H]`."""
+        return expert_sum(self, spec, layer, expert_inners(self, spec, layer, x))
 
     def heads_of(self, x: V, count: int) -> list[V]:
         """The elements of x, one for each head, each `[1, 1, AR, 1]`, in the encoding of `x`."""
@@ -270,6 +289,8 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     before, hidden = hidden, add_mixer(ops, spec, layer, hidden, mixer(ops, spec, layer, x))
     if spec.parallel != "one-norm":
         x = feed_forward_inputs(ops, spec, layer, before if spec.parallel else hidden)
+    if spec.has_experts(layer):
+        return ops.add(hidden, ops.mixture(spec, layer, x), layer_result(spec, layer))
     hidden = add_feed_forward(ops, spec, layer, hidden, feed_forward(ops, spec, layer, x))
     if not spec.layer_inputs:
         return hidden
@@ -390,8 +411,10 @@ def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -
 
 
 def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """The input of down_proj."""
+    """The input of down_proj; of experts, those of all of them, joined."""
     at = f"layers.{layer}."
+    if spec.has_experts(layer):
+        return ops.join(expert_inners(ops, spec, layer, x), at + "expert")
     if not spec.gated:
         up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
         if spec.activation == "xielu":
@@ -404,6 +427,60 @@ def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     up = _linear(ops, spec, x, layer, "mlp.up_proj", at + "up")
     active = ops.silu(gate, at) if spec.activation == "silu" else _gelu(ops, spec, gate, at + "gelu")
     return ops.multiply(active, up, at + "mlp")
+
+
+_RAISED = 20.0
+"""How far scores of chosen experts are raised above others: exp(-20) is far below half a step of 16 bits."""
+
+
+def routed(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> tuple[V, V]:
+    """The weights of experts, and 1 for each that is chosen, otherwise 0: both `[1, 1, AR, E]`."""
+    assert spec.experts is not None, "the layer has some"
+    experts, at = spec.experts, f"layers.{layer}.router"
+    logits = ops.linear(x, router(layer), at)
+    if experts.score == "softmax":
+        chosen = ops.chosen(logits, experts.used, at + "_chosen")
+        if experts.normalized:
+            # Weights of the others vanish: their scores are left behind.
+            raised = ops.add(logits, ops.scale(chosen, _RAISED, at + "_raise"), at + "_raised")
+            return ops.softmax(raised, at + "_weights"), chosen
+        return ops.multiply(ops.softmax(logits, at + "_scores"), chosen, at + "_weights"), chosen
+    scores = ops.sigmoid(logits, at + "_scores")
+    choosing = ops.shift_by(scores, expert_scores(layer), at + "_choosing") if experts.corrected else scores
+    chosen = ops.chosen(choosing, experts.used, at + "_chosen")
+    if not experts.normalized:
+        return ops.multiply(scores, chosen, at + "_weights"), chosen
+    return ops.shares(ops.multiply(scores, chosen, at + "_kept"), at + "_weights"), chosen
+
+
+def expert_inners(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> list[V]:
+    """The input of down_proj of each expert: its inner product times its weight, 0 where it is not chosen."""
+    assert spec.experts is not None, "the layer has some"
+    weights, _ = routed(ops, spec, layer, x)
+    return [
+        ops.multiply(expert_inner(ops, spec, layer, expert, x), ops.slice(weights, expert, 1), f"layers.{layer}.expert")
+        for expert in range(spec.experts.count)
+    ]
+
+
+def expert_inner(ops: Ops[V], spec: DecoderSpec, layer: int, expert: int, x: V) -> V:
+    """The product of an expert's gate and up. Experts share the encodings of their results."""
+    at = f"layers.{layer}."
+    gate = _linear(ops, spec, x, layer, expert_projection(expert, "gate_proj"), at + "gate")
+    up = _linear(ops, spec, x, layer, expert_projection(expert, "up_proj"), at + "up")
+    return ops.multiply(ops.silu(gate, at), up, at + "mlp")
+
+
+def expert_sum(ops: Ops[V], spec: DecoderSpec, layer: int, inners: list[V]) -> V:
+    """The sum of the experts' outputs. All sums have one encoding, in which the 0 of an expert changes nothing."""
+    name = f"layers.{layer}.down"
+    total, *others = (
+        _linear(ops, spec, inner, layer, expert_projection(expert, "down_proj"), name)
+        for expert, inner in enumerate(inners)
+    )
+    for other in others:
+        total = ops.add(total, other, name)
+    return total
 
 
 def _gelu(ops: Ops[V], spec: DecoderSpec, x: V, name: str) -> V:
@@ -426,6 +503,9 @@ def xielu(ops: Ops[V], layer: int, x: V) -> V:
 def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inner: V) -> V:
     """The residual after the feed-forward: after the layer, if that has no input of its own."""
     at = f"layers.{layer}."
+    if spec.experts is not None and spec.has_experts(layer):
+        inners = ops.split(inner, [spec.experts.intermediate] * spec.experts.count)
+        return ops.add(hidden, expert_sum(ops, spec, layer, inners), layer_result(spec, layer))
     down = _linear(ops, spec, inner, layer, "mlp.down_proj", at + "down")
     if spec.post_norms:
         norm = f"model.layers.{layer}.post_feedforward_layernorm.weight"

@@ -7,22 +7,33 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from onnx import TensorProto
 
 from edgekv.bundle import BundleWeights, Extent
 from edgekv.graphs.cpu_mode import RenderedMode
-from edgekv.graphs.decoder import query_gain
+from edgekv.graphs.decoder import expert_inner, query_gain, routed
 from edgekv.graphs.products import Products, Rows, beside
 from edgekv.graphs.source import PartSource
 from edgekv.graphs.stacked_decoder import StackedOps
 from edgekv.graphs.stacks import View
 from edgekv.graphs.weight_file import WeightFile
-from edgekv.spec import CONVOLUTION_INPUTS, DELTA_INPUTS, HEAD, DecoderSpec, LoraTarget, lora_b, table_key
+from edgekv.spec import (
+    CONVOLUTION_INPUTS,
+    DELTA_INPUTS,
+    HEAD,
+    DecoderSpec,
+    LoraTarget,
+    expert_projection,
+    lora_b,
+    table_key,
+)
 
 _QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _GATE = "self_attn.g_proj"
 _HEADS: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
 _TOGETHER = ((_QUERY, _KEY, _VALUE), CONVOLUTION_INPUTS, DELTA_INPUTS, ("mlp.gate_proj", "mlp.up_proj"))
 """Projections of the same activations."""
+_EXPERTS, _GATE_AND_UP = "mlp.experts.", ("gate_proj", "up_proj")
 
 
 class _Projection(NamedTuple):
@@ -44,7 +55,10 @@ class _Projection(NamedTuple):
 
 
 def _siblings(projection: _Projection) -> tuple[_Projection, ...]:
-    """The projections of the same activations."""
+    """The projections of the same activations; of an expert, its own alone."""
+    expert, _, last = projection.name.rpartition(".")
+    if expert.startswith(_EXPERTS) and last in _GATE_AND_UP:
+        return tuple(_Projection(projection.layer, f"{expert}.{name}") for name in _GATE_AND_UP)
     names = next((names for names in _TOGETHER if projection.name in names), (projection.name,))
     return tuple(_Projection(projection.layer, name) for name in names)
 
@@ -127,7 +141,7 @@ class FloatOps(StackedOps):
         only_bytes = all(matrices[key].dtype == "int8" for key in readers if key in matrices)
         tensor = self._tensor(x)
         rows = Rows(tensor, self._rows, tensor in self._normal or keys[0] == HEAD, only_bytes)
-        return self._products.multiply(rows, beside([self._weights.matrix(key) for key in keys]), name)
+        return self._products.multiply(rows, beside([self._weights.matrix(key) for key in keys]), keys[0])
 
     def _together(self, weight: str) -> tuple[_Projection, ...]:
         """The projections that one product computes."""
@@ -211,6 +225,28 @@ class FloatOps(StackedOps):
             return super().add(a, b, name)
         total = self._nodes.unique(name)
         self._sums[total] = self._tensor(a), self._tensor(b)
+        return View(total)
+
+    def mixture(self, spec: DecoderSpec, layer: int, x: View) -> View:
+        """Experts that no row has chosen are not computed: the others add the same bits as if they were."""
+        assert spec.experts is not None, "the layer has some"
+        nodes, name = self._nodes, f"layers.{layer}.down"
+        weights, chosen = routed(self, spec, layer, x)
+        rows = nodes.add("ReduceMax", [chosen.tensor, nodes.integers([0, 1])], f"{chosen.tensor}.any", keepdims=0)
+        flags = nodes.split(
+            nodes.add("Cast", [rows], f"{rows}.flags", to=TensorProto.BOOL), [1] * spec.experts.count, 0
+        )
+        total = nodes.add("Mul", [self._tensor(x), nodes.number(0)], f"{name}.none")
+        for expert, flag in enumerate(flags):
+            made, of_products = dict(self._made), dict(self._products.made)
+            with nodes.branch() as taken:
+                inner = expert_inner(self, spec, layer, expert, x)
+                weighed = self.multiply(inner, self.slice(weights, expert, 1), f"layers.{layer}.expert")
+                key = f"model.layers.{layer}.{expert_projection(expert, 'down_proj')}.weight"
+                down = self._tensor(self.linear(weighed, key, name))
+                added = nodes.add("Add", [total, down], name)
+            self._made, self._products.made = made, of_products  # a branch sees nothing of another one
+            total = nodes.either(flag, taken, added, total, name)
         return View(total)
 
     def rms_norm(self, x: View, weight: str, name: str, *, gain: float = 1.0) -> View:

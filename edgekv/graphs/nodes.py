@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,30 @@ class Nodes:
         self.write("Split", [x, self.integers(sizes)], names, axis=axis)
         return names
 
+    @contextmanager
+    def branch(self) -> Iterator[list[onnx.NodeProto]]:
+        """Write nodes into a branch of `either` meanwhile; constants stay those of the whole graph."""
+        outer, self.nodes = self.nodes, []
+        try:
+            yield self.nodes
+        finally:
+            self.nodes = outer
+
+    def either(self, condition: str, taken: Sequence[onnx.NodeProto], result: str, otherwise: str, name: str) -> str:
+        """The `result` of the nodes of a branch if the condition, of one element, is true; else another tensor.
+
+        Only one of both is computed.
+        """
+        chosen = self.unique(name)
+        kept = helper.make_node("Identity", [otherwise], [f"{chosen}.else"], name=f"{chosen}.else_node")
+        branches = {"then_branch": (taken, result), "else_branch": ([kept], f"{chosen}.else")}
+        graphs = {
+            side: helper.make_graph(nodes, f"{chosen}.{side}", [], [helper.make_empty_tensor_value_info(output)])
+            for side, (nodes, output) in branches.items()
+        }
+        self.write("If", [condition], [chosen], **graphs)
+        return chosen
+
     def quantize(self, x: str, encodings: Sequence[Encoding], name: str) -> str:
         """The integers of a float, with one encoding, or with one for each element of the first axis."""
         return self.add("QuantizeLinear", [x, *self._parameters(encodings)], name, **_axis(encodings))
@@ -129,7 +154,7 @@ class Nodes:
         self, name: str, inputs: Sequence[onnx.ValueInfoProto], outputs: Sequence[onnx.ValueInfoProto]
     ) -> onnx.ModelProto:
         """The model, with the constants that its nodes read."""
-        read = {tensor for node in self.nodes for tensor in node.input}
+        read = {*_read(self.nodes)}
         constants = [constant for constant in self._initializers.values() if constant.name in read]
         graph = helper.make_graph(self.nodes, name, inputs, outputs, constants)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(_CONTRIB, 1)]
@@ -137,6 +162,14 @@ class Nodes:
             graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="edgekv"
         )
         return model
+
+
+def _read(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
+    """The tensors that nodes read, and those of their branches."""
+    for node in nodes:
+        yield from node.input
+        for attribute in node.attribute:
+            yield from _read(attribute.g.node)
 
 
 def _axis(encodings: Sequence[Encoding]) -> dict[str, int]:

@@ -125,7 +125,7 @@ class Products:
         self._mode = mode
         self._is_scoring = is_scoring
         self._batch_invariant = batch_invariant
-        self._made: dict[tuple[str, object], Any] = {}
+        self.made: dict[tuple[str, object], Any] = {}
 
     def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
         """The product `[1, rows, out]`; `key` is the name of the matrix."""
@@ -155,9 +155,9 @@ class Products:
 
     def _once(self, x: Rows, what: object, make: Any) -> Any:
         """What was made of a tensor before, or is made now."""
-        if (x.name, what) not in self._made:
-            self._made[x.name, what] = make()
-        return self._made[x.name, what]
+        if (x.name, what) not in self.made:
+            self.made[x.name, what] = make()
+        return self.made[x.name, what]
 
     def _multiply_once(self, x: Rows, key: str, constants: tuple[str, str]) -> str:
         """The product of many rows, each rounded to 8 bits over its own range."""

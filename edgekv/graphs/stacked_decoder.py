@@ -172,6 +172,26 @@ class StackedOps(StackedDelta):
     def scale_by(self, x: View, weight: str, name: str) -> View:
         return self._each("Mul", [x], name, [self._floats(weight)])
 
+    def shift_by(self, x: View, weight: str, name: str) -> View:
+        return self._each("Add", [x], name, [self._floats(weight)])
+
+    def chosen(self, x: View, count: int, name: str) -> View:
+        assert self.spec.experts is not None, "experts are chosen"
+        nodes, indices = self._nodes, self._nodes.unique(f"{name}.indices")
+        # Of equal elements, onnxruntime takes those with the least index.
+        nodes.write("TopK", [self._tensor(x), nodes.integers([count])], [f"{indices}.values", indices], axis=-1)
+        ends = nodes.constant(np.array([0, 1], np.float32))
+        each = nodes.add("OneHot", [indices, nodes.integers([self.spec.experts.count]), ends], f"{name}.each")
+        return self._rounded(nodes.add("ReduceSum", [each, nodes.integers([-2])], name, keepdims=0), name)
+
+    def shares(self, x: View, name: str) -> View:
+        total = self._rounded(
+            self._nodes.add("ReduceSum", [self._tensor(x), self._nodes.integers([-1])], f"{name}.sum"), f"{name}.sum"
+        )
+        least = self._nodes.number(self._encoding(f"{name}.sum").scale)
+        positive = self._as(self._nodes.add("Max", [total.tensor, least], f"{name}.positive"), total)
+        return self._each("Div", [x, positive], name)
+
     def layer_input(self, layer: int) -> View:
         width = self.spec.layer_inputs
         tensor = self._once(

@@ -17,6 +17,7 @@ from edgekv.spec.sizes import (
     attention_matrices,
     convolution_matrices,
     delta_matrices,
+    expert_matrices,
     feed_forward_matrices,
     layer_input_matrices,
 )
@@ -112,6 +113,37 @@ class LayerSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     intermediate: _Width
 
 
+class Experts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers whose feed-forward is a mixture: a router weighs experts, of which each token has a few.
+
+    Each expert is a gated feed-forward. With scores `s = score(router @ x)`, a token's experts are the `used` ones with
+    the largest s, or s plus a stored correction; the other experts have the weight 0.
+
+    Attributes:
+        count: E, the experts of a layer.
+        used: of each token.
+        intermediate: width of an expert.
+        layers: their numbers.
+        score: `softmax` over all experts, or `sigmoid` of each (arXiv 2412.19437).
+        normalized: whether a token's weights are divided by their sum; of `sigmoid` plus 1e-6.
+        corrected: whether a stored number for each expert is added to the scores that choose, not to the weights.
+        gain: multiplies the weights.
+    """
+
+    count: Annotated[int, msgspec.Meta(ge=2, le=1 << 10)]
+    used: Annotated[int, msgspec.Meta(ge=1, le=1 << 10)]
+    intermediate: _Width
+    layers: frozenset[_Layer]
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool = True
+    corrected: bool = False
+    gain: _Positive = 1.0
+
+    def __post_init__(self) -> None:
+        if self.used > self.count:
+            raise ValueError(f"used: got {self.used}; expected at most {self.count} experts")
+
+
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder with grouped-query attention, gated feed-forward, RMSNorm and rotary embedding.
 
@@ -156,9 +188,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         split: channels of the residual that norms read several times, in ascending order. Set by export.
         vocabulary: where embeddings are; see `Vocabulary`. Set by export.
         fused: projections that are stored as one matrix: q, k and v (`attention`), or those of each head after each
-            other (`heads`); gate and up (`mlp`).
+            other (`heads`); gate and up (`mlp`). `experts`: gate and up of all experts of a layer are one tensor
+            `[E, 2 * intermediate, H]`, and down of all is another.
         convolution: the layers without attention; None if there are none.
         delta_rule: the layers with a gated delta rule in place of attention; None if there are none.
+        experts: the layers with a mixture of experts for a feed-forward; None if there are none.
         layer_sizes: the sizes of each layer; empty if all are alike.
         cache_owners: by layer, the layer whose keys and values it reads; empty if each layer has its own.
         value_norm: whether values are divided by their root mean square.
@@ -221,11 +255,12 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     norm_offset: _Number = 0.0
     split: tuple[SplitChannel, ...] = ()
     vocabulary: Vocabulary = "apart"
-    fused: frozenset[Literal["attention", "heads", "mlp"]] = frozenset()
+    fused: frozenset[Literal["attention", "heads", "mlp", "experts"]] = frozenset()
     multimodal: bool = False
     bound_by: str = "max_position_embeddings"
     convolution: Convolution | None = None
     delta_rule: DeltaRule | None = None
+    experts: Experts | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()
     cache_owners: tuple[_Layer, ...] = ()
     value_norm: bool = False
@@ -263,6 +298,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.delta_rule is not None and not self.delta_rule.layers < {*range(self.layers)}:
             layers = sorted(self.delta_rule.layers)
             raise ValueError(f"delta_rule: layers: got {layers}; expected some below {self.layers}, and one without")
+        if self.experts is not None:
+            self._check_experts(self.experts)
         for layer in range(self.layers) if self.layer_sizes or self.cache_owners else (0,):
             self._check_layer(layer)
         if self.layer_norms and (self.post_norms or not self.pre_norms or self.shares_vocabulary):
@@ -277,6 +314,14 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("embedding_norm: got true; expected a vocabulary that is not shared")
         if outside := [split.channel for split in self.split if split.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
+
+    def _check_experts(self, experts: Experts) -> None:
+        if not experts.layers or not experts.layers <= {*range(self.layers)}:
+            raise ValueError(f"experts: layers: got {sorted(experts.layers)}; expected some below {self.layers}")
+        if not self.gated or self.activation != "silu" or any(name.startswith("mlp.") for name in self.biased):
+            raise ValueError("experts: got a feed-forward without a gate, or with biases; expected SiLU and a gate")
+        if self.layer_norms or self.post_norms or self.layer_inputs or self.target is not None:
+            raise ValueError("experts: got LayerNorms, post-norms, inputs of layers or a drafter; expected none")
 
     def _check_layer(self, layer: int) -> None:
         sizes, owner = self.of_layer(layer), self.cache_layer(layer)
@@ -303,6 +348,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.layer_sizes:
             return self.layer_sizes[layer]
         return LayerSizes(self.kv_heads, self.head_dim, self.intermediate)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward of a layer is a mixture of experts."""
+        return self.experts is not None and layer in self.experts.layers
 
     def cache_layer(self, layer: int) -> int:
         """The layer whose keys and values a layer reads: itself, or the owner of a cache that it shares."""
@@ -345,7 +394,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             heads=self.heads,
             kv_heads=max(sizes.kv_heads for sizes in self._all_sizes),
             head_dim=max(sizes.head_dim for sizes in self._all_sizes),
-            intermediate=max(sizes.intermediate for sizes in self._all_sizes),
+            intermediate=max(self._inner_width(layer) for layer in self.own_layers),
             vocab=self.vocab,
             tied_head=self.tied_head,
             kinds=tuple(LayerKind(tuple(numbers), kind) for kind, numbers in kinds.items()),
@@ -365,8 +414,16 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             queries, keys = self.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
             gates = self.heads if self.head_gates else queries if self.output_gates else 0
             mixer = attention_matrices(hidden, queries, keys, owns_cache=self.owns_cache(layer), gates=gates)
+        if self.experts is not None and self.has_experts(layer):
+            return (*mixer, *expert_matrices(hidden, self.experts.intermediate, self.experts.count))
         inputs = layer_input_matrices(hidden, self.layer_inputs)
         return (*mixer, *feed_forward_matrices(hidden, sizes.intermediate, gated=self.gated), *inputs)
+
+    def _inner_width(self, layer: int) -> int:
+        """Width of a layer's feed-forward, of all experts together."""
+        if self.experts is not None and self.has_experts(layer):
+            return self.experts.count * self.experts.intermediate
+        return self.of_layer(layer).intermediate
 
     @property
     def result_width(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec.structs import replace
 
 from edgekv.spec.config import Config
-from edgekv.spec.decoder import Convolution, DecoderSpec, LayerSizes
+from edgekv.spec.decoder import Convolution, DecoderSpec, Experts, LayerSizes
 from edgekv.spec.rope import THETA, Rope
 
 ATTENTION_INPUTS = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
@@ -120,6 +120,53 @@ def same_window(config: Config, layers: int, window: int | None) -> tuple[int | 
         reason = "there is no sliding_window" if window is None else "sliding_window says"
         raise config.refusal("layer_types", f"{kind} alone, as {reason}", got=", ".join(sorted(others))[:200])
     return () if window is None else (window,) * layers
+
+
+_SHARED_EXPERTS = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "num_shared_experts",
+    "n_shared_experts",
+)
+
+
+def experts(
+    config: Config,
+    layers: Collection[int],
+    *,
+    count: str,
+    width: str = "moe_intermediate_size",
+    used: str = "num_experts_per_tok",
+    normalized: bool = True,
+) -> Experts:
+    """The experts of these layers, whose router is a softmax.
+
+    Args:
+        config: the configuration with the defaults of its architecture.
+        layers: their numbers.
+        count: field with the number of experts of a layer.
+        width: field with the width of an expert.
+        used: field with the experts of a token.
+        normalized: see `Experts`.
+
+    Raises:
+        CheckpointError: a token has more experts than there are, there is a shared one, or a size is none.
+    """
+    for name in _SHARED_EXPERTS:
+        if config.count(name, 0):
+            fix = "Take a model without shared experts, such as Granite-3.1-1B-A400M."
+            raise config.refusal(name, "0: graphs have no expert that every token shares", fix=fix)
+    if (number := config.size(count)) < 2:
+        raise config.refusal(count, "at least 2 experts")
+    if (used_number := config.size(used)) > number:
+        raise config.refusal(used, f"at most {count} = {number}")
+    return Experts(
+        count=number,
+        used=used_number,
+        intermediate=config.size(width),
+        layers=frozenset(layers),
+        normalized=normalized,
+    )
 
 
 def unrotated(config: Config, layers: int, interval: int) -> frozenset[int]:

@@ -23,6 +23,7 @@ MatrixRole = Literal[
     "gate",
     "up",
     "down",
+    "router",
     "layer_gate",
     "layer_out",
 ]
@@ -97,6 +98,11 @@ def feed_forward_matrices(hidden: int, inner: int, *, gated: bool = True) -> tup
     """gate, if there is one, up and down."""
     gates = (LayerMatrix("gate", hidden, inner),) if gated else ()
     return (*gates, LayerMatrix("up", hidden, inner), LayerMatrix("down", inner, hidden))
+
+
+def expert_matrices(hidden: int, inner: int, experts: int) -> tuple[LayerMatrix, ...]:
+    """The router, and gate, up and down of each expert."""
+    return (LayerMatrix("router", hidden, experts), *feed_forward_matrices(hidden, inner) * experts)
 
 
 def layer_input_matrices(hidden: int, width: int) -> tuple[LayerMatrix, ...]:
@@ -239,7 +245,7 @@ class LayerTypes:
 
 
 _IN_8_BITS: frozenset[MatrixRole] = frozenset(
-    {"k", "v", "head_gate", "conv_in", "conv_out", "delta_rates", "layer_gate", "layer_out"}
+    {"k", "v", "head_gate", "conv_in", "conv_out", "delta_rates", "router", "layer_gate", "layer_out"}
 )
 RECIPE_TYPES = {weight_type.recipe: LayerTypes(name, _IN_8_BITS) for name, weight_type in WEIGHT_TYPES.items()} | {
     "w4a16-lpbq32-updown8": LayerTypes("lpbq32", _IN_8_BITS | {"up", "down"}),

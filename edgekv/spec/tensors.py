@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec.decoder import DecoderSpec, Pairs
+from edgekv.spec.decoder import DecoderSpec, Experts, Pairs
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -43,7 +43,8 @@ TensorRole = Literal[
     "embedding", "norm", "norm_bias", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
     "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
     "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
-    "gate", "up", "down", "activation", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
+    "gate", "up", "down", "router", "expert_score", "expert_gate", "expert_up", "expert_down",
+    "activation", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
     "target_in", "target_out", "target_frame", "embedding_in",
 ]  # fmt: skip
 
@@ -65,6 +66,7 @@ _ROLES: dict[str, TensorRole] = {
     "mlp.gate_proj": "gate",
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
+    "mlp.router": "router",
     "per_layer_input_gate": "layer_gate",
     "per_layer_projection": "layer_out",
 }
@@ -93,6 +95,7 @@ class View:
             If checkpoints have no other bias, the stored tensor is the norm's.
         is_stored: whether checkpoints have it; if not, its elements are 1.
         stored_as: what is stored of x: `log(-x)`, or what softplus makes x of; None if it is x.
+        stacked: of a stored tensor `[stacked, rows / stacked, in]`, as experts have it: its rows are counted through.
         offset: added to every element.
         gain: multiplies every element.
     """
@@ -111,11 +114,14 @@ class View:
     pairs: tuple[Pairs, int, int] | None = None
     norm_bias: str | None = None
     is_stored: bool = True
+    stacked: int | None = None
     stored_as: Literal["log", "softplus"] | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of the stored tensor."""
+        if self.stacked is not None:
+            return (self.stacked, self.rows // self.stacked, *self.shape[1:])
         return (self.rows, *self.shape[1:])
 
     @property
@@ -148,7 +154,7 @@ class View:
     @property
     def writes_residual(self) -> bool:
         """Whether its output channels are those of the residual."""
-        return self.role in ("o", "conv_out", "delta_out", "down", "layer_out")
+        return self.role in ("o", "conv_out", "delta_out", "down", "expert_down", "layer_out")
 
     @property
     def is_multiplied(self) -> bool:
@@ -267,6 +273,27 @@ def xielu_numbers(layer: int) -> tuple[str, str]:
     return f"model.layers.{layer}.mlp.act_fn.alpha_p", f"model.layers.{layer}.mlp.act_fn.alpha_n"
 
 
+def router(layer: int) -> str:
+    """Name of the matrix `[E, H]` that scores the experts of a layer."""
+    return f"model.layers.{layer}.mlp.router.weight"
+
+
+def expert_scores(layer: int) -> str:
+    """Name of what is added to the scores that choose experts, `[E]`."""
+    return f"model.layers.{layer}.mlp.router.correction"
+
+
+def expert_projection(expert: int, projection: str) -> str:
+    """The projection `gate_proj`, `up_proj` or `down_proj` of an expert, as its name in a layer."""
+    return f"mlp.experts.{expert}.{projection}"
+
+
+def expert_of(name: str) -> int | None:
+    """The expert that a matrix belongs to, by its name; None for another."""
+    _, is_one, rest = name.partition(".mlp.experts.")
+    return int(rest.split(".")[0]) if is_one else None
+
+
 def layer_of(name: str) -> int | None:
     """The layer that a tensor belongs to, by its name; None outside of the layers."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else None
@@ -295,6 +322,9 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
             yield _norm_bias(spec, of_residual.name, layer)
     mixers = {"attention": _attention, "convolution": _convolution, "delta_rule": _delta_rule}
     yield from mixers[spec.mixer(layer)](spec, layer)
+    if spec.experts is not None and spec.has_experts(layer):
+        yield from _experts(spec, spec.experts, layer)
+        return
     gates = {"mlp.gate_proj": inner, "mlp.up_proj": inner} if spec.gated else {"mlp.up_proj": inner}
     fused = "mlp.gate_up_proj" if "mlp" in spec.fused else None
     norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
@@ -310,6 +340,32 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     if spec.layer_scalars:
         name = layer_scalar(layer)
         yield View(name, (1,), name, 1, "layer_scalar", layer)
+
+
+def _experts(spec: DecoderSpec, experts: Experts, layer: int) -> Iterator[View]:
+    """The router, and gate, up and down of each expert, which may be parts of one tensor of all."""
+    hidden, inner, prefix = spec.hidden, experts.intermediate, f"model.layers.{layer}."
+    norm = feed_forward_norm(spec, layer) if spec.pre_norms else None
+    yield from _projections(spec, layer, {"mlp.router": experts.count}, hidden, norm=norm)
+    if experts.corrected:
+        name = expert_scores(layer)
+        yield View(name, (experts.count,), name, experts.count, "expert_score", layer)
+    gate_up, down = f"{prefix}mlp.experts.gate_up_proj", f"{prefix}mlp.experts.down_proj"
+    for expert in range(experts.count):
+        of_gate, of_up, of_down = (
+            f"{prefix}{expert_projection(expert, each)}.weight" for each in ("gate_proj", "up_proj", "down_proj")
+        )
+        read = View(of_gate, (inner, hidden), of_gate, inner, "expert_gate", layer, norm)
+        written = View(of_down, (hidden, inner), of_down, hidden, "expert_down", layer)
+        written = replace(written, gain=experts.gain * _branch_gain(spec))
+        reads = [read, replace(read, name=of_up, key=of_up, role="expert_up")]
+        if "experts" in spec.fused:
+            rows, first = 2 * experts.count * inner, 2 * expert * inner
+            reads = [replace(each, key=gate_up, rows=rows, stacked=experts.count) for each in reads]
+            reads = [replace(each, first=at) for each, at in zip(reads, (first, first + inner), strict=True)]
+            rows = experts.count * hidden
+            written = replace(written, key=down, rows=rows, first=expert * hidden, stacked=experts.count)
+        yield from (*reads, written)
 
 
 def _attention(spec: DecoderSpec, layer: int) -> Iterator[View]:

@@ -44,6 +44,7 @@ from exporters.checkpoint.channels import SplitResidual
 from exporters.checkpoint.check_tensors import check_tensors, renamed, without_zero_biases
 from exporters.checkpoint.columns import TableColumns, outlier_columns
 from exporters.checkpoint.drafter import drafter_tensors, head_tensors, is_of_head
+from exporters.checkpoint.experts import with_rows_of_experts, with_stored_experts
 from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
 from exporters.checkpoint.generation import GENERATION_CONFIG, generation_record
 from exporters.checkpoint.gguf import (
@@ -154,6 +155,7 @@ class Checkpoint:
                 spec = msgspec.structs.replace(spec, tied_head=False)
         else:
             tensors = renamed(tensors, decoder_tensor)
+        spec = with_stored_experts(spec, tensors)
         if sentence is not None:
             tensors, spec = sentence.fitted(tensors, spec)
         elif spec.bidirectional:
@@ -169,6 +171,7 @@ class Checkpoint:
         read = {each.file for each in (parts if quantization else tensors).values()}
         read |= {*(() if sentence is None else sentence.files), *(() if vision is None else vision.files)}
         files = tuple(sorted(read))
+        tensors = with_rows_of_experts(tensors, wanted.values())
         tensors, spec, merged = merge(tensors, spec, adapters)
         wanted = {view.name: view for view in views(spec)}
         defaults, chat = generation_record(generation), found.templates(reads_pictures=vision is not None)

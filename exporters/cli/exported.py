@@ -77,6 +77,15 @@ def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterato
 
 def export_warnings(manifest: Manifest) -> Iterator[str]:
     """A calibration text that is too short, and a KL above the limit of a usable model."""
+    if unreached := manifest.source.unreached_experts:
+        layers: dict[str, list[str]] = {}
+        for layer, expert in (each.split(".") for each in unreached):
+            layers.setdefault(layer, []).append(expert)
+        named = "; ".join(f"layer {layer}: {', '.join(experts)}" for layer, experts in layers.items())
+        yield (
+            f"calibration: got no token that chooses {len(unreached)} experts ({named}); expected some for each: they "
+            f"are quantized by their weights alone. Give a longer --calibration"
+        )
     if (fitted := [each.tensor for each in manifest.recipe.weights if each.method in FITTED]) != []:
         shapes = matrices(manifest.model)
         widest = max(fitted, key=lambda name: shapes[name][1])

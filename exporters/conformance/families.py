@@ -28,6 +28,7 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.6,
     "logits_scaling": 5.0,
 }
+_EXPERTS = {"num_experts_per_tok": 2}
 _BASE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -121,6 +122,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "granite": _MULTIPLIERS,
+    "granitemoe": {**_MULTIPLIERS, **_EXPERTS, "intermediate_size": 32, "num_local_experts": 4},
     "granitemoehybrid": {
         **_MULTIPLIERS,
         "layer_types": ["attention"] * 2,
@@ -146,6 +148,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "norm_eps": 1e-5,
         "layer_types": ["conv", "full_attention"],
         "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": {
+        **_LAYER_NORM,
+        **_EXPERTS,
+        "hidden_act": None,
+        "norm_eps": 1e-5,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
     },
     "lfm3": {**_LAYER_NORM, **_WINDOW, "hidden_act": None, "norm_eps": 1e-5, "num_hidden_layers": 3},
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -180,6 +192,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         },
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "olmoe": {**_EXPERTS, "intermediate_size": 32, "num_experts": 4},
     "phi": {**_LAYER_NORM, "hidden_act": "gelu_new", "tie_word_embeddings": False},
     "phi3": {**_WINDOW, "partial_rotary_factor": 0.75},
     "qwen2": {},
@@ -200,6 +213,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
+    "qwen3_moe": {**_EXPERTS, "moe_intermediate_size": 32, "num_experts": 4, "norm_topk_prob": True},
     "seed_oss": {"attention_bias": True, "head_dim": 32},
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {**_LAYER_NORM, "partial_rotary_factor": 0.25, "use_qkv_bias": True},

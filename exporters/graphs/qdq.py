@@ -66,6 +66,8 @@ _INTEGERS = Encoding("u16", 1.0, _UNSIGNED_ZERO)
 _NOT_TRACED = re.compile(
     rf"{BY_STEP}|\.(scores|masked|stored)\.|^probabilities|^(key|value|conv|delta_key|delta_value|decay)_\d|^past_|^position_ids_|\.(t|part|rows|signed)(\.\d+)?_q$|^embedding\.(2|integers|wide|columns|scales)_q$|\.sign_q$"
 )
+_COUNTS = Encoding("u16", 1 / 32, 0)
+"""Of numbers of experts, and half numbers between them."""
 _WHOLE = Encoding.symmetric(1.0, "s8")
 """Of a matrix of 0 and 1: with 1 as the integer 1, the HTP's sums are off by hundreds of steps, with 127 by two."""
 
@@ -227,6 +229,51 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def scale_by(self, x: Tensor, weight: str, name: str) -> Tensor:
         return self._nodes.emit("Mul", [x.name, self._weight(*self._weights.tensor(weight))], name)
+
+    def shift_by(self, x: Tensor, weight: str, name: str) -> Tensor:
+        return self._nodes.emit("Add", [x.name, self._weight(*self._weights.tensor(weight))], name)
+
+    def chosen(self, x: Tensor, count: int, name: str) -> Tensor:
+        """By counting: an element is chosen if fewer than `count` others are larger, or equal and before it.
+
+        Not TopK: onnxruntime-qnn 2.7.0 computes it in float.
+        """
+        assert self._spec.experts is not None, "experts are chosen"
+        nodes, elements = self._nodes, self._spec.experts.count
+        own = self._reshape(x, f"{name}.own", (1, self._ar, elements, 1))
+        others = self._reshape(x, f"{name}.others", (1, self._ar, 1, elements))
+        larger, equal, few = (nodes.unique(f"{name}.{kind}") for kind in ("larger", "equal", "few"))
+        nodes.node("Greater", [others.name, own.name], [larger])
+        nodes.node("Equal", [others.name, own.name], [equal])
+        before = np.tril(np.ones((1, 1, elements, elements)), -1)
+        zero = self._count(0.0)
+        tied = nodes.emit("Where", [equal, self._counts(f"before_{elements}", before), zero], f"{name}.tied", _COUNTS)
+        ahead = nodes.emit("Where", [larger, self._count(1.0), tied.name], f"{name}.ahead", _COUNTS)
+        along = nodes.constant("at_-1", np.array([WIDTH], np.int64))
+        ranks = nodes.emit("ReduceSum", [ahead.name, along], f"{name}.ranks", _COUNTS, keepdims=1)
+        ranks = self._reshape(ranks, f"{name}.rank", (1, 1, self._ar, elements))
+        nodes.node("Greater", [self._count(count - 0.5), ranks.name], [few])
+        encoding = self._encodings[name]
+        ends = (
+            nodes.dequantize_once(nodes.constant(f"{name}.{end}", encoding.quantize(np.array(float(end)))), encoding)
+            for end in (1, 0)
+        )
+        return nodes.emit("Where", [few, *ends], name)
+
+    def _count(self, value: float) -> str:
+        return self._counts(f"count_{value!r}", np.array(value))
+
+    def _counts(self, name: str, values: NDArray[Any]) -> str:
+        return self._nodes.dequantize_once(self._nodes.constant(name, _COUNTS.quantize(values)), _COUNTS)
+
+    def shares(self, x: Tensor, name: str) -> Tensor:
+        nodes, encoding = self._nodes, self._encodings[f"{name}.sum"]
+        along = nodes.constant("at_-1", np.array([WIDTH], np.int64))
+        total = nodes.emit("ReduceSum", [x.name, along], f"{name}.sum", keepdims=1)
+        step = nodes.constant(f"{name}.step", np.array(encoding.zero_point + 1, DTYPES[encoding.dtype]))
+        least = nodes.dequantize_once(step, encoding)
+        positive = nodes.emit("Max", [total.name, least], f"{name}.positive", encoding)
+        return nodes.emit("Div", [x.name, positive.name], name)
 
     def layer_input(self, layer: int) -> Tensor:
         width = self._spec.layer_inputs

@@ -46,6 +46,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     places: WeightPlaces
     ranges: dict[str, _Extremes]
     tensors: dict[str, _Tensor]
+    unreached: tuple[str, ...] = ()
 
 
 class LayerFile:
@@ -89,6 +90,7 @@ class LayerFile:
         ranges: Mapping[str, Range],
         hidden: Windows | None,
         shared: Mapping[str, Floats] = MappingProxyType({}),
+        unreached: Sequence[str] = (),
     ) -> None:
         """Write what is not part of the bundle into the folder of the layer's weights.
 
@@ -98,6 +100,7 @@ class LayerFile:
             ranges: of the results of the layer.
             hidden: the residual after it; None after the head.
             shared: its keys and values that later layers read.
+            unreached: see `Quantizer.unreached`.
         """
         tensors: dict[str, NDArray[Any] | Streamed] = {}
         if hidden is not None:
@@ -107,6 +110,7 @@ class LayerFile:
         extents = write_shard(folder / _TENSORS, tensors)
         record = _Record(
             places=places,
+            unreached=tuple(unreached),
             ranges={name: _Extremes(low=seen.low, high=seen.high) for name, seen in ranges.items()},
             tensors={
                 name: _Tensor(dtype=np.dtype(tensors[name].dtype).name, shape=tensors[name].shape, offset=extent.offset)
@@ -172,6 +176,11 @@ class LayerFile:
     def weights(self) -> BundleWeights:
         """Reads its weights, whose scales include gains."""
         return self._weights
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Experts of the layer that no token of the calibration text has chosen, as `LAYER.EXPERT`."""
+        return self._record.unreached
 
     def ranges(self) -> dict[str, Range]:
         """The ranges observed in this layer."""

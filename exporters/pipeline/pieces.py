@@ -170,7 +170,8 @@ class LayerPiece(Piece):
         place = folder / LAYER
         place.mkdir()
         places = write_layer(inputs.folded(self.decoder), matrices, self.layer, place)
-        LayerFile.write(place, places, ranges, quantizer.hidden, shared)
+        unreached = [each for each in quantizer.unreached if each.startswith(f"{self.layer}.")]
+        LayerFile.write(place, places, ranges, quantizer.hidden, shared, unreached)
         inputs.keep(self.name, folder, quantizer)
         return None
 

@@ -237,6 +237,7 @@ class WritePiece(Piece):
             self.manifest.source,
             calibration_tokens=survey.tokens.size,
             stored=stored,
+            unreached_experts=[each for layer in layers for each in layer.unreached],
             generated_tokens=sum(inputs.tokens(name).size for name in self.decoder.learned),
         )
         sink = None

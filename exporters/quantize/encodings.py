@@ -168,6 +168,16 @@ class ResultRecorder(DeltaOps[str]):
     def scale_by(self, x: str, weight: str, name: str) -> str:
         return self._record("sum", name)
 
+    def shift_by(self, x: str, weight: str, name: str) -> str:
+        return self._record("sum", name)
+
+    def chosen(self, x: str, count: int, name: str) -> str:
+        return self._record("sigmoid", name)
+
+    def shares(self, x: str, name: str) -> str:
+        self._record("sum", name + ".sum")
+        return self._record("sigmoid", name)
+
     def layer_input(self, layer: int) -> str:
         return self._record("gathered", LAYER_INPUTS_PORT)
 

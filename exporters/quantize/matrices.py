@@ -25,6 +25,7 @@ from edgekv.graphs.decoder import (
     last_norm,
     mixer,
     mixer_inputs,
+    routed,
     target_inputs,
 )
 from edgekv.kv import KvTensor
@@ -45,6 +46,8 @@ from edgekv.spec.tensors import (
     TARGET_OUT,
     by_inputs,
     by_outputs,
+    expert_of,
+    expert_projection,
 )
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.tensors import Tensors
@@ -53,7 +56,7 @@ from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import NO_CHANGES, WINDOWS_AT_ONCE, Changes, Floats, NumpyOps, Weights
 from exporters.quantize.table import Table, rounded_rows
-from exporters.quantize.windows import Difference, Room, TokenRows, Windows
+from exporters.quantize.windows import ChosenRows, Difference, Room, TokenRows, Windows
 from quant import (
     FITTED,
     LARGEST,
@@ -92,7 +95,10 @@ def groups(spec: DecoderSpec) -> int:
 
 
 def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
-    """Names of the matrices of a layer that have the same inputs; groups are in the order of computation."""
+    """Names of the matrices of a layer that have the same inputs; groups are in the order of computation.
+
+    Of experts, those of one group read the inputs of the router, or parts of the joined inner products.
+    """
     mixer_group: tuple[Sequence[str], ...]
     mixer = spec.mixer(layer)
     if mixer == "convolution":
@@ -103,7 +109,14 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
         own = _OWN_CACHE if spec.owns_cache(layer) else ()
         gates = ("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ()
         mixer_group = (("self_attn.q_proj", *own, *gates), ("self_attn.o_proj",))
+    feed_forward_groups: tuple[Sequence[str], ...]
     feed_forward_groups = ((*(("mlp.gate_proj",) if spec.gated else ()), "mlp.up_proj"), ("mlp.down_proj",))
+    if spec.experts is not None and spec.has_experts(layer):
+        read, *written = (
+            [expert_projection(expert, each) for expert in range(spec.experts.count) for each in projections]
+            for projections in (("gate_proj", "up_proj"), ("down_proj",))
+        )
+        feed_forward_groups = (("mlp.router", *read), *written)
     projections = (*mixer_group, *feed_forward_groups, ("per_layer_input_gate",), ("per_layer_projection",))[group]
     return [f"model.layers.{layer}.{projection}.weight" for projection in projections]
 
@@ -263,6 +276,8 @@ class Quantizer:
         hidden: `[windows, 2, T, hidden]`, the residual of the exact decoder and of the quantized one, or
             `[windows, 1, T, hidden]`.
         recipe: type and method of each matrix that comes next.
+        unreached: experts that no token of the text has chosen, as `LAYER.EXPERT`: their matrices are quantized by
+            their weights alone.
     """
 
     def __init__(
@@ -302,6 +317,8 @@ class Quantizer:
             self._ops.exact.layer_inputs.add(tokens)
         self._context = context
         self._known_costs: dict[str, Floats] = {}
+        self._routes: tuple[int, list[NDArray[np.intp]]] = -1, []
+        self.unreached: list[str] = []
         self._folder = folder
         self._room = room
         self._at_once = 1
@@ -355,7 +372,7 @@ class Quantizer:
         for group in range(groups(self._spec)):
             inputs = self.inputs(x, group)
             for name in names(self._spec, layer, group):
-                weight = self.quantized(name, inputs, x)
+                weight = self.quantized(name, self._inputs_of(name, inputs, x), x)
                 self.use(name, weight)
                 yield name, weight
             del inputs, weight  # their memory is for the next results
@@ -411,17 +428,50 @@ class Quantizer:
         for tensor in (each for each in tensors if each.past in rows):
             self._ops.share(tensor, np.moveaxis(rows[tensor.past], 1, 0))
 
-    def quantized(self, name: str, inputs: LayerInputs, x: Windows) -> QuantizedWeight:
+    def _inputs_of(self, name: str, inputs: LayerInputs, x: Windows) -> LayerInputs | None:
+        """The inputs of a matrix among those of its group: of an expert's, those of the tokens that have chosen it.
+
+        Returns:
+            None for an expert that no token has chosen.
+        """
+        expert, experts = expert_of(name), self._spec.experts
+        if expert is None or experts is None:
+            return inputs
+        layer = int(name.split(".")[2])
+        if self._routes[0] != layer:
+            self._routes = layer, self._tokens_of_experts(layer, experts.count, x)
+        tokens = self._routes[1][expert]
+        if not len(tokens):
+            if (unreached := f"{layer}.{expert}") not in self.unreached:
+                self.unreached.append(unreached)
+            return None
+        width = x.shape[3]
+        columns = slice(0, width)
+        if name.endswith(".down_proj.weight"):
+            width = experts.intermediate
+            columns = slice(expert * width, (expert + 1) * width)
+        exact, *quantized = (ChosenRows(rows, tokens, columns, width) for rows in self._measured(x))
+        return LayerInputs(exact, quantized[0] if quantized else exact)
+
+    def _tokens_of_experts(self, layer: int, experts: int, x: Windows) -> list[NDArray[np.intp]]:
+        """The tokens, of those that count, that choose each expert of the exact decoder; the router is in use."""
+        chosen = [routed(self._ops, self._spec, layer, window)[1][0][self._ops.first :] for window in x]
+        together = np.concatenate(chosen)
+        return [np.flatnonzero(together[:, expert]) for expert in range(experts)]
+
+    def quantized(self, name: str, inputs: LayerInputs | None, x: Windows) -> QuantizedWeight:
         """A matrix, quantized on its inputs.
 
         Args:
             name: of the matrix.
-            inputs: see `inputs`.
+            inputs: see `inputs`; None to round it by its weights alone.
             x: the same as `[windows, 2 or 1, T, in]`.
         """
         rule = self.recipe.rule(name)
         if rule.method == "stored":
             return self._tensors.integers(name)
+        if inputs is None:
+            return quantize(by_inputs(self._ops.exact[name]), rule.dtype, "nearest", None)
         outputs = self._costs(name, x) if rule.method == "attention" else None
         return quantize(by_inputs(self._ops.exact[name]), rule.dtype, rule.method, inputs, outputs=outputs)
 
@@ -448,7 +498,9 @@ class Quantizer:
             inputs = self.inputs(x, group)
             for name in names(self._spec, layer, group):
                 weight, method = by_inputs(self._ops.exact[name]), self._quick_method(name)
-                found[name] = {dtype: quantize(weight, dtype, method, inputs) for dtype in types[name]}
+                own = self._inputs_of(name, inputs, x)
+                method = "nearest" if own is None else method
+                found[name] = {dtype: quantize(weight, dtype, method, own) for dtype in types[name]}
                 self.use(name, None)
             del inputs
             x = self.run_to(layer, group + 1, x)

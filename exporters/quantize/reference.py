@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.graphs.decoder import decoder_layer, head_inputs, head_logits, logits
+from edgekv.graphs.decoder import SHARES_EPS, decoder_layer, head_inputs, head_logits, logits
 from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, between_blocks, recall
 from edgekv.kv import KvTensor
 from edgekv.spec import LAYER_INPUTS_PORT, TARGET_HIDDEN
@@ -279,6 +279,19 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
 
     def scale_by(self, x: Floats, weight: str, name: str) -> Floats:
         return self._seen(name, x * self._weights[weight])
+
+    def shift_by(self, x: Floats, weight: str, name: str) -> Floats:
+        return self._seen(name, x + self._weights[weight])
+
+    def chosen(self, x: Floats, count: int, name: str) -> Floats:
+        found = np.zeros_like(x)
+        largest = np.argsort(-x, axis=-1, kind="stable")[..., :count]
+        np.put_along_axis(found, largest, np.float32(1), axis=-1)
+        return self._seen(name, found)
+
+    def shares(self, x: Floats, name: str) -> Floats:
+        total = self._seen(name + ".sum", x.sum(-1, keepdims=True))
+        return self._seen(name, x / (total + np.float32(SHARES_EPS)))
 
     def sigmoid(self, x: Floats, name: str) -> Floats:
         with np.errstate(over="ignore"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exporters.quantize.reference import Floats
 
@@ -169,6 +170,36 @@ class TokenRows:
     @property
     def _each(self) -> int:
         return self.windows.shape[2] - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """Some rows `[tokens, width]` of all, and of these some columns.
+
+    Attributes:
+        rows: all of them.
+        tokens: which, ascending.
+        columns: of each row; `width` follows from them.
+        width: their number.
+    """
+
+    rows: TokenRows
+    tokens: NDArray[np.intp]
+    columns: slice
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`[tokens, width]`."""
+        return len(self.tokens), self.width
+
+    def __getitem__(self, tokens: slice) -> Floats:
+        chosen = self.tokens[tokens]
+        if not len(chosen):
+            return np.zeros((0, self.width), np.float32)
+        first = int(chosen[0])
+        found: Floats = self.rows[first : int(chosen[-1]) + 1][chosen - first, self.columns]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ del GEMMA4["query_pre_attn_scalar"]
 QWEN35 = STATES | rope(1e7, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)
 TIED, APART = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 WHOLE = {"num_key_value_heads": 4}
+MIXTURE: Fields = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
 PUBLISHED: dict[str, tuple[Fields, ...]] = {
     "apertus": (LLAMA_3,),
     "arcee": (rope(1e4, "yarn", factor=20.0, original_max_position_embeddings=64, mscale=1.0) | {"mlp_bias": True},),
@@ -125,6 +126,7 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
     ),
     "gptj": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8, "vocab_size": 320},),
     "granite": (rope(1e7) | TIED | SCALES,),
+    "granitemoe": (rope(1e4) | TIED | SCALES | {"num_local_experts": 8, "num_experts_per_tok": 3},),
     "granitemoehybrid": (
         {**rope(1e7), **TIED, **SCALES, "num_local_experts": 0, "num_experts_per_tok": 0}
         | {"shared_intermediate_size": 96, "position_embedding_type": "rope", "layer_types": [FULL] * 4}
@@ -144,6 +146,10 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
     "lfm2": (
         {"layer_types": [CONVOLUTION, CONVOLUTION, FULL, CONVOLUTION], "block_auto_adjust_ff_dim": False},
         {"layer_types": [CONVOLUTION, CONVOLUTION, FULL, CONVOLUTION], "block_multiple_of": 32},
+    ),
+    "lfm2_moe": (
+        MIXTURE | {"layer_types": [CONVOLUTION, CONVOLUTION, FULL, CONVOLUTION], "num_dense_layers": 1},
+        MIXTURE | {"layer_types": [FULL] * 4, "use_expert_bias": False, "norm_topk_prob": False},
     ),
     "lfm2_vl": ({},),
     "lfm3": (
@@ -173,6 +179,7 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
     "nemotron": (rope(1e4, partial_rotary_factor=0.5) | {"head_dim": 16, "hidden_act": "relu2"},),
     "olmo": (WHOLE | TIED | {"clip_qkv": None},),
     "olmo2": (rope(5e5) | WHOLE,),
+    "olmoe": (WHOLE | {"num_experts": 8, "num_experts_per_tok": 3}, {"num_experts": 8, "norm_topk_prob": True}),
     "olmo3": (
         WHOLE
         | {"sliding_window": WINDOW, "layer_types": BY_TURNS}
@@ -210,6 +217,10 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
         },
     ),
     "qwen3_5_text": (QWEN35 | TIED,),
+    "qwen3_moe": (
+        MIXTURE | {"head_dim": 32, "norm_topk_prob": True},
+        MIXTURE | {"mlp_only_layers": [2], "use_sliding_window": False},
+    ),
     "qwen3_vl": (
         {
             "text_config": SIZES | {"head_dim": 32} | rope(5e6, mrope_section=[6, 5, 5], mrope_interleaved=True),

@@ -21,7 +21,7 @@ DENSE = "Take a dense Granite 4, such as granite-4.0-micro."
 def describe(config: Config) -> DecoderSpec:
     """Granite 3's decoder. The feed-forward is what the architecture calls the shared expert."""
     if config.count("num_local_experts", EXPERTS):
-        raise config.refusal("num_local_experts", "0: graphs have no experts", fix=DENSE)
+        raise config.refusal("num_local_experts", "0: graphs have no experts beside a shared one", fix=DENSE)
     kinds = "layer_types" if "layer_types" in config else "layers_block_type"
     layers = config.size("num_hidden_layers")
     if kinds not in config or set(config.layer_types(layers, kinds)) != {"full_attention"}:

@@ -27,7 +27,9 @@ def describe(config: Config) -> DecoderSpec:
     layers, step = config.size("num_hidden_layers"), config.count("interleave_moe_layer_step", 1)
     listed = config.layers("moe_layers", layers) if "moe_layers" in config else range(step - 1, layers, step or 1)
     if len(listed):
-        raise config.refusal("moe_layers", "no layers: graphs have no experts", fix="Take a dense MobileLLM-R1.")
+        raise config.refusal(
+            "moe_layers", "no layers: graphs have no experts of this kind", fix="Take a dense MobileLLM-R1."
+        )
     spec = llama_like(config.changed(intermediate_size=config.size("intermediate_size_mlp")))
     config.ignore("intermediate_size", "num_local_experts", "num_experts_per_tok", "router_jitter_noise")
     still = unrotated(config, layers, INTERVAL)

@@ -26,6 +26,12 @@ from exporters.graphs.tflite.weights import TfliteWeights
 from quant import Encoding
 
 
+def _no_experts() -> UsageError:
+    return UsageError(
+        "--graph-format", got="tflite for a model with experts", expected="onnx", fix="Use --graph-format onnx."
+    )
+
+
 class TfliteOps(TfliteBlocks, Ops[Tensor]):
     """A subgraph for AR new tokens in a context of S, under construction."""
 
@@ -89,6 +95,15 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
 
     def scale_by(self, x: Tensor, weight: str, name: str) -> Tensor:
         return self.multiply(x, self._weights.table(self._graph, weight), name)
+
+    def shift_by(self, x: Tensor, weight: str, name: str) -> Tensor:
+        raise _no_experts()
+
+    def chosen(self, x: Tensor, count: int, name: str) -> Tensor:
+        raise _no_experts()
+
+    def shares(self, x: Tensor, name: str) -> Tensor:
+        raise _no_experts()
 
     def layer_input(self, layer: int) -> Tensor:
         width = self._spec.layer_inputs

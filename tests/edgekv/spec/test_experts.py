@@ -1,0 +1,212 @@
+"""Mixtures of experts: routers, files, what is refused, and graphs that compute every expert."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from msgspec.structs import replace
+from safetensors.numpy import load_file, save_file
+
+import edgekv
+from edgekv.bundle import open_bundle
+from edgekv.errors import CheckpointError, UsageError
+from edgekv.graphs.decoder import routed
+from edgekv.graphs.floats import FloatOps
+from edgekv.graphs.graph_cache import rendered_graph
+from edgekv.graphs.stacked_decoder import StackedOps
+from edgekv.spec import views
+from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.cli.exported import export_warnings
+from exporters.export import export_bundle
+from exporters.lora.options import LoraOptions
+from exporters.quantize.reference import NumpyOps, Reference, Weights
+from tests.support.bundles import source_of
+from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.exports import export_options, exported
+
+MIXTURES = ("granitemoe", "lfm2_moe", "olmoe", "qwen3_moe")
+TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
+
+
+def opened(folder: Path, name: str, *changes, gain: float = 1.0) -> Checkpoint:
+    return Checkpoint.open(str(write_checkpoint(folder, {**ARCHITECTURES[name], **dict(*changes)}, gain=gain)))
+
+
+def weights_of(checkpoint: Checkpoint, layer: int, rows: np.ndarray, **changes) -> np.ndarray:
+    """The router's weights for inputs `[T, H]`."""
+    spec = checkpoint.spec
+    spec = replace(spec, experts=replace(spec.experts, **changes))
+    ops = NumpyOps(spec, Weights(checkpoint), len(rows), len(rows))
+    found, chosen = routed(ops, spec, layer, rows)
+    assert ((found > 1e-6) == (chosen == 1)).all() and (chosen.sum(-1) == spec.experts.used).all()
+    return found
+
+
+def test_routers_weigh_as_their_papers_say(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
+    checkpoint = opened(tmp_path / "softmax", "granitemoe")
+    scores = rows @ checkpoint.tensor("model.layers.1.mlp.router.weight").T
+    exps = np.exp(scores - scores.max(-1, keepdims=True))
+    largest = np.sort(exps, -1)[:, -3:-2]
+    kept = np.where(exps >= largest, exps, 0)
+    assert np.allclose(weights_of(checkpoint, 1, rows), kept / kept.sum(-1, keepdims=True), atol=1e-6)
+    unnormalized = weights_of(checkpoint, 1, rows, normalized=False)
+    assert np.allclose(unnormalized, kept / exps.sum(-1, keepdims=True), atol=1e-6)
+    checkpoint = opened(tmp_path / "sigmoid", "lfm2_moe")
+    sigmoids = 1 / (1 + np.exp(-rows @ checkpoint.tensor("model.layers.1.mlp.router.weight").T))
+    choosing = sigmoids + checkpoint.tensor("model.layers.1.mlp.router.correction")
+    kept = np.where(choosing >= np.sort(choosing, -1)[:, -2:-1], sigmoids, 0)
+    assert np.allclose(weights_of(checkpoint, 1, rows), kept / (kept.sum(-1, keepdims=True) + 1e-6), atol=1e-6)
+    assert np.allclose(weights_of(checkpoint, 1, rows, normalized=False), kept, atol=1e-6)
+
+
+def test_of_equal_experts_the_first_are_chosen(tmp_path):
+    folder = write_checkpoint(tmp_path, ARCHITECTURES["granitemoe"])
+    tensors = load_file(folder / "model.safetensors")
+    router = tensors["model.layers.0.block_sparse_moe.router.layer.weight"]
+    router[:] = router[0]
+    save_file(tensors, folder / "model.safetensors")
+    found = weights_of(Checkpoint.open(str(folder)), 0, np.ones((1, 64), np.float32))
+    assert np.allclose(found[0], [1 / 3] * 3 + [0] * 5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_files_with_experts_apart_or_together_are_one_model(tmp_path, name):
+    checkpoint = opened(tmp_path / "one", name)
+    other = write_checkpoint(tmp_path / "other", ARCHITECTURES[name], gain=1.0)
+    fused = checkpoint.spec.fused ^ {"experts"}
+    tensors = load_file(other / "model.safetensors")
+    for view in views(checkpoint.spec):
+        if view.role.startswith("expert_") and view.is_matrix:
+            tensors.pop(view.key, None)
+    moved: dict[str, np.ndarray] = {}
+    for view in views(replace(checkpoint.spec, fused=fused)):
+        if view.role.startswith("expert_") and view.is_matrix:
+            whole = moved.setdefault(view.key, np.zeros((view.rows, view.shape[1]), np.float32))
+            whole[view.first : view.first + view.shape[0]] = checkpoint.tensor(view.name) / view.gain
+            if view.stacked is None or view.first + view.shape[0] == view.rows:
+                moved[view.key] = whole.reshape(view.stored_shape)
+    dtype = next(iter(tensors.values())).dtype
+    save_file(tensors | {key: value.astype(dtype) for key, value in moved.items()}, other / "model.safetensors")
+    tokens = np.array([256, *checkpoint.encode(TEXT)])
+    ours, theirs = (next(Reference(each).logits([tokens])) for each in (checkpoint, Checkpoint.open(str(other))))
+    assert np.abs(ours - theirs).max() < 1e-5 * np.ptp(ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "words"),
+    [
+        ("granitemoe", {"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "at most num_local_experts = 8"]),
+        ("lfm2_moe", {"num_experts_per_tok": 7}, ["num_experts_per_tok", "7", "at most num_experts = 6"]),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 96}, ["shared_expert_intermediate_size", "96", "shares"]),
+        ("granitemoe", {"shared_intermediate_size": 96}, ["shared_intermediate_size", "96", "shares"]),
+        ("olmoe", {"num_experts": 1}, ["num_experts", "1", "at least 2"]),
+        ("olmoe", {"intermediate_size": [32, 64]}, ["intermediate_size", "above 0"]),
+        ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
+        ("granitemoe", {"num_local_experts": 0}, ["num_local_experts", "0"]),
+        ("granitemoe", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
+        ("lfm2_moe", {"num_dense_layers": 4}, ["num_dense_layers", "4", "fewer than num_hidden_layers"]),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, ["decoder_sparse_step", "at least one layer with experts"]),
+        ("qwen3_moe", {"n_group": 4}, ["n_group", "4"]),
+    ],
+)
+def test_other_mixtures_are_refused_by_field(tmp_path, name, override, words):
+    folder = write_checkpoint(tmp_path, ARCHITECTURES[name])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | override))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(str(folder))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_experts_that_are_missing_or_of_another_size_are_named(tmp_path):
+    folder = write_checkpoint(tmp_path, ARCHITECTURES["qwen3_moe"])
+    whole = load_file(folder / "model.safetensors")
+    key = "model.layers.2.mlp.experts.3.up_proj.weight"
+    save_file({name: value for name, value in whole.items() if name != key}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{key}: got no such tensor; expected shape \[32, 64\]"):
+        Checkpoint.open(str(folder))
+    save_file(whole | {key: whole[key][:16]}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{key}: got shape \[16, 64\]; expected shape \[32, 64\]"):
+        Checkpoint.open(str(folder))
+    save_file(whole | {key.replace("experts.3", "experts.4"): whole[key]}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts.4.up_proj.weight: got a tensor that config.json does not"):
+        Checkpoint.open(str(folder))
+
+
+def test_one_file_of_several_that_is_missing_is_named(tmp_path):
+    folder = write_checkpoint(tmp_path, ARCHITECTURES["olmoe"], shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003.safetensors: got no such file"):
+        Checkpoint.open(str(folder))
+
+
+def calibrated(checkpoint: Checkpoint, folder: Path, **changes) -> Path:
+    (folder / "text").write_text(TEXT)
+    options = {"context": 64, "ar": (1, 16), "calibration": folder / "text", **changes}
+    return exported(checkpoint.folder, export_options(**options))
+
+
+def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
+    return float(10 * np.log10(np.square(exact).sum() / np.square(exact - found).sum()))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_mode_of_the_cpu_loses_what_int8_weights_lose(tmp_path, name):
+    """Random routers have near ties, which rounding decides otherwise: such tokens lose more than others."""
+    checkpoint = opened(tmp_path / "checkpoint", name)
+    bundle = calibrated(checkpoint, tmp_path)
+    tokens = [256, *checkpoint.encode(TEXT)][:64]
+    exact = next(Reference(checkpoint, 64).logits([np.array(tokens)]))
+    for mode in ("emulate", "fast", "exact16"):
+        model = edgekv.load(bundle, cpu_mode=mode)
+        losses = [sqnr_db(*rows) for rows in zip(exact, model.score(tokens), strict=True)]
+        assert np.median(losses) > 25, mode
+
+
+def test_the_fast_graph_skips_experts_and_changes_no_bit(tmp_path, monkeypatch):
+    checkpoint = opened(tmp_path / "checkpoint", "granitemoe")
+    bundle = calibrated(checkpoint, tmp_path)
+    tokens, found, branches = [256, *checkpoint.encode(TEXT)][:12], [], []
+    for kept, mixture in (tmp_path / "skips", FloatOps.mixture), (tmp_path / "all", StackedOps.mixture):
+        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(kept))
+        monkeypatch.setattr(FloatOps, "mixture", mixture)
+        with edgekv.load(bundle, cpu_mode="fast") as model:
+            found.append(np.stack([model.session.feed((token,)).copy() for token in tokens]))
+        with rendered_graph(source_of(bundle, "ar1_cl64.onnx"), "fast") as (content, _):
+            branches.append([node.op_type for node in onnx.load_from_string(content).graph.node].count("If"))
+    assert np.array_equal(*found)
+    assert branches == [2 * 8, 0]
+
+
+def test_experts_that_no_token_reaches_are_rounded_by_their_weights_and_named(tmp_path):
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2_moe"], gain=1.0)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.feed_forward.expert_bias"][4] = -9
+    save_file(tensors, folder / "model.safetensors")
+    manifest = open_bundle(calibrated(Checkpoint.open(str(folder)), tmp_path, recipe="w4a16")).manifest
+    assert "2.4" in manifest.source.unreached_experts
+    (warning,) = (line for line in export_warnings(manifest) if "experts" in line)
+    assert re.search(r"layer 2: [\d, ]*\b4\b", warning)
+    dtypes = {each.tensor: each.dtype for each in manifest.recipe.weights}
+    assert dtypes["model.layers.2.mlp.router.weight"] == "int8"
+    assert dtypes["model.layers.2.mlp.experts.4.up_proj.weight"] == "int4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"graph_format": "tflite", "kv_dtype": "s8"}, "--format: got tflite"),
+        ({"lora": LoraOptions(4)}, "--lora-slots"),
+    ],
+)
+def test_what_graphs_with_experts_cannot_have_is_refused(tmp_path, changes, words):
+    checkpoint = opened(tmp_path / "checkpoint", "granitemoe")
+    with pytest.raises(UsageError, match=words):
+        export_bundle(checkpoint, tmp_path / "bundle", export_options(context=64, ar=(1, 16), **changes))
+    assert not (tmp_path / "bundle").exists()
