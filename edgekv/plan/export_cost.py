@@ -1,17 +1,21 @@
 """RAM, time and disk space of an export: the exporter's own allocations, and times fitted to measurements.
 
-Measured on two x86 cores with w4a16-lpbq64; other work shared the cores during the HTP check. A dash: not measured.
-Time and RAM of checks are of earlier graphs, whose files were larger.
+Measured on two x86 cores; other work shared the cores during the HTP check. A dash: not measured. Time and RAM of
+checks are of earlier graphs, whose files were larger.
 
-| shape | quantize and write | RAM to quantize | HTP check of a graph | its peak RAM | graph |
-|---|---|---|---|---|---|
-| 4 layers, hidden 256, vocab 4,096 | 4.4 s | 0.14 GB | 1.4 s | 0.19 GB | 0.13 MB |
-| 15 layers of SmolLM2-135M | - | - | 9.7 s | 0.63 GB | 0.87 MB |
-| SmolLM2-135M | 82 s | - | 47 s | 0.90 GB | 1.74 MB |
-| 2 layers of SmolLM2-135M | - | 0.25 GB | - | - | - |
-| 1 layer of Llama-3.2-1B | - | 1.03 GB | - | - | - |
-| 2 layers of Llama-3.2-1B | - | - | 18 s | 2.14 GB | 0.39 MB |
-| Llama-3.2-1B | 269 s | - | - | - | - |
+| shape | recipe | processor time to quantize, write and measure | its clock time | RAM to quantize |
+|---|---|---|---|---|
+| SmolLM2-135M | w8a16 | 164 s | 102 s | 0.62 GB |
+| SmolLM2-135M | w4a16-lpbq64 | 272 s | 176 s | 0.66 GB |
+| 4 layers, hidden 256, vocab 4,096 | w4a16-lpbq64 | - | - | 0.14 GB |
+| 1 layer of Llama-3.2-1B | w4a16-lpbq64 | - | - | 1.03 GB |
+
+| shape | HTP check of a graph | its peak RAM | graph |
+|---|---|---|---|
+| 4 layers, hidden 256, vocab 4,096 | 1.4 s | 0.19 GB | 0.13 MB |
+| 15 layers of SmolLM2-135M | 9.7 s | 0.63 GB | 0.87 MB |
+| SmolLM2-135M | 47 s | 0.90 GB | 1.74 MB |
+| 2 layers of Llama-3.2-1B | 18 s | 2.14 GB | 0.39 MB |
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from edgekv.plan.host_speed import HostSpeed
 from edgekv.plan.parts import EncoderPlan
 from edgekv.spec import CHECKPOINT_TOKENS, Decoder, Geometry, LayeredGeometry, Weights
 
@@ -56,11 +61,12 @@ _CHECK_PROCESS_BYTES = 148_000_000
 _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
 _CHECK_BYTES_PER_GRAPH_BYTE = 186  # one check took 655 MB: a graph of 1.76 MB, and by the recipe 86 MB of weights
 
-_SECONDS_PER_PRODUCT = 1 / 100e9  # float32 multiply-add
-_SECONDS_PER_ELEMENT = 40e-9  # scale search and rounding of one matrix element
-_SECONDS_PER_SCORE = 13e-9  # one attention score of one query head
+_MEASURED_TOKENS = 768  # of the texts that show what was lost, by the exact decoder and by the graphs
+_BUSY = 0.78  # share of the cores' time that an export uses
+_UNCOUNTED = 1.5  # processor time by that which is counted: norms, activations, samples, reading; 1.34 and 1.69
 _CHECK_SECONDS = 0.7
 _CHECK_SECONDS_PER_WEIGHT_BYTE = 7e-9
+_CHECK_PRODUCTS_PER_S = 57e9  # of a core where checks were measured; see `HostSpeed`
 _CHECK_SECONDS_PER_SQUARE_MB = 11.2  # MB of the graph's file: compile time grows with the square of the node count
 
 
@@ -80,6 +86,7 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
         graphs: one for each AR, and one that scores all tokens.
         graph_bytes: the file of each graph, without weights; that of the one that scores is compressed.
         bundle_bytes: weights and graphs on disk.
+        host: the machine whose times they are.
     """
 
     peak_bytes: int
@@ -93,6 +100,7 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
     graphs: int
     graph_bytes: int
     bundle_bytes: int
+    host: HostSpeed
 
     def with_encoder(self, encoder: EncoderPlan) -> ExportCost:
         """The cost with a vision encoder, which is quantized before the decoder; its time is not known."""
@@ -205,7 +213,7 @@ def layer_graph_bytes(decoder: Decoder, *, is_decode: bool = False) -> int:
 
 
 def export_cost(
-    decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int], *, checks: bool = True
+    decoder: Decoder, weights: Weights, geometry: Geometry, ar: Sequence[int], host: HostSpeed, *, checks: bool = True
 ) -> ExportCost:
     """The cost of exporting graphs of these AR, with a calibration text that fills all windows.
 
@@ -214,6 +222,7 @@ def export_cost(
         weights: its weights.
         geometry: of the cache.
         ar: tokens per inference of each graph.
+        host: the machine that exports.
         checks: whether the HTP compiler checks the graphs.
     """
     has_delta_rule = isinstance(geometry, LayeredGeometry) and geometry.delta_rule is not None
@@ -225,8 +234,9 @@ def export_cost(
     writing = writing_bytes(decoder)
     compiler_bytes = _CHECK_BYTES_PER_WEIGHT_BYTE * weights.compiled_bytes + _CHECK_BYTES_PER_GRAPH_BYTE * size_bytes
     check_bytes = _base_bytes(decoder) + _CHECK_PROCESS_BYTES + round(compiler_bytes) if checks else 0
-    export_seconds = _export_seconds(decoder, tokens, window)
-    check_seconds = graphs * _check_seconds(weights, size_bytes) if checks else 0.0
+    export_seconds = _export_seconds(decoder, tokens, window, host, is_followed=weights.is_mostly_packed)
+    slower = _CHECK_PRODUCTS_PER_S / host.products_per_s
+    check_seconds = graphs * slower * _check_seconds(weights, size_bytes) if checks else 0.0
     return ExportCost(
         peak_bytes=max(quantizing, writing, check_bytes),
         quantization_peak_bytes=quantizing,
@@ -239,28 +249,37 @@ def export_cost(
         graphs=graphs,
         graph_bytes=size_bytes,
         bundle_bytes=weights.total_bytes + graphs_bytes(decoder, graphs),
+        host=host,
     )
 
 
-def _export_seconds(decoder: Decoder, tokens: int, window: int) -> float:
-    """Time of the exact decoder, of the quantized one, and of GPTQ.
+def _export_seconds(decoder: Decoder, tokens: int, window: int, host: HostSpeed, *, is_followed: bool) -> float:
+    """Time of the exact decoder, which runs twice, of the quantized one beside it, of rounding, and of the measurement.
 
-    GPTQ: for each input width two sums over tokens and a Cholesky factor; for each matrix the correction for quantized
-    inputs, the solution, and an update of every row from all rows before it; the same for the head.
+    Rounding: for each input width the sum of squares over tokens, with those of the quantized decoder two more; then
+    the elements of each matrix, and the products that grow with the square of its inputs; the same for the head.
+
+    Args:
+        decoder: the model.
+        tokens: of the calibration text.
+        window: tokens of a window.
+        host: the machine.
+        is_followed: whether the quantized decoder runs beside the exact one, as with 4 bits.
     """
     hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
-    widths = (hidden, queries, hidden, inner)
-    products = tokens * (2 * decoder.all_layer_parameters + decoder.table_parameters)
-    sums = tokens * sum(width * (width / 2 + min(width, 2 * hidden)) for width in widths)
-    factors = sum(width**3 for width in widths) / 6
+    passes = 3 if is_followed else 2
+    parameters = decoder.all_layer_parameters
+    products: float = tokens * (passes * parameters + decoder.table_parameters)
+    products += 2 * _MEASURED_TOKENS * (parameters + decoder.table_parameters)
+    squares = tokens * decoder.layers * sum(width**2 for width in (hidden, queries, hidden, inner))
+    products += squares * (1.5 if is_followed else 0.5)
     kinds = decoder.layer_kinds
-    squares = sum(kind.layers * matrix.inputs**2 * matrix.outputs for kind in kinds for matrix in kind.matrices)
-    updates = 2.5 * squares / decoder.layers
-    elements = decoder.all_layer_parameters + decoder.table_parameters
-    scores = 2 * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
-    head = 2.5 * hidden * decoder.table_parameters
-    multiplied = products + decoder.layers * (sums + factors + updates) + head
-    return _SECONDS_PER_PRODUCT * multiplied + _SECONDS_PER_ELEMENT * elements + _SECONDS_PER_SCORE * scores
+    pairs = sum(kind.layers * matrix.inputs**2 * matrix.outputs for kind in kinds for matrix in kind.matrices)
+    products += host.rounding_products * (pairs + hidden * decoder.table_parameters)
+    scores = passes * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
+    elements = parameters + decoder.table_parameters
+    counted = products / host.products_per_s + scores / host.scores_per_s + elements / host.elements_per_s
+    return _UNCOUNTED * counted / (_BUSY * host.cores)
 
 
 def _check_seconds(weights: Weights, size_bytes: int) -> float:

@@ -220,6 +220,11 @@ class Weights:
         return self.compiled_bytes - self.embedding_bytes * self.shares_table
 
     @property
+    def is_mostly_packed(self) -> bool:
+        """Whether most bytes of the layers contain two 4-bit integers."""
+        return 2 * sum(self.packed_bytes) > sum(self.layer_bytes)
+
+    @property
     def compiled_bytes(self) -> int:
         """Of all that a graph which looks up embeddings holds: the compiler stores a shared table twice."""
         return self.embedding_bytes + sum(self.layer_bytes) + self.head_bytes
