@@ -24,7 +24,7 @@ class Capabilities:
         slots: graphs with inputs for adapters.
         sink: first tokens whose keys and values no graph computes.
         states: layers with a state in place of keys and values, such as short convolutions.
-        delta_rules: layers with a gated delta rule, whose checkpoints the host computes.
+        delta_rules: layers with a gated delta rule or Mamba-2, whose checkpoints the host computes.
         layered: layers that differ in size or share a cache, as Gemma 4's.
         layer_inputs: layers with inputs that the host gathers, as Gemma 4's.
         pictures: a vision encoder, whose rows stand among the embeddings.
@@ -130,9 +130,9 @@ class Capabilities:
         if not self.states and manifest.model.has_states:
             wanted = f"keys and values in every layer, all that {self.reader} keeps"
             yield "layers", "layers with states", wanted, "Run it with edgekv generate."
-        elif not self.delta_rules and manifest.model.delta_rule is not None:
+        elif not self.delta_rules and (rule := manifest.model.delta_rule) is not None:
             wanted = f"states that {self.reader} moves by itself"
-            yield "layers", "layers with gated delta rules", wanted, "Run it with edgekv generate."
+            yield "layers", f"layers with {rule.noun}", wanted, "Run it with edgekv generate."
         model = manifest.model
         if not self.layered and (len({*model.layer_sizes}) > 1 or model.cache_owners):
             wanted = f"layers of one size with a cache each, all that {self.reader} feeds"

@@ -88,7 +88,7 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         raise UsageError("--state-bits", got=found, expected=wanted, fix="Leave it out.")
     check_cache(spec, options)
     if spec.delta_rule is not None:
-        _check_delta_rule(options)
+        _check_delta_rule(options, spec.delta_rule.noun)
     if spec.bidirectional:
         _check_whole_texts(options)
     options.recipe.check(spec)
@@ -166,8 +166,8 @@ def _check_experts(options: ExportOptions) -> None:
         )
 
 
-def _check_delta_rule(options: ExportOptions) -> None:
-    """Check that the target and the options can have a gated delta rule.
+def _check_delta_rule(options: ExportOptions, noun: str) -> None:
+    """Check that the target and the options can have a gated delta rule or Mamba-2, whose name in messages is `noun`.
 
     Raises:
         UsageError: naming the option.
@@ -175,7 +175,7 @@ def _check_delta_rule(options: ExportOptions) -> None:
     if options.graph_format == "tflite":
         raise UsageError(
             "--format",
-            got="tflite, for a checkpoint with gated delta rules",
+            got=f"tflite, for a checkpoint with {noun}",
             expected="onnx",
             fix="Use --format onnx.",
         )
@@ -183,20 +183,20 @@ def _check_delta_rule(options: ExportOptions) -> None:
         raise UsageError(
             "--device",
             got=f"{options.device.soc} (V{options.device.arch})",
-            expected="V73 or later: products of a gated delta rule read 16-bit integers",
+            expected=f"V73 or later: products of {noun} read 16-bit integers",
             fix="Use a later device, such as SM8550.",
         )
     if max(options.ar) > CHECKPOINT_TOKENS:
         raise UsageError(
             "--ar",
             got=max(options.ar),
-            expected=f"at most {CHECKPOINT_TOKENS} with gated delta rules, whose steps end at multiples of it",
+            expected=f"at most {CHECKPOINT_TOKENS} with {noun}, whose steps end at multiples of it",
             fix=f"Use --ar 1,{CHECKPOINT_TOKENS}.",
         )
     if options.lora is not None:
         raise UsageError(
             "--lora-slots",
-            got="slots, for a checkpoint with gated delta rules",
+            got=f"slots, for a checkpoint with {noun}",
             expected="none: adapters of its projections have no inputs yet",
             fix="Merge an adapter with --lora.",
         )
@@ -204,13 +204,13 @@ def _check_delta_rule(options: ExportOptions) -> None:
         raise UsageError(
             "--state-bits",
             got=options.state_bits,
-            expected="16 for a checkpoint with gated delta rules",
+            expected=f"16 for a checkpoint with {noun}",
             fix="Leave it out.",
         )
     if options.sink.mode == "tokens":
         raise UsageError(
             "--sink",
-            got="token ids, for a checkpoint with gated delta rules",
+            got=f"token ids, for a checkpoint with {noun}",
             expected="none, since their states hold every token",
             fix="Leave it out.",
         )

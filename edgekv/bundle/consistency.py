@@ -29,6 +29,20 @@ from edgekv.spec.tensors import norms_of_residual
 from quant import DTYPES
 
 _MAX_FREQUENCY = 1e3
+_WHOLE = frozenset(
+    {
+        "norm",
+        "q_norm",
+        "k_norm",
+        "delta_norm",
+        "delta_scale",
+        "kernel_bias",
+        "layer_scalar",
+        "activation",
+        "expert_score",
+    }
+)
+"""Roles of tensors that are stored as one, with an encoding of their own."""
 
 Fail = Callable[[str, object, object], NoReturn]
 
@@ -202,7 +216,7 @@ def _check_weights(manifest: Manifest, fail: Fail) -> None:
         at = f"weights: {view.name}"
         if (view.name == EMBEDDING and spec.shares_vocabulary) or view.is_gathered or view.role == "norm_bias":
             continue
-        if view.role in ("norm", "q_norm", "k_norm", "delta_norm", "layer_scalar", "activation", "expert_score"):
+        if view.role in _WHOLE:
             copies = spec.copies if view.name in read_norms else 0
             shape = (view.shape[0] + copies, *view.shape[1:])
             if (tensor := places.tensors.get(view.name)) is None or tensor.shape != shape:

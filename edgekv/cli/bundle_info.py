@@ -295,4 +295,4 @@ def _states(model: DecoderSpec) -> Iterator[str]:
         layers, dtype = len(convolution.layers), convolution.state_dtype
         yield f"{layers} layers with convolutions of {convolution.kernel} tokens, rows of {model.hidden} in {dtype}"
     if (rule := model.delta_rule) is not None:
-        yield f"{len(rule.layers)} layers with gated delta rules"
+        yield f"{len(rule.layers)} layers with {rule.noun}"

@@ -131,8 +131,8 @@ def make_batch(graphs: Graphs, caches: CacheSetup) -> Batch:
     manifest, fix = caches.manifest, "Leave it out; requests take turns then."
     if manifest.graph("verify") is None:
         refuse("batch", "a bundle without verify graphs", "verify graphs", "Export it with --draft-rows 8.")
-    if manifest.model.delta_rule is not None:
-        refuse("batch", "layers with gated delta rules", "layers whose past can be in one window", fix)
+    if (rule := manifest.model.delta_rule) is not None:
+        refuse("batch", f"layers with {rule.noun}", "layers whose past can be in one window", fix)
     if graphs.batch_invariance != "equal":
         got = "an engine whose sums depend on the columns of tokens"
         refuse("batch", got, "one that gives a token the same bits beside any others, such as htp", fix)

@@ -149,8 +149,8 @@ class Drafting:
     @property
     def only_chains(self) -> str:
         """What does not let drafts for it branch; empty if they may."""
-        if self.bundle.manifest.model.delta_rule is not None:
-            return "layers with gated delta rules, whose tokens follow each other"
+        if (rule := self.bundle.manifest.model.delta_rule) is not None:
+            return f"layers with {rule.noun}, whose tokens follow each other"
         is_equal = self.batch_invariance == "equal"
         return "" if is_equal else f"the engine {self.engine}, whose sums depend on the columns of tokens"
 

@@ -62,7 +62,7 @@ class Graphs:
         cache: the KV cache that all graphs currently share.
         batch_invariance: whether graphs of every AR give the same bits.
         sees_later_tokens: whether a prompt's token has bits that depend on those behind it in the same step: on the HTP
-            products over the tail of a gated delta rule do, though the weights of later tokens are 0.
+            products over the tail of a gated delta rule or Mamba-2 do, though the weights of later tokens are 0.
         clock: of the steps of all graphs.
         pictures: the rows of pictures; None if the bundle reads text alone.
     """

@@ -114,7 +114,7 @@ class Ops(BlockOps[V], Protocol[V]):
         """`x * factor`, a constant above 0."""
 
     def scale_by(self, x: V, weight: str, name: str) -> V:
-        """`x * weight`, a stored number."""
+        """`x * weight`, a stored number, or one of each channel."""
 
     def shift_by(self, x: V, weight: str, name: str) -> V:
         """`x + weight`, a stored number for each channel."""
@@ -180,7 +180,7 @@ class Ops(BlockOps[V], Protocol[V]):
         """The scores plus the layer's attention mask: causal, and within `spec.window(layer)` tokens."""
 
     def delta_rule(self, spec: DecoderSpec, layer: int, x: V) -> V:
-        """All heads' outputs of a gated delta rule, `[1, 1, AR, values]`; see `edgekv.graphs.delta_rule`."""
+        """All heads' outputs of a gated delta rule or Mamba-2, `[1, 1, AR, values]`; see `edgekv.graphs.delta_rule`."""
 
     # What a runtime may not have.
 

@@ -1,4 +1,4 @@
-"""A gated delta rule (arXiv 2412.06464) as an attention over a tail, over the operations of `DeltaOps`.
+"""A gated delta rule (arXiv 2412.06464) or Mamba-2 (arXiv 2405.21060) as an attention over a tail, over `DeltaOps`.
 
 S `[key_dim, value_dim]` is stored at a checkpoint. Of each token since then three rows are kept: its key k, its
 correction d and the logarithm g of its decay. With G the sum of g since the checkpoint,
@@ -11,6 +11,11 @@ correction d and the logarithm g of its decay. With G the sum of g since the che
 so a step reads S and rows, and writes rows alone. Of the tokens of a step, whose d depend on each other, the first sum
 is a triangular system: prefill solves it for all at once, see `solve`; decode and verify graphs go token by token.
 Rows of the tail that S includes already, and rows before the first token, are 0: they decay nothing and add nothing.
+
+Mamba-2 has no b and corrects nothing: its d_i follow from token i alone, and there is no system. Its values v are kept
+as they are, and their steps t with the decays, g = t A: A is a number of each head, so that with S in units of 1 / A
+
+    A o_i = e^(G_i) S^T q_i + sum over j <= i of e^(G_i - G_j) g_j (q_i . k_j) v_j
 
 A verify graph must have the bits of a decode step, or drafts could change a text. On the HTP a product of 16-bit
 integers depends on rows behind a token, whose weights are 0, and what is computed for a single row is rounded in
@@ -28,7 +33,18 @@ from numpy.typing import NDArray
 
 from edgekv.graphs.decoder import Ops
 from edgekv.kv import KvTensor
-from edgekv.spec import DELTA_INPUTS, DecoderSpec, DeltaRule, GraphRecord, delta_kernel, delta_rates
+from edgekv.spec import (
+    DELTA_INPUTS,
+    DecoderSpec,
+    DeltaRule,
+    GraphRecord,
+    delta_inputs,
+    delta_kernel,
+    delta_kernel_bias,
+    delta_rates,
+    delta_skips,
+    delta_spans,
+)
 from edgekv.spec.geometry import ZERO_POINTS
 from quant import Encoding
 
@@ -57,7 +73,7 @@ LOG1P = (0.499586, 0.326671, 0.213745, 0.105185, 0.025387)
 """a, b, c, ... of `log(1+u)/u = 1 - u (a - u (b - u (c - ...)))`, within 1e-5 for u from 0 to 1: a minimax polynomial,
 found by reweighted least squares."""
 
-BY_STEP = r"\.delta\.(sums|decayed|pairs|weighted|scores|weights|system|known_tail|rest|correction)"
+BY_STEP = r"\.delta\.(sums|decayed|pairs|weighted|scores|shares|weights|system|known_tail|rest|correction)"
 """Pattern of the names of results that depend on how a text is divided into steps."""
 
 SHARES = Encoding("u16", 1 / 65535, 0)
@@ -90,10 +106,10 @@ class DeltaInputs(Generic[V]):
     """What the new tokens ask and write, by head.
 
     Attributes:
-        queries: `[1, 1, AR, key_dim]`, of length `key_dim ** -0.5`.
-        keys: `[1, 1, AR, key_dim]`, of length 1.
+        queries: `[1, 1, AR, key_dim]`, of length `key_dim ** -0.5`; of Mamba-2 of any.
+        keys: `[1, 1, AR, key_dim]`, of length 1; of Mamba-2 of any.
         values: `[1, 1, AR, value_dim]`.
-        strengths: b, `[1, 1, AR, 1]`.
+        strengths: b, `[1, 1, AR, 1]`; of Mamba-2 the steps t, which its decays follow from.
         decays: g, `[1, 1, AR, 1]`, at most 0.
     """
 
@@ -118,7 +134,7 @@ class Corrections(Generic[V]):
 
 
 class DeltaOps(Ops[V], Protocol[V]):
-    """The operations that a gated delta rule needs besides those of other decoders."""
+    """The operations that a gated delta rule or Mamba-2 needs besides those of other decoders."""
 
     @property
     def new_rows(self) -> int:
@@ -135,6 +151,9 @@ class DeltaOps(Ops[V], Protocol[V]):
 
     def times(self, x: V, weight: str, at: int, name: str) -> V:
         """`x * weight[at]`, an element of a stored vector."""
+
+    def shift(self, x: V, weight: str, name: str) -> V:
+        """`x + weight`, a stored vector."""
 
     def stored(self, tensor: KvTensor) -> V:
         """What the cache holds before the step: S of all heads `[1, 1, key_dim, value_heads * value_dim]`, or the rows
@@ -161,6 +180,11 @@ class DeltaOps(Ops[V], Protocol[V]):
         last, of all rows up to i: `[1, 1, AR, P+AR+1]`.
         """
 
+    def across(self, rows: V) -> V:
+        """Rows `[1, 1, P+AR, 1]` as columns for each new token, with 0 for rows after it: `[1, 1, AR, P+AR]`, in the
+        encoding of `rows`.
+        """
+
     def decays(self, sums: V, name: str) -> tuple[V, V]:
         """`exp(sums)`: of the rows, `[1, 1, AR, P+AR]`, 0 for rows after a token; and of the checkpoint,
         `[1, 1, AR, 1]`.
@@ -181,7 +205,7 @@ class DeltaOps(Ops[V], Protocol[V]):
         return delta_rule(self, spec, layer, x)
 
     def recall(self, rule: DeltaRule, layer: int, new: DeltaInputs[V]) -> list[V]:
-        """The outputs o of all heads, `[1, 1, AR, value_dim]`; writes the rows of the new tokens."""
+        """The outputs o of all heads, or A o, `[1, 1, AR, value_dim]`; writes the rows of the new tokens."""
         return recall(self, rule, layer, new)
 
 
@@ -189,16 +213,78 @@ def delta_rule(ops: DeltaOps[V], spec: DecoderSpec, layer: int, x: V) -> V:
     """The concatenated outputs of all heads, normalized and gated."""
     rule = spec.delta_rule
     assert rule is not None, "the layer has one"
+    return _gated_delta_rule(ops, rule, layer, x) if rule.corrects else _mamba2(ops, rule, layer, x)
+
+
+def _projected(ops: DeltaOps[V], rule: DeltaRule, layer: int, x: V) -> list[V]:
+    """The projections of the input, in the order of `delta_inputs`."""
     at = f"layers.{layer}.delta."
-    channels, gate, strength, decay = (
+    return [
         ops.linear(
             x,
             f"model.layers.{layer}.{name}.weight",
             at + name.removeprefix("linear_attn.in_proj_"),
             bias=f"model.layers.{layer}.{name}.bias" if name == DELTA_INPUTS[3] else None,
         )
-        for name in DELTA_INPUTS
+        for name in delta_inputs(rule)
+    ]
+
+
+def _mamba2(ops: DeltaOps[V], rule: DeltaRule, layer: int, x: V) -> V:
+    """The concatenated outputs of all heads with their values times D, gated and then normalized in groups."""
+    at = f"layers.{layer}.delta."
+    gate, channels, step = _projected(ops, rule, layer, x)
+    mixed = _convolved(ops, rule, layer, channels)
+    values, keys, queries = (
+        ops.silu(ops.slice(mixed, first, width), f"{at}{name}_")
+        for name, first, width in (
+            ("value", 0, rule.values),
+            ("key", rule.values, rule.keys),
+            ("query", rule.values + rule.keys, rule.keys),
+        )
     )
+    steps = [
+        _limited(ops, rule, own, f"{at}step.h{head}")
+        for head, own in enumerate(softplus(ops, step, rule.value_heads, at))
+    ]
+    decays = [ops.times(own, delta_rates(layer), head, f"{at}decay.h{head}") for head, own in enumerate(steps)]
+    new = DeltaInputs(
+        queries=ops.split(queries, [rule.key_dim] * rule.key_heads),
+        keys=ops.split(keys, [rule.key_dim] * rule.key_heads),
+        values=ops.split(values, [rule.value_dim] * rule.value_heads),
+        strengths=steps,
+        decays=decays,
+    )
+    recalled = ops.join(ops.recall(rule, layer, new), at + "output")
+    recalled = ops.scale_by(recalled, delta_spans(layer), at + "recalled")
+    mixed = ops.add(recalled, ops.scale_by(values, delta_skips(layer), at + "skipped"), at + "mixed")
+    gated = ops.multiply(mixed, ops.silu(gate, at + "gate_"), at + "gated")
+    return _grouped_norm(ops, rule, gated, f"model.layers.{layer}.linear_attn.norm.weight", at + "normed")
+
+
+def _grouped_norm(ops: DeltaOps[V], rule: DeltaRule, x: V, weight: str, name: str) -> V:
+    """RMSNorm over the heads of each group, those that share a key."""
+    if rule.key_heads == 1:
+        return ops.rms_norm(x, weight, name)
+    width, normalized = rule.values // rule.key_heads, name + ".unweighted"
+    groups = [ops.normalize(group, width, normalized) for group in ops.split(x, [width] * rule.key_heads)]
+    return ops.scale_by(ops.join(groups, normalized), weight, name)
+
+
+def _limited(ops: DeltaOps[V], rule: DeltaRule, step: V, name: str) -> V:
+    """A step within the limits of all: `max(x, low) = x + relu(low - x)`, `min(x, high) = high - relu(high - x)`."""
+    low, high = rule.step_limits
+    if low:
+        step = ops.add(step, ops.relu(ops.complement(step, low, name + ".below"), name + ".lacking"), name + ".low")
+    if high is not None:
+        step = ops.complement(ops.relu(ops.complement(step, high, name + ".above"), name + ".left"), high, name)
+    return step
+
+
+def _gated_delta_rule(ops: DeltaOps[V], rule: DeltaRule, layer: int, x: V) -> V:
+    """The concatenated outputs of all heads, normalized each and gated."""
+    at = f"layers.{layer}.delta."
+    channels, gate, strength, decay = _projected(ops, rule, layer, x)
     mixed = ops.silu(_convolved(ops, rule, layer, channels), at)
     queries, keys, values = (
         ops.split(ops.slice(mixed, first, count * width), [width] * count)
@@ -251,6 +337,56 @@ def softplus(ops: DeltaOps[V], x: V, heads: int, at: str) -> list[V]:
 
 def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -> list[V]:
     """See `DeltaOps.recall`."""
+    return _recall_corrected(ops, rule, layer, new) if rule.corrects else _recall_values(ops, rule, layer, new)
+
+
+def _recall_values(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -> list[V]:
+    """Of Mamba-2: A o."""
+    at = f"layers.{layer}.delta."
+    rows = ops.append_to_cache(ops.join(new.keys, at + "key_silu"), KvTensor(layer, "delta_key", 0))
+    keys = ops.split(rows, [rule.key_dim] * rule.key_heads)
+    states = ops.split(ops.stored(KvTensor(layer, "recurrent", 0)), [rule.value_dim] * rule.value_heads)
+    seen = _values_seen(ops, rule, layer, new.values)
+    scores = [
+        ops.scores(query, own, f"{at}scores.h{key}")
+        for key, (query, own) in enumerate(zip(new.queries, keys, strict=True))
+    ]
+    outputs = []
+    for head, decay in enumerate(new.decays):
+        key, of_head = head // rule.group, f".h{head}"
+        held = ops.append_to_cache(decay, KvTensor(layer, "decay", head))
+        decayed, start = ops.decays(ops.decay_sums(held, f"{at}sums{of_head}"), at + "decayed")
+        shares = ops.multiply(decayed, ops.across(held), f"{at}shares{of_head}")
+        weights = ops.multiply(scores[key], shares, f"{at}weights{of_head}")
+        begun = ops.attend(new.queries[key], states[head], f"{at}held{of_head}")
+        begun = ops.multiply(begun, start, f"{at}held_left{of_head}")
+        added = _added(ops, weights, [each[head] for each in seen], f"{at}added{of_head}")
+        outputs.append(ops.add(begun, added, at + "output"))
+    return outputs
+
+
+def _values_seen(ops: DeltaOps[V], rule: DeltaRule, layer: int, values: list[V]) -> list[list[V]]:
+    """The cached rows v by head, past and new: once for all new tokens, or for each one those up to its own."""
+    tensor, widths = KvTensor(layer, "delta_value", 0), [rule.value_dim] * rule.value_heads
+    new, seen = ops.join(values, f"layers.{layer}.delta.value_silu"), list[V]()
+    if ops.by_row and ops.new_rows > 1:
+        rows = ops.stored(tensor)
+        for row in range(ops.new_rows - 1):
+            rows = ops.extended(rows, ops.row(new, row), tensor)
+            seen.append(rows)
+    return [ops.split(rows, widths) for rows in (*seen, ops.append_to_cache(new, tensor))]
+
+
+def _added(ops: DeltaOps[V], weights: V, seen: list[V], name: str) -> V:
+    """The weighted sums of a head's rows: of all new tokens together, or each over the rows that it sees."""
+    if len(seen) == 1:
+        return ops.attend(weights, seen[0], name)
+    of_rows = [ops.columns(ops.row(weights, row), row + 1) for row in range(len(seen))]
+    return ops.together([ops.attend(x, rows, name) for x, rows in zip(of_rows, seen, strict=True)], name)
+
+
+def _recall_corrected(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -> list[V]:
+    """Of a gated delta rule: o."""
     at, widths = f"layers.{layer}.delta.", [rule.value_dim] * rule.value_heads
     rows = ops.append_to_cache(ops.join(new.keys, at + "key"), KvTensor(layer, "delta_key", 0))
     keys = ops.split(rows, [rule.key_dim] * rule.key_heads)
@@ -285,12 +421,7 @@ def recall(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInputs[V]) -
         weights = ops.multiply(scores, decays[head][0], f"{at}weights{of_head}")
         begun = ops.attend(new.queries[key], states[head], f"{at}held{of_head}")
         begun = ops.multiply(begun, decays[head][1], f"{at}held_left{of_head}")
-        if len(seen) == 1:
-            added = ops.attend(weights, seen[0][head], f"{at}added{of_head}")
-        else:
-            of_rows = [ops.columns(ops.row(weights, row), row + 1) for row in range(len(seen))]
-            parts = [ops.attend(x, rows[head], f"{at}added{of_head}") for x, rows in zip(of_rows, seen, strict=True)]
-            added = ops.together(parts, f"{at}added{of_head}")
+        added = _added(ops, weights, [rows[head] for rows in seen], f"{at}added{of_head}")
         outputs.append(ops.add(begun, added, f"{at}output{of_head}"))
     return outputs
 
@@ -353,4 +484,4 @@ def _convolved(ops: DeltaOps[V], rule: DeltaRule, layer: int, channels: V) -> V:
     total, *products = (ops.tap(rows, delta_kernel(layer), tap, f"{at}tap{tap}") for tap in range(rule.kernel))
     for tap, product in enumerate(products, 1):
         total = ops.add(total, product, f"{at}sum{tap}")
-    return total
+    return ops.shift(total, delta_kernel_bias(layer), at + "convolved") if rule.kernel_bias else total

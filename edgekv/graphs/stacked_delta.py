@@ -1,4 +1,4 @@
-"""The operations of a gated delta rule for a CPU: the heads of a layer are one tensor, and one node computes them."""
+"""The operations of gated delta rules and Mamba-2 for a CPU: one node computes all heads of a layer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
         self._takes_fewer = takes_fewer
         self._single_rows: set[str] = set()
         self._tails: set[str] = set()
-        """Floats of the tail of a gated delta rule, or of its matrices: they have other rows than the new tokens."""
+        """Floats of a tail, or of the matrices at its checkpoint: they have other rows than the new tokens."""
 
     @abstractmethod
     def _encoding(self, name: str) -> Encoding:
@@ -98,6 +98,9 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
 
         return self._each("Mul", [x], name, [self._once(("factors", weight), factors)])
 
+    def shift(self, x: View, weight: str, name: str) -> View:
+        return self._each("Add", [x], name, [self._floats(weight)])
+
     def stored(self, tensor: KvTensor) -> View:
         encodings = (self._encoding(tensor.past),)
         name = f"{tensor.past}.floats"
@@ -143,7 +146,7 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
         )
 
     def row(self, x: View, row: int) -> View:
-        single = x if self._ar == 1 else self._cut(x, row, row + 1, _ROWS)
+        single = x if self._ar == 1 else self._cut(x, row, row + 1, _ROWS if x.heads else 1)
         self._single_rows.add(single.tensor)
         return single
 
@@ -176,12 +179,18 @@ class StackedDelta(HeadStacks, DeltaOps[View]):
 
     def decay_sums(self, rows: View, name: str) -> View:
         def summed() -> View:
-            changes = self._nodes.reshape(rows.tensor, [rows.heads, 1, 1, -1])
-            if self._ar > 1:
-                changes = self._nodes.add("Mul", [changes, self._ones("seen")], f"{rows.tensor}.seen")
-            return self._rounded(self._multiply(changes, self._after(), self._ar), name, rows.heads)
+            return self._rounded(self._multiply(self.across(rows).tensor, self._after(), self._ar), name, rows.heads)
 
         return replace(self._once(("sums", rows.tensor), summed), head=rows.head)
+
+    def across(self, rows: View) -> View:
+        def seen() -> str:
+            changes = self._nodes.reshape(rows.tensor, [rows.heads, 1, 1, -1])
+            if self._ar == 1:
+                return changes
+            return self._nodes.add("Mul", [changes, self._ones("seen")], f"{rows.tensor}.seen")
+
+        return replace(rows, tensor=self._once(("across", rows.tensor), seen))
 
     def decays(self, sums: View, name: str) -> tuple[View, View]:
         powers = self._each("Exp", [sums], name)

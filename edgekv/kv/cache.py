@@ -227,7 +227,7 @@ class KVCache:
 
     @property
     def step_tokens(self) -> int:
-        """The most tokens that the next step can keep: up to the next checkpoint, if layers have a gated delta rule."""
+        """The most tokens that the next step can keep: up to the next checkpoint, if layers have some."""
         if not self._has_checkpoints:
             return self.ar[-1]
         return CHECKPOINT_TOKENS - self._positions.seen % CHECKPOINT_TOKENS

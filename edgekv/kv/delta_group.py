@@ -1,4 +1,4 @@
-"""Layers with a gated delta rule: the matrices S at a checkpoint, and a tail of rows since then."""
+"""Layers with a gated delta rule or Mamba-2: the matrices S at a checkpoint, and a tail of rows since then."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ _FOLDED_ELEMENTS = 1 << 18
 """Elements of S whose checkpoints are computed together: few enough that their floats stay in a processor's cache."""
 
 
-def fold(state: NDArray[np.float32], keys: Floats, values: Floats, decays: Floats) -> Floats:
+def fold(state: NDArray[np.float32], keys: Floats, values: Floats, decays: Floats, *, corrects: bool = True) -> Floats:
     """S after the tokens of some rows: `e^G S + sum of e^(G - G_j) k_j d_j^T`, G_j the sum of g up to j, G of all.
+
+    Without corrections, `d_j = g_j v_j`.
 
     Args:
         state: S by head, `[..., heads, key_dim, value_dim]`.
         keys: k, `[..., T, key_heads, key_dim]`; consecutive heads of S share one.
-        values: d, `[..., T, heads, value_dim]`.
+        values: d, or v without corrections, `[..., T, heads, value_dim]`.
         decays: g, `[..., T, heads]`.
+        corrects: see `DeltaSpec`.
     """
     totals = decays.astype(np.float64).cumsum(-2)
     left = np.exp(totals[..., -1:, :] - totals).astype(np.float32)
+    left = left if corrects else left * decays
     key_heads, heads = keys.shape[-2], values.shape[-2]
     left = left.reshape(*left.shape[:-1], key_heads, heads // key_heads)
     weighted = keys[..., None, :] * left[..., None]  # [..., T, key_heads, heads of each, key_dim]
@@ -284,7 +288,7 @@ class CheckpointGroup:
             values = ((self._values.rows_since()[some] - zero) * value_scales[some, None, None]).reshape(
                 len(scale), tokens, heads, -1
             )
-            folded = fold(held, keys, values, decays[some])
+            folded = fold(held, keys, values, decays[some], corrects=self.geometry.corrects)
             rounded = np.clip(np.rint(folded / scale) + zero, 1, 2 * zero - 1)
             self._newer[some] = rounded.swapaxes(1, 2).reshape(len(scale), key_dim, -1)
 

@@ -6,6 +6,7 @@ It notes which fields are read, so that a field which nothing reads is refused i
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -201,6 +202,23 @@ class Config:
             return tuple(Config({name: number}, self._path).number(name) for number in value)
         got = f"{len(value)} numbers" if isinstance(value, list) else None
         raise self.refusal(name, f"{count} numbers", got=got)
+
+    def limits(self, name: str) -> tuple[float, float | None]:
+        """The least and the greatest of what a list of two numbers allows, 0 and None if it is absent: no limit.
+
+        transformers writes an infinite number as a table.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self._get(name, [0.0, math.inf])
+        if isinstance(value, list) and len(value) == 2:
+            ends = [math.inf if end == {"__float__": "Infinity"} else end for end in value]
+            if all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends):
+                low, high = (float(end) for end in ends)
+                if (low == 0 or _in_range(low)) and low < high and (high == math.inf or _in_range(high)):
+                    return low, None if high == math.inf else high
+        raise self.refusal(name, "two numbers of at least 0 in ascending order")
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false.

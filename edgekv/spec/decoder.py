@@ -191,7 +191,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             other (`heads`); gate and up (`mlp`). `experts`: gate and up of all experts of a layer are one tensor
             `[E, 2 * intermediate, H]`, and down of all is another.
         convolution: the layers without attention; None if there are none.
-        delta_rule: the layers with a gated delta rule in place of attention; None if there are none.
+        delta_rule: the layers with a gated delta rule or Mamba-2 in place of attention; None if there are none.
         experts: the layers with a mixture of experts for a feed-forward; None if there are none.
         layer_sizes: the sizes of each layer; empty if all are alike.
         cache_owners: by layer, the layer whose keys and values it reads; empty if each layer has its own.
@@ -452,7 +452,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.heads // self.of_layer(layer).kv_heads
 
     def mixer(self, layer: int) -> Mixer:
-        """How a layer mixes tokens: with attention, a short convolution or a gated delta rule."""
+        """How a layer mixes tokens: with attention, a short convolution, or a gated delta rule or Mamba-2."""
         if self.convolution is not None and layer in self.convolution.layers:
             return "convolution"
         return "delta_rule" if self.delta_rule is not None and layer in self.delta_rule.layers else "attention"

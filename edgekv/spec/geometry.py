@@ -17,10 +17,10 @@ KINDS: tuple[Kind, Kind] = ("key", "value")
 """Of layers with attention: a row per token and head."""
 DeltaKind = Literal["delta_key", "delta_value", "decay", "recurrent"]
 DELTA_KINDS: tuple[DeltaKind, ...] = ("delta_key", "delta_value", "decay", "recurrent")
-"""Of layers with a gated delta rule: rows of keys and of corrections of all heads, and of the decays of one head; and
-the matrices S of all heads, beside each other. The convolution before it has a state too."""
+"""Of layers with a gated delta rule or Mamba-2: rows of keys and of corrections of all heads, or of values, and of the
+decays of one head; and the matrices S of all heads, beside each other. The convolution before it has a state too."""
 CHECKPOINT_TOKENS = 64
-"""Tokens between two checkpoints of a gated delta rule, and P, the rows that a step reads of its tail. No step crosses
+"""Tokens between two checkpoints of such a layer, and P, the rows that a step reads of its tail. No step crosses
 a checkpoint: results would depend on how a text is divided into steps."""
 CacheResult = Literal["cache", "state", "tail"]
 
@@ -263,7 +263,7 @@ class ConvSpec(_Tensors):
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec(_Tensors):
-    """One kind of tensors of layers with a gated delta rule: rows since a checkpoint, or the matrices S at it.
+    """One kind of tensors of layers with a gated delta rule or Mamba-2: rows since a checkpoint, or S at it.
 
     Attributes:
         layers: number of layers.
@@ -273,6 +273,7 @@ class DeltaSpec(_Tensors):
         rows: that a step reads: 64 of a tail, or those of a matrix.
         numbers: the numbers of these layers in the model; empty for all, from 0 on.
         kv_dtype: `u16` (zero point 32768).
+        corrects: of matrices, whether they add up corrections; or values times their decays, see `DeltaRule`.
     """
 
     layers: int
@@ -282,6 +283,7 @@ class DeltaSpec(_Tensors):
     rows: int = CHECKPOINT_TOKENS
     numbers: tuple[int, ...] = ()
     kv_dtype: KvDtype = "u16"
+    corrects: bool = True
 
     def __post_init__(self) -> None:
         self._check("heads", "width", "rows")

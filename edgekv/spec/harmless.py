@@ -63,9 +63,8 @@ _OWN: Mapping[str, str] = {
     "embedding_gemma2": _GEMMA,
     "gemma4": _GEMMA4,
     "gemma4_assistant": f"{_GEMMA4} use_ordered_embeddings num_centroids centroid_intermediate_top_k",
-    # of experts and of Mamba layers
-    "granitemoehybrid": "intermediate_size num_experts_per_tok mamba_n_heads mamba_n_groups mamba_d_state "
-    "mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit",
+    # of experts
+    "granitemoehybrid": "intermediate_size num_experts_per_tok mamba_chunk_size",
     # of the authors' own program
     "lfm2": "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu hidden_act "
     "block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc full_attn_idxs",

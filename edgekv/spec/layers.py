@@ -55,7 +55,7 @@ class LayeredGeometry:
         kv_dtype: see `RowSpec`.
         key_layout: see `RowSpec`.
         states: the layers with a short convolution, and what their state is, if there are any.
-        delta_rule: the layers with a gated delta rule, which `states` has too, if there are any.
+        delta_rule: the layers with a gated delta rule or Mamba-2, which `states` has too, if there are any.
         without: the layers without a cache of their own, which read another layer's.
     """
 
@@ -111,7 +111,8 @@ class LayeredGeometry:
         for kind in DELTA_KINDS:
             heads = rule.value_heads if kind == "decay" else 1
             rows = rule.key_dim if kind == "recurrent" else CHECKPOINT_TOKENS
-            yield DeltaSpec(len(rule.layers), kind, heads, widths[kind], rows, tuple(sorted(rule.layers)))
+            numbers, corrects = tuple(sorted(rule.layers)), rule.corrects or kind != "recurrent"
+            yield DeltaSpec(len(numbers), kind, heads, widths[kind], rows, numbers, corrects=corrects)
 
     def _alone(self, layer: int) -> RowSpec | ConvSpec:
         """What one layer keeps of its tokens, apart from a delta rule."""

@@ -88,8 +88,8 @@ def convolution_matrices(hidden: int) -> tuple[LayerMatrix, ...]:
 
 
 def delta_matrices(hidden: int, rule: DeltaRule) -> tuple[LayerMatrix, ...]:
-    """Strengths and decays, q|k|v, gates, and the output of a gated delta rule."""
-    rates = (LayerMatrix("delta_rates", hidden, rule.value_heads),) * 2
+    """Strengths, which Mamba-2 has not, and decays, q|k|v, gates, and the output of a gated delta rule."""
+    rates = (LayerMatrix("delta_rates", hidden, rule.value_heads),) * (2 if rule.corrects else 1)
     inputs = LayerMatrix("delta_in", hidden, rule.channels), LayerMatrix("delta_in", hidden, rule.values)
     return (*rates, *inputs, LayerMatrix("delta_out", rule.values, hidden))
 
@@ -125,7 +125,7 @@ class Decoder:
         tied_head: whether the head is the embedding table; a bundle stores it once.
         kinds: the matrices of the layers; empty if all have q, k, v, o, gate, up and down, of these sizes.
         convolutions: number of layers with a short convolution in place of attention.
-        delta_rule: the layers with a gated delta rule in place of attention.
+        delta_rule: the layers with a gated delta rule or Mamba-2 in place of attention.
         layer_inputs: elements of all that the host gathers for the layers of a token; 0 without.
         first_without_cache: the first of the last layers that own no cache; None if the last one owns one.
         outputs: rows of the head's matrix; None for one of each token of the vocabulary.

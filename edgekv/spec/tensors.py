@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.spec.decoder import DecoderSpec, Experts, Pairs
+from edgekv.spec.linear import DeltaRule
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -24,7 +25,8 @@ the one that the drafter was trained on."""
 CONVOLUTION_INPUTS = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 """The gates before and after a short convolution, and what it filters, in the order of the stored matrix."""
 DELTA_INPUTS = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
-"""What a gated delta rule reads: queries, keys and values; the gate of its output; strengths; and decays."""
+"""What a gated delta rule reads: queries, keys and values; the gate of its output; strengths; and decays. See
+`delta_inputs`."""
 DELTA_RATES = "linear_attn.A_log"
 XIELU_BETA = 0.5
 """What xIELU multiplies x by, beside what its two numbers do: a constant that checkpoints store."""
@@ -41,8 +43,8 @@ LAYER_TABLE_NORM = "model.per_layer_projection_norm.weight"
 
 TensorRole = Literal[
     "embedding", "norm", "norm_bias", "q_norm", "k_norm", "q", "k", "v", "o", "head_gate",
-    "conv_b", "conv_c", "conv_x", "kernel", "conv_out",
-    "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_norm", "delta_out",
+    "conv_b", "conv_c", "conv_x", "kernel", "kernel_bias", "conv_out",
+    "delta_qkv", "delta_z", "delta_a", "delta_b", "delta_rate", "delta_scale", "delta_norm", "delta_out",
     "gate", "up", "down", "router", "expert_score", "expert_gate", "expert_up", "expert_down",
     "activation", "layer_gate", "layer_out", "layer_scalar", "turn", "head", "layer_inputs",
     "target_in", "target_out", "target_frame", "embedding_in",
@@ -91,10 +93,11 @@ class View:
             which has those of other parts between; None if the part's rows follow each other.
         pairs: how the pairs are stored that a rotary embedding turns, R and D, if rows belong to heads of D rows whose
             first R are turned; None if they are R/2 apart, as here.
+        repeats: how often each row of the stored tensor follows as a row of the part.
         norm_bias: of a bias, that of the norm which its projection reads: the matrix times the norm's bias is added.
             If checkpoints have no other bias, the stored tensor is the norm's.
         is_stored: whether checkpoints have it; if not, its elements are 1.
-        stored_as: what is stored of x: `log(-x)`, or what softplus makes x of; None if it is x.
+        stored_as: what is stored of x: `log(-x)`, `log(-1 / x)`, or what softplus makes x of; None if it is x.
         stacked: of a stored tensor `[stacked, rows / stacked, in]`, as experts have it: its rows are counted through.
         offset: added to every element.
         gain: multiplies every element.
@@ -112,10 +115,11 @@ class View:
     gain: float = 1.0
     blocks: tuple[int, int] | None = None
     pairs: tuple[Pairs, int, int] | None = None
+    repeats: int = 1
     norm_bias: str | None = None
     is_stored: bool = True
     stacked: int | None = None
-    stored_as: Literal["log", "softplus"] | None = None
+    stored_as: Literal["log", "inverse-log", "softplus"] | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -127,14 +131,14 @@ class View:
     @property
     def is_reordered(self) -> bool:
         """Whether its rows are not neighbours in the stored tensor, in their order."""
-        return self.blocks is not None or self.pairs is not None
+        return self.blocks is not None or self.pairs is not None or self.repeats > 1
 
     def stored_rows(self, rows: slice | NDArray[np.int64]) -> slice | NDArray[np.int64]:
         """Which rows of the stored tensor some of its rows are."""
         if not self.is_reordered and isinstance(rows, slice):
             first, stop, _ = rows.indices(self.shape[0])
             return slice(self.first + first, self.first + stop)
-        chosen = np.arange(self.shape[0])[rows]
+        chosen = np.arange(self.shape[0])[rows] // self.repeats
         if self.pairs is not None:
             stored, width, dim = self.pairs
             order = np.arange(dim)
@@ -258,9 +262,29 @@ def delta_kernel(layer: int) -> str:
     return f"model.layers.{layer}.linear_attn.conv1d.weight"
 
 
+def delta_kernel_bias(layer: int) -> str:
+    """Name of the bias `[channels]` of such a convolution, if it has one."""
+    return f"model.layers.{layer}.linear_attn.conv1d.bias"
+
+
 def delta_rates(layer: int) -> str:
-    """Name of the logarithms of the rates of decay, one for each value head of a layer with a gated delta rule."""
+    """Name of the rates of decay, one for each value head of a layer with a gated delta rule."""
     return f"model.layers.{layer}.{DELTA_RATES}"
+
+
+def delta_spans(layer: int) -> str:
+    """Name of their inverses, the tokens after which 1/e is left at a step of 1, with a sign; of each channel."""
+    return f"model.layers.{layer}.linear_attn.A_inverse"
+
+
+def delta_skips(layer: int) -> str:
+    """Name of D of Mamba-2, what values are multiplied by and added to the results; of each channel."""
+    return f"model.layers.{layer}.linear_attn.D"
+
+
+def delta_inputs(rule: DeltaRule) -> tuple[str, ...]:
+    """The projections of the input of a gated delta rule, or those of Mamba-2 in the order of its stored matrix."""
+    return DELTA_INPUTS if rule.corrects else (DELTA_INPUTS[1], DELTA_INPUTS[0], DELTA_INPUTS[3])
 
 
 def layer_scalar(layer: int) -> str:
@@ -422,21 +446,33 @@ def _convolution(spec: DecoderSpec, layer: int) -> Iterator[View]:
 
 
 def _delta_rule(spec: DecoderSpec, layer: int) -> Iterator[View]:
-    """Four projections of the input, the kernels `[channels, 1, K]`, and for each head a bias and a rate of decay."""
+    """The projections of the input, the kernels `[channels, 1, K]`, and for each head a bias and a rate of decay.
+
+    Mamba-2 stores its projections as one matrix, and has norm weights of all heads.
+    """
     rule = spec.delta_rule
     assert rule is not None, "the layer has one"
     hidden, norm, prefix = spec.hidden, attention_norm(layer) if spec.pre_norms else None, f"model.layers.{layer}."
-    widths = (rule.channels, rule.values, rule.value_heads, rule.value_heads)
-    yield from _projections(spec, layer, dict(zip(DELTA_INPUTS, widths, strict=True)), hidden, norm=norm)
+    heads = rule.value_heads
+    widths = dict(zip(DELTA_INPUTS, (rule.channels, rule.values, heads, heads), strict=True))
+    fused = None if rule.corrects else "linear_attn.in_proj"
+    yield from _projections(spec, layer, {name: widths[name] for name in delta_inputs(rule)}, hidden, fused, norm=norm)
     name = delta_kernel(layer)
     yield View(name, (rule.channels, 1, rule.kernel), name, rule.channels, "kernel", layer)
-    heads = rule.value_heads
+    if rule.kernel_bias:
+        name = delta_kernel_bias(layer)
+        yield View(name, (rule.channels,), name, rule.channels, "kernel_bias", layer)
     bias = prefix + "linear_attn.in_proj_a.bias"
     yield View(bias, (heads,), prefix + "linear_attn.dt_bias", heads, "delta_a", layer)
     rates = delta_rates(layer)
     yield View(rates, (heads,), rates, heads, "delta_rate", layer, stored_as="log")
-    gated = f"{prefix}linear_attn.norm.weight"
-    yield View(gated, (rule.value_dim,), gated, rule.value_dim, "delta_norm", layer)
+    if not rule.corrects:
+        of_channels = View(delta_skips(layer), (rule.values,), delta_skips(layer), heads, "delta_scale", layer)
+        of_channels = replace(of_channels, repeats=rule.value_dim)
+        yield of_channels
+        yield replace(of_channels, name=delta_spans(layer), key=rates, stored_as="inverse-log")
+    gated, width = f"{prefix}linear_attn.norm.weight", rule.value_dim if rule.corrects else rule.values
+    yield View(gated, (width,), gated, width, "delta_norm", layer)
     yield from _projections(spec, layer, {"linear_attn.out_proj": hidden}, rule.values, gain=_branch_gain(spec))
 
 

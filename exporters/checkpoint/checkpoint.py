@@ -392,6 +392,8 @@ class Checkpoint:
         values = self._tensors[view.key].read(view.stored_rows(rows))
         if view.stored_as == "log":
             values = -np.exp(values)
+        elif view.stored_as == "inverse-log":
+            values = -np.exp(-values)
         elif view.stored_as == "softplus":
             values = np.logaddexp(values, np.float32(0))
         if view.offset:

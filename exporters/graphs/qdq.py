@@ -447,7 +447,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
             return mask
         return self._table(mask, f"of_{heads}", [mask.name] * heads, _ROWS)
 
-    # ------------------------------------------------------------------ a gated delta rule
+    # ------------------------------------------------------------------ a gated delta rule or Mamba-2
 
     @property
     def new_rows(self) -> int:
@@ -476,6 +476,9 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
     def times(self, x: Tensor, weight: str, at: int, name: str) -> Tensor:
         return self._nodes.emit("Mul", [x.name, self._weight(*self._weights.tensor(weight, head=at))], name)
 
+    def shift(self, x: Tensor, weight: str, name: str) -> Tensor:
+        return self._nodes.emit("Add", [x.name, self._weight(*self._weights.tensor(weight))], name)
+
     def stored(self, tensor: KvTensor) -> Tensor:
         if tensor not in self._pasts:
             self._pasts[tensor] = self._read(self._ports[tensor.past])
@@ -501,13 +504,15 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def decay_sums(self, rows: Tensor, name: str) -> Tensor:
         nodes, count = self._nodes, CHECKPOINT_TOKENS + self._ar
-        each = self._reshape(rows, rows.name + ".row", (1, 1, 1, -1))
-        if self._ar > 1:
-            each = nodes.emit(
-                "Mul", [each.name, self._matrix_of_ones("seen", count)], rows.name + ".seen", each.encoding
-            )
         after = nodes.constant(f"after_{count}", _WHOLE.quantize(rows_after(count)))
-        return nodes.emit("MatMul", [each.name, nodes.dequantize_once(after, _WHOLE)], name)
+        return nodes.emit("MatMul", [self.across(rows).name, nodes.dequantize_once(after, _WHOLE)], name)
+
+    def across(self, rows: Tensor) -> Tensor:
+        row = self._once(rows, "row", lambda name: self._reshape(rows, name, (1, 1, 1, -1)))
+        if self._ar == 1:
+            return row
+        seen = self._matrix_of_ones("seen", CHECKPOINT_TOKENS + self._ar)
+        return self._once(rows, "seen", lambda name: self._nodes.emit("Mul", [row.name, seen], name, rows.encoding))
 
     def decays(self, sums: Tensor, name: str) -> tuple[Tensor, Tensor]:
         count = CHECKPOINT_TOKENS + self._ar

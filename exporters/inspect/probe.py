@@ -318,7 +318,7 @@ class Probe:
         return [end - first for end in sorted(ends)]
 
     def _make_checkpoints(self, past: dict[KvTensor, Integers]) -> None:
-        """Have S of a gated delta rule after all tokens, as the cache computes it: see `CheckpointGroup`."""
+        """Have S of a gated delta rule or Mamba-2 after all tokens, as the cache computes it: see `CheckpointGroup`."""
         rule, encodings = self._rule, self._bundle.manifest.encodings
         for tensor in [each for each in past if each.kind == "recurrent"]:
             assert rule is not None, "the layer has one"
@@ -333,6 +333,7 @@ class Probe:
                 floats("delta_key").reshape(CHECKPOINT_TOKENS, rule.key_heads, -1),
                 floats("delta_value").reshape(CHECKPOINT_TOKENS, rule.value_heads, -1),
                 np.concatenate([floats("decay", head) for head in heads], axis=-1),
+                corrects=rule.corrects,
             )
             past[tensor] = encodings[tensor.past].quantize(found.swapaxes(0, 1).reshape(state.shape))
 

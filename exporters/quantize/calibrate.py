@@ -155,12 +155,12 @@ def check_states_are_read(spec: DecoderSpec, length: int) -> None:
     Such states would get the range of zeros, and be wiped in every text.
 
     Raises:
-        UsageError: a window ends at or before the first checkpoint of a gated delta rule, or within a kernel.
+        UsageError: a window ends at or before the first checkpoint of states, or within a kernel.
     """
     kernel = 0 if spec.convolution_states is None else spec.convolution_states.kernel
     least, reader = kernel, f"the {kernel} that a convolution reads"
     if spec.delta_rule is not None and kernel <= CHECKPOINT_TOKENS:
-        least, reader = CHECKPOINT_TOKENS + 1, f"more than {CHECKPOINT_TOKENS}, after which a gated delta rule reads S"
+        least, reader = CHECKPOINT_TOKENS + 1, f"more than {CHECKPOINT_TOKENS}, after which states are read"
     if length < least:
         raise UsageError(
             "calibration",

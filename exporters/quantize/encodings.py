@@ -237,7 +237,19 @@ class ResultRecorder(DeltaOps[str]):
         found = super().recall(rule, layer, new)
         for name in {*self.results} - known:
             self.results[name] = replace(self.results[name], by_chunk=True)
+        if not rule.corrects:
+            self._keep_integers(layer, new)
         return found
+
+    def _keep_integers(self, layer: int, new: DeltaInputs[str]) -> None:
+        """Have what Mamba-2 caches computed in its encoding there; that of decays is that of steps times their rate.
+
+        Each decay has the integer of its step, with another sign, so that no graph rounds it in its own way.
+        """
+        self.results[new.keys[0]] = Result("tail", (KvTensor(layer, "delta_key", 0).past,))
+        for head, (step, decay) in enumerate(zip(new.strengths, new.decays, strict=True)):
+            self.results[step] = Result("tail", (step,))
+            self.results[decay] = Result("tail", (KvTensor(layer, "decay", head).past,))
 
     def observe_known(self, target: str, correction: str, name: str) -> None:
         """Nothing: it has its name."""
@@ -265,6 +277,9 @@ class ResultRecorder(DeltaOps[str]):
     def times(self, x: str, weight: str, at: int, name: str) -> str:
         return self._record("product", name)
 
+    def shift(self, x: str, weight: str, name: str) -> str:
+        return self._record("sum", name)
+
     def stored(self, tensor: KvTensor) -> str:
         return self._record("tail", tensor.past)
 
@@ -285,6 +300,9 @@ class ResultRecorder(DeltaOps[str]):
 
     def decay_sums(self, rows: str, name: str) -> str:
         return self._record("decay_sum", name)
+
+    def across(self, rows: str) -> str:
+        return rows
 
     def decays(self, sums: str, name: str) -> tuple[str, str]:
         return self._record("sigmoid", name), name

@@ -35,7 +35,6 @@ from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.lora import LoraGroup, lora_reach
 from edgekv.spec.tensors import (
     CONVOLUTION_INPUTS,
-    DELTA_INPUTS,
     EMBEDDING,
     EMBEDDING_IN,
     HEAD,
@@ -46,6 +45,7 @@ from edgekv.spec.tensors import (
     TARGET_OUT,
     by_inputs,
     by_outputs,
+    delta_inputs,
     expert_of,
     expert_projection,
 )
@@ -104,7 +104,8 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
     if mixer == "convolution":
         mixer_group = (CONVOLUTION_INPUTS, ("conv.out_proj",))
     elif mixer == "delta_rule":
-        mixer_group = (DELTA_INPUTS, ("linear_attn.out_proj",))
+        assert spec.delta_rule is not None, "the layer has one"
+        mixer_group = (delta_inputs(spec.delta_rule), ("linear_attn.out_proj",))
     else:
         own = _OWN_CACHE if spec.owns_cache(layer) else ()
         gates = ("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ()

@@ -396,6 +396,9 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def times(self, x: Floats, weight: str, at: int, name: str) -> Floats:
         return self._seen(name, x * self._weights[weight][at])
 
+    def shift(self, x: Floats, weight: str, name: str) -> Floats:
+        return self._seen(name, x + self._weights[weight])
+
     def stored(self, tensor: KvTensor) -> Floats:
         return self._tail.stored(tensor)
 
@@ -416,6 +419,9 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
 
     def decay_sums(self, rows: Floats, name: str) -> Floats:
         return self._seen(name, self._tail.decay_sums(rows))
+
+    def across(self, rows: Floats) -> Floats:
+        return self._tail.seen(rows.swapaxes(-1, -2))
 
     def decays(self, sums: Floats, name: str) -> tuple[Floats, Floats]:
         found = self._seen(name, np.exp(sums))

@@ -1,4 +1,4 @@
-"""The checkpoint and the tail of a gated delta rule in floats, for the reference."""
+"""The checkpoint and the tail of a gated delta rule or Mamba-2 in floats, for the reference."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ class Tail:
                 keys.reshape(*leading, CHECKPOINT_TOKENS, rule.key_heads, rule.key_dim),
                 oldest[self._values].reshape(*leading, CHECKPOINT_TOKENS, *by_head),
                 decays,
+                corrects=rule.corrects,
             )
             self._state = state.swapaxes(-3, -2).reshape(*leading, rule.key_dim, -1)
 

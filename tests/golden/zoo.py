@@ -131,6 +131,12 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
         {**rope(1e7), **TIED, **SCALES, "num_local_experts": 0, "num_experts_per_tok": 0}
         | {"shared_intermediate_size": 96, "position_embedding_type": "rope", "layer_types": [FULL] * 4}
         | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16},
+        {**TIED, **SCALES, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
+        | {
+            "position_embedding_type": "nope",
+            "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+        }
+        | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 32},
     ),
     "helium": (rope(2e4) | {"head_dim": 16},),
     "hunyuan_v1_dense": (

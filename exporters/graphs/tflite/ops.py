@@ -76,9 +76,10 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
         return self._reshape(rows, [1, *shape], name)
 
     def delta_rule(self, spec: DecoderSpec, layer: int, x: Tensor) -> Tensor:
+        assert spec.delta_rule is not None, "the layer has one"
         raise UsageError(
             "--graph-format",
-            got="tflite for a model with gated delta rules",
+            got=f"tflite for a model with {spec.delta_rule.noun}",
             expected="onnx",
             fix="Use --graph-format onnx.",
         )

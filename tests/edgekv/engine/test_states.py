@@ -43,7 +43,7 @@ from tests.support.thorough import calls, variants
 
 CONTEXT = 160
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
-KINDS = ("lfm2", "lfm3", "qwen3_5")
+KINDS = ("lfm2", "lfm3", "qwen3_5", "granite4-h")
 LONG = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
@@ -225,7 +225,7 @@ def test_two_parts_give_the_bits_of_one(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_saved_sequence_goes_on_as_one_that_was_not(tmp_path: Path, name: str) -> None:
-    """In another process, as far as the cache is concerned; beyond a checkpoint of a gated delta rule."""
+    """In another process, as far as the cache is concerned; beyond a checkpoint of a gated delta rule or Mamba-2."""
     bundle, file, text = hybrid(tmp_path, name), tmp_path / "saved", [*range(40, 115)]
     with edgekv.load(bundle, cpu_mode="emulate") as model:
         ids(model.generate(text, 8, sequence=1))

@@ -1,9 +1,10 @@
-"""Gated delta rules: a checkpoint and a tail give what the plain recurrence gives, however a text was computed."""
+"""Gated delta rules and Mamba-2: checkpoint and tail give what the recurrence gives, however a text was computed."""
 
 from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from tests.support.thorough import calls, variants
 CONTEXT = 256
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon. " * 4
 RULE = DeltaRule(frozenset({0, 1}), 4, 1, 2, 4, 3)
+MAMBA = structs.replace(RULE, corrects=False)
 ZERO = 32768
 HELD = Encoding("u16", 1e-4, ZERO)
 
@@ -87,6 +89,46 @@ def test_the_reference_computes_the_recurrence_in_blocks(tmp_path: Path, tokens:
     found = np.stack(ops.recall(rule, 0, new), axis=1)
     wanted, _ = recurrence(rule, q, k, v, b, g)
     assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200])
+def test_the_reference_computes_mamba_2_in_blocks(tmp_path: Path, tokens: int) -> None:
+    """Steps of some heads are thousands of times as long as those of others."""
+    random = np.random.default_rng(tokens)
+    checkpoint = Checkpoint.open(str(write_checkpoint(tmp_path, ARCHITECTURES["granite4-h"])))
+    rule = checkpoint.spec.delta_rule
+    assert rule is not None and rule.group == 4
+    q, k = random.normal(size=(2, tokens, rule.key_heads, rule.key_dim))
+    v = random.normal(size=(tokens, rule.value_heads, rule.value_dim))
+    t = np.geomspace(1e-4, 1, rule.value_heads) * random.random((tokens, rule.value_heads))
+    rates = -np.arange(1, rule.value_heads + 1)
+    state, wanted = np.zeros((rule.value_heads, rule.key_dim, rule.value_dim)), []
+    for at in range(tokens):
+        keys, queries = (np.repeat(each[at], rule.group, axis=0) for each in (k, q))
+        state = state * np.exp(t[at] * rates)[:, None, None] + np.einsum("h,hk,hv->hkv", t[at], keys, v[at])
+        wanted.append(np.einsum("hkv,hk->hv", state, queries))
+
+    def heads(values: NDArray[Any]) -> list[NDArray[np.float32]]:
+        return [np.ascontiguousarray(each).astype(np.float32) for each in np.moveaxis(values, 1, 0)]
+
+    new = DeltaInputs(heads(q), heads(k), heads(v), heads(t[..., None]), heads((t * rates)[..., None]))
+    found = np.stack(NumpyOps(checkpoint.spec, Weights(checkpoint), tokens, tokens).recall(rule, 0, new), axis=1)
+    error = found / rates[:, None] - np.array(wanted)
+    assert (np.abs(error).max((0, 2)) < 1e-4 * np.abs(wanted).max((0, 2))).all(), "each head"
+
+
+def test_steps_of_mamba_2_have_their_limits(tmp_path: Path) -> None:
+    """With them, those of a bias that is far beyond are all equal."""
+    limited = ARCHITECTURES["granite4-h"] | {"time_step_limit": [0.25, 0.5]}
+    folder = write_checkpoint(tmp_path, limited, gain=1.0)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mamba.dt_bias"] = np.repeat(np.float32([-20, 20]), 4)
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint, seen = Checkpoint.open(str(folder)), dict[str, NDArray[np.float32]]()
+    next(Reference(checkpoint).logits([np.arange(20)], observe=seen.__setitem__))
+    rates = checkpoint.tensor("model.layers.0.linear_attn.A_log")
+    for head, rate in enumerate(rates):
+        np.testing.assert_allclose(seen[f"decay_state_0_h{head}_in"], rate * (0.25 if head < 4 else 0.5), rtol=1e-5)
 
 
 def cache_of(
@@ -133,7 +175,7 @@ def values(held: Rows) -> NDArray[np.float64]:
     return (held.astype(np.float64) - ZERO) * 1e-4
 
 
-def check(cache: KVCache, plain: Plain) -> None:
+def check(cache: KVCache, plain: Plain, rule: DeltaRule = RULE) -> None:
     """Rows since the checkpoint are those of the list, and S is the recurrence's."""
     state = cache.state.rows
     for layer in RULE.layers:
@@ -145,18 +187,20 @@ def check(cache: KVCache, plain: Plain) -> None:
         for row in done:
             k, d = (values(row[f"delta_{kind}_state_{layer}_in"]) for kind in ("key", "value"))
             g = values(np.array([row[f"decay_state_{layer}_h{head}_in"][0] for head in range(RULE.value_heads)]))
-            matrix = matrix * np.exp(g)[:, None, None] + k[None, :, None] * d.reshape(RULE.value_heads, 1, -1)
+            added = k[None, :, None] * d.reshape(RULE.value_heads, 1, -1)
+            matrix = matrix * np.exp(g)[:, None, None] + (added if rule.corrects else added * g[:, None, None])
         found = values(state[f"recurrent_state_{layer}_in"]).reshape(RULE.key_dim, RULE.value_heads, -1).swapaxes(0, 1)
         assert np.abs(found - matrix).max(initial=0) <= 1e-4 * (1 + len(done) // CHECKPOINT_TOKENS)
 
 
 @settings(max_examples=15, deadline=None)
 @given(
+    st.sampled_from([RULE, MAMBA]),
     st.integers(0, 1 << 30),
     st.lists(st.tuples(st.sampled_from(["step", "rewind", "restore"]), st.integers(0, 90)), max_size=25),
 )
-def test_a_cache_holds_what_a_list_of_tokens_holds(seed: int, calls: list[tuple[str, int]]) -> None:
-    random, cache, plain, restored = np.random.default_rng(seed), cache_of(), Plain(), False
+def test_a_cache_holds_what_a_list_of_tokens_holds(rule: DeltaRule, seed: int, calls: list[tuple[str, int]]) -> None:
+    random, cache, plain, restored = np.random.default_rng(seed), cache_of(rule=rule), Plain(), False
     for call, number in calls:
         if call == "step" and cache.room(24):
             run(cache, plain, random, 24, min(number, 24, cache.step_tokens))
@@ -170,7 +214,7 @@ def test_a_cache_holds_what_a_list_of_tokens_holds(seed: int, calls: list[tuple[
             cache.reset()
             cache.restore(state)
             restored = True  # the convolution before the rule has no rows then but its state
-        check(cache, plain)
+        check(cache, plain, rule)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -233,6 +277,19 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return delta_bundle(tmp_path_factory.mktemp("delta"))
 
 
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers of four with Mamba-2 of 8 heads in 2 groups; no rotary embedding."""
+    return delta_bundle(tmp_path_factory.mktemp("mamba"), "granite4-h")
+
+
+@pytest.fixture(params=["bundle", "mamba"])
+def either(request: pytest.FixtureRequest) -> Path:
+    """A bundle of either kind of states."""
+    found: Path = request.getfixturevalue(request.param)
+    return found
+
+
 def ids(generation: Any) -> list[int]:
     return [token.id for token in generation]
 
@@ -260,8 +317,8 @@ def test_graphs_read_checkpoint_and_tail_and_write_rows(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "mode"),
     variants(
-        [("qwen3_5", "emulate"), ("qwen3_5", "exact16"), ("qwen3_5", "fast"), ("qwen3_5-multimodal", "emulate")],
-        [("qwen3_5", "emulate"), ("qwen3_5", "fast")],
+        [*product(("qwen3_5", "granite4-h"), ("emulate", "exact16", "fast")), ("qwen3_5-multimodal", "emulate")],
+        [*product(("qwen3_5", "granite4-h"), ("emulate", "fast"))],
     ),
 )
 def test_the_graphs_compute_what_the_reference_computes(tmp_path: Path, name: str, mode: str) -> None:
@@ -280,10 +337,10 @@ def test_the_graphs_compute_what_the_reference_computes(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("mode", variants(["emulate", "exact16", "fast"], ["fast"]))
-def test_rejected_drafts_leave_no_trace(bundle: Path, mode: str) -> None:
+def test_rejected_drafts_leave_no_trace(either: Path, mode: str) -> None:
     """Across two checkpoints, whose passes take fewer drafts."""
     prompt, params = [*range(40, 60)], SamplingParams(max_new_tokens=120, ignore_eos=True)
-    with edgekv.load(bundle, cpu_mode=mode) as model:
+    with edgekv.load(either, cpu_mode=mode) as model:
         plain = ids(model.generate(prompt, params))
         wanted = model.cache.state
         drafter = Oracle(prompt + plain, model.bundle.manifest.model.vocab, 0, 0.7)
@@ -330,10 +387,10 @@ def test_a_store_with_blocks_of_a_part_of_a_step_is_refused_on_the_htp(bundle: P
 
 @pytest.mark.slow
 @pytest.mark.htp
-def test_drafts_change_no_bit_on_the_htp(bundle: Path) -> None:
+def test_drafts_change_no_bit_on_the_htp(either: Path) -> None:
     """Across a checkpoint."""
     prompt, params = [*range(40, 90)], SamplingParams(max_new_tokens=40, ignore_eos=True)
-    with edgekv.load(bundle, "htp") as model:
+    with edgekv.load(either, "htp") as model:
         plain = ids(model.generate(prompt, params))
         wanted = model.cache.state
         model.session.reset()
@@ -351,23 +408,35 @@ def test_corrections_are_cached_as_they_are(bundle: Path) -> None:
         assert encodings[f"layers.{layer}.delta.correction"] == encodings[f"delta_value_state_{layer}_in"]
 
 
+def test_mamba_2_caches_what_it_computes_as_it_is(mamba: Path) -> None:
+    """So do the steps of each head: their decays have the same integers."""
+    encodings = open_bundle(mamba).manifest.encodings
+    for at, layer in ((f"layers.{layer}.delta.", layer) for layer in (0, 1, 3)):
+        assert encodings[at + "value_silu"] == encodings[f"delta_value_state_{layer}_in"]
+        assert encodings[at + "key_silu"] == encodings[f"delta_key_state_{layer}_in"]
+        for head in range(8):
+            decay = encodings[f"{at}decay.h{head}"]
+            assert decay == encodings[f"decay_state_{layer}_h{head}_in"]
+            assert encodings[f"{at}softplus.h{head}"].zero_point == decay.zero_point
+
+
 def test_a_tree_of_drafts_is_refused(bundle: Path) -> None:
     with edgekv.load(bundle) as model, pytest.raises(UsageError, match="tree: got layers with gated delta rules"):
         model.generate("text", 4, speculate=Speculation(tree=True))
 
 
-def test_prefixes_rewinds_and_drafts_change_no_bit(bundle: Path) -> None:
+def test_prefixes_rewinds_and_drafts_change_no_bit(either: Path) -> None:
     config = StoreConfig(tokens_per_block=16, max_bytes=1 << 24)
     options: dict[str, Any] = {"cpu_mode": "emulate", "reproducible": True}
-    with edgekv.load(bundle, **options) as plain, edgekv.load(bundle, prefix_cache=config, **options) as model:
+    with edgekv.load(either, **options) as plain, edgekv.load(either, prefix_cache=config, **options) as model:
         assert random_calls(plain, model, calls(8)) > 300
 
 
 @pytest.mark.htp
 @pytest.mark.slow
-def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
+def test_every_graph_is_integers_alone_on_the_htp(either: Path) -> None:
     graphs = ["ar1_cl128", "ar64_cl128", "ar8_cl128_verify"]
-    assert not floating_nodes([bundle / f"{name}.onnx" for name in graphs], find("SM8750"))
+    assert not floating_nodes([either / f"{name}.onnx" for name in graphs], find("SM8750"))
 
 
 @pytest.mark.parametrize(
@@ -376,6 +445,10 @@ def test_every_graph_is_integers_alone_on_the_htp(bundle: Path) -> None:
         ({"device": "SM8450"}, "V73 or later"),
         ({"ar": (1, 128), "context": (256,)}, "--ar: got 128; expected at most 64"),
         ({"lora": LoraOptions(rank=4)}, "--lora-slots: got slots, for a checkpoint with gated delta rules"),
+        (
+            {"name": "granite4-h", "state_bits": 8},
+            "--state-bits: got 8; expected 16 for a checkpoint with Mamba-2 states",
+        ),
         ({"graph_format": "tflite", "kv_dtype": "s8"}, "--format: got tflite, for a checkpoint with gated delta rules"),
     ],
 )
