@@ -192,7 +192,7 @@ class _Goal(Protocol):
     def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
         """What they say."""
 
-    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
+    def is_reached(self, chosen: Allocation, figures: Sequence[float]) -> bool:
         """Whether the goal is reached; if not, the next proposal is another."""
 
 
@@ -213,7 +213,7 @@ class _LeastLoss:
     def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
         return []
 
-    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
+    def is_reached(self, chosen: Allocation, figures: Sequence[float]) -> bool:
         return True
 
 
@@ -256,26 +256,26 @@ class _Size:
         found_bytes = sum(path.stat().st_size for path in written) + _MEASURED_BYTES
         return [float(found_bytes), *(_largest_nats(store, name) for name in names[1:])]
 
-    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
+    def is_reached(self, chosen: Allocation, figures: Sequence[float]) -> bool:
         """Whether the goal is reached, and its bytes are used; if not, the next proposal knows the other files.
 
         Raises:
             UsageError: no allocation reaches it.
         """
-        max_bytes, self._other_bytes = self._max_mb * 1e6, int(found[0]) - chosen.bytes
-        if found[0] > max_bytes:
+        max_bytes, self._other_bytes = self._max_mb * 1e6, int(figures[0]) - chosen.bytes
+        if figures[0] > max_bytes:
             min_bytes = self._least.bytes + self._other_bytes
             if min_bytes > max_bytes:
                 raise self._refused(f"at least {_mb_up(min_bytes):g}")
             return False
-        is_full, self._has_corrected = found[0] >= _FILLED * max_bytes or self._has_corrected, True
+        is_full, self._has_corrected = figures[0] >= _FILLED * max_bytes or self._has_corrected, True
         if not is_full and self.propose() != chosen:
             return False
-        if self._max_nats is not None and found[1] > self._max_nats:
+        if self._max_nats is not None and figures[1] > self._max_nats:
             raise UsageError(
                 "--max-kl",
                 got=f"{self._max_nats:g} with --target-mb {self._max_mb:g}",
-                expected=f"{found[1]:g} or more, which the types that lose least in these bytes give",
+                expected=f"{figures[1]:g} or more, which the types that lose least in these bytes give",
                 fix="Allow more bytes, or a larger divergence.",
             )
         return True
@@ -327,7 +327,7 @@ class _MeanBits:
     def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
         return []
 
-    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
+    def is_reached(self, chosen: Allocation, figures: Sequence[float]) -> bool:
         """Always: the bytes of matrices are known before they are written."""
         return True
 
@@ -366,28 +366,28 @@ class _Divergence:
         """The divergence on the text that loses most."""
         return [_largest_nats(store, name) for name in names]
 
-    def is_reached(self, chosen: Allocation, found: Sequence[float]) -> bool:
+    def is_reached(self, chosen: Allocation, figures: Sequence[float]) -> bool:
         """Whether the goal is reached; if not, the next proposal is larger.
 
         Raises:
             UsageError: no allocation reaches it.
         """
-        if found[0] <= self._max_nats:
+        if figures[0] <= self._max_nats:
             return True
         if chosen.bytes == self._choose(lambda front: front.largest).bytes:
             raise UsageError(
                 "--max-kl",
                 got=f"{self._max_nats:g}",
-                expected=f"{found[0]:g} or more, which {self._best} give",
+                expected=f"{figures[0]:g} or more, which {self._best} give",
                 fix="Allow more, use --kv s16, or calibrate on other text.",
             )
-        self._wanted_nats = min(self._wanted_nats, chosen.nats) * _MARGIN * self._max_nats / found[0]
+        self._wanted_nats = min(self._wanted_nats, chosen.nats) * _MARGIN * self._max_nats / figures[0]
         return False
 
 
 def _largest_nats(store: PieceStore, name: str) -> float:
     """The divergence on the text that loses most, nats a token."""
-    return max(each.kl_nats for each in store.answer(name, Quality).records if each.text != "template")
+    return max(record.kl_nats for record in store.answer(name, Quality).records if record.text != "template")
 
 
 def _mb_up(size_bytes: int) -> float:

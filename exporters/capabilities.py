@@ -97,17 +97,17 @@ class Capabilities:
             wanted = f"text alone: {self.reader} runs no encoder of {kind}"
             yield "vision encoder", manifest.vision.file, wanted, "Run it with edgekv generate or serve."
         elif not self.picture_shapes and manifest.vision is not None and manifest.vision.encoder.has_shapes:
-            found = f"one of {manifest.vision.encoder.model_type}, whose pictures have shapes of their own"
+            got = f"one of {manifest.vision.encoder.model_type}, whose pictures have shapes of their own"
             wanted = f"pixels as its only input, all that {self.reader} feeds"
-            yield "vision encoder", found, wanted, "Run it with edgekv generate or serve."
+            yield "vision encoder", got, wanted, "Run it with edgekv generate or serve."
         if self.parts == "one" and not manifest.is_whole:
             parts = max(len(graph.parts) for graph in manifest.graphs)
-            found = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
+            got = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
             wanted = f"graphs that are one file from token ids to logits, which {self.reader} runs"
-            yield "graphs", found, wanted, "Export it with --splits 1 --head last --embedding graph."
+            yield "graphs", got, wanted, "Export it with --splits 1 --head last --embedding graph."
         if self.parts == "layers" and (manifest.host_embeds or any(not part.layers for part in manifest.parts)):
-            found, wanted = "embeddings or a head without layers", f"parts with layers, which {self.reader} runs"
-            yield "parts", found, wanted, "Export it with --embedding graph --head last."
+            got, wanted = "embeddings or a head without layers", f"parts with layers, which {self.reader} runs"
+            yield "parts", got, wanted, "Export it with --embedding graph --head last."
         if manifest.lora is not None and not self.slots:
             wanted, fix = f"graphs without, which {self.reader} runs", "Export it without --lora-slots; --lora FOLDER"
             yield "graphs", "graphs with slots for adapters", wanted, f"{fix} merges an adapter for good."
@@ -115,9 +115,9 @@ class Capabilities:
             wanted = f"{' or '.join(self.cache_types)}, all that {self.reader} has"
             yield "cache", manifest.kv_dtype, wanted, f"Export it with --kv {self.cache_types[0]}."
         if not self.windows and (manifest.windows or manifest.model.local_rope is not None):
-            found = ", ".join("all" if window is None else str(window) for window in manifest.windows)
+            windows = ", ".join("all" if window is None else str(window) for window in manifest.windows)
             wanted = f"layers that all attend to the whole context, as {self.reader} lets them"
-            yield "attention windows", found or "two rotary embeddings", wanted, "Run it with edgekv generate."
+            yield "attention windows", windows or "two rotary embeddings", wanted, "Run it with edgekv generate."
         rope, width = manifest.model.rope, manifest.model.head_dim
         if self.ropes and (rope.rope_type not in self.ropes or rope.width != width):
             wanted = f"{' or '.join(self.ropes)} of all {width} elements, whose tables in {self.reader} equal edgekv's"
@@ -144,8 +144,8 @@ class Capabilities:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
         if not self.decode_alone and not any(graph.role == "prefill" for graph in manifest.graphs):
-            found = f"only {', '.join(graph.name for graph in manifest.graphs if graph.role != 'score')}"
-            yield "graphs", found, f"a prefill graph as well, which {self.reader} needs", "Export it with --ar 1,32."
+            got = f"only {', '.join(graph.name for graph in manifest.graphs if graph.role != 'score')}"
+            yield "graphs", got, f"a prefill graph as well, which {self.reader} needs", "Export it with --ar 1,32."
 
 
 ONNX = Capabilities(

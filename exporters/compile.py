@@ -179,7 +179,7 @@ def compile_folder(
 
 def floating_in(binaries: Sequence[Compiled]) -> list[str]:
     """The nodes in binaries that compute in float, each once: a graph may be in two."""
-    return [*dict.fromkeys(node for each in binaries for nodes in each.floating.values() for node in nodes)]
+    return [*dict.fromkeys(node for binary in binaries for nodes in binary.floating.values() for node in nodes)]
 
 
 def _check(bundle: Bundle, device: Device, options: HtpOptions, per_graph_binaries: bool | None) -> None:

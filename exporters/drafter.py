@@ -85,7 +85,7 @@ class TargetText:
         if (
             tokens.dtype != np.int64
             or tokens.ndim != 2
-            or any(each.shape[:2] != tokens.shape for each in (hidden, *rows))
+            or any(array.shape[:2] != tokens.shape for array in (hidden, *rows))
         ):
             raise _other_text(folder, f"tokens {tokens.shape} and states {hidden.shape}")
         return cls(tokens, hidden, dict(zip(tensors, rows, strict=True)))
@@ -116,8 +116,8 @@ class Drafter:
         manifest, at = target.manifest, f"--draft-for {target.path}"
         if manifest.target is not None or not manifest.model.gives_hidden:
             fix = "Export the target with --give-hidden."
-            found = "a drafter" if manifest.target is not None else "graphs that give logits alone"
-            raise UsageError(at, got=found, expected="graphs that give the last hidden state", fix=fix)
+            got = "a drafter" if manifest.target is not None else "graphs that give logits alone"
+            raise UsageError(at, got=got, expected="graphs that give the last hidden state", fix=fix)
         plain = open_source(manifest, None)
         source = plain.as_spec(manifest.model)
         drafter = cls(Checkpoint.open_drafter(name, source, _frame(target, plain)), target, source)
@@ -156,17 +156,17 @@ class Drafter:
     @property
     def graphs(self) -> list[GraphRecord]:
         """A graph of one token for each context of the target, and with a cache of its own as many as that prefills."""
-        target, found = self.target.manifest, list[GraphRecord]()
+        target, graphs = self.target.manifest, list[GraphRecord]()
         prefilled = {graph.ar for graph in target.graphs if graph.role == "prefill"} if self.is_cached_apart else set()
         for context in target.contexts:
-            for ar in sorted({1} | {each for each in prefilled if each < context}):
+            for ar in sorted({1} | {rows for rows in prefilled if rows < context}):
                 name, first, stop = f"ar{ar}_cl{context}", self.spec.first_layer, self.spec.layers
                 part = PartRecord(
                     name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=True, head=True
                 )
                 role: Role = "decode" if ar == 1 else "prefill"
-                found.append(GraphRecord(name=name, parts=[part], ar=ar, context=context, role=role))
-        return found
+                graphs.append(GraphRecord(name=name, parts=[part], ar=ar, context=context, role=role))
+        return graphs
 
     def transforms(self, recipe: RecipeRecord) -> RecipeRecord:
         """A recipe's transforms, as far as they are the target's."""
@@ -197,8 +197,8 @@ class Drafter:
         encodings = self.target.manifest.encodings
         rows = {}
         for tensor in self.read:
-            encoding, found = encodings[tensor.past], np.stack(seen[tensor.past])
-            rows[tensor] = encoding.dequantize(encoding.quantize(found)).astype(np.float32)
+            encoding, seen_rows = encodings[tensor.past], np.stack(seen[tensor.past])
+            rows[tensor] = encoding.dequantize(encoding.quantize(seen_rows)).astype(np.float32)
         return TargetText(windows[:, 1:], hidden, rows)
 
 
@@ -238,7 +238,7 @@ def check_given(names: Iterable[str]) -> None:
 def check_options(options: ExportOptions) -> None:
     """Refuse options that a drafter's export does not have."""
     usual = ExportOptions(options.device)
-    check_given(each.name for each in fields(options) if getattr(options, each.name) != getattr(usual, each.name))
+    check_given(field.name for field in fields(options) if getattr(options, field.name) != getattr(usual, field.name))
     if options.allocates:
         fix = f"Use --recipe {DEFAULT_RECIPE}."
         raise UsageError("recipe", got="bits on average with --draft-for", expected="a type for each matrix", fix=fix)

@@ -350,7 +350,7 @@ class ExportOptions:
         if self.graph_format == "tflite" and (self.splits, self.embedding, self.head) not in _TFLITE_SPLITS:
             raise UsageError(
                 "--splits, --embedding, --head",
-                got=", ".join(str(each) for each in (self.splits, self.embedding, self.head) if each is not None),
+                got=", ".join(str(choice) for choice in (self.splits, self.embedding, self.head) if choice is not None),
                 expected="one part for each graph with --format tflite",
                 fix="Leave them out, or use --format onnx.",
             )

@@ -147,9 +147,9 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         options.recipe.wide_matrices(vision.spec)
         pictures = calibration_pictures(options.calibration_pictures, vision.pictures, vision.spec.image)
     elif options.recipe.encoder_16bit:
-        found, fix = "encoder_16bit", "Leave it out of the recipe."
+        got, fix = "encoder_16bit", "Leave it out of the recipe."
         raise UsageError(
-            f"--recipe {options.recipe.name}", got=found, expected="a checkpoint with a vision encoder", fix=fix
+            f"--recipe {options.recipe.name}", got=got, expected="a checkpoint with a vision encoder", fix=fix
         )
     elif options.calibration_pictures is not None:
         fix = "Leave it out."
@@ -236,11 +236,11 @@ class _Windows:
             UsageError: the text is too short, or a window has no room behind `first`.
         """
         share = self.tokens // CHAT_SHARE // self.length * self.length if self.chat else 0
-        found = [calibration_windows(self.ids, self.length, self.tokens - share, first)]
+        windows = [calibration_windows(self.ids, self.length, self.tokens - share, first)]
         if share:
             chats = calibration_windows(self.chat, self.length, share, first)
-            found += [chats] if chats.shape[1] == found[0].shape[1] else []
-        return np.concatenate(found)
+            windows += [chats] if chats.shape[1] == windows[0].shape[1] else []
+        return np.concatenate(windows)
 
 
 def _verify_rows(checkpoint: Checkpoint, options: ExportOptions) -> tuple[int, ...]:
@@ -258,12 +258,12 @@ def _encoded(checkpoint: Checkpoint, text: str) -> list[int]:
         return checkpoint.encode(text)
     paragraphs = [*filter(None, map(str.strip, text.split("\n\n")))]
     if isinstance(task := checkpoint.task, EmbeddingTask):
-        return [token for each in paragraphs for token in checkpoint.encode(each, around=True)]
-    pairs, found = zip(paragraphs, paragraphs[1:] or paragraphs, strict=False), list[int]()
+        return [token for paragraph in paragraphs for token in checkpoint.encode(paragraph, around=True)]
+    pairs, tokens = zip(paragraphs, paragraphs[1:] or paragraphs, strict=False), list[int]()
     for first, second in pairs:
         query = first.partition(". ")[0]
-        found += pair_tokens(checkpoint.tokenizer, task, query, second, vocab=checkpoint.spec.vocab)[0]
-    return found
+        tokens += pair_tokens(checkpoint.tokenizer, task, query, second, vocab=checkpoint.spec.vocab)[0]
+    return tokens
 
 
 def _for_pictures(options: ExportOptions) -> ExportOptions:
@@ -272,14 +272,14 @@ def _for_pictures(options: ExportOptions) -> ExportOptions:
     Raises:
         UsageError: the options say otherwise.
     """
-    found = ""
+    got = ""
     if options.embedding == "graph":
-        found = "--embedding graph"
+        got = "--embedding graph"
     elif options.lora is not None:
-        found = "slots for adapters"
-    if found:
+        got = "slots for adapters"
+    if got:
         wanted = "embeddings on the host, in graphs without slots"
-        raise UsageError("a checkpoint with a vision encoder", got=found, expected=wanted, fix="Leave it out.")
+        raise UsageError("a checkpoint with a vision encoder", got=got, expected=wanted, fix="Leave it out.")
     return replace(options, embedding="host")
 
 

@@ -61,8 +61,8 @@ def check_cache(spec: DecoderSpec, options: ExportOptions) -> None:
     if not spec.bidirectional:
         checked_ar(tuple(options.ar), context, spec.windows_in(context))
     elif tuple(options.ar) not in ((1,), DEFAULT_AR):
-        found = f"{','.join(map(str, options.ar))}, for a model whose tokens attend to both sides"
-        raise UsageError("--ar", got=found, expected="the lengths of its graphs as --context", fix="Leave it out.")
+        got = f"{','.join(map(str, options.ar))}, for a model whose tokens attend to both sides"
+        raise UsageError("--ar", got=got, expected="the lengths of its graphs as --context", fix="Leave it out.")
     if context > spec.max_positions:
         raise UsageError(
             "--context",
@@ -84,8 +84,8 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
     if checkpoint.task is not None:
         _check_task(checkpoint.task, options)
     if options.state_bits != 16 and not spec.has_states:
-        found, wanted = f"{options.state_bits} for a checkpoint without states", "one with short convolutions"
-        raise UsageError("--state-bits", got=found, expected=wanted, fix="Leave it out.")
+        got, wanted = f"{options.state_bits} for a checkpoint without states", "one with short convolutions"
+        raise UsageError("--state-bits", got=got, expected=wanted, fix="Leave it out.")
     check_cache(spec, options)
     if spec.delta_rule is not None:
         _check_delta_rule(options, spec.delta_rule.noun)
@@ -130,9 +130,9 @@ def _check_task(task: Task, options: ExportOptions) -> None:
         "--draft-rows": bool(options.verify_rows),
         "--lora-slots": options.lora is not None,
     }
-    if found := [option for option, is_given in asked.items() if is_given]:
+    if refused := [option for option, is_given in asked.items() if is_given]:
         wanted = "a checkpoint that writes text"
-        raise UsageError(found[0], got=f"it, for {task.noun}", expected=wanted, fix="Leave it out.")
+        raise UsageError(refused[0], got=f"it, for {task.noun}", expected=wanted, fix="Leave it out.")
 
 
 def _check_whole_texts(options: ExportOptions) -> None:
@@ -142,9 +142,9 @@ def _check_whole_texts(options: ExportOptions) -> None:
         UsageError: naming the option.
     """
     asked = {"--sink": options.sink.mode == "tokens", "--max-attention-window": bool(options.max_attention_window)}
-    if found := [option for option, is_given in asked.items() if is_given]:
+    if refused := [option for option, is_given in asked.items() if is_given]:
         got = "it, for a model whose tokens attend to both sides"
-        raise UsageError(found[0], got=got, expected="none: nothing is cached", fix="Leave it out.")
+        raise UsageError(refused[0], got=got, expected="none: nothing is cached", fix="Leave it out.")
 
 
 def _check_experts(options: ExportOptions) -> None:

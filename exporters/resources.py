@@ -79,7 +79,7 @@ def check_ram(
         needs[_MEASURING] = quality_bytes
     if encoder is not None:
         needs["the vision encoder"] = encoder.quantization_peak_bytes
-    stage, needed = max(needs.items(), key=lambda each: each[1])
+    stage, needed = max(needs.items(), key=lambda need: need[1])
     if needed > most_bytes:
         fewer = quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, min(tokens, 2 * window), window)
         fix = f"Use --max-ram {_gb(needed)} or more"
@@ -197,7 +197,7 @@ def full_disk_named(folder: Path, what: str, needed_bytes: int | None = None) ->
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
 
 
 def _gb(size_bytes: int) -> str:

@@ -79,13 +79,13 @@ def compile_(
             watch=peaks.__setitem__,
             options=htp,
         )
-        found = estimate_shipped(opened, device, compiled, run, progress, htp) if estimate else None
+        estimated = estimate_shipped(opened, device, compiled, run, progress, htp) if estimate else None
     if output.as_json:
-        print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks, "estimate": found})
+        print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks, "estimate": estimated})
         return
     show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
-    if found is not None:
-        show_estimate(found)
+    if estimated is not None:
+        show_estimate(estimated)
     click.echo(next_line(bundle, opened.manifest, is_compiled=True))
 
 

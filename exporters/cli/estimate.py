@@ -105,11 +105,11 @@ def show_estimate(estimate: Estimate, other: Estimate | None = None, *, with_ops
     rows = [*compared(estimate, other)]
     for proxy in estimate.proxies:
         table = _table("", "us", "lower", "upper", "tokens/s", "moved", "GB/s", "bound by", "spills")
-        for graph, found, verdict in rows:
+        for graph, other_graph, verdict in rows:
             if graph.proxy == proxy:
                 table.add_row(graph.graph, *_cells(graph))
-            if graph.proxy == proxy and found is not None:
-                table.add_row("  the other", *_cells(found))
+            if graph.proxy == proxy and other_graph is not None:
+                table.add_row("  the other", *_cells(other_graph))
                 table.add_row(f"  this one: {verdict}")
         console.print(f"\non {proxy}:")
         console.print(table)

@@ -128,8 +128,8 @@ def eval_(
                 model, exact, windows, text.name, pages=pages, emulated=emulated, progress=progress
             )
         if chat_windows:
-            inputs = [each.window.inputs for each in chat_windows]
-            scored = (model.score(each.tolist()) for each in inputs)
+            inputs = [chat.window.inputs for chat in chat_windows]
+            scored = (model.score(tokens.tolist()) for tokens in inputs)
             pairs = zip(exact.logits(inputs), scored, strict=True)
             result = msgspec.structs.replace(result, chat=measure_chat(chat_windows, pairs))
         if report is not None:

@@ -108,13 +108,13 @@ def export(
         if estimate:
             check_estimate(options.device, options.graph_format)
         manifest = export_bundle(opened, target, options, run, force=force, progress=progress, watch=watch)
-        found = None
+        estimated = None
         if estimate:
-            found = estimate_bundle(open_bundle(target, verify=False), options.device, run, progress=progress)
+            estimated = estimate_bundle(open_bundle(target, verify=False), options.device, run, progress=progress)
     for warning in export_warnings(manifest):
         click.echo(f"edgekv: warning: {warning}", err=True)
     if output.as_json:
-        print_json(manifest if found is None else msgspec.to_builtins(manifest) | {"estimate": found})
+        print_json(manifest if estimated is None else msgspec.to_builtins(manifest) | {"estimate": estimated})
         return
     for line in export_lines(target, manifest, opened):
         click.echo(line)
@@ -124,8 +124,8 @@ def export(
         compiled = open_compiled(open_bundle(target, verify=False), manifest.device, qnn.compiler())
         assert compiled is not None, "written just now"
         show_compiled(compiled.path, compiled.manifest, peaks)
-    if found is not None:
-        show_estimate(found)
+    if estimated is not None:
+        show_estimate(estimated)
     click.echo(next_line(target, manifest, is_compiled=options.compile, for_cpu="device" not in given))
 
 
@@ -137,8 +137,8 @@ def _for_cpu(given: Given[ExportOptions], *, estimate: bool) -> Given[ExportOpti
     """
     needing = {"--compile": given.get("compile"), "--estimate": estimate, "--allow-float": given.get("allow_float")}
     needing["--target-tokens-per-s"] = given.get("target_tokens_per_s")
-    if found := next((name for name, value in needing.items() if value), None):
-        raise UsageError("--device", got=f"none with {found}", expected=COMMON_CHIPS, fix="Add --device.")
+    if option := next((name for name, value in needing.items() if value), None):
+        raise UsageError("--device", got=f"none with {option}", expected=COMMON_CHIPS, fix="Add --device.")
     return Given({**given, "check_on_htp": False})
 
 

@@ -47,13 +47,13 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
             yield f"  {line}"
     for line in describe_recipe(manifest.recipe, manifest.model.split):
         yield f"  {line}"
-    if (found := manifest.sink) is not None:
-        yield f"  {_sink_line(found, checkpoint)}"
+    if (sink := manifest.sink) is not None:
+        yield f"  {_sink_line(sink, checkpoint)}"
     for graph in manifest.graphs:
         parts = f", in {len(graph.parts)} parts" if len(graph.parts) > 1 else ""
         yield f"  {graph.name}: {graph.role}, {graph.ar} tokens per inference, context {graph.context}{parts}"
-    for each in manifest.quality:
-        yield f"  quality, {each}"
+    for record in manifest.quality:
+        yield f"  quality, {record}"
     if manifest.task_quality is not None:
         yield f"  quality, {manifest.task_quality}"
     yield f"  {_verdict(manifest)}"
@@ -71,7 +71,7 @@ def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterato
         yield f"  reads the last hidden state and the keys and values of layers {names} of {drafter.target.path.name}"
     yield f"  calibrated on {manifest.source.calibration_tokens:,} tokens of {manifest.source.calibration} text"
     yield f"  {_verdict(manifest)}"
-    target, folder = (shlex.quote(str(each)) for each in (drafter.target.path, output))
+    target, folder = (shlex.quote(str(path)) for path in (drafter.target.path, output))
     yield f'next: edgekv generate {target} --draft {folder} --prompt "Once upon a time"'
 
 
@@ -79,24 +79,24 @@ def export_warnings(manifest: Manifest) -> Iterator[str]:
     """A calibration text that is too short, and a KL above the limit of a usable model."""
     if unreached := manifest.source.unreached_experts:
         layers: dict[str, list[str]] = {}
-        for layer, expert in (each.split(".") for each in unreached):
+        for layer, expert in (name.split(".") for name in unreached):
             layers.setdefault(layer, []).append(expert)
         named = "; ".join(f"layer {layer}: {', '.join(experts)}" for layer, experts in layers.items())
         yield (
             f"calibration: got no token that chooses {len(unreached)} experts ({named}); expected some for each: they "
             f"are quantized by their weights alone. Give a longer --calibration"
         )
-    if (fitted := [each.tensor for each in manifest.recipe.weights if each.method in FITTED]) != []:
+    if (fitted := [weight.tensor for weight in manifest.recipe.weights if weight.method in FITTED]) != []:
         shapes = matrices(manifest.model)
         widest = max(fitted, key=lambda name: shapes[name][1])
-        wanted, found = _TOKENS_PER_INPUT * shapes[widest][1], manifest.source.calibration_tokens
-        if found < wanted:
+        wanted, tokens = _TOKENS_PER_INPUT * shapes[widest][1], manifest.source.calibration_tokens
+        if tokens < wanted:
             yield (
-                f"calibration: got {found:,} tokens; expected at least {wanted:,}, {_TOKENS_PER_INPUT} for each input "
+                f"calibration: got {tokens:,} tokens; expected at least {wanted:,}, {_TOKENS_PER_INPUT} for each input "
                 f"of {widest}: its integers fit this text, and other text worse. Give a longer --calibration"
             )
     if (most := manifest.model.shorter_texts(manifest.context)) is not None:
-        measured = "".join(f" ({each})" for each in manifest.quality if each.text == "short")
+        measured = "".join(f" ({record})" for record in manifest.quality if record.text == "short")
         yield (
             f"--context {manifest.context} is above original_max_position_embeddings = {most}: every text is rotated "
             f"by long_factor, and transformers rotates texts of up to {most} tokens by short_factor{measured}. "
@@ -108,10 +108,10 @@ def export_warnings(manifest: Manifest) -> Iterator[str]:
             f"quality: cosine {lost.cosine:.3f} with the float model's embeddings, below {BROKEN_COSINE}: "
             f"a wrong --sink, --calibration of another kind, or too few bits (--recipe w8a16)"
         )
-    for each in manifest.quality:
-        if each.kl_nats > BROKEN_NATS and each.text != "short":
+    for record in manifest.quality:
+        if record.kl_nats > BROKEN_NATS and record.text != "short":
             yield (
-                f"quality: KL divergence {each.kl_nats:.2g} nats a token on {each.text}, above {BROKEN_NATS}: "
+                f"quality: KL divergence {record.kl_nats:.2g} nats a token on {record.text}, above {BROKEN_NATS}: "
                 f"a wrong --sink, --calibration of another kind, or too few bits (--recipe w8a16)"
             )
 

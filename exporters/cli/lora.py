@@ -51,10 +51,10 @@ def add(
         print_json(added.record)
         return
     click.echo(_line(added))
-    for each in added.record.clipped[:_SHOWN]:
+    for matrix in added.record.clipped[:_SHOWN]:
         click.echo(
-            f"  layer {each.layer}, {each.target}: {each.elements:,} elements clipped ({each.share:.2%}), "
-            f"the largest {each.reach:.2f} times the range"
+            f"  layer {matrix.layer}, {matrix.target}: {matrix.elements:,} elements clipped ({matrix.share:.2%}), "
+            f"the largest {matrix.reach:.2f} times the range"
         )
     if (more := len(added.record.clipped) - _SHOWN) > 0:
         click.echo(f"  and {more} more matrices; export with a larger --lora-reach")
@@ -65,13 +65,13 @@ def list_(bundle: BundleArgument, output: Output) -> None:
     """List the adapters of a bundle."""
     from edgekv.bundle import lora_adapters, open_bundle
 
-    found = lora_adapters(open_bundle(bundle, verify=False))
+    adapters = lora_adapters(open_bundle(bundle, verify=False))
     if output.as_json:
-        print_json(LoraList([each.record for each in found]))
+        print_json(LoraList([adapter.record for adapter in adapters]))
         return
-    for each in found:
-        click.echo(_line(each))
-    if not found:
+    for adapter in adapters:
+        click.echo(_line(adapter))
+    if not adapters:
         click.echo("no adapters")
 
 
@@ -86,7 +86,7 @@ def rm(bundle: BundleArgument, name: Annotated[str, Argument("Name of the adapte
 
 def _line(adapter: LoraAdapter) -> str:
     record = adapter.record
-    held = sum(each.bytes for each in record.files.values())
+    held = sum(file.bytes for file in record.files.values())
     clipped = f", {len(record.clipped)} matrices clipped" if record.clipped else ""
     return (
         f"{record.name}: rank {record.rank}, {','.join(record.targets)}, scale {record.scale:g}, "

@@ -45,13 +45,13 @@ def stages(
     from exporters.pipeline.store import store_in  # slow to import, as in other commands
 
     store = store_in(run.cache_dir)
-    found = StagesReport(folder=str(store.folder), pieces=store.pieces, bytes=store.bytes, cleared=clear)
+    report = StagesReport(folder=str(store.folder), pieces=store.pieces, bytes=store.bytes, cleared=clear)
     if clear:
         store.clear()
     if output.as_json:
-        print_json(found)
+        print_json(report)
         return
-    click.echo(f"{store.folder}: {found.pieces} pieces, {found.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
+    click.echo(f"{store.folder}: {report.pieces} pieces, {report.bytes / 1e6:.1f} MB{', removed' if clear else ''}")
 
 
 @contextmanager

@@ -54,14 +54,14 @@ def trace(
     window = token_windows(source, content, tokens, 1, first=sink or None, field="--tokens")[0].tolist()
     if engine == "reference":
         tensors = transformed_as(opened, source)
-        found = trace_reference(tensors, window, opened.manifest.context, first=len(sink))
+        results = trace_reference(tensors, window, opened.manifest.context, first=len(sink))
     else:
-        found = Probe(opened, make_engine(opened, EngineOptions(engine))).run(window)
-    write_trace(found, file)
+        results = Probe(opened, make_engine(opened, EngineOptions(engine))).run(window)
+    write_trace(results, file)
     if output.as_json:
-        print_json({"file": str(file), "results": len(found), "tokens": len(window)})
+        print_json({"file": str(file), "results": len(results), "tokens": len(window)})
     else:
-        click.echo(f"{file}: {len(found)} results of {len(window)} tokens on {engine_and_mode(engine)}")
+        click.echo(f"{file}: {len(results)} results of {len(window)} tokens on {engine_and_mode(engine)}")
 
 
 @command
@@ -75,17 +75,23 @@ def diff(
     from exporters.inspect.divergence import find_divergence
     from exporters.inspect.trace import read_trace
 
-    found = find_divergence(read_trace(a), read_trace(b), limit_db=limit_db)
+    divergence = find_divergence(read_trace(a), read_trace(b), limit_db=limit_db)
     if output.as_json:
-        print_json(found)
+        print_json(divergence)
         return
-    if found.first is None:
-        click.echo(f"no difference: all {found.results} results agree to {limit_db:g} dB or better")
+    if divergence.first is None:
+        click.echo(f"no difference: all {divergence.results} results agree to {limit_db:g} dB or better")
     else:
-        place = "" if found.layer is None else f", layer {found.layer}"
-        click.echo(f"first difference: {found.first}{place}, {found.sqnr_db:.1f} dB from token {found.token} on")
-        click.echo(f"  before it: {found.before}, {found.before_db:.1f} dB" if found.before else "  nothing before it")
-        click.echo(f"  probable cause: {found.cause}")
+        place = "" if divergence.layer is None else f", layer {divergence.layer}"
+        click.echo(
+            f"first difference: {divergence.first}{place}, {divergence.sqnr_db:.1f} dB from token {divergence.token} on"
+        )
+        click.echo(
+            f"  before it: {divergence.before}, {divergence.before_db:.1f} dB"
+            if divergence.before
+            else "  nothing before it"
+        )
+        click.echo(f"  probable cause: {divergence.cause}")
     click.echo("results that agree least:")
-    for name, level in found.worst:
+    for name, level in divergence.worst:
         click.echo(f"  {level:6.1f} dB  {name}")

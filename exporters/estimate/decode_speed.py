@@ -61,9 +61,9 @@ class DecodeSpeed:
         return self._us(types, self.graphs)
 
     def _us(self, types: Mapping[str, WeightDtype], graphs: Sequence[GraphRecord]) -> float:
-        found = self._estimate(types, graphs)
-        if (us := self._slowest_us(found)) is None:
-            missing = max(found.graphs, key=lambda graph: (graph.graph == self.graph.name, graph.missing_ops))
+        simulated = self._estimate(types, graphs)
+        if (us := self._slowest_us(simulated)) is None:
+            missing = max(simulated.graphs, key=lambda graph: (graph.graph == self.graph.name, graph.missing_ops))
             raise EngineError(
                 "--target-tokens-per-s",
                 got=f"{missing.missing_ops} operations without costs on {missing.proxy}",
@@ -85,14 +85,14 @@ class DecodeSpeed:
             EngineError: the compiler is missing or failed, or has no costs with int8.
         """
         base = dict.fromkeys(possible, _BASE)
-        base_us, found = self._us(base, [self.graph]), {name: {_BASE: 0.0} for name in possible}
+        base_us, saved = self._us(base, [self.graph]), {name: {_BASE: 0.0} for name in possible}
         for names in _alike(self.spec, possible):
             for dtype in possible[names[0]]:
                 us = self._slowest_us(self._estimate({**base, **dict.fromkeys(names, dtype)}, [self.graph]))
                 if us is not None and dtype != _BASE:
                     for name in names:
-                        found[name][dtype] = (us - base_us) / len(names)
-        return found
+                        saved[name][dtype] = (us - base_us) / len(names)
+        return saved
 
     def _estimate(self, types: Mapping[str, WeightDtype], graphs: Sequence[GraphRecord]) -> Estimate:
         rules = [WeightRule(tensors=name, dtype=dtype, method="nearest") for name, dtype in types.items()]
@@ -102,8 +102,8 @@ class DecodeSpeed:
 
     def _slowest_us(self, estimate: Estimate) -> float | None:
         """On the slowest of the chips that stand for the device; None if some operation has no costs."""
-        found = [graph for graph in estimate.graphs if graph.graph == self.graph.name]
-        return None if any(graph.missing_ops for graph in found) else max(graph.us for graph in found)
+        estimates = [graph for graph in estimate.graphs if graph.graph == self.graph.name]
+        return None if any(graph.missing_ops for graph in estimates) else max(graph.us for graph in estimates)
 
 
 def _alike(spec: DecoderSpec, possible: Mapping[str, Sequence[WeightDtype]]) -> list[list[str]]:

@@ -176,8 +176,8 @@ def simulate_bundle(
         if manifest.vision is not None:
             runs.append(_Encoder(manifest.vision.encoder.rows))
             binaries.append(_Binary({ENCODER: bundle.path / manifest.vision.file}))
-        found = _simulated(runs, binaries, proxies, device, run, progress, options)
-    return _made(bundle.path.name, device, proxies, found, options, in_slices=in_slices)
+        simulated = _simulated(runs, binaries, proxies, device, run, progress, options)
+    return _made(bundle.path.name, device, proxies, simulated, options, in_slices=in_slices)
 
 
 def estimate_config(
@@ -220,8 +220,8 @@ def estimate_config(
     planned = plan_graphs(graphs.ar, (graphs.context,), Split.whole(spec.layers))
     records = [graph for graph in planned if graph.role != "score"]
     interface = DecoderInterface.of(spec, graphs.context, cast(KvDtype, graphs.kv), key_layout, "u16")
-    found = estimate_spec(spec, types, records, interface, device, run, progress=progress, options=options)
-    return structs.replace(found, source=str(path))
+    estimate = estimate_spec(spec, types, records, interface, device, run, progress=progress, options=options)
+    return structs.replace(estimate, source=str(path))
 
 
 def estimate_spec(
@@ -265,8 +265,8 @@ def estimate_spec(
     with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
         weights.write(scratch)
         binaries = [*_slices(_Decoder(recipe.name, spec.layers, graphs, build, scratch), scratch)]
-        found = _simulated(graphs, binaries, proxies, device, run, progress, options)
-    return _made(recipe.name, device, proxies, found, options, in_slices=True).estimate
+        simulated = _simulated(graphs, binaries, proxies, device, run, progress, options)
+    return _made(recipe.name, device, proxies, simulated, options, in_slices=True).estimate
 
 
 def fastest_level(
@@ -303,8 +303,8 @@ def fastest_level(
         binaries = [*_slices(decoder, scratch)]
         for level in _LEVELS:
             chosen = replace(options, optimization=level)
-            found = _simulated(records, binaries, proxies, device, run, progress, chosen)
-            times[level] = math.prod(graph.us for graph, _ in found) ** (1 / len(found))
+            simulated = _simulated(records, binaries, proxies, device, run, progress, chosen)
+            times[level] = math.prod(graph.us for graph, _ in simulated) ** (1 / len(simulated))
     best = min(times, key=lambda level: times[level])
     is_equal = times[DEFAULT_LEVEL] - times[best] < EQUAL_SHARE * times[DEFAULT_LEVEL]
     return DEFAULT_LEVEL if is_equal else best
@@ -350,7 +350,7 @@ def _simulated(
             piece = EstimatePiece(given, names, proxy.soc, compiler, on_proxy)
             planned.append((proxy, binary, plan.put(piece, compiler_bytes([*binary.files.values()]))))
     run_serial(plan, [name for _, _, name in planned], inputs, progress, resume=True)
-    found = list[tuple[GraphEstimate, Sequence[Event]]]()
+    simulated = list[tuple[GraphEstimate, Sequence[Event]]]()
     for graph in graphs:
         for proxy in proxies:
             costs = [
@@ -358,21 +358,21 @@ def _simulated(
                 for on, binary, name in planned
                 if on is proxy and graph.name in binary.files
             ]
-            _, most = max(costs, key=lambda each: (len(each[1].schedule.layer()), each[1].costs.us))
-            found.append((_summed(graph, proxy, costs), most.schedule.layer()))
-    return found
+            _, most = max(costs, key=lambda cost: (len(cost[1].schedule.layer()), cost[1].costs.us))
+            simulated.append((_summed(graph, proxy, costs), most.schedule.layer()))
+    return simulated
 
 
 def _made(
     source: str,
     device: Device,
     proxies: Sequence[Proxy],
-    found: Sequence[tuple[GraphEstimate, Sequence[Event]]],
+    simulated: Sequence[tuple[GraphEstimate, Sequence[Event]]],
     options: HtpOptions,
     *,
     in_slices: bool,
 ) -> Simulated:
-    graphs = [graph for graph, _ in found]
+    graphs = [graph for graph, _ in simulated]
     estimate = Estimate(
         source=source,
         device=device.soc,
@@ -384,7 +384,7 @@ def _made(
         graphs=graphs,
         notes=[*_notes(device, proxies, in_slices, graphs)],
     )
-    return Simulated(estimate, {(graph.graph, graph.proxy): layer for graph, layer in found})
+    return Simulated(estimate, {(graph.graph, graph.proxy): layer for graph, layer in simulated})
 
 
 def check_estimate(device: Device, graph_format: GraphFormat) -> None:
@@ -435,7 +435,7 @@ def _slices(decoder: _Decoder, folder: Path) -> Iterator[_Binary]:
     ranges = [range(at, min(at + _SLICE_LAYERS, layers)) for at in range(0, layers, _SLICE_LAYERS)]
     # What is one form in one graph is in all others.
     graph = decoder.graphs[0]
-    forms = [_form(decoder.build(graph, _part(graph, each)).finish()) for each in ranges]
+    forms = [_form(decoder.build(graph, _part(graph, layers)).finish()) for layers in ranges]
     counts, joints = Counter(forms), len(ranges) - 1
     kinds = dict(reversed([*zip(forms, ranges, strict=True)]))
     if joints:
@@ -471,7 +471,7 @@ def _form(model: onnx.ModelProto) -> str:
     """A hash of what a graph does, whichever layers and values it has."""
     digest = hashlib.sha256()
     for node in model.graph.node:
-        attributes = b"".join(sorted(each.SerializeToString() for each in node.attribute))
+        attributes = b"".join(sorted(attribute.SerializeToString() for attribute in node.attribute))
         digest.update(f"{node.op_type}\0".encode() + attributes)
     for tensor in model.graph.initializer:
         if math.prod(tensor.dims) > 1:  # equal scalars, such as scales, are one: their number depends on values
@@ -483,14 +483,14 @@ def _form(model: onnx.ModelProto) -> str:
 
 def _summed(graph: GraphRecord | _Encoder, proxy: Proxy, simulated: Sequence[tuple[int, Simulation]]) -> GraphEstimate:
     def total(figure: Callable[[Simulation], float]) -> float:
-        return sum(times * figure(each) for times, each in simulated)
+        return sum(times * figure(part) for times, part in simulated)
 
-    us, missing = total(lambda each: each.costs.us), sum(each.costs.missing_ops for _, each in simulated)
-    moved = int(total(lambda each: each.costs.moved_bytes))
+    us, missing = total(lambda part: part.costs.us), sum(part.costs.missing_ops for _, part in simulated)
+    moved = int(total(lambda part: part.costs.moved_bytes))
     busy = dict[str, float](dict.fromkeys(UNITS, 0.0))
-    for times, each in simulated:
-        for unit, share in each.schedule.busy().items():
-            busy[unit] += times * each.costs.us * share / us
+    for times, part in simulated:
+        for unit, share in part.schedule.busy().items():
+            busy[unit] += times * part.costs.us * share / us
     largest = max(UNITS, key=lambda unit: busy[unit])
     return GraphEstimate(
         graph=graph.name,
@@ -499,14 +499,14 @@ def _summed(graph: GraphRecord | _Encoder, proxy: Proxy, simulated: Sequence[tup
         context=graph.context,
         proxy=proxy.soc,
         us=us,
-        low_us=total(lambda each: each.costs.low_us),
-        high_us=total(lambda each: each.costs.high_us),
+        low_us=total(lambda part: part.costs.low_us),
+        high_us=total(lambda part: part.costs.high_us),
         tokens_per_s=None if missing else graph.ar * 1e6 / us,
         moved_bytes=moved,
         gb_per_s=moved / us / 1e3,
         bound="memory" if largest == "DMA" else largest,
         busy=busy,
-        spilled_bytes=max(0, int(total(lambda each: each.costs.spilled_bytes))),
+        spilled_bytes=max(0, int(total(lambda part: part.costs.spilled_bytes))),
         missing_ops=missing,
         parts=_mean_shares(simulated, "part"),
         operations=_mean_shares(simulated, "kind"),
@@ -518,14 +518,14 @@ def _mean_shares(simulated: Sequence[tuple[int, Simulation]], field: Literal["ki
 
     Empty if one is negative: what a joint saves is a difference of slices, whose traces must name operations alike.
     """
-    found, us = dict[str, float](), 0.0
-    for times, each in simulated:
-        us += times * each.costs.us
-        for name, share in each.schedule.shares(field).items():
-            found[name] = found.get(name, 0.0) + times * each.costs.us * share
-    if min(found.values(), default=0.0) < -_LEAST_SHARE * us:
+    shares, us = dict[str, float](), 0.0
+    for times, part in simulated:
+        us += times * part.costs.us
+        for name, share in part.schedule.shares(field).items():
+            shares[name] = shares.get(name, 0.0) + times * part.costs.us * share
+    if min(shares.values(), default=0.0) < -_LEAST_SHARE * us:
         return {}
-    return {name: max(0.0, found[name] / us) for name in sorted(found, key=lambda name: -found[name])}
+    return {name: max(0.0, shares[name] / us) for name in sorted(shares, key=lambda name: -shares[name])}
 
 
 def _notes(device: Device, proxies: Sequence[Proxy], in_slices: bool, graphs: Sequence[GraphEstimate]) -> Iterator[str]:

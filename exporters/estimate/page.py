@@ -119,7 +119,7 @@ def render_page(simulated: Simulated, against: Estimate | None = None) -> str:
         )
         for graph, other, verdict in compared(estimate, against)
     ]
-    names = [part for row in rows for each in (row.graph, row.other) if each is not None for part in each.parts]
+    names = [part for row in rows for graph in (row.graph, row.other) if graph is not None for part in graph.parts]
     names += [event.part for events in simulated.layers.values() for event in events]
     parts = {part: _COLORS.get(part, _GREY) for part in dict.fromkeys(names)}
     return find_template("exporters.estimate", "page.html.j2").render(

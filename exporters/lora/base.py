@@ -120,7 +120,7 @@ class LoraBase:
             heads = read_heads(bundle.path / HEADS_FILE, manifest.files[HEADS_FILE].bytes)
         plain = cls(spec, file.arrays)
         neurons = {
-            int(name.removeprefix(_NEURONS)): each for name, each in file.arrays.items() if name.startswith(_NEURONS)
+            int(name.removeprefix(_NEURONS)): array for name, array in file.arrays.items() if name.startswith(_NEURONS)
         }
         folded = FoldedCheckpoint(plain, manifest.recipe, heads, neurons, file.arrays.get(_DIRECTIONS))
         return replace(plain, _folded=folded, _split=split)

@@ -50,16 +50,18 @@ def lora_encodings(
             stated range.
     """
     results = projection_results(spec)
-    found = {LORA_A: Encoding.symmetric(1.0, "s16")}
+    encodings_of_slots = {LORA_A: Encoding.symmetric(1.0, "s16")}
     for layer in range(spec.layers):
         for group, _ in slots.groups_of_layer(layer):
             name = lora_reach(layer, group)
-            found[name] = Encoding.symmetric(HEADROOM * ranges[name].absmax, "u16")
+            encodings_of_slots[name] = Encoding.symmetric(HEADROOM * ranges[name].absmax, "u16")
         for slot in slots.of_layer(layer):
             ends = (end for name in results[layer, slot.target] for end in encodings[name].reach)
             most = reach * max(abs(end) for end in ends)
-            found[lora_added(layer, slot.target)] = Encoding.symmetric(most, "u16")
-            reduced = found[lora_reach(layer, lora_group(slot.target))].reach[1]
+            encodings_of_slots[lora_added(layer, slot.target)] = Encoding.symmetric(most, "u16")
+            reduced = encodings_of_slots[lora_reach(layer, lora_group(slot.target))].reach[1]
             seen = _HEADROOM_OF_B * largest.get((layer, slot.target), 0.0)
-            found[lora_b(layer, slot.target)] = Encoding.symmetric(seen or _PRODUCT * most / reduced, "s16")
-    return found
+            encodings_of_slots[lora_b(layer, slot.target)] = Encoding.symmetric(
+                seen or _PRODUCT * most / reduced, "s16"
+            )
+    return encodings_of_slots

@@ -63,11 +63,11 @@ def largest_elements(adapters: Iterable[Adapter], base: Base) -> dict[tuple[int,
     Raises:
         CheckpointError: as `folded_factors`.
     """
-    found: dict[tuple[int, LoraTarget], float] = {}
+    largest: dict[tuple[int, LoraTarget], float] = {}
     for adapter in adapters:
         for at, factors in folded_factors(adapter, base).items():
-            found[at] = max(found.get(at, 0.0), float(np.abs(factors.left).max()))
-    return found
+            largest[at] = max(largest.get(at, 0.0), float(np.abs(factors.left).max()))
+    return largest
 
 
 def folded_factors(adapter: Adapter, base: Base) -> dict[tuple[int, LoraTarget], Factors]:
@@ -76,7 +76,7 @@ def folded_factors(adapter: Adapter, base: Base) -> dict[tuple[int, LoraTarget],
     Raises:
         CheckpointError: NaN or infinite elements; the tensor is named.
     """
-    found: dict[tuple[int, LoraTarget], Factors] = {}
+    normalized: dict[tuple[int, LoraTarget], Factors] = {}
     for view, target in adapter_views(base):
         module = view.key.removesuffix(".weight")
         product = adapter.products.get(module)
@@ -95,8 +95,8 @@ def folded_factors(adapter: Adapter, base: Base) -> dict[tuple[int, LoraTarget],
         left = product.left.open()[view.stored_rows(EVERY)].astype(np.float32)
         left *= np.float32(product.scaling * view.gain * gain)
         changed = base.change(view.name, Factors(left, product.right.open().astype(np.float32)))
-        found[view.layer, target] = _normalized(changed)
-    return found
+        normalized[view.layer, target] = _normalized(changed)
+    return normalized
 
 
 def quantize_adapter(adapter: Adapter, base: LoraBase, manifest: Manifest) -> QuantizedAdapter:
@@ -110,15 +110,15 @@ def quantize_adapter(adapter: Adapter, base: LoraBase, manifest: Manifest) -> Qu
     clipped: list[ClippedMatrix] = []
     for (layer, target), exact in factors.items():
         columns, encoding = manifest.encodings[LORA_A], manifest.encodings[lora_b(layer, target)]
-        each = _balanced(exact, columns.reach[1], encoding.reach[1])
-        arrays[lora_tensor("a", layer, target)] = columns.quantize(each.right)
-        arrays[lora_tensor("b", layer, target)] = encoding.quantize(np.ascontiguousarray(each.left.T))
-        magnitudes, most = np.abs(each.left), encoding.reach[1]
+        balanced = _balanced(exact, columns.reach[1], encoding.reach[1])
+        arrays[lora_tensor("a", layer, target)] = columns.quantize(balanced.right)
+        arrays[lora_tensor("b", layer, target)] = encoding.quantize(np.ascontiguousarray(balanced.left.T))
+        magnitudes, most = np.abs(balanced.left), encoding.reach[1]
         if beyond := int((magnitudes > most + encoding.scale / 2).sum()):
             share, reach = beyond / magnitudes.size, float(magnitudes.max() / most)
             clipped.append(ClippedMatrix(layer=layer, target=target, elements=beyond, share=share, reach=reach))
     targets = tuple(target for target in LORA_TARGETS if any(at[1] == target for at in factors))
-    rank = max((len(each.right) for each in factors.values()), default=0)
+    rank = max((len(pair.right) for pair in factors.values()), default=0)
     return QuantizedAdapter(arrays, rank, targets, tuple(clipped))
 
 

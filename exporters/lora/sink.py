@@ -35,7 +35,7 @@ def exact_sink(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Fl
     sink = read_sink(bundle)
     if sink is None:
         return {}
-    plain, adapted = (_run(bundle, base, each) for each in (NO_CHANGES, changes))
+    plain, adapted = (_run(bundle, base, changed) for changed in (NO_CHANGES, changes))
     encodings = bundle.manifest.encodings
     integers = {**sink.rows, LOGITS: sink.logits}
     return {name: encodings[name].dequantize(rows) + adapted[name] - plain[name] for name, rows in integers.items()}
@@ -43,21 +43,21 @@ def exact_sink(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Fl
 
 def _run(bundle: Bundle, base: LoraBase, changes: Changes) -> dict[str, Floats]:
     """Keys, values and logits of the sink, by the names of its file."""
-    found: dict[str, Floats] = {}
+    rows: dict[str, Floats] = {}
     manifest = bundle.manifest
     cached = {tensor.past for tensor in manifest.interface.tensors(range(manifest.model.layers))}
 
     def observe(name: str, value: Floats) -> None:
         if name in cached:
-            found[name] = value
+            rows[name] = value
 
     hidden = base.sink_embedding
     assert hidden is not None, "a bundle with a sink has its embeddings"
     ops = _AdaptedOps(bundle, base, changes, len(hidden), observe)
     for layer in range(base.spec.layers):
         hidden = decoder_layer(ops, base.spec, layer, hidden)
-    found[LOGITS] = logits(ops, base.spec, hidden)
-    return found
+    rows[LOGITS] = logits(ops, base.spec, hidden)
+    return rows
 
 
 class _AdaptedOps(NumpyOps):
