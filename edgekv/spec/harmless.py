@@ -58,6 +58,7 @@ _MULTIMODAL = (
     "qwen3_5", "smolvlm",
 )  # fmt: skip
 _OWN: Mapping[str, str] = {
+    "bamba": "attn_rotary_emb mamba_chunk_size num_logits_to_keep z_loss_coefficient",
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "embedding_gemma2": _GEMMA,

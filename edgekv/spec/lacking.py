@@ -18,7 +18,11 @@ _TYPES: Mapping[str, str] = {
     hy_v4 kimi_linear longcat_flash minicpm3 mistral4 sarvam_mla youtu
     """,
     "attention to compressed tokens": "deepseek_v4",
-    "Mamba layers": "bamba falcon_h1 falcon_mamba jamba mamba mamba2 nemotron_h zamba zamba2",
+    "Mamba layers of the first kind": "falcon_mamba jamba mamba zamba",
+    "Mamba layers alone": "mamba2",
+    "Mamba-2 beside attention in one layer": "falcon_h1",
+    "layers without a feed-forward": "nemotron_h",
+    "Mamba-2 with layers that are shared": "zamba2",
     "recurrent layers": "recurrent_gemma rwkv xlstm",
     "gated delta rules behind norms of their own": "olmo_hybrid",
     "layers that run several times": "hrm_text",
@@ -55,7 +59,10 @@ LACKING: Mapping[str, str] = {model_type: what for what, types in _TYPES.items()
 """By `model_type`."""
 OTHER_CACHES = frozenset(
     {
-        "Mamba layers",
+        "Mamba layers alone",
+        "Mamba layers of the first kind",
+        "Mamba-2 beside attention in one layer",
+        "Mamba-2 with layers that are shared",
         "an encoder beside the decoder",
         "attention to compressed tokens",
         "experts and gated delta rules",
@@ -64,6 +71,7 @@ OTHER_CACHES = frozenset(
         "hashed attention",
         "latent attention",
         "layers that run several times",
+        "layers without a feed-forward",
         "patches of bytes",
         "recurrent layers",
         "states of length 1",

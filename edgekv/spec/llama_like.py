@@ -8,12 +8,25 @@ from msgspec.structs import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import Convolution, DecoderSpec, Experts, LayerSizes
+from edgekv.spec.linear import DeltaRule
 from edgekv.spec.rope import THETA, Rope
 
 ATTENTION_INPUTS = frozenset({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"})
 ATTENTION = ATTENTION_INPUTS | {"self_attn.o_proj"}
 MLP = frozenset({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"})
 
+_MAMBA2 = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, float("inf")],
+}
+"""Fields of Mamba-2 and their defaults."""
 _FULL, _SLIDING, _CONVOLUTION = "full_attention", "sliding_attention", "conv"
 
 
@@ -203,6 +216,40 @@ def convolution(config: Config, layers: int, kernel: int, chosen: Collection[int
         field = "layer_types" if "layer_types" in config else "num_hidden_layers"
         raise config.refusal(field, f"at least one layer with {_FULL}")
     return Convolution(frozenset(chosen), kernel) if chosen else None
+
+
+def mamba2(config: Config, layers: frozenset[int]) -> DeltaRule | None:
+    """Mamba-2 of some layers; None if there are none: then its sizes, which configurations have too, are not read.
+
+    Raises:
+        CheckpointError: sizes that contradict each other, or biases of projections.
+    """
+    config = config.with_defaults(**_MAMBA2)
+    config.ignore(*_MAMBA2)
+    if not layers:
+        return None
+    config.expect("mamba_proj_bias", False)
+    heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
+    if heads % groups:
+        raise config.refusal("mamba_n_heads", f"a multiple of mamba_n_groups = {groups}")
+    width = config.size("mamba_expand") * config.size("hidden_size")
+    if width % heads:
+        raise config.refusal("mamba_n_heads", f"a divisor of mamba_expand * hidden_size = {width}")
+    config.expect("mamba_d_head", width // heads, "auto")
+    kernel = config.size("mamba_d_conv")
+    if kernel < 2:
+        raise config.refusal("mamba_d_conv", "a kernel of at least 2 tokens")
+    return DeltaRule(
+        layers,
+        kernel,
+        groups,
+        heads,
+        config.size("mamba_d_state"),
+        width // heads,
+        corrects=False,
+        kernel_bias=config.flag("mamba_conv_bias"),
+        step_limits=config.limits("time_step_limit"),
+    )
 
 
 def windows(

@@ -103,6 +103,10 @@ MIXTURE: Fields = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_p
 PUBLISHED: dict[str, tuple[Fields, ...]] = {
     "apertus": (LLAMA_3,),
     "arcee": (rope(1e4, "yarn", factor=20.0, original_max_position_embeddings=64, mscale=1.0) | {"mlp_bias": True},),
+    "bamba": (
+        rope(1e4, partial_rotary_factor=0.5)
+        | {"attn_layer_indices": [2], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 32},
+    ),
     "cohere": (TIED | {"logit_scale": 0.0625}, {"attention_bias": True, "logit_scale": 0.3}),
     "cohere2": (rope(5e4) | TIED | {"logit_scale": 0.25, "sliding_window": WINDOW, "layer_types": BY_TURNS},),
     "cwm": (LLAMA_3 | {"head_dim": 16, "sliding_window": WINDOW, "layer_types": [FULL, *BY_TURNS[:3]]},),

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.families import granite
-from edgekv.spec.linear import DeltaRule
+from edgekv.spec.llama_like import mamba2
 
 MODEL_TYPES = ("granitemoehybrid",)
 
@@ -17,9 +17,7 @@ STORED_NAMES = (
     ("mlp.down_proj", "shared_mlp.output_linear"),
     ("linear_attn.", "mamba."),
 )
-EXPERTS, INTERMEDIATE, KERNEL = 8, 1024, 4  # defaults of absent fields
-HEADS = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2, "mamba_conv_bias": True}
-UNREAD = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_expand", "mamba_d_conv")
+EXPERTS, INTERMEDIATE = 8, 1024  # defaults of absent fields
 DENSE = "Take one without experts, such as granite-4.0-h-micro."
 
 
@@ -42,36 +40,5 @@ def describe(config: Config) -> DecoderSpec:
         fused=frozenset({"mlp"}),
         stored_names=STORED_NAMES,
         unrotated=frozenset() if rotates else frozenset(range(layers)),
-        delta_rule=_mamba(config, frozenset(layer for layer, kind in enumerate(found) if kind == MAMBA)),
-    )
-
-
-def _mamba(config: Config, layers: frozenset[int]) -> DeltaRule | None:
-    """Mamba-2 of these layers; None if there are none, whose sizes are then not read."""
-    config = config.with_defaults(**HEADS)
-    if not layers:
-        config.ignore(*UNREAD, "mamba_conv_bias", "mamba_proj_bias", "time_step_limit")
-        return None
-    config.expect("mamba_proj_bias", False)
-    heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
-    if heads % groups:
-        raise config.refusal("mamba_n_heads", f"a multiple of mamba_n_groups = {groups}")
-    width = config.size("mamba_expand") * config.size("hidden_size")
-    config.ignore("mamba_d_head")
-    if width % heads:
-        raise config.refusal("mamba_n_heads", f"a divisor of mamba_expand * hidden_size = {width}")
-    config.expect("mamba_d_head", width // heads, "auto")
-    kernel = config.size("mamba_d_conv", KERNEL)
-    if kernel < 2:
-        raise config.refusal("mamba_d_conv", "a kernel of at least 2 tokens")
-    return DeltaRule(
-        layers,
-        kernel,
-        groups,
-        heads,
-        config.size("mamba_d_state"),
-        width // heads,
-        corrects=False,
-        kernel_bias=config.flag("mamba_conv_bias"),
-        step_limits=config.limits("time_step_limit"),
+        delta_rule=mamba2(config, frozenset(layer for layer, kind in enumerate(found) if kind == MAMBA)),
     )
