@@ -11,7 +11,7 @@ import pytest
 
 from devices.report import read_report
 from edgekv.cli import run
-from edgekv.conformance.kit import Kit, read_arrays
+from edgekv.conformance.kit import Kit, read_arrays, unpack_binaries
 from edgekv.machine.tensor_file import encode_tensors
 from tests.support import kits
 from tests.support.exports import ROOT
@@ -86,7 +86,9 @@ def test_a_phone_computes_what_the_emulator_does(kit: Kit, phone: Phone, tmp_pat
     reasons = {each.what: each.reason for each in measured.unmeasured}
     assert "qnn-net-run binds memory of its own" in reasons["registering addresses"]
     assert "loads a graph" in reasons["load time alone"]
-    (phone.folder / "kit").write_text(str(copy.path))
+    wrappers, (model,) = Path(shutil.copytree(copy.path, tmp_path / "wrappers")), copy.manifest.models
+    unpack_binaries(copy.path / model.binaries, wrappers / model.folder)
+    (phone.folder / "kit").write_text(str(wrappers))
     program(phone, f"#!{sys.executable}\n" + (ROOT / "tests/support/net_runner.py").read_text())
     assert on_phone(copy.path, output, "family", "operation", f"decode/{name}/pointer-shift") == 0
     found = read_report(output)
