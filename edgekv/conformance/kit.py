@@ -115,6 +115,7 @@ class KitManifest(msgspec.Struct, frozen=True, kw_only=True):
         parts: graphs.
         models: bundles; the first is the embedded model.
         predictions: of the models' graphs.
+        left_out: parts that the chip cannot run, and why.
         files: every other file.
         seal: SHA-256 of all other fields.
     """
@@ -128,6 +129,7 @@ class KitManifest(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[KitPart]
     models: list[KitModel]
     predictions: list[Prediction]
+    left_out: dict[str, str]
     files: dict[str, FileRecord]
     seal: str = ""
 

@@ -415,7 +415,8 @@ def _watch(kit: Kit, runner: Runner, model: KitModel, seconds: float, journal: J
     return Outcome()
 
 
-def _unmeasured(runner: Runner, samples: Sequence[Sample]) -> Iterator[Unmeasured]:
+def _unmeasured(kit: Kit, runner: Runner, samples: Sequence[Sample]) -> Iterator[Unmeasured]:
+    yield from (Unmeasured(what=part, reason=reason) for part, reason in kit.manifest.left_out.items())
     yield from runner.unmeasured
     reason = "the system tells none" if samples else "there was no long decode"
     if all(sample.celsius is None for sample in samples):
@@ -454,7 +455,7 @@ def _made(
             decode=[result for outcome in outcomes for result in outcome.decode],
             speeds=[result for outcome in outcomes for result in outcome.speeds],
             samples=list(samples),
-            unmeasured=[*_unmeasured(runner, samples)],
+            unmeasured=[*_unmeasured(kit, runner, samples)],
             predictions=kit.manifest.predictions,
             failures=list(failures),
         )

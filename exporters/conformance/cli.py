@@ -61,6 +61,8 @@ def make(
     graphs = sum(1 + len(part.layers) for part in manifest.parts)
     click.echo(f"{output}: {manifest.soc}, V{manifest.arch}, compiled by {manifest.compiler} (QAIRT {manifest.qairt})")
     models = ", ".join(model.name for model in manifest.models) or "none"
+    for part, reason in manifest.left_out.items():
+        click.echo(f"  without {part}: {reason}")
     click.echo(f"  {len(manifest.parts)} parts, {graphs} graphs, models: {models}; {format_bytes(manifest.bytes)}")
 
 

@@ -108,7 +108,8 @@ def make_kit(
         progress: called for each part.
 
     Raises:
-        UsageError: the folder exists, no part has such a name, or the embedded model is not here.
+        UsageError: the folder exists, no part has such a name, the embedded model is not here, or the chip cannot
+            run a part that `parts` names. Others that it cannot run are left out.
         EngineError: the compiler is missing, or refused a graph.
         BundleError: the bundle is damaged, or the kit is larger than 60 MB.
     """
@@ -122,10 +123,17 @@ def make_kit(
     user = None if bundle is None else _users_bundle(bundle, device, checkpoint)
     with atomic_directory(output, force=force, marker=KIT) as folder, scratch_folder("kit") as scratch:
         made, models, predictions = list[KitPart](), list[KitModel](), list[Prediction]()
+        left_out = dict[str, str]()
         steps = len(families) + (_VISION in wanted) + (checkpoint is not None) + (user is not None)
         for done, name in enumerate(families):
             progress(f"{_FAMILIES}/{name}", done, steps)
-            made += Family(name, device, folder, scratch / name).parts(wanted)
+            try:
+                made += Family(name, device, folder, scratch / name).parts(wanted)
+            except UsageError as error:
+                own = {f"{_FAMILIES}/{name}", *(f"{_GRAPHS}/{each}" for each in _operations(name, wanted))}
+                if error.field != "--device" or own & {*parts}:
+                    raise
+                left_out |= dict.fromkeys(sorted(own & wanted), f"it needs {error.expected}")
         if _VISION in wanted:
             progress(_VISION, len(families), steps)
             made.append(_encoder(device, folder, scratch / _VISION, pictures))
@@ -159,6 +167,7 @@ def make_kit(
             parts=sorted(made, key=lambda part: (part.kind != "operation", part.kind, part.name)),
             models=models,
             predictions=predictions,
+            left_out=left_out,
             files=record_files(folder),
         )
         (folder / KIT).write_bytes(seal_kit(manifest))

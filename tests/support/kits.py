@@ -110,7 +110,8 @@ def plain_kit(
         parts.append(KitPart(name=name, kind="operation", graph=graph))
     manifest = KitManifest(
         format=FORMAT, producer="edgekv", soc=SOC, arch=79, compiler="onnxruntime-qnn 2.7.0", qairt="2.51.0",
-        parts=parts, models=[_plain_model(folder, name) for name in models], predictions=[], files=record_files(folder),
+        parts=parts, models=[_plain_model(folder, name) for name in models], predictions=[], left_out={},
+        files=record_files(folder),
     )  # fmt: skip
     (folder / KIT).write_bytes(seal_kit(manifest))
     return open_kit(folder)

@@ -19,8 +19,10 @@ from edgekv.conformance.models import DECODE_STRATEGIES, GOLDEN_TOKENS
 from edgekv.conformance.run import LocalRunner, RunChoice, run_kit
 from edgekv.errors import BundleError, UsageError
 from edgekv.spec import families
+from exporters.conformance import make as making
 from exporters.conformance.families import DRAFTERS, EMBEDDERS, FAMILIES, OF_PICTURES
 from exporters.conformance.make import make_kit
+from exporters.conformance.operations import OPERATIONS
 from tests.support import kits
 from tests.support.exports import export_options, exported, kept
 
@@ -179,6 +181,26 @@ def test_a_bundle_that_a_kit_cannot_hold_is_refused_first(users_bundle: Path, wi
     assert "compiled.json" in refusal(own)
     next(own.glob("*.safetensors")).write_bytes(b"changed")
     assert "safetensors" in refusal(own)
+
+
+@pytest.mark.htp
+@pytest.mark.slow
+def test_what_a_chip_cannot_run_is_left_out_and_named(tmp_path: Path) -> None:
+    """V68 has no products of 16-bit integers that a delta rule needs; a part that was asked for is refused."""
+    for part in ("operation/delta-rule", "family/qwen3_5"):
+        with pytest.raises(UsageError, match=r"--device: got QCS6490 \(V68\); expected V73 or later"):
+            make_kit(tmp_path / "kit", find("QCS6490"), parts=[part])
+    assert not (tmp_path / "kit").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(making, "FAMILIES", {name: FAMILIES[name] for name in ("lfm2", "qwen3_5")})
+        patch.setattr(making, "OPERATIONS", {name: OPERATIONS[name] for name in ("state", "delta-rule")})
+        kit = make_kit(tmp_path / "kit", find("QCS6490"), parts=["operation", "family"])
+    assert [part.name for part in kit.manifest.parts] == ["operation/state", "family/lfm2"]
+    assert sorted(kit.manifest.left_out) == ["family/qwen3_5", "operation/delta-rule"]
+    found = found_on(LocalRunner(), kit, tmp_path)
+    assert found.verdict == "equal"
+    reasons = {each.what: each.reason for each in found.unmeasured}
+    assert reasons["family/qwen3_5"].startswith("it needs V73 or later: products of a gated delta rule")
 
 
 @pytest.mark.htp
