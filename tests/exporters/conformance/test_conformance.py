@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from devices import find
-from devices.report import GraphResult, Report, read_report
+from devices.report import GraphResult, Report, Sample, Unmeasured, read_report
 from edgekv.cli import run
 from edgekv.conformance.graphs import GraphJob
 from edgekv.conformance.kit import LIMIT_BYTES, Kit, open_kit
@@ -23,6 +23,7 @@ from exporters.conformance import make as making
 from exporters.conformance.families import DRAFTERS, EMBEDDERS, FAMILIES, OF_PICTURES
 from exporters.conformance.make import make_kit
 from exporters.conformance.operations import OPERATIONS
+from exporters.conformance.page import render_page
 from tests.support import kits
 from tests.support.exports import export_options, exported, kept
 
@@ -46,6 +47,15 @@ def test_every_family_is_in_a_kit_or_says_why_not() -> None:
     modules = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__"}
     assert {*FAMILIES, *OF_PICTURES, *EMBEDDERS, *DRAFTERS} == modules
     assert {*OF_PICTURES.values()} <= FAMILIES.keys()
+
+
+def test_a_page_says_what_was_not_measured_and_shows_the_long_decode() -> None:
+    gap = Unmeasured(what="registering addresses", reason="<a program> binds its own memory")
+    samples = [Sample(at_s=10.0 * number, tokens_per_s=50.0, celsius=40.0 + number) for number in range(3)]
+    page = render_page(kits.report(unmeasured=[gap], samples=samples))
+    assert "Not measured" in page and "&lt;a program&gt; binds its own memory" in page
+    assert "Temperature during a long decode" in page
+    assert "Not measured" not in render_page(kits.report())
 
 
 @pytest.mark.htp
