@@ -53,7 +53,8 @@ def lines_of(report: Report) -> Iterator[str]:
             f"{speed.tokens_per_s:,.1f} tokens/s, {speed.step_us:,.0f} us a step ({speed.host_us:,.0f} outside the "
             f"runtime, the first {speed.first_us:,.0f}){f'; expected {expected}' if expected else ''}"
         )
-    yield from _registration(report)
+    if report.place == "npu":
+        yield from _registration(report)
     for gap in report.unmeasured:
         yield f"not measured: {gap.what}, because {gap.reason}"
     if report.samples:
