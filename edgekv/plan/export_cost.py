@@ -55,6 +55,9 @@ _PREFILL_GRAPH_BYTES, _DECODE_GRAPH_BYTES = (4_080, 5_250, 6_940), (1_200, 8_960
 Decode has the query heads of a KV head as rows of one product.
 """
 
+_EXPERT_GRAPH_BYTES = 4_100
+"""For each expert of each layer: a graph of 12 experts has 3,930 more for each than one of 4."""
+
 _COMPRESSED = 0.14  # share of a graph's file that is left: of SmolLM2-135M's 2.01 MB, 0.28
 
 _CHECK_PROCESS_BYTES = 148_000_000
@@ -170,9 +173,9 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
         attention_weights + both * (_attention_width(decoder, window) + keys),
         output_weights // 2 + factoring(queries, hidden),
         output_weights + both * (hidden + queries),
-        gate_weights * 3 // 4 + factoring(hidden, inner),
+        gate_weights * 3 // 4 + factoring(hidden, inner // decoder.experts),
         gate_weights + both * _feed_forward_width(decoder),
-        down_weights // 2 + factoring(inner, hidden),
+        down_weights // 2 + factoring(inner // decoder.experts, hidden),
         down_weights + both * (2 * hidden + inner),
         decoder.table_parameters
         + _FLOAT_BYTES * table_rows * (_COPIES_OF_HEAD_ROWS * hidden + window)
@@ -209,7 +212,8 @@ def layer_graph_bytes(decoder: Decoder, *, is_decode: bool = False) -> int:
     """One layer's share of the file of a graph: of the largest, or of one that decodes."""
     has_rows = is_decode and decoder.heads > decoder.kv_heads
     per_head, per_kv_head, per_layer = _DECODE_GRAPH_BYTES if has_rows else _PREFILL_GRAPH_BYTES
-    return decoder.heads * per_head + decoder.kv_heads * per_kv_head + per_layer
+    experts = _EXPERT_GRAPH_BYTES * decoder.experts if decoder.experts > 1 else 0
+    return decoder.heads * per_head + decoder.kv_heads * per_kv_head + per_layer + experts
 
 
 def export_cost(
@@ -266,12 +270,13 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int, host: HostSpeed,
         host: the machine.
         is_followed: whether the quantized decoder runs beside the exact one, as with 4 bits.
     """
-    hidden, inner, queries = decoder.hidden, decoder.intermediate, decoder.heads * decoder.head_dim
+    hidden, queries = decoder.hidden, decoder.heads * decoder.head_dim
+    inner = decoder.intermediate // decoder.experts
     passes = 3 if is_followed else 2
     parameters = decoder.all_layer_parameters
     products: float = tokens * (passes * parameters + decoder.table_parameters)
     products += 2 * _MEASURED_TOKENS * (parameters + decoder.table_parameters)
-    squares = tokens * decoder.layers * sum(width**2 for width in (hidden, queries, hidden, inner))
+    squares = tokens * decoder.layers * sum(width**2 for width in (hidden, queries, *(hidden, inner) * decoder.experts))
     products += squares * (1.5 if is_followed else 0.5)
     kinds = decoder.layer_kinds
     pairs = sum(kind.layers * matrix.inputs**2 * matrix.outputs for kind in kinds for matrix in kind.matrices)

@@ -403,6 +403,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             layer_inputs=self.layers * self.layer_inputs,
             first_without_cache=self.first_without_cache,
             outputs=self.outputs,
+            experts=1 if self.experts is None else self.experts.count,
         )
 
     def _matrices(self, layer: int) -> tuple[LayerMatrix, ...]:

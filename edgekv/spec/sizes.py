@@ -120,7 +120,7 @@ class Decoder:
         heads: query heads.
         kv_heads: key/value heads; where layers differ, the most, and so for the next two.
         head_dim: D.
-        intermediate: width of the feed-forward.
+        intermediate: width of the feed-forward, of all experts together.
         vocab: rows of the embedding table.
         tied_head: whether the head is the embedding table; a bundle stores it once.
         kinds: the matrices of the layers; empty if all have q, k, v, o, gate, up and down, of these sizes.
@@ -129,6 +129,7 @@ class Decoder:
         layer_inputs: elements of all that the host gathers for the layers of a token; 0 without.
         first_without_cache: the first of the last layers that own no cache; None if the last one owns one.
         outputs: rows of the head's matrix; None for one of each token of the vocabulary.
+        experts: of a layer, whose matrices are those of one each; 1 without.
     """
 
     layers: int
@@ -145,6 +146,7 @@ class Decoder:
     layer_inputs: int = 0
     first_without_cache: int | None = None
     outputs: int | None = None
+    experts: int = 1
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

@@ -19,7 +19,8 @@ from edgekv.graphs.decoder import routed
 from edgekv.graphs.floats import FloatOps
 from edgekv.graphs.graph_cache import rendered_graph
 from edgekv.graphs.stacked_decoder import StackedOps
-from edgekv.spec import views
+from edgekv.plan.export_cost import graph_bytes
+from edgekv.spec import recipe_weights, views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.exported import export_warnings
 from exporters.export import export_bundle
@@ -154,6 +155,23 @@ def calibrated(checkpoint: Checkpoint, folder: Path, **changes) -> Path:
 
 def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
     return float(10 * np.log10(np.square(exact).sum() / np.square(exact - found).sum()))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_plan_knows_the_bytes_of_all_experts(tmp_path, name):
+    bundle = calibrated(opened(tmp_path / "checkpoint", name), tmp_path)
+    manifest = open_bundle(bundle).manifest
+    decoder = manifest.model.sizes
+    planned = recipe_weights(decoder, "w8a16")
+    extents = {file: 0 for _, file, _ in manifest.weights.extents()}
+    for _, file, extent in manifest.weights.extents():
+        extents[file] += extent.bytes
+    small = sum(place.extent.bytes for name, place in manifest.weights.tensors.items() if "embed_tokens" not in name)
+    norms = 2 * manifest.model.hidden * (2 * manifest.model.layers + 1)
+    assert planned.total_bytes == sum(extents.values()) - small + norms
+    graph = manifest.graph("prefill")
+    assert graph is not None
+    assert 0.7 < graph_bytes(decoder) / (bundle / graph.parts[0].file).stat().st_size < 2
 
 
 @pytest.mark.parametrize("name", MIXTURES)
