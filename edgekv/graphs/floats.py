@@ -228,7 +228,10 @@ class FloatOps(StackedOps):
         return View(total)
 
     def mixture(self, spec: DecoderSpec, layer: int, x: View) -> View:
-        """Experts that no row has chosen are not computed: the others add the same bits as if they were."""
+        """Experts that no row has chosen are not computed: the others add the same bits as if they were.
+
+        In graphs of many rows, an expert reads the rows that have chosen it alone.
+        """
         assert spec.experts is not None, "the layer has some"
         nodes, name = self._nodes, f"layers.{layer}.down"
         weights, chosen = routed(self, spec, layer, x)
@@ -237,17 +240,43 @@ class FloatOps(StackedOps):
             nodes.add("Cast", [rows], f"{rows}.flags", to=TensorProto.BOOL), [1] * spec.experts.count, 0
         )
         total = nodes.add("Mul", [self._tensor(x), nodes.number(0)], f"{name}.none")
+        gathers = self._products.takes_any(self._rows)
         for expert, flag in enumerate(flags):
             made, of_products = dict(self._made), dict(self._products.made)
             with nodes.branch() as taken:
-                inner = expert_inner(self, spec, layer, expert, x)
-                weighed = self.multiply(inner, self.slice(weights, expert, 1), f"layers.{layer}.expert")
+                read, weight, places = x, self.slice(weights, expert, 1), ""
+                if gathers:
+                    places = self._places(chosen, expert)
+                    read, weight = (self._gathered(rows, places) for rows in (x, weight))
+                inner = expert_inner(self, spec, layer, expert, read)
+                weighed = self.multiply(inner, weight, f"layers.{layer}.expert")
                 key = f"model.layers.{layer}.{expert_projection(expert, 'down_proj')}.weight"
                 down = self._tensor(self.linear(weighed, key, name))
-                added = nodes.add("Add", [total, down], name)
+                added = self._added_at(total, down, places) if gathers else nodes.add("Add", [total, down], name)
             self._made, self._products.made = made, of_products  # a branch sees nothing of another one
             total = nodes.either(flag, taken, added, total, name)
         return View(total)
+
+    def _places(self, chosen: View, expert: int) -> str:
+        """The rows that have chosen an expert, `[rows]`."""
+        nodes = self._nodes
+        flags = nodes.reshape(self.slice(chosen, expert, 1).tensor, [-1])
+        return nodes.reshape(nodes.add("NonZero", [flags], f"{chosen.tensor}.places"), [-1])
+
+    def _gathered(self, x: View, places: str) -> View:
+        """Some rows `[1, rows, width]`."""
+        rows = self._nodes.add("Gather", [self._tensor(x), places], f"{x.tensor}.chosen", axis=1)
+        if x.tensor in self._normal:
+            self._normal.add(rows)
+        return View(rows)
+
+    def _added_at(self, total: str, rows: str, places: str) -> str:
+        """The total `[1, AR, H]` plus some rows `[1, rows, H]` at their places."""
+        nodes, width = self._nodes, self.spec.hidden
+        flat, added = (nodes.reshape(each, [-1, width]) for each in (total, rows))
+        indices = nodes.reshape(places, [-1, 1])
+        summed = nodes.add("ScatterND", [flat, indices, added], f"{rows}.scattered", reduction="add")
+        return nodes.reshape(summed, [1, -1, width])
 
     def rms_norm(self, x: View, weight: str, name: str, *, gain: float = 1.0) -> View:
         gamma = self._floats(weight, gain)

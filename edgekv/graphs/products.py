@@ -127,6 +127,10 @@ class Products:
         self._batch_invariant = batch_invariant
         self.made: dict[tuple[str, object], Any] = {}
 
+    def takes_any(self, count: int) -> bool:
+        """Whether products of graphs of so many rows are written for any number of rows up to that."""
+        return not (self._batch_invariant or self._is_scoring or count < _MIN_ROWS)
+
     def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
         """The product `[1, rows, out]`; `key` is the name of the matrix."""
         by_row = self._is_scoring or x.count < _MIN_ROWS

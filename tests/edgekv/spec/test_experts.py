@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 import edgekv
+from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.graphs.decoder import routed
@@ -24,6 +25,7 @@ from edgekv.spec import recipe_weights, views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.exported import export_warnings
 from exporters.export import export_bundle
+from exporters.htp.check import floating_nodes
 from exporters.lora.options import LoraOptions
 from exporters.quantize.reference import NumpyOps, Reference, Weights
 from tests.support.bundles import source_of
@@ -200,6 +202,40 @@ def test_the_fast_graph_skips_experts_and_changes_no_bit(tmp_path, monkeypatch):
             branches.append([node.op_type for node in onnx.load_from_string(content).graph.node].count("If"))
     assert np.array_equal(*found)
     assert branches == [2 * 8, 0]
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_htp_chooses_the_same_experts_in_integers_alone(tmp_path, name):
+    """Its norms and softmaxes differ by steps from the CPU's, as in every model: a near tie may go the other way."""
+    checkpoint = opened(tmp_path / "checkpoint", name)
+    bundle = calibrated(checkpoint, tmp_path)
+    manifest = open_bundle(bundle).manifest
+    assert floating_nodes([bundle / file for file in manifest.graph_files], find("SM8650")) == []
+    tokens = [256, *checkpoint.encode(TEXT)][:64]
+    emulated = edgekv.load(bundle, cpu_mode="emulate").score(tokens)
+    measured = edgekv.load(bundle, "htp", verify=False).score(tokens)
+    alike = np.array([sqnr_db(*rows) for rows in zip(emulated, measured, strict=True)])
+    assert np.median(alike) > 35 and (alike > 20).mean() > 0.9
+    assert (emulated.argmax(-1) == measured.argmax(-1)).mean() > 0.9
+
+
+@pytest.mark.parametrize("mode", ["fast", "exact16"])
+def test_a_prompt_in_windows_gives_what_its_tokens_give_one_by_one(tmp_path, mode):
+    """In graphs of many rows, each expert reads those rows alone that have chosen it."""
+    checkpoint = opened(tmp_path / "checkpoint", "granitemoe")
+    bundle = calibrated(checkpoint, tmp_path)
+    with rendered_graph(source_of(bundle, "ar16_cl64.onnx"), "fast") as (content, _):
+        branches = [node.attribute[0].g for node in onnx.load_from_string(content).graph.node if node.op_type == "If"]
+    assert len(branches) == 2 * 8
+    assert all("ScatterND" in {node.op_type for node in graph.node} for graph in branches)
+    tokens = (256, *checkpoint.encode(TEXT))[:50]
+    with edgekv.load(bundle, cpu_mode=mode) as model:
+        logits = model.bundle.manifest.encodings["logits"]
+        together = logits.dequantize(model.session.feed(tokens))
+        model.cache.reset()
+        alone = [logits.dequantize(model.session.feed((token,))) for token in tokens][-1]
+    assert sqnr_db(alone, together) > 25
 
 
 def test_experts_that_no_token_reaches_are_rounded_by_their_weights_and_named(tmp_path):
