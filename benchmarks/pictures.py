@@ -30,7 +30,7 @@ from PIL import Image
 import edgekv
 from devices import find
 from edgekv.bundle import ENCODER, ENCODER_FILES, BundleWeights, GraphFormat, VisionRecord, open_bundle
-from edgekv.graphs.encoder import encoder_entry, encoder_exit, encoder_layer
+from edgekv.graphs.encoder import encoded
 from edgekv.graphs.float_encoder import FloatEncoderOps
 from edgekv.graphs.products import Products, Rows
 from edgekv.graphs.weight_file import WeightFile
@@ -41,7 +41,7 @@ from edgekv.runtime.litert import LitertEngine
 from edgekv.spec import ENCODERS, ROWS_PORT, Config, PictureSpec
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.vision import VisionEncoder, WideEncoder
-from exporters.graphs.encoder import build_encoder
+from exporters.graphs.encoder import QdqEncoder
 from exporters.graphs.tflite.encoder import write_tflite_encoder
 from exporters.graphs.weights import ShardWriter
 from exporters.htp.compile import compile_graphs
@@ -169,7 +169,7 @@ def measure_speed(shape: str, tiles: int) -> None:
     shown = encoder_inputs(drawn_picture(0, spec.image), spec, vision.pictures)
     found = quantize_encoder(tensors, vision.pictures, [shown])
     store = ShardWriter(tensors.tensor, lambda _: spec.head_dim, found.matrices)
-    build_encoder(tensors.spec, found.encodings, store)
+    QdqEncoder(tensors.spec, found.encodings, store).build()
     given, sessions = graph_inputs(shown, spec, found.encodings), dict[str, ort.InferenceSession]()
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -190,10 +190,7 @@ def measure_speed(shape: str, tiles: int) -> None:
                 ops = _Float32Ops(record, weights, written) if mode == "float32" else None
                 if ops is None:
                     ops = FloatEncoderOps(record, weights, "fast" if mode == "fast" else "exact16", written)
-                residual = encoder_entry(ops, tensors.spec, ops.entry)
-                for layer in range(spec.layers):
-                    residual = encoder_layer(ops, tensors.spec, layer, residual)
-                model = ops.finish(encoder_exit(ops, tensors.spec, residual))
+                model = ops.finish(encoded(ops, tensors.spec, ops.entry))
             onnx.save(model, folder / f"{mode}.onnx")
             options = ort.SessionOptions()
             options.intra_op_num_threads = 1
@@ -215,9 +212,10 @@ def _write(
     found = quantize_encoder(tensors, prepared, pictures, "u16" if is_onnx else "s16")
     if is_onnx:
         store = ShardWriter(tensors.tensor, lambda _: spec.head_dim, found.matrices)
-        graph = build_encoder(spec, found.encodings, store)
+        graph = QdqEncoder(spec, found.encodings, store)
+        outputs = graph.build()
         store.write(file.parent / "weights-vision.safetensors")
-        onnx.save(graph.finish(), file)
+        onnx.save(graph.finish(outputs), file)
     else:
         write_tflite_encoder(tensors, found.matrices, found.encodings, file)
     return found.encodings

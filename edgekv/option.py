@@ -19,6 +19,8 @@ from devices import Device, UnknownDeviceError, find
 from edgekv.errors import UsageError
 
 _NUMBERS = re.compile(r"\d{1,12}(,\d{1,12})*")
+_SIZES = re.compile(r"\d{1,4}x\d{1,4}(,\d{1,4}x\d{1,4})*")
+_MAX_SIZES, _MAX_EDGE = 16, 8192
 _MAX_NUMBERS = 64
 
 Parser = Callable[[str, str], Any]
@@ -93,6 +95,23 @@ def parse_numbers(option: str, listed: str) -> tuple[int, ...]:
         return tuple(int(number) for number in text.split(","))
     shown = listed if len(listed) <= 40 else f"{listed[:37]}..."
     expected = f"at most {_MAX_NUMBERS} whole numbers, comma-separated, such as 1,32"
+    raise UsageError(option, got=repr(shown), expected=expected, fix="Correct the list.")
+
+
+def parse_sizes(option: str, listed: str) -> tuple[tuple[int, int], ...]:
+    """The widths and heights of an option, such as `--picture-sizes 448x448,896x448`.
+
+    Raises:
+        UsageError: not at most 16 sizes, separated by commas, of edges from 1 to 8192, or one twice.
+    """
+    text = listed.replace(" ", "").lower()
+    if _SIZES.fullmatch(text) and text.count(",") < _MAX_SIZES:
+        sizes = [(int(width), int(height)) for width, _, height in (size.partition("x") for size in text.split(","))]
+        edges = [edge for size in sizes for edge in size]
+        if len({*sizes}) == len(sizes) and min(edges) >= 1 and max(edges) <= _MAX_EDGE:
+            return tuple(sizes)
+    shown = listed if len(listed) <= 40 else f"{listed[:37]}..."
+    expected = f"at most {_MAX_SIZES} widths and heights of 1 to {_MAX_EDGE}, each once, such as 448x448,896x448"
     raise UsageError(option, got=repr(shown), expected=expected, fix="Correct the list.")
 
 

@@ -28,6 +28,7 @@ class Capabilities:
         layered: layers that differ in size or share a cache, as Gemma 4's.
         layer_inputs: layers with inputs that the host gathers, as Gemma 4's.
         pictures: a vision encoder, whose rows stand among the embeddings.
+        picture_layers: layers that add rows of pictures, or rotary embeddings that turn with their rows and columns.
         picture_shapes: one whose pictures have shapes of their own, and further inputs for them, as LFM2-VL's.
         hidden: graphs that also give their last hidden state.
         tasks: models that give embeddings or scores, and no logits.
@@ -46,6 +47,7 @@ class Capabilities:
     layered: bool = False
     layer_inputs: bool = False
     pictures: bool = False
+    picture_layers: bool = False
     picture_shapes: bool = False
     hidden: bool = False
     tasks: bool = False
@@ -140,6 +142,10 @@ class Capabilities:
         if not self.layer_inputs and model.layer_inputs:
             wanted = f"token ids or embeddings alone, all that {self.reader} feeds"
             yield "layers", "inputs that the host gathers for each layer", wanted, "Run it with edgekv generate."
+        if not self.picture_layers and (model.picture_layers or model.picture_axes):
+            wanted = f"rows of pictures among the embeddings alone, all that {self.reader} feeds"
+            found = "layers that add rows of pictures, and positions of rows and columns"
+            yield "layers", found, wanted, "Run it with edgekv generate."
         if not self.sink and manifest.sink is not None:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
@@ -157,6 +163,7 @@ ONNX = Capabilities(
     layered=True,
     layer_inputs=True,
     pictures=True,
+    picture_layers=True,
     picture_shapes=True,
     hidden=True,
     tasks=True,

@@ -13,7 +13,7 @@ from devices import Device, find
 from edgekv.bundle.formats import GraphFormat
 from edgekv.errors import UsageError
 from edgekv.machine.system import parse_bytes
-from edgekv.option import Option, OptionGroup, check_place, find_device, parse_numbers
+from edgekv.option import Option, OptionGroup, check_place, find_device, parse_numbers, parse_sizes
 from edgekv.plan.options import DEFAULT_AR, DEFAULT_CONTEXT, DEFAULT_KEY_LAYOUT, DEFAULT_RECIPE
 from edgekv.spec.geometry import KeyLayout, KvDtype
 from exporters.graphs.places import EmbeddingPlace, HeadPlace
@@ -157,6 +157,17 @@ class ExportOptions:
             group=_QUANTIZATION,
         ),
     ] = None
+    picture_sizes: Annotated[
+        Sequence[tuple[int, int]],
+        Option(
+            "Sizes in pixels that pictures are shown in, such as 448x448,896x448: each gets the nearest. For models "
+            "that read whole pictures, such as Qwen3-VL.",
+            metavar="WxH",
+            parse=parse_sizes,
+            shown="any of at most 512 x 512 pixels",
+            group=_GRAPHS,
+        ),
+    ] = ()
     calibration_tokens: Annotated[
         int | None,
         Option(

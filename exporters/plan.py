@@ -144,8 +144,12 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     pictures = None
     if (vision := checkpoint.vision) is not None:
         options = _for_pictures(options)
+        checkpoint = replace(checkpoint, vision=(vision := vision.with_sizes(options.picture_sizes)))
         options.recipe.wide_matrices(vision.spec)
         pictures = calibration_pictures(options.calibration_pictures, vision.pictures, vision.spec.image)
+    elif options.picture_sizes:
+        wanted = "a checkpoint with a vision encoder"
+        raise UsageError("--picture-sizes", got="it", expected=wanted, fix="Leave it out.")
     elif options.recipe.encoder_16bit:
         got, fix = "encoder_16bit", "Leave it out of the recipe."
         raise UsageError(

@@ -19,7 +19,6 @@ from edgekv.spec import (
     LAYER_INPUTS,
     LAYER_INPUTS_PORT,
     PIXELS_PORT,
-    ROWS_PORT,
     Rope,
     part_name,
     table_key,
@@ -84,7 +83,13 @@ def check_consistency(manifest: Manifest, fail: Fail) -> None:
         fail("model: bidirectional", True, "a task that writes no text, and no sink")
     if (manifest.task is None) != (model.outputs is None):
         fail("task", manifest.task, "one of a head that gives no logits, and none of another")
-    if (vision := manifest.vision) is not None:
+    if (axes := model.picture_axes) and len(axes) != model.rope.width // 2:
+        fail("model: picture_axes", len(axes), f"{model.rope.width // 2}, one for each pair")
+    if model.picture_layers and (model.layer_inputs or model.picture_layers > model.layers):
+        fail("model: picture_layers", model.picture_layers, f"at most {model.layers}, without layer_inputs")
+    if (vision := manifest.vision) is None and model.picture_layers:
+        fail("vision", "none", "an encoder, whose rows the first layers add")
+    if vision is not None:
         _check_vision(vision, manifest, fail)
     if (sink := manifest.sink) is not None:
         _check_sink(sink, manifest, fail)
@@ -127,7 +132,10 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
     if vision.pictures.token_id >= manifest.model.vocab:
         fail("vision: pictures: token_id", vision.pictures.token_id, f"below {manifest.model.vocab}, the vocabulary")
     activations = manifest.interface.activations
-    for port in (PIXELS_PORT, ROWS_PORT):
+    if len(spec.deepstack) != manifest.model.picture_layers:
+        expected = f"{manifest.model.picture_layers}, the layers that add rows of pictures"
+        fail("vision: encoder: deepstack", len(spec.deepstack), expected)
+    for port in (PIXELS_PORT, *spec.outputs):
         if (encoding := vision.encodings.get(port)) is None or encoding.dtype != activations:
             dtype = "none" if encoding is None else encoding.dtype
             fail(f"vision: encodings: {port}", dtype, f"one of {activations}")

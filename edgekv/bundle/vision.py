@@ -33,3 +33,13 @@ class VisionRecord(Record, frozen=True):
     weights: WeightPlaces
     calibration: str
     calibration_tiles: Count
+
+    @property
+    def shown(self) -> str:
+        """The sizes of what it encodes, in words."""
+        edge, step, sizes = self.encoder.image, self.encoder.patch * self.encoder.merge, self.pictures.sizes
+        if sizes:
+            return "pictures of " + " or ".join(f"{width} x {height}" for width, height in sizes) + " pixels"
+        if self.pictures.shapes is not None and self.pictures.tiling == "none":
+            return f"pictures of any shape of at most {self.encoder.rows * step**2:,} pixels"
+        return f"tiles of {edge} x {edge} pixels"

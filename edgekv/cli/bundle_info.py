@@ -271,9 +271,10 @@ def bytes_by_part(folder: Path, manifest: Manifest) -> dict[str, int]:
 def _pictures(vision: VisionRecord) -> str:
     spec, wide = vision.encoder, len(vision.encoder.wide)
     parameters = sum(rows * columns for rows, columns in msgspec.structs.replace(spec, wide=()).matrices.values())
+    most = "at most " if vision.encoder.has_shapes else ""
     bits = f"w8a16 with {wide} matrices at 16 bits" if wide else "w8a16"
     return (
-        f"tiles of {spec.image} x {spec.image} pixels become {spec.rows} tokens; {spec.layers} layers of width "
+        f"{vision.shown} become {most}{spec.rows} tokens; {spec.layers} layers of width "
         f"{spec.hidden}, {parameters / 1e6:.1f} M parameters, {bits}, calibrated on {vision.calibration_tiles} "
         f"{vision.calibration} pictures"
     )

@@ -85,7 +85,8 @@ class Batch:
             return logits
         running, new = [sessions[at] for at in placed], [tokens[at] for at in placed]
         states = [session.cache.newest_states for session in running]
-        rows = self._rows.run([id(session) for session in running], new, sessions[0].adapter, states)
+        offsets = [session.position - session.cache.position for session in running]
+        rows = self._rows.run([id(session) for session in running], new, sessions[0].adapter, states, offsets)
         for row, (at, session) in enumerate(zip(placed, running, strict=True)):
             session.append(tokens[at], self._rows.new(row))
             self._rows.keep(row, id(session))

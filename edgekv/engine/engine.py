@@ -328,7 +328,7 @@ class Engine:
         if not request.is_pooled:
             return Sequence(request, setup, adapter)
         if request.pictures:
-            check_pictured(request)
+            check_pictured(request, manifest, self.caches.policy)
         prefixes = open_prefixes(self._store, request.salt, request.retention, key, len(request.tokens))
         if params is None:
             return Sequence(request, setup, adapter, prefixes)

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from edgekv.bundle import Bundle
+from edgekv.bundle import Bundle, Manifest
 from edgekv.engine.request import Request
 from edgekv.errors import UsageError, refuse
+from edgekv.kv import Policy
 from edgekv.pictures import (
     Picture,
     PictureFile,
@@ -267,12 +268,17 @@ def _told_by_user(messages: Sequence[Message]) -> list[Message]:
     return [*told, {"role": "user", "content": waiting}] if waiting else told
 
 
-def check_pictured(request: Request) -> None:
+def check_pictured(request: Request, manifest: Manifest, policy: Policy) -> None:
     """Refuse what cannot read pictures.
 
     Raises:
-        UsageError: a beam search, or a draft model.
+        UsageError: a beam search, a draft model, or a context policy that renumbers tokens whose positions rows of
+            pictures have moved.
     """
+    if manifest.model.picture_axes and policy.inverse_frequencies:
+        got = f"some with the context policy {policy.name}, which renumbers tokens"
+        wanted = "a policy that lets them keep their positions: rows of pictures have one for each axis"
+        raise UsageError("pictures", got=got, expected=wanted, fix="Use fail, sliding-window or keydiff.")
     other = ""
     if isinstance(request.params, BeamParams):
         other = "a beam search"

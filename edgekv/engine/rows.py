@@ -48,6 +48,7 @@ class SequenceRows:
         tokens: Sequence[int],
         adapter: BoundAdapter | None,
         states: Sequence[NDArray[Any] | None] = (),
+        offsets: Sequence[int] = (),
     ) -> NDArray[Any]:
         """Run a token of each of at most `most` sequences, in one pass; `keep` those that go on.
 
@@ -56,6 +57,7 @@ class SequenceRows:
             tokens: ids.
             adapter: of all; None for none.
             states: of each, `[N, K-1, H]`, where layers have some.
+            offsets: of the positions of each, see `PositionOffsets`; none if there are no pictures.
 
         Returns:
             The logits after each token as integers `[sequences, V]`, valid until the next step.
@@ -68,7 +70,8 @@ class SequenceRows:
         rows = []
         for at, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             columns = shared.columns(sequence)
-            rows.append(Row(token, len(columns), columns, (at,), states[at] if states else None))
+            position = len(columns) + (offsets[at] if offsets else 0)
+            rows.append(Row(token, position, columns, (at,), states[at] if states else None))
         graph.clock.host_ns += perf_counter_ns() - began
         graph.run_rows(rows, shared.windows)
         self.passes += 1

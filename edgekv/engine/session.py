@@ -16,12 +16,12 @@ from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.hidden_states import HiddenStates
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Requantization, Rows
-from edgekv.pictures import PictureEncoder, PictureRows
+from edgekv.pictures import PictureEncoder, PictureRows, PositionOffsets, RowsBehind
 from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_rows, whole_texts
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import run_by, wide_prefill_of
 from edgekv.runtime.graph import Embeddings, HostTables, rope_tables
-from edgekv.spec import FINAL_NORM_RESULT
+from edgekv.spec import FINAL_NORM_RESULT, LAYER_INPUTS_PORT
 from quant import Encoding
 
 
@@ -99,7 +99,10 @@ class Graphs:
         self.pictures: PictureRows | None = None
         if bundle.manifest.vision is not None:
             self._embeddings = self.pictures = PictureRows(bundle.embeddings(), PictureEncoder(bundle, engine))
-        self._layer_inputs = bundle.layer_inputs()
+        self._layer_inputs: Embeddings | None = bundle.layer_inputs()
+        if self.pictures is not None and (width := bundle.manifest.model.gathered_width):
+            encoding = bundle.manifest.encodings[LAYER_INPUTS_PORT]
+            self._layer_inputs = RowsBehind(self.pictures, width, encoding)
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 
     def close(self) -> None:
@@ -109,6 +112,17 @@ class Graphs:
         if self.pictures is not None:
             self.pictures.encoder.close()
         del self.cache
+
+    @property
+    def _positions(self) -> Callable[[Sequence[int]], NDArray[np.int64] | None] | None:
+        """See `HostTables.positions`."""
+        rows = self.pictures
+        return rows.positions if rows is not None and self._manifest.model.picture_axes else None
+
+    def position_offsets(self) -> PositionOffsets:
+        """What counts the positions of a text."""
+        rows = self.pictures if self._manifest.model.picture_axes else None
+        return PositionOffsets(None if rows is None else rows.place)
 
     @property
     def vocab(self) -> int:
@@ -293,7 +307,7 @@ class Graphs:
                 self._manifest,
                 record,
                 self.cache,
-                HostTables(self._ropes, self._embeddings, self._layer_inputs),
+                HostTables(self._ropes, self._embeddings, self._layer_inputs, self._positions),
                 self._adapter,
                 self.clock,
             )
@@ -379,6 +393,12 @@ class Session:
         self._graphs = graphs
         self._pass: DraftPass | None = None
         self.hidden = HiddenStates(cache.geometry.context)
+        self._offsets = graphs.position_offsets()
+
+    @property
+    def position(self) -> int:
+        """The position of the next token, which rows of pictures may have moved; see `KVCache.position` for its key."""
+        return self.cache.position + self._offsets.of(self.tokens)
 
     @property
     def bytes_held(self) -> int:
@@ -440,7 +460,7 @@ class Session:
                 began = perf_counter_ns()
                 windows = cache.window(len(step) if graph.takes_fewer else graph.ar, graph.context, graph.row_block)
                 opened = perf_counter_ns()
-                graph.run(step, windows, cache.position, logits=take is not None or (logits and done == len(tokens)))
+                graph.run(step, windows, self.position, logits=take is not None or (logits and done == len(tokens)))
                 ran = perf_counter_ns()
                 cache.commit(len(step))
                 graph.clock.host_ns += opened - began + perf_counter_ns() - ran
@@ -495,7 +515,8 @@ class Session:
         rows = len(tokens) + len(drafts)
         if not tokens or rows > self.draft_room:
             raise ValueError(f"verify: got {len(tokens)} tokens and {len(drafts)} drafts; expected 1 to draft_room")
-        self._pass = DraftPass(self._graphs.choose("verify", rows), self.cache, tokens, as_tree(drafts))
+        offset = self._offsets.of(self.tokens)
+        self._pass = DraftPass(self._graphs.choose("verify", rows), self.cache, tokens, as_tree(drafts), offset)
         return self._pass.logits
 
     def branch(self, texts: Sequence[Sequence[int]]) -> NDArray[Any]:
@@ -524,7 +545,7 @@ class Session:
         self.cache.expect(len(tokens))
         graph = self._graphs.choose("verify", len(tokens))
         windows = graph.window(len(tokens))
-        graph.run_rows(tree_rows(tokens, parents, self.cache.position), windows)
+        graph.run_rows(tree_rows(tokens, parents, self.position), windows)
         self.cache.commit(0)
         return graph.logits
 
@@ -598,6 +619,7 @@ class Session:
         """Hold nothing but the sink."""
         self._pass = None
         self.hidden.rewind(0)
+        self._offsets.cut(0)
         self.cache.reset()
         self.tokens = self._first
         self._stable = len(self.tokens)
@@ -622,6 +644,7 @@ class Session:
         if surplus:
             common = self.cache.rewind_to(common)
             self.hidden.rewind(common)
+            self._offsets.cut(common)
             del self.tokens[common:]
             self._stable = min(self._stable, common)
             if common == first:
@@ -632,6 +655,7 @@ class Session:
         """Record that the cache now contains these tokens, so many of them stable."""
         self._pass = None
         self.hidden.rewind(0)
+        self._offsets.cut(0)
         self.tokens = list(tokens)
         self._stable = stable_tokens
         self.writer = None
@@ -700,7 +724,9 @@ class DraftPass:
         tokens: of these rows.
     """
 
-    def __init__(self, graph: StaticGraph, cache: KVCache, known: Sequence[int], drafts: DraftTree) -> None:
+    def __init__(
+        self, graph: StaticGraph, cache: KVCache, known: Sequence[int], drafts: DraftTree, offset: int = 0
+    ) -> None:
         """Run the rows.
 
         Args:
@@ -708,6 +734,7 @@ class DraftPass:
             cache: that it is bound to; no step of it is open.
             known: tokens, at least one.
             drafts: what may follow them.
+            offset: of the position of the first of them; see `PositionOffsets`.
         """
         self.rows = list(range(len(known)))
         self.tokens = list(known)
@@ -715,7 +742,7 @@ class DraftPass:
         self._drafts = drafts
         self._node = -1
         rows = (*known, *drafts.tokens)
-        windows, position = graph.window(len(rows), reads_all=not drafts.is_chain), cache.position
+        windows, position = graph.window(len(rows), reads_all=not drafts.is_chain), cache.position + offset
         if drafts.is_chain:
             graph.run(rows, windows, position)
         else:

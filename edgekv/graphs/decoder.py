@@ -79,6 +79,11 @@ class BlockOps(Protocol[V]):
 
     def add(self, a: V, b: V, name: str) -> V: ...
 
+    def multiply(self, a: V, b: V, name: str) -> V: ...
+
+    def swap_halves(self, x: V, half: int) -> V:
+        """The second half of the width, then the first, in the encoding of `x`."""
+
     def gelu(self, x: V, name: str) -> V:
         """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`, what PyTorch calls GELU with approximate=tanh."""
 
@@ -107,8 +112,6 @@ class Ops(BlockOps[V], Protocol[V]):
         """`x / rms(x) * weight * gain`, over the width."""
 
     def subtract(self, a: V, b: V, name: str) -> V: ...
-
-    def multiply(self, a: V, b: V, name: str) -> V: ...
 
     def scale(self, x: V, factor: float, name: str) -> V:
         """`x * factor`, a constant above 0."""
@@ -154,11 +157,8 @@ class Ops(BlockOps[V], Protocol[V]):
         The sines of first elements, the first half, are negative ones.
         """
 
-    def swap_halves(self, x: V, half: int) -> V:
-        """The second half of the width, then the first, in the encoding of `x`."""
-
     def layer_input(self, layer: int) -> V:
-        """What the host has gathered for a layer, `[1, 1, AR, P]`."""
+        """What the host has gathered for a layer, `[1, 1, AR, P]`; rows of pictures are as wide as the residual."""
 
     def append_to_cache(self, new: V, tensor: KvTensor) -> V:
         """Past and new rows `[1, 1, S, D]` of one cache tensor, in the cache's encoding."""
@@ -299,7 +299,7 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
 
 def layer_result(spec: DecoderSpec, layer: int) -> str:
     """Name of the residual after a layer."""
-    last = "layer_input_add" if spec.layer_inputs else "mlp_add"
+    last = "layer_input_add" if spec.layer_inputs else "picture_add" if layer < spec.picture_layers else "mlp_add"
     return f"layers.{layer}." + ("scaled" if spec.layer_scalars else last)
 
 
@@ -511,6 +511,8 @@ def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inne
         norm = f"model.layers.{layer}.post_feedforward_layernorm.weight"
         down = ops.rms_norm(down, norm, at + "mlp_post_norm")
     added = ops.add(hidden, down, at + "mlp_add")
+    if layer < spec.picture_layers:
+        added = ops.add(added, ops.layer_input(layer), at + "picture_add")
     return added if spec.layer_inputs else _scaled(ops, spec, layer, added)
 
 

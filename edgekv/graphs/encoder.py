@@ -4,6 +4,7 @@ LayerNorm is `normalize`: matrices that write the residual are stored without th
 row has the mean 0 and its deviation is its root mean square; weights and biases of norms are in the matrices that read
 them. Both are exact. A norm of merged patches needs the means of each, which are a second residual of width 1 then; if
 it follows a norm of each patch, the mean of the merged ones is taken away before it.
+DeepStack's mergers read the residual behind some layers; where they have such a norm, it has the means too.
 Pictures come as patches in the order of the squares that the projector merges, so that merging
 moves nothing. Those of a picture with a shape of its own are followed by inputs that no patch sees.
 """
@@ -25,8 +26,13 @@ from edgekv.spec import (
     PROJECTOR_BIAS,
     PROJECTOR_OUT,
     PROJECTOR_OUT_BIAS,
+    ROWS_PORT,
     TABLE,
     EncoderSpec,
+    bias_of,
+    deepstack_fc1,
+    deepstack_fc2,
+    deepstack_port,
     low_of,
     mean_of,
 )
@@ -42,6 +48,9 @@ class EncoderOps(BlockOps[V], Protocol[V]):
 
     def places(self) -> V:
         """How much of each row of the table of positions an input gets, `[1, 1, inputs, table_side**2]`."""
+
+    def turns(self) -> tuple[V, V]:
+        """Cosines and sines of each patch, `[1, 1, inputs, head_dim]`; the first half of the sines is negative."""
 
     def unpadded(self, scores: V, name: str) -> V:
         """The scores lowered at inputs that are no patches."""
@@ -95,8 +104,13 @@ def _linear(
 def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[V]:
     """The residual before the first layer, from pixels `[1, 1, inputs, 3 * patch**2]`."""
     if spec.has_shapes:
-        seen = _linear(ops, spec, pixels, PATCHES, "vision.patches", bias=PATCHES_BIAS)
-        return Residual(ops.add(seen, _linear(ops, spec, ops.places(), TABLE, "vision.places"), "vision.entry"), None)
+        seen, places = _linear(ops, spec, pixels, PATCHES, "vision.patches", bias=PATCHES_BIAS), ops.places()
+        rows = ops.add(seen, _linear(ops, spec, places, TABLE, "vision.places"), "vision.entry")
+        if not spec.keeps_means:
+            return Residual(rows, None)
+        means = ops.linear(pixels, mean_of(PATCHES), "vision.patch_means", bias=mean_of(PATCHES_BIAS))
+        of_places = ops.linear(places, mean_of(TABLE), "vision.place_means")
+        return Residual(rows, ops.add(means, of_places, "vision.entry_means"))
     rows = ops.plus(_linear(ops, spec, pixels, PATCHES, "vision.patches"), POSITIONS, "vision.entry")
     if not spec.keeps_means:
         return Residual(rows, None)
@@ -107,24 +121,15 @@ def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[
 def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: Residual[V]) -> Residual[V]:
     """One layer: attention of all patches to all, and a feed-forward, each added to the residual.
 
-    Keys have no bias, which adds the same to all scores of a patch; that of values is in the bias of `o_proj`.
+    Keys have no bias, which adds the same to all scores of a patch, unless they are rotated; that of values is in the
+    bias of `o_proj`.
     """
     at, outputs = f"vision.layers.{layer}.", []
+    if layer >= spec.mean_layers:
+        residual = Residual(residual.rows, None)
     x = ops.normalize(residual.rows, spec.hidden, at + "attention_norm")
     for head in range(spec.heads):
-        query, key, value = (
-            _linear(
-                ops,
-                spec,
-                x,
-                f"{at}{kind}_proj.weight",
-                f"{at}{kind}.h{head}",
-                bias=f"{at}q_proj.bias" if kind == "q" else None,
-                head=head,
-                gain=spec.head_dim**-0.5 if kind == "q" else 1.0,
-            )
-            for kind in "qkv"
-        )
+        query, key, value = (_head(ops, spec, x, at, kind, head) for kind in "qkv")
         scores = ops.scores(query, key, f"{at}scores.h{head}")
         if spec.has_shapes:
             scores = ops.unpadded(scores, f"{at}unpadded.h{head}")
@@ -135,6 +140,27 @@ def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: R
     return _added(ops, spec, residual, inner, at, "fc2")
 
 
+def _head(ops: EncoderOps[V], spec: EncoderSpec, x: V, at: str, kind: str, head: int) -> V:
+    """The queries, keys or values of a head, rotated if they are."""
+    name, rotates = f"{at}{kind}.h{head}", spec.rotary_theta is not None and kind != "v"
+    projected = _linear(
+        ops,
+        spec,
+        x,
+        f"{at}{kind}_proj.weight",
+        name + ".projected" if rotates else name,
+        bias=f"{at}{kind}_proj.bias" if rotates or kind == "q" else None,
+        head=head,
+        gain=spec.head_dim**-0.5 if kind == "q" else 1.0,
+    )
+    if not rotates:
+        return projected
+    cos, sin = ops.turns()
+    swapped = ops.swap_halves(projected, spec.head_dim // 2)
+    products = ops.multiply(projected, cos, name + ".cos"), ops.multiply(swapped, sin, name + ".sin")
+    return ops.add(*products, name)
+
+
 def _added(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V], x: V, at: str, matrix: str) -> Residual[V]:
     """The residual plus the results of a matrix."""
     weight, bias, name, means = f"{at}{matrix}.weight", f"{at}{matrix}.bias", at + matrix, residual.means
@@ -143,6 +169,26 @@ def _added(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V], x: V, a
         more = ops.linear(x, mean_of(weight), name + "_mean", bias=mean_of(bias))
         means = ops.add(means, more, name + "_mean_add")
     return Residual(rows, means)
+
+
+def deepstack_rows(ops: EncoderOps[V], spec: EncoderSpec, number: int, residual: Residual[V]) -> V:
+    """What the decoder adds behind its layer `number`, from the residual behind `spec.deepstack[number]`."""
+    at = f"vision.deepstack.{number}."
+    merged = ops.normalize_merged(_with_means(ops, spec, residual, at), at + "norm")
+    inner = _linear(ops, spec, merged, deepstack_fc1(number), at + "fc1", bias=bias_of(deepstack_fc1(number)))
+    inner = ops.exact_gelu(inner, at + "gelu")
+    return _linear(ops, spec, inner, deepstack_fc2(number), at + "rows", bias=bias_of(deepstack_fc2(number)))
+
+
+def encoded(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> dict[str, V]:
+    """All of an encoder: its outputs by name."""
+    residual, outputs = encoder_entry(ops, spec, pixels), dict[str, V]()
+    for layer in range(spec.layers):
+        residual = encoder_layer(ops, spec, layer, residual)
+        if layer in spec.deepstack:
+            number = spec.deepstack.index(layer)
+            outputs[deepstack_port(number)] = deepstack_rows(ops, spec, number, residual)
+    return {ROWS_PORT: encoder_exit(ops, spec, residual), **outputs}
 
 
 def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
@@ -157,7 +203,7 @@ def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -
 
 def _merged(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
     """What the projector reads: patches that become one row next to each other, normalized before or behind that."""
-    x, means = ops.patches(residual.rows), residual.means
+    x = ops.patches(residual.rows)
     if spec.norms == "patches":
         return ops.merged(ops.normalize(x, spec.hidden, "vision.last_norm"), spec.merged)
     if spec.norms == "both":
@@ -165,10 +211,15 @@ def _merged(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
         x = ops.merged(ops.plus(weighted, LAST_NORM_BIAS, "vision.last_norm_bias"), spec.merged)
         x = ops.add(x, ops.linear(x, CENTER, "vision.center"), "vision.centered")
         return ops.normalize_merged(x, "vision.merged_norm")
+    return ops.normalize_merged(_with_means(ops, spec, residual, "vision."), "vision.last_norm")
+
+
+def _with_means(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V], at: str) -> V:
+    """Patches that become one row next to each other, each with its mean less that of all of them."""
+    x, means = ops.patches(residual.rows), residual.means
     assert means is not None, "a norm of merged patches alone needs them"
-    merged = ops.linear(ops.merged(ops.patches(means), spec.merged), MERGED_MEANS, "vision.merged_means")
-    x = ops.add(x, ops.unmerged(merged), "vision.with_means")
-    return ops.normalize_merged(ops.merged(x, spec.merged), "vision.last_norm")
+    merged = ops.linear(ops.merged(ops.patches(means), spec.merged), MERGED_MEANS, at + "merged_means")
+    return ops.merged(ops.add(x, ops.unmerged(merged), at + "with_means"), spec.merged)
 
 
 def _gelu(ops: EncoderOps[V], spec: EncoderSpec, x: V, name: str) -> V:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx
 from numpy.typing import NDArray
@@ -9,11 +11,11 @@ from onnx import helper
 
 from edgekv.bundle import ENCODER, BundleWeights, VisionRecord
 from edgekv.graphs.cpu_mode import RenderedMode
-from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
+from edgekv.graphs.encoder import EncoderOps, encoded
 from edgekv.graphs.products import Products, Rows
 from edgekv.graphs.stacks import HeadStacks, View
 from edgekv.graphs.weight_file import WeightFile
-from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, ROWS_PORT
+from edgekv.spec import COS_PORT, PADDING_PORT, PIXELS_PORT, PLACES_PORT, SIN_PORT
 from quant import DTYPES
 
 
@@ -46,6 +48,9 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
     def places(self) -> View:
         return self._rows_of(PLACES_PORT)
 
+    def turns(self) -> tuple[View, View]:
+        return View(self._input(COS_PORT)), View(self._input(SIN_PORT))
+
     def unpadded(self, scores: View, name: str) -> View:
         return self._each("Add", [scores], name, [self._input(PADDING_PORT)])
 
@@ -60,7 +65,7 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
                 result = self._nodes.add("Add", [result, added], name)
             return result if head is None else self._to_heads(result, self._spec.heads)
 
-        tensor = self._once(("linear", weight), product)
+        tensor = self._once(("linear", x.tensor, weight), product)
         return View(tensor) if head is None else View(tensor, self._spec.heads, head)
 
     def _bias(self, name: str, *, is_by_head: bool, gain: float) -> NDArray[np.float32]:
@@ -110,34 +115,29 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
     def _by_values(self, weights: View, values: View) -> str:
         return self._multiply(weights.tensor, values.tensor, self._ar)
 
-    def finish(self, rows: View) -> onnx.ModelProto:
-        """The model, with the last rows as its output."""
-        spec, encodings = self._spec, self._vision.encodings
-        last = self._nodes.reshape(rows.tensor, [1, 1, spec.rows, spec.output])
-        encoding = encodings[ROWS_PORT]
-        self._nodes.write(
-            "QuantizeLinear",
+    def finish(self, outputs: Mapping[str, View]) -> onnx.ModelProto:
+        """The model with these outputs."""
+        spec, encodings, nodes = self._spec, self._vision.encodings, self._nodes
+        shape = 1, 1, spec.rows, spec.output
+        for port, view in outputs.items():
+            last, encoding = nodes.reshape(view.tensor, shape), encodings[port]
+            zero_point = nodes.number(encoding.zero_point, DTYPES[encoding.dtype].type)
+            nodes.write("QuantizeLinear", [last, nodes.number(encoding.scale), zero_point], [port])
+        inputs, features = (
             [
-                last,
-                self._nodes.number(encoding.scale),
-                self._nodes.number(encoding.zero_point, DTYPES[encoding.dtype].type),
-            ],
-            [ROWS_PORT],
+                helper.make_tensor_value_info(
+                    name, helper.np_dtype_to_tensor_dtype(DTYPES[encodings[name].dtype]), shape
+                )
+                for name, shape in shapes.items()
+            ]
+            for shapes in (spec.input_shapes, dict.fromkeys(outputs, shape))
         )
-        shapes = spec.input_shapes | {ROWS_PORT: (1, 1, spec.rows, spec.output)}
-        *inputs, features = (
-            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(DTYPES[encodings[name].dtype]), shape)
-            for name, shape in shapes.items()
-        )
-        return self._nodes.model(ENCODER, inputs, [features])
+        return nodes.model(ENCODER, inputs, features)
 
 
 def float_encoder(
     vision: VisionRecord, weights: BundleWeights, mode: RenderedMode, file: WeightFile
 ) -> onnx.ModelProto:
     """The graph of an encoder; see `FloatEncoderOps`."""
-    ops, spec = FloatEncoderOps(vision, weights, mode, file), vision.encoder
-    residual = encoder_entry(ops, spec, ops.entry)
-    for layer in range(spec.layers):
-        residual = encoder_layer(ops, spec, layer, residual)
-    return ops.finish(encoder_exit(ops, spec, residual))
+    ops = FloatEncoderOps(vision, weights, mode, file)
+    return ops.finish(encoded(ops, vision.encoder, ops.entry))

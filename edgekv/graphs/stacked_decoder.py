@@ -193,10 +193,10 @@ class StackedOps(StackedDelta):
         return self._each("Div", [x, positive], name)
 
     def layer_input(self, layer: int) -> View:
-        width = self.spec.layer_inputs
+        width = self.spec.input_width
         tensor = self._once(
             ("layer inputs",),
-            lambda: self._nodes.reshape(self._input(LAYER_INPUTS_PORT), [1, -1, self.spec.layers * width]),
+            lambda: self._nodes.reshape(self._input(LAYER_INPUTS_PORT), [1, -1, self.spec.gathered_width]),
         )
         return self.slice(View(tensor, encodings=(self._encoding(LAYER_INPUTS_PORT),)), layer * width, width)
 
@@ -216,12 +216,6 @@ class StackedOps(StackedDelta):
         parts = (cos, cos), (negative, sin)
         both = [View(self._nodes.add("Concat", pair, f"{pair[1]}.both", axis=-1)) for pair in parts]
         return both[0], both[1]
-
-    def swap_halves(self, x: View, half: int) -> View:
-        first, last = (part.tensor for part in self.split(x, [half, half]))
-        key = ("Concat", last, first)
-        tensor = self._once(key, lambda: self._nodes.add("Concat", key[1:], f"{x.tensor}.swapped", axis=-1))
-        return replace(x, tensor=tensor)
 
     # ------------------------------------------------------------------ attention
 

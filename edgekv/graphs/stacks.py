@@ -125,6 +125,12 @@ class HeadStacks(ABC):
         tensor = self._tensor(x)
         return replace(x, tensor=self._nodes.add("Slice", [tensor, *bounds], tensor + ".slice"))
 
+    def swap_halves(self, x: View, half: int) -> View:
+        first, last = (part.tensor for part in self.split(x, [half, half]))
+        key = ("Concat", last, first)
+        tensor = self._once(key, lambda: self._nodes.add("Concat", key[1:], f"{x.tensor}.swapped", axis=-1))
+        return replace(x, tensor=tensor)
+
     def join(self, parts: list[View], name: str) -> View:
         if parts[0].heads and {part.tensor for part in parts} == {parts[0].tensor}:
             return View(self._from_heads(parts[0]), encodings=parts[0].encodings[:1])

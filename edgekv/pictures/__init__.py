@@ -20,11 +20,17 @@ if TYPE_CHECKING:
         graph_inputs as graph_inputs,
         normalized as normalized,
     )
+    from edgekv.pictures.positions import (
+        PositionOffsets as PositionOffsets,
+        axis_positions as axis_positions,
+        row_places as row_places,
+    )
     from edgekv.pictures.prompt import expand as expand, place as place
     from edgekv.pictures.rows import (
         Picture as Picture,
         PictureRows as PictureRows,
         PictureSize as PictureSize,
+        RowsBehind as RowsBehind,
         Tile as Tile,
     )
     from edgekv.pictures.tiled import TiledPicture as TiledPicture, TileGrid as TileGrid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,23 @@ from edgekv.kv.memory import aligned_zeros
 from edgekv.pictures.patches import encoder_inputs, graph_inputs
 from edgekv.runtime.binding import Binding
 from edgekv.runtime.engine import open_encoder
-from edgekv.spec import ROWS_PORT, EncoderSpec
+from edgekv.spec import LAYER_INPUTS_PORT, EncoderSpec
 from quant import DTYPES
 
 if TYPE_CHECKING:
     from edgekv.runtime import Engine
+
+
+class EncodedRows(NamedTuple):
+    """What an encoder gives of a tile, as decoders read it.
+
+    Attributes:
+        embeddings: `[rows, hidden]`.
+        behind: what the decoder adds behind each of its first n layers, `[rows, n * hidden]`; None if it adds nothing.
+    """
+
+    embeddings: NDArray[Any]
+    behind: NDArray[Any] | None
 
 
 class PictureEncoder:
@@ -30,11 +42,12 @@ class PictureEncoder:
         self._vision = vision
         self._file = bundle.path / vision.file
         self._engine = engine
-        self._embedding = bundle.manifest.encodings["embedding"]
+        encodings = bundle.manifest.encodings
+        self._embedding, self._behind = encodings["embedding"], encodings.get(LAYER_INPUTS_PORT)
         self._binding: Binding | None = None
         self._is_closed = False
         self._inputs: dict[str, NDArray[Any]] = {}
-        self._rows = np.zeros(0)
+        self._outputs: dict[str, NDArray[Any]] = {}
 
     @property
     def spec(self) -> EncoderSpec:
@@ -45,10 +58,10 @@ class PictureEncoder:
         """Free the graph; a later tile is refused."""
         self._binding, self._is_closed = None, True
         self._inputs.clear()
-        self._rows = np.zeros(0)
+        self._outputs.clear()
 
-    def encode(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
-        """The rows of a tile `[height, width, 3]` as decoders read embeddings, `[rows, hidden]`.
+    def encode(self, pixels: NDArray[np.uint8]) -> EncodedRows:
+        """The rows of a tile `[height, width, 3]`.
 
         Raises:
             EngineError: the engine has no encoders, refused the graph, or failed.
@@ -69,18 +82,25 @@ class PictureEncoder:
             fix = "Try another --engine; if it runs there, report this graph."
             raise EngineError(f"running {vision.file}", got=got, expected="a picture's rows", fix=fix) from None
         height, width = pixels.shape[:2]
-        integers = self._rows[0, 0, : vision.encoder.rows_of(width, height)]
-        rows: NDArray[Any] = vision.encodings[ROWS_PORT].dequantize(integers)
-        return self._embedding.quantize(rows)
+        count = vision.encoder.rows_of(width, height)
+        first, *more = (
+            vision.encodings[port].dequantize(values[0, 0, :count]) for port, values in self._outputs.items()
+        )
+        behind = None
+        if more:
+            assert self._behind is not None, "a decoder that adds rows of pictures"
+            behind = self._behind.quantize(np.concatenate(more, axis=1))
+        return EncodedRows(self._embedding.quantize(first), behind)
 
     def _bound(self) -> Binding:
         spec, encodings = self.spec, self._vision.encodings
         binding = open_encoder(self._engine, self._file)
-        rows = DTYPES[encodings[ROWS_PORT].dtype]
-        self._rows = aligned_zeros((1, 1, spec.rows, spec.output), rows.name)
         for name, shape in spec.input_shapes.items():
             dtype = DTYPES[encodings[name].dtype]
             self._inputs[name] = values = aligned_zeros(shape, dtype.name)
             binding.inputs([name], dtype, shape, [values.ctypes.data])
-        binding.outputs([ROWS_PORT], rows, self._rows.shape, [self._rows.ctypes.data])
+        for name in spec.outputs:
+            dtype = DTYPES[encodings[name].dtype]
+            self._outputs[name] = values = aligned_zeros((1, 1, spec.rows, spec.output), dtype.name)
+            binding.outputs([name], dtype, values.shape, [values.ctypes.data])
         return binding

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, EncoderSpec, PictureSpec
+from edgekv.spec import COS_PORT, PADDING_PORT, PIXELS_PORT, PLACES_PORT, SIN_PORT, EncoderSpec, PictureSpec
 from quant import Encoding
 
 _Floats = NDArray[np.float32]
@@ -23,10 +23,13 @@ class EncoderInputs:
         patches: channels, rows and columns of each, `[patches, 3 * patch**2]`, and zeros for a class.
         places: how much of each row of the table of positions a patch gets, `[patches, table_side**2]`; None if all
             tiles have one size.
+        turns: cosines and sines of the rotary embedding of each patch, `[patches, head_dim]`; the first half of the
+            sines is negative. None without one.
     """
 
     patches: _Floats
     places: _Floats | None = None
+    turns: tuple[_Floats, _Floats] | None = None
 
 
 def block_order(rows: int, columns: int, merge: int) -> NDArray[np.int64]:
@@ -52,12 +55,30 @@ def encoder_inputs(pixels: NDArray[np.uint8], spec: EncoderSpec, pictures: Pictu
     inputs[: len(patches)] = patches[order]
     if not spec.has_shapes:
         return EncoderInputs(inputs)
-    down, across = (_interpolation(edge, spec.table_side) for edge in (rows, columns))
+    weights = _antialiased if spec.interpolation == "antialiased" else _between_corners
+    down, across = (weights(edge, spec.table_side) for edge in (rows, columns))
     places = down[:, None, :, None] * across[None, :, None, :]
-    return EncoderInputs(inputs, places.reshape(rows * columns, -1)[order])
+    turns = None if spec.rotary_theta is None else _turns(rows, columns, spec.head_dim, spec.rotary_theta, order)
+    return EncoderInputs(inputs, places.reshape(rows * columns, -1)[order], turns)
 
 
-def _interpolation(size: int, table: int) -> _Floats:
+def _turns(rows: int, columns: int, head_dim: int, theta: float, order: NDArray[np.int64]) -> tuple[_Floats, _Floats]:
+    """Of a rotary embedding whose first pairs turn with the row of a patch, and the others with its column."""
+    frequencies = theta ** (-np.arange(0, head_dim // 2, 2) / (head_dim // 2))
+    down, across = np.divmod(np.arange(rows * columns)[order], columns)
+    angles = np.concatenate([down[:, None] * frequencies, across[:, None] * frequencies], axis=1)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
+
+
+def _between_corners(size: int, table: int) -> _Floats:
+    """How much of each of `table` points each of `size` has, bilinear: the first and the last are the table's."""
+    places = np.linspace(0, table - 1, size, dtype=np.float32)
+    found: _Floats = np.maximum(1 - np.abs(np.arange(table, dtype=np.float32) - places[:, None]), 0)
+    return found
+
+
+def _antialiased(size: int, table: int) -> _Floats:
     """How much of each of `table` points each of `size` has, bilinear with antialiasing as PyTorch does it."""
     scale = table / size
     centers = (np.arange(size) + 0.5) * scale - 0.5
@@ -76,4 +97,7 @@ def graph_inputs(
     if inputs.places is not None:
         values[PLACES_PORT][0, 0, :count] = inputs.places
         values[PADDING_PORT][..., count:] = -np.inf
+    if inputs.turns is not None:
+        for port, turns in zip((COS_PORT, SIN_PORT), inputs.turns, strict=True):
+            values[port][0, 0, :count] = turns
     return {name: encodings[name].quantize(array) for name, array in values.items()}

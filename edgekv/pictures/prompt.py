@@ -12,14 +12,14 @@ from edgekv.spec import PictureSpec
 def expand(text: str, pictures: Sequence[Picture | PictureSize], spec: PictureSpec, field: str = "prompt") -> str:
     """A prompt in which each picture's token is replaced by those of its rows, as transformers' processor writes them.
 
-    A prompt without any such token has all pictures in front; messages have one for each.
+    A prompt without any such token has all pictures in front, as `PictureSpec.written`; messages have one for each.
 
     Raises:
         UsageError: the text has another number of these tokens.
     """
     count = text.count(spec.token)
     if not count and field == "prompt":
-        text, count = spec.token * len(pictures) + text, len(pictures)
+        text, count = (spec.written or spec.token) * len(pictures) + text, len(pictures)
     if count != len(pictures):
         expected = f"{len(pictures)}, one for each picture"
         fix = f"Write {spec.token} where each picture stands, or nowhere to have them in front of a prompt."

@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import EmbeddingTable
-from edgekv.pictures.encoder import PictureEncoder
+from edgekv.pictures.encoder import EncodedRows, PictureEncoder
+from edgekv.pictures.positions import FIRST_ID, Places, axis_positions, row_places
 from edgekv.spec import EncoderSpec
+from quant import DTYPES, Encoding
 
 if TYPE_CHECKING:
     from edgekv.pictures.tiled import TiledPicture, TileGrid
-
-_FIRST_ID = 1 << 62
-"""Ids of rows have this bit and 62 bits of a hash: no vocabulary reaches them, and no two pictures share one."""
 
 
 class Tile:
@@ -32,34 +31,37 @@ class Tile:
     Attributes:
         ids: of its rows, from a hash of its pixels and of the salt: users of different salts share no rows.
         encode_ms: time of the encoder; 0 if it has not run.
+        places: of its rows; see `row_places`.
     """
 
-    def __init__(self, pixels: NDArray[np.uint8], rows: int, salt: str | None = None) -> None:
+    def __init__(self, pixels: NDArray[np.uint8], grid: tuple[int, int], salt: str | None = None) -> None:
+        """Args: pixels: of it. grid: of its rows, see `EncoderSpec.grid_of`. salt: of its user."""
+        self.places = row_places(*grid)
+        rows = len(self.places)
         key = b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=32).digest()
         shape = b"%d" % pixels.shape[0]  # with the number of bytes it is the tile's
         digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=32, key=key, salt=shape).digest()
         hashed = np.frombuffer(hashlib.shake_128(digest).digest(8 * rows), ">u8") >> np.uint64(2)
-        self.ids: tuple[int, ...] = tuple(_FIRST_ID | int(number) for number in hashed)
+        self.ids: tuple[int, ...] = tuple(FIRST_ID | int(number) for number in hashed)
         self.encode_ms = 0.0
         self._pixels: NDArray[np.uint8] | None = pixels
-        self._rows: NDArray[Any] | None = None
+        self._rows: EncodedRows | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held: pixels, or rows once it is encoded."""
-        held = self._pixels if self._rows is None else self._rows
-        return 0 if held is None else int(held.nbytes)
+        held = (self._pixels,) if self._rows is None else self._rows
+        return sum(int(each.nbytes) for each in held if each is not None)
 
-    def row(self, id: int, encoder: PictureEncoder) -> NDArray[Any]:
-        """The row `[hidden]` of an id, as graphs read it."""
+    def rows(self, encoder: PictureEncoder) -> EncodedRows:
+        """All of its rows, as graphs read them."""
         if self._rows is None:
             assert self._pixels is not None, "it has one of both"
             started = perf_counter_ns()
             self._rows = encoder.encode(self._pixels)
             self.encode_ms = (perf_counter_ns() - started) / 1e6
             self._pixels = None
-        row: NDArray[Any] = self._rows[self.ids.index(id)]
-        return row
+        return self._rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Picture:
     def __str__(self) -> str:
         (width, height), grid = self.grid.size, self.grid
         tiles = f"{grid.columns} x {grid.rows} tiles and the whole" if grid.rows else "1 tile"
+        if grid.whole is not None and not grid.rows:
+            tiles = f"shown as {grid.whole[0]} x {grid.whole[1]}"
         return f"{width} x {height} pixels, {tiles}, {self.tokens} tokens"
 
     @property
@@ -120,8 +124,8 @@ class PictureRows:
 
     def open(self, picture: TiledPicture, salt: str | None = None) -> Picture:
         """A picture with the ids of its rows; tiles that somebody with the same salt holds are the same objects."""
-        rows = PictureSize.of(picture.grid, self.encoder.spec).rows
-        tiles = [Tile(pixels, count, salt) for pixels, count in zip(picture.tiles, rows, strict=True)]
+        spec = self.encoder.spec
+        tiles = [Tile(pixels, spec.grid_of(pixels.shape[1], pixels.shape[0]), salt) for pixels in picture.tiles]
         with self._lock:
             return Picture(tuple(map(self._shared, tiles)), picture.grid)
 
@@ -133,11 +137,53 @@ class PictureRows:
     def rows(self, tokens: Sequence[int]) -> NDArray[Any]:
         """The embeddings of tokens as graphs read them, `[T, hidden]`."""
         ids = np.asarray(tokens, np.int64)
-        pictured = np.flatnonzero(ids >= _FIRST_ID)
+        pictured = np.flatnonzero(ids >= FIRST_ID)
         if not len(pictured):
             return self._table.rows(ids)
-        rows = self._table.rows(np.where(ids >= _FIRST_ID, 0, ids))
+        rows = self._table.rows(np.where(ids >= FIRST_ID, 0, ids))
         for at in pictured:
-            id = int(ids[at])
-            rows[at] = self._tiles[id].row(id, self.encoder)
+            tile, row = self.found(int(ids[at]))
+            rows[at] = tile.rows(self.encoder).embeddings[row]
+        return rows
+
+    def place(self, id: int) -> tuple[int, int, int]:
+        """Row and column of a row of a picture, and how far the text moves on behind it; see `row_places`."""
+        tile, row = self.found(id)
+        down, across, moves = tile.places[row].tolist()
+        return down, across, moves
+
+    def positions(self, tokens: Sequence[int]) -> Places | None:
+        """See `axis_positions`; None if no token is a row of a picture."""
+        if not tokens or max(tokens) < FIRST_ID:
+            return None
+        places = np.zeros((len(tokens), 3), np.int64)
+        places[:, 2] = 1
+        for at, token in enumerate(tokens):
+            if token >= FIRST_ID:
+                places[at] = self.place(token)
+        return axis_positions(places)
+
+    def found(self, id: int) -> tuple[Tile, int]:
+        """The tile of a row, and the row's number there."""
+        tile = self._tiles[id]
+        return tile, tile.ids.index(id)
+
+
+class RowsBehind:
+    """What a decoder adds to the residual behind its first layers: rows of pictures, and nothing for all else."""
+
+    def __init__(self, pictures: PictureRows, width: int, encoding: Encoding) -> None:
+        """Args: pictures: have the rows. width: of those of all layers. encoding: of the graphs' input."""
+        self._pictures = pictures
+        self._nothing = np.full(width, encoding.zero_point, DTYPES[encoding.dtype])
+
+    def rows(self, tokens: Sequence[int]) -> NDArray[Any]:
+        """As graphs read them, `[T, n * hidden]`."""
+        rows = np.tile(self._nothing, (len(tokens), 1))
+        for at, token in enumerate(tokens):
+            if token >= FIRST_ID:
+                tile, row = self._pictures.found(token)
+                behind = tile.rows(self._pictures.encoder).behind
+                assert behind is not None, "an encoder with such rows"
+                rows[at] = behind[row]
         return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ def cut_tiles(pixels: Pixels, pictures: PictureSpec, edge: int, size: tuple[int,
 
     Every size and pixel is that of transformers' `SmolVLMImageProcessor` or, for the nearest aspect ratio, of its
     `GotOcr2ImageProcessor`: each step is resized by itself. With shapes, sizes are those of its `Lfm2VlImageProcessor`,
-    and pixels differ by 1 at most.
+    and pixels differ by 1 at most; without tiles, they are those of its `Qwen2VLImageProcessor`, to 1 as well.
 
     Args:
         pictures: says whether it is split, and how large it may be.
@@ -57,6 +58,8 @@ def _plan(size: tuple[int, int], pictures: PictureSpec, edge: int) -> tuple[Tile
     """The grid of a picture, and the sizes that it is resized to, one after the other."""
     steps = [size if pictures.longest is None else _bounded(*size, pictures.longest)]
     whole = None if pictures.shapes is None else _within(*steps[0], pictures.shapes)
+    if pictures.sizes:
+        whole = _nearest_size(*steps[0], pictures.sizes)
     is_small = pictures.shapes is not None and not _is_split(*steps[0], pictures.shapes)
     if pictures.tiling == "none" or is_small:
         return TileGrid(size, whole=whole), steps
@@ -93,6 +96,17 @@ def _within(width: int, height: int, shapes: PictureShapes) -> tuple[int, int]:
         longer = int(within[1] > within[0])
         within[longer] = max(most // within[1 - longer] // step, 1) * step
     return within[0], within[1]
+
+
+def _nearest_size(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Of these widths and heights those whose ratio is nearest to that of a picture; of equal ones, whose area is."""
+
+    def distance(size: tuple[int, int]) -> tuple[float, float]:
+        return abs(math.log(width / height) - math.log(size[0] / size[1])), abs(
+            math.log(width * height) - math.log(size[0] * size[1])
+        )
+
+    return min(sizes, key=distance)
 
 
 def _nearest(edge: int, step: int) -> int:

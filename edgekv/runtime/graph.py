@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.bundle import EmbeddingTable, GraphRecord, Manifest
+from edgekv.bundle import GraphRecord, Manifest
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache, Window
 from edgekv.kv.memory import aligned_zeros
@@ -67,12 +67,15 @@ class HostTables:
     Attributes:
         ropes: see `rope_tables`.
         embeddings: of tokens, if the graph reads them instead of ids.
-        layer_inputs: see `Bundle.layer_inputs`.
+        layer_inputs: see `Bundle.layer_inputs`; of a decoder that adds rows of pictures, those.
+        positions: of some tokens along the three axes of `DecoderSpec.picture_axes`, `[T, 3]`, from that of the first
+            on; None if they follow each other. None if all always do.
     """
 
     ropes: Mapping[str, RopeTable]
     embeddings: Embeddings | None = None
-    layer_inputs: EmbeddingTable | None = None
+    layer_inputs: Embeddings | None = None
+    positions: Callable[[Sequence[int]], NDArray[np.int64] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +361,10 @@ class StepInputs:
             [] if tables.layer_inputs is None else [(tables.layer_inputs, self.arrays[LAYER_INPUTS_PORT][0, 0])]
         )
         self._pad_token = pad
+        if LAYER_INPUTS_PORT in self.arrays:
+            self.arrays[LAYER_INPUTS_PORT][:] = manifest.encodings[LAYER_INPUTS_PORT].zero_point
+        self._positions = tables.positions
+        self._axes = np.array(manifest.model.picture_axes, np.int64)
         self._rotary = [
             (table, *(self.arrays[name][0, 0] for name in names))
             for suffix, table in tables.ropes.items()
@@ -380,8 +387,12 @@ class StepInputs:
     def write(self, tokens: Sequence[int], position: int, windows: Sequence[Window]) -> None:
         """Write a step; see `StaticGraph.run`."""
         n, before = len(tokens), self._invalidate()
+        along = None if self._positions is None else self._positions(tokens)
         for table, cos, sin in self._rotary:
-            cos[:n], sin[:n] = table.rows(position, n)
+            if along is None:
+                cos[:n], sin[:n] = table.rows(position, n)
+            else:
+                cos[:n], sin[:n] = table.rows_along(position + along[:, self._axes])
         for group, mask in self._masks:
             mask.write(n, windows[group])
         if self._taps is not None:
@@ -391,14 +402,24 @@ class StepInputs:
     def write_rows(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
         """Write a step whose tokens do not follow each other; see `StaticGraph.run_rows`."""
         before = self._invalidate()
+        along = [self._along(row, rows) for row in rows]
         for table, cos, sin in self._rotary:
             for at, row in enumerate(rows):
-                cos[at], sin[at] = table.rows(row.position, 1)
+                places = along[at]
+                one = table.rows(row.position, 1) if places is None else table.rows_along(places[:, self._axes])
+                cos[at], sin[at] = one
         for group, mask in self._masks:
             mask.write_rows(rows, windows[group])
         if self._taps is not None:
             self._taps.write_rows(rows)
         self._write_entry([row.token for row in rows], before)
+
+    def _along(self, row: Row, rows: Sequence[Row]) -> NDArray[np.int64] | None:
+        """Its positions along all axes, `[1, 3]`, if it or a new row before it is one of a picture."""
+        if self._positions is None:
+            return None
+        along = self._positions([rows[new].token for new in row.rows])
+        return None if along is None else row.position - (len(row.rows) - 1) + along[-1:]
 
     def _invalidate(self) -> int:
         """Have a step that does not end leave nothing that the next one takes for written; return `filled`."""
@@ -580,8 +601,14 @@ class RopeTable:
             self._cos, self._sin = (np.concatenate(pair) for pair in zip((self._cos, self._sin), more, strict=True))
         return self._cos[position:end], self._sin[position:end]
 
+    def rows_along(self, positions: NDArray[np.int64]) -> tuple[Table, Table]:
+        """Cosines and sines of tokens whose pairs have positions of their own, `[T, R/2]`."""
+        return self._turned(positions.astype(np.float64) * self._frequencies)
+
     def _compute(self, start: int, stop: int) -> tuple[Table, Table]:
-        angles = np.arange(start, stop, dtype=np.float64)[:, None] * self._frequencies
+        return self._turned(np.arange(start, stop, dtype=np.float64)[:, None] * self._frequencies)
+
+    def _turned(self, angles: NDArray[np.float64]) -> tuple[Table, Table]:
         cos, sin = self._encodings
         return _truncate(self._factor * np.cos(angles), cos), _truncate(self._factor * np.sin(angles), sin)
 

@@ -141,6 +141,7 @@ if TYPE_CHECKING:
         LAYER_TABLE as LAYER_TABLE,
         LAYER_TABLE_NORM as LAYER_TABLE_NORM,
         LAYER_TABLE_PROJECTION as LAYER_TABLE_PROJECTION,
+        PICTURE_PLACES as PICTURE_PLACES,
         TARGET_FRAME as TARGET_FRAME,
         TARGET_IN as TARGET_IN,
         TARGET_OUT as TARGET_OUT,
@@ -176,6 +177,7 @@ if TYPE_CHECKING:
     )
     from edgekv.spec.vision import (
         CENTER as CENTER,
+        COS_PORT as COS_PORT,
         LAST_NORM as LAST_NORM,
         LAST_NORM_BIAS as LAST_NORM_BIAS,
         MERGED_MEANS as MERGED_MEANS,
@@ -190,10 +192,15 @@ if TYPE_CHECKING:
         PROJECTOR_OUT as PROJECTOR_OUT,
         PROJECTOR_OUT_BIAS as PROJECTOR_OUT_BIAS,
         ROWS_PORT as ROWS_PORT,
+        SIN_PORT as SIN_PORT,
         TABLE as TABLE,
         EncoderSpec as EncoderSpec,
         PictureShapes as PictureShapes,
         PictureSpec as PictureSpec,
+        bias_of as bias_of,
+        deepstack_fc1 as deepstack_fc1,
+        deepstack_fc2 as deepstack_fc2,
+        deepstack_port as deepstack_port,
         low_of as low_of,
         mean_of as mean_of,
     )

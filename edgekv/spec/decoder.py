@@ -198,6 +198,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         value_norm: whether values are divided by their root mean square.
         layer_inputs: P, the width of what the host gathers for each token and layer, which gates a branch of its own
             at the end of the layer; 0 without.
+        picture_layers: behind each of so many first layers, rows of pictures are added to the residual, which the
+            encoder makes behind layers of its own (DeepStack, arXiv 2406.04334). 0 if pictures are only embedded.
+        picture_axes: for each pair of the rotary embedding, what it turns with: 0 the place in the text, or of a row of
+            a picture 1 its row and 2 its column; empty if it is the place in the text for all.
         layer_scalars: whether the residual is multiplied by a stored number at the end of each layer.
         head_gates: whether the output of each head is multiplied by the sigmoid of a projection of the layer's input.
         output_gates: whether every channel of the heads' outputs is. Checkpoints store the gates' matrix within q_proj.
@@ -265,6 +269,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_owners: tuple[_Layer, ...] = ()
     value_norm: bool = False
     layer_inputs: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
+    picture_layers: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
+    picture_axes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2)], ...], msgspec.Meta(max_length=1 << 12)] = ()
     layer_scalars: bool = False
     head_gates: bool = False
     output_gates: bool = False
@@ -425,6 +431,16 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.experts is not None and self.has_experts(layer):
             return self.experts.count * self.experts.intermediate
         return self.of_layer(layer).intermediate
+
+    @property
+    def input_width(self) -> int:
+        """Width of what a layer reads of all that the host gathers."""
+        return self.layer_inputs or (self.hidden if self.picture_layers else 0)
+
+    @property
+    def gathered_width(self) -> int:
+        """Width of what the host gathers of a token for all layers; 0 if they read none of it."""
+        return self.input_width * (self.layers if self.layer_inputs else self.picture_layers)
 
     @property
     def result_width(self) -> int:

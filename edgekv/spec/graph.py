@@ -77,6 +77,7 @@ class DecoderInterface:
         lora: the inputs for adapters; None if the graphs have none.
         cache_owners: see `DecoderSpec`.
         layer_inputs: width of what the host gathers for all layers of a token; 0 without.
+        picture_layers: the first layers, which alone read it; 0 if all do.
         given_hidden: width of the hidden state that graphs give beside the logits; 0 if they give none.
         reads_hidden: whether they read one of the target's, of the same width.
         is_cached: whether they read and write rows of keys and values; else a step is a whole text.
@@ -93,6 +94,7 @@ class DecoderInterface:
     given_hidden: int = 0
     reads_hidden: bool = False
     is_cached: bool = True
+    picture_layers: int = 0
 
     @classmethod
     def of(
@@ -126,10 +128,11 @@ class DecoderInterface:
             activations,
             lora,
             spec.cache_owners,
-            spec.layers * spec.layer_inputs,
+            spec.gathered_width,
             spec.target.hidden if spec.target is not None else spec.hidden if spec.gives_hidden else 0,
             spec.target is not None,
             not spec.bidirectional,
+            spec.picture_layers,
         )
 
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
@@ -144,8 +147,9 @@ class DecoderInterface:
         with states: `conv_rows` [(K-1) * AR], the row that a tap of a convolution reads for a token, by tap, of past,
         new and others' rows; and for each layer the others, [1, 1, (K-1) * AR, hidden], states of further sequences.
         With a gated delta rule there are no others. Where layers have inputs of their own: `per_layer_inputs`
-        [1, 1, AR, layers * P]. Where a layer reads the cache of one in an earlier part: that past, and its new rows,
-        under the name of the earlier part's output. In a drafter's graphs `target_hidden` [1, 1, AR, H], and the rows
+        [1, 1, AR, layers * P]; or [1, 1, AR, layers * hidden] where the first layers add rows of pictures. Where a
+        layer reads the cache of one in an earlier part: that past, and its new rows, under the name of the earlier
+        part's output. In a drafter's graphs `target_hidden` [1, 1, AR, H], and the rows
         of the target's layers as if those were an earlier part. In graphs with slots: the A's and B's of
         `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1]. Without a cache AR is S,
         P is 0, no past is read and no new row given.
@@ -218,7 +222,7 @@ class DecoderInterface:
             yield self._activation(kind, part.entry, (1, 1, rows, self.hidden))
         if self.reads_hidden:
             yield self._activation("target_hidden", TARGET_HIDDEN, (1, 1, ar, self.given_hidden))
-        if self.layer_inputs and part.layers:
+        if self.layer_inputs and part.layers and (not self.picture_layers or part.first_layer < self.picture_layers):
             yield self._activation("layer_inputs", LAYER_INPUTS_PORT, (1, 1, ar, self.layer_inputs))
         for mask, past_rows in masks.items():
             yield self._activation("mask", mask, (1, 1, ar, past_rows + ar), MASK)

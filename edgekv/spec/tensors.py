@@ -33,6 +33,8 @@ XIELU_BETA = 0.5
 EMBEDDING_STEPS = "model.embed_tokens.steps"
 EMBEDDING_COLUMNS = "model.embed_tokens.columns"
 LAYER_INPUTS = "model.layer_inputs.weight"
+PICTURE_PLACES = "pictures.places"
+"""Of each token its row and column in a picture, and how far the text moves on behind it: 0, 0 and 1 of a text."""
 """What each layer reads of each token, `[V, layers * P]`: it follows from the token alone, so the host gathers it.
 
 In Gemma 4 it is `(norm(embedding @ projection.T / sqrt(H)) + table * sqrt(P)) / sqrt(2)`, with the three tensors below.

@@ -30,6 +30,28 @@ PIXELS_PORT, ROWS_PORT = "pixel_values", "image_features"
 PLACES_PORT, PADDING_PORT = "position_weights", "padding_mask"
 """Further inputs of an encoder whose pictures have shapes of their own: how much of each row of its table each patch
 gets, `[1, 1, inputs, table_side**2]`, and what lowers the scores of inputs that are no patches, `[1, 1, 1, inputs]`."""
+COS_PORT, SIN_PORT = "position_ids_cos", "position_ids_sin"
+"""Inputs of an encoder with a rotary embedding, `[1, 1, inputs, head_dim]`; the first half of the sines is negative."""
+
+
+def deepstack_port(number: int) -> str:
+    """Output `[1, 1, rows, output]` of an encoder: what the decoder adds to the residual behind its layer `number`."""
+    return f"deepstack_features_{number}"
+
+
+def deepstack_fc1(number: int) -> str:
+    """The first of the two matrices that make such rows of merged patches."""
+    return f"vision.deepstack.{number}.fc1.weight"
+
+
+def deepstack_fc2(number: int) -> str:
+    """The second one."""
+    return f"vision.deepstack.{number}.fc2.weight"
+
+
+def bias_of(name: str) -> str:
+    """The name of the bias of a matrix."""
+    return name.removesuffix("weight") + "bias"
 
 
 def low_of(name: str) -> str:
@@ -58,6 +80,12 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         exact_gelu: whether GELU has the error function; else its approximation with tanh.
         table_side: edge of the table of positions, from which those of a picture's shape are interpolated; 0 for
             pictures of one size, of which each patch has a row of its own.
+        interpolation: how: bilinear with antialiasing, or bilinear between corners that stay corners.
+        most_patches: of the largest picture with a shape of its own; None for those of the square.
+        rotary_theta: base of the rotary embedding of queries and keys, half of whose pairs turn with the row of a patch
+            and half with its column; None without one.
+        deepstack: layers behind which patches are merged a second time, by a norm and two matrices of their own: the
+            decoder adds these rows to the residual behind its first layers (arXiv 2406.04334).
         projector: one matrix, or two with a GELU between them.
         projector_width: of the results of the first of two; None for that of the output.
         norms: what is normalized behind the layers: each patch, the patches that become one row together, or the
@@ -81,6 +109,10 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     has_class: bool = False
     exact_gelu: bool = False
     table_side: Annotated[int, msgspec.Meta(ge=0, le=1 << 7)] = 0
+    interpolation: Literal["antialiased", "corners"] = "antialiased"
+    most_patches: _Count | None = None
+    rotary_theta: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
+    deepstack: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 12)], ...], msgspec.Meta(max_length=16)] = ()
     projector: Literal["matrix", "mlp"] = "matrix"
     projector_width: _Width | None = None
     norms: Literal["patches", "merged", "both"] = "patches"
@@ -93,8 +125,14 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"hidden: got {self.hidden}; expected a multiple of {self.heads} heads")
         if self.image % (self.patch * self.merge):
             raise ValueError(f"image: got {self.image} pixels; expected a multiple of {self.patch} x {self.merge}")
-        if self.has_shapes and (self.has_class or self.keeps_means):
-            raise ValueError("table_side: got a class or means; expected patches alone")
+        if self.has_shapes and self.has_class:
+            raise ValueError("table_side: got a class; expected patches alone")
+        if self.most_patches is not None and (not self.has_shapes or self.most_patches % self.merged):
+            raise ValueError(f"most_patches: got {self.most_patches}; expected squares of {self.merged}, with a table")
+        if self.rotary_theta is not None and (self.head_dim % 4 or not self.has_shapes):
+            raise ValueError("rotary_theta: got it; expected heads of a multiple of 4, and pictures with shapes")
+        if (self.deepstack and self.deepstack[-1] >= self.layers) or [*self.deepstack] != sorted({*self.deepstack}):
+            raise ValueError(f"deepstack: got {self.deepstack}; expected ascending numbers below {self.layers}")
 
     @property
     def head_dim(self) -> int:
@@ -108,13 +146,18 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def patches(self) -> int:
-        """Patches of a picture."""
-        return self.side**2
+        """Patches of a picture; of the largest, if they have shapes of their own."""
+        return self.side**2 if self.most_patches is None else self.most_patches
 
     @property
     def keeps_means(self) -> bool:
         """Whether the means of the residual's rows are needed: by a norm of merged patches alone."""
-        return self.norms == "merged"
+        return self.mean_layers > 0
+
+    @property
+    def mean_layers(self) -> int:
+        """The first layers that write the means of the residual's rows: those before the last that reads them."""
+        return self.layers if self.norms == "merged" else max(self.deepstack, default=-1) + 1
 
     @property
     def has_shapes(self) -> bool:
@@ -148,11 +191,23 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.has_shapes:
             shapes[PLACES_PORT] = 1, 1, self.inputs, self.table_side**2
             shapes[PADDING_PORT] = 1, 1, 1, self.inputs
+        if self.rotary_theta is not None:
+            shapes |= dict.fromkeys((COS_PORT, SIN_PORT), (1, 1, self.inputs, self.head_dim))
         return shapes
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs of its graph, each `[1, 1, rows, output]`."""
+        return ROWS_PORT, *map(deepstack_port, range(len(self.deepstack)))
+
+    def grid_of(self, width: int, height: int) -> tuple[int, int]:
+        """How many rows of the output are below each other, and beside each other, of a tile of so many pixels."""
+        return height // self.patch // self.merge, width // self.patch // self.merge
 
     def rows_of(self, width: int, height: int) -> int:
         """Rows of a tile of so many pixels."""
-        return (width // self.patch // self.merge) * (height // self.patch // self.merge)
+        down, across = self.grid_of(width, height)
+        return down * across
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -172,9 +227,13 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.norms == "both":
             matrices[CENTER] = 1, self.hidden * self.merged
         if self.keeps_means:
-            writers = [name for name in matrices if name == PATCHES or name.endswith(("o_proj.weight", "fc2.weight"))]
+            ends = [f"vision.layers.{layer}.{end}" for layer in range(self.mean_layers) for end in ("o_proj", "fc2")]
+            writers = [name for name in matrices if name in (PATCHES, TABLE) or name.removesuffix(".weight") in ends]
             matrices |= {mean_of(name): (1, matrices[name][1]) for name in writers}
             matrices[MERGED_MEANS] = self.merged, self.merged
+        for number in range(len(self.deepstack)):
+            width = self.hidden * self.merged
+            matrices |= {deepstack_fc1(number): (width, width), deepstack_fc2(number): (self.output, width)}
         return matrices | {low_of(name): matrices[name] for name in self.wide}
 
     @property
@@ -189,13 +248,19 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             tensors[PROJECTOR_OUT_BIAS] = (self.output,)
         for layer in range(self.layers):
             at = f"vision.layers.{layer}."
-            tensors |= {f"{at}q_proj.bias.h{head}": (self.head_dim,) for head in range(self.heads)}
+            biased = "q" if self.rotary_theta is None else "qk"
+            tensors |= {
+                f"{at}{kind}_proj.bias.h{head}": (self.head_dim,) for kind in biased for head in range(self.heads)
+            }
             tensors |= {f"{at}o_proj.bias": (self.hidden,), f"{at}fc2.bias": (self.hidden,)}
             tensors[at + "fc1.bias"] = (self.intermediate,)
-            if self.keeps_means:
+            if layer < self.mean_layers:
                 tensors |= {f"{at}o_proj_mean.bias": (1,), f"{at}fc2_mean.bias": (1,)}
         if self.keeps_means:
-            tensors[mean_of(POSITIONS)] = self.inputs, 1
+            tensors |= {mean_of(PATCHES_BIAS): (1,)} if self.has_shapes else {mean_of(POSITIONS): (self.inputs, 1)}
+        for number in range(len(self.deepstack)):
+            tensors[bias_of(deepstack_fc1(number))] = (self.hidden * self.merged,)
+            tensors[bias_of(deepstack_fc2(number))] = (self.output,)
         return tensors
 
 
@@ -242,6 +307,10 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         layout: how a prompt has the rows of tiles: all `joined`; in `lines`, each with the text before it and one with
             its row and column; or `marked`, each with a text that has its row and column.
         shapes: of the whole picture; None for the encoder's square.
+        sizes: width and height that the whole picture may have, in pixels: it gets the nearest; empty for any within
+            `shapes`.
+        written: what a picture is in a prompt that has no place for it: its token, and texts around it that templates
+            write; empty for the token alone.
     """
 
     tiling: Literal["none", "multiples", "aspect"]
@@ -255,6 +324,8 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     end: _Text
     layout: Literal["joined", "lines", "marked"]
     shapes: PictureShapes | None = None
+    sizes: Annotated[tuple[tuple[_Pixels, _Pixels], ...], msgspec.Meta(max_length=16)] = ()
+    written: _Text = ""
     longest: _Pixels | None = None
     least_tiles: _Tiles = 1
     most_tiles: _Tiles = 12

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edgekv.bundle import GenerationRecord
@@ -26,6 +27,7 @@ from edgekv.spec import (
     LAYER_TABLE,
     LAYER_TABLE_NORM,
     LAYER_TABLE_PROJECTION,
+    PICTURE_PLACES,
     Config,
     DecoderSpec,
     Task,
@@ -82,6 +84,19 @@ LARGEST_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, slots=True)
+class PicturedRows:
+    """Rows of pictures for a text that has some.
+
+    Attributes:
+        rows: of the encoder, `[rows, (1 + n) * hidden]`: what is embedded, and what is added behind n layers.
+        places: of each; see `edgekv.pictures.row_places`.
+    """
+
+    rows: Floats
+    places: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """An open checkpoint whose configuration, tokenizer and tensor shapes agree with each other.
 
@@ -106,7 +121,7 @@ class Checkpoint:
     quantization: Quantization | None = None
     adapters: tuple[Adapter, ...] = ()
     vision: VisionEncoder | None = field(default=None, repr=False)
-    _pictured: Floats | None = field(default=None, repr=False)
+    _pictured: PicturedRows | None = field(default=None, repr=False)
     predicts_further: bool = False
     tokenizer_file: Path | None = None
     task: Task | None = None
@@ -149,6 +164,8 @@ class Checkpoint:
         tensors = {key: stored for key, stored in tensors.items() if key not in ahead}
         if spec.multimodal:
             vision = None if quantization else VisionEncoder.open(config, folder, parts)
+            if vision is not None and vision.decoder is not None:
+                spec = vision.decoder(spec)
             tensors = renamed(tensors, text_tensor)
             if HEAD in tensors and EMBEDDING in tensors and not same_numbers(tensors[HEAD], tensors[EMBEDDING]):
                 # The field is often absent and its default differs between releases; transformers does the same.
@@ -331,8 +348,8 @@ class Checkpoint:
             )
         return found
 
-    def with_pictures(self, rows: Floats) -> Checkpoint:
-        """The same model whose table of embeddings goes on with rows of pictures `[rows, hidden]`, for calibration."""
+    def with_pictures(self, rows: PicturedRows) -> Checkpoint:
+        """The same model whose table of embeddings goes on with rows of pictures, for calibration."""
         return replace(self, _pictured=rows)
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
@@ -347,6 +364,8 @@ class Checkpoint:
         """
         if key == HEAD_TURN:
             return np.zeros((self.spec.hidden, self.spec.hidden), np.float32)[rows]
+        if key in (LAYER_INPUTS, PICTURE_PLACES) and not self.spec.layer_inputs:
+            return self._of_pictures(key, rows)
         if key == LAYER_INPUTS:
             return self._layer_inputs(rows)
         return folded(self._stored, self._views, self._folds)(key, rows)
@@ -375,7 +394,7 @@ class Checkpoint:
         if key == EMBEDDING and self._pictured is not None and not isinstance(rows, slice):
             beyond = rows >= view.shape[0]
             found = replace(self, _pictured=None)._stored(key, np.where(beyond, 0, rows))
-            found[beyond] = self._pictured[rows[beyond] - view.shape[0]]
+            found[beyond] = self._pictured.rows[rows[beyond] - view.shape[0], : view.shape[1]]
             return found
         if not view.is_stored:
             return np.full(view.shape, view.gain, np.float32)[rows]
@@ -401,6 +420,18 @@ class Checkpoint:
         if view.gain != 1.0:
             values *= np.float32(view.gain)
         return values
+
+    def _of_pictures(self, key: str, rows: Rows) -> Floats:
+        """What is added behind layers of tokens `[T, layers * hidden]`, or where they stand in pictures, `[T, 3]`."""
+        assert not isinstance(rows, slice), "of the tokens of a text"
+        found = np.zeros((len(rows), 3 if key == PICTURE_PLACES else self.spec.gathered_width), np.float32)
+        if key == PICTURE_PLACES:
+            found[:, 2] = 1
+        if (pictured := self._pictured) is not None:
+            beyond = rows >= self.spec.vocab
+            source = pictured.places if key == PICTURE_PLACES else pictured.rows[:, self.spec.hidden :]
+            found[beyond] = source[rows[beyond] - self.spec.vocab]
+        return found
 
     def _layer_inputs(self, rows: Rows) -> Floats:
         """What layers read of tokens, `[T, layers * P]`; see `LAYER_INPUTS`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgekv.bundle import HEADS_FILE, Bundle, RecipeRecord
-from edgekv.spec import views
+from edgekv.spec import LAYER_INPUTS, views
 from exporters.checkpoint.aligned import AlignedHeads, AlignedTransforms, read_heads
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.fold import EVERY, Factors, Floats, Rows, Transform, folded, folds
@@ -58,6 +58,9 @@ class FoldedCheckpoint:
 
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """As `Checkpoint.tensor`."""
+        if key == LAYER_INPUTS and self.spec.picture_layers and self._rotation:
+            found = self._tensors.tensor(key, rows)
+            return self._rotation[0].rotated(found.reshape(-1, self.spec.hidden)).reshape(found.shape)
         return self._read(key, rows)
 
     def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edgekv.errors import CheckpointError
+from edgekv.errors import CheckpointError, UsageError
 from edgekv.pictures import block_order
 from edgekv.spec import (
     CENTER,
@@ -29,9 +31,12 @@ from edgekv.spec import (
     PROJECTOR_OUT_BIAS,
     TABLE,
     Config,
+    DecoderSpec,
     EncoderSpec,
     PictureSpec,
+    bias_of,
     by_inputs,
+    deepstack_fc2,
     encoder_tensor,
     mean_of,
 )
@@ -43,7 +48,11 @@ from exporters.checkpoint.fold import EVERY, Floats
 from exporters.checkpoint.stored import Stored
 from quant import quantize_per_channel
 
+MOST_PATCHES = 4096
+"""Of a picture."""
+
 _LAYER = re.compile(r"vision\.layers\.(\d+)\.(.+)")
+_DEEPSTACK = re.compile(r"vision\.deepstack\.(\d+)\.(fc[12])\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +62,13 @@ class VisionEncoder:
     Attributes:
         spec: its sizes.
         pictures: how pictures become its inputs.
+        decoder: what it changes in the decoder, if it does.
         names: of the stored tensors.
     """
 
     spec: EncoderSpec
     pictures: PictureSpec
+    decoder: Callable[[DecoderSpec], DecoderSpec] | None = field(repr=False)
     names: EncoderNames = field(repr=False)
     _tensors: Mapping[str, Stored] = field(repr=False)
 
@@ -83,7 +94,8 @@ class VisionEncoder:
             return None
         processor = read_processor(folder)
         spec = family.describe(fields, processor)
-        found = cls(spec, family.pictures(fields, processor), family.names, tensors)
+        decoder = None if family.decoder is None else partial(family.decoder, fields)
+        found = cls(spec, family.pictures(fields, processor), decoder, family.names, tensors)
         fields.table("vision_config").check_read(ENCODER)
         processor.check_read(PROCESSOR)
         for name, shape in found.shapes.items():
@@ -96,6 +108,34 @@ class VisionEncoder:
                     fix="The weights and config.json do not belong together; fetch both again.",
                 )
         return found
+
+    def with_sizes(self, sizes: Sequence[tuple[int, int]]) -> VisionEncoder:
+        """The encoder for pictures of some widths and heights alone, in pixels; for none, as it is.
+
+        Raises:
+            UsageError: it has tiles of one size, or a size is no whole number of rows, or has too many.
+        """
+        if not sizes:
+            return self
+        field, shapes, step = "--picture-sizes", self.pictures.shapes, self.spec.patch * self.spec.merge
+        if shapes is None or self.pictures.tiling != "none":
+            found, wanted = f"it for {self.spec.model_type}", "a checkpoint that reads whole pictures, such as Qwen3-VL"
+            raise UsageError(field, got=found, expected=wanted, fix="Leave it out.")
+        for width, height in sizes:
+            if width % step or height % step:
+                near = "x".join(str(max(round(edge / step), 1) * step) for edge in (width, height))
+                raise UsageError(
+                    field, got=f"{width}x{height}", expected=f"multiples of {step} pixels", fix=f"Use {near}."
+                )
+        patches = max(width * height for width, height in sizes) // self.spec.patch**2
+        if patches > MOST_PATCHES:
+            expected = f"at most {MOST_PATCHES * self.spec.patch**2:,} pixels"
+            raise UsageError(field, got=f"{patches:,} patches", expected=expected, fix="Use smaller sizes.")
+        rows = patches // self.spec.merged
+        shapes = msgspec.structs.replace(shapes, least=min(shapes.least, rows), most=rows)
+        pictures = msgspec.structs.replace(self.pictures, sizes=tuple(sizes), shapes=shapes)
+        spec = msgspec.structs.replace(self.spec, most_patches=patches, image=math.isqrt(rows) * step)
+        return replace(self, spec=spec, pictures=pictures)
 
     @property
     def files(self) -> set[Path]:
@@ -131,6 +171,8 @@ class VisionEncoder:
             return np.full(self.spec.matrices[CENTER], -1 / self.spec.matrices[CENTER][1], np.float32)
         if name in (LAST_NORM, LAST_NORM_BIAS):
             return (self._weight if name == LAST_NORM else self._bias)(_named(self.names.last_norm))
+        if (merger := _DEEPSTACK.fullmatch(name)) is not None:
+            return self._deepstack(int(merger[1]), merger[2], merger[3])
         entry = (PATCHES, POSITIONS, PATCHES_BIAS, TABLE)
         if name in entry or name.endswith(("o_proj.weight", "o_proj.bias", "fc2.weight", "fc2.bias")):
             centered = _centered(self._written(name))
@@ -146,6 +188,20 @@ class VisionEncoder:
         match = _LAYER.fullmatch(name)
         assert match is not None, "a tensor of a layer"
         return self._layer(match[2], int(match[1]))
+
+    def _deepstack(self, number: int, matrix: str, kind: str) -> Floats:
+        """The matrices and biases of a merger behind a layer, with its norm in the first ones."""
+        norm, fc1, fc2 = (name.format(number=number) for name in self._deepstack_names)
+        if matrix == "fc2":
+            return self._stored(f"{fc2}.{kind}")
+        if kind == "weight":
+            return self._weight(fc1) * self._weight(norm)
+        return self._stored(fc1 + ".bias") + self._weight(fc1) @ self._stored(norm + ".bias")
+
+    @property
+    def _deepstack_names(self) -> tuple[str, str, str]:
+        assert self.names.deepstack is not None, "the encoder has mergers behind layers"
+        return self.names.deepstack
 
     def _positions(self) -> Floats:
         """What is added to each input, `[inputs, hidden]`: its position, and the bias of patches or the class."""
@@ -173,7 +229,9 @@ class VisionEncoder:
         """What writes the residual, `[hidden, ...]`, before its mean is taken away; positions are transposed."""
         if name == PATCHES:
             weight, patch = self._weight(self.names.patches), self.spec.patch
-            if self.spec.has_shapes:  # a matrix of rows, columns and channels
+            if self.names.frames:  # each of the same picture
+                weight = weight.sum(axis=2)
+            elif self.spec.has_shapes:  # a matrix of rows, columns and channels
                 weight = weight.reshape(-1, patch, patch, 3).transpose(0, 3, 1, 2)
             return weight.reshape(self.spec.hidden, -1)
         if name == PATCHES_BIAS:
@@ -191,10 +249,10 @@ class VisionEncoder:
         reads = {"q_proj": names.q, "k_proj": names.k, "v_proj": names.v, "fc1": names.fc1}
         if matrix in reads:
             norm = names.feed_forward_norm if matrix == "fc1" else names.attention_norm
-            weight = self._weight(reads[matrix], layer)
+            weight = self._own_part(self._weight(reads[matrix], layer), matrix)
             if kind == "weight":
                 return weight * self._weight(norm, layer)
-            return self._bias(reads[matrix], layer) + weight @ self._bias(norm, layer)
+            return self._own_part(self._bias(reads[matrix], layer), matrix) + weight @ self._bias(norm, layer)
         is_attention = matrix == "o_proj"
         writes, scale = (names.o, names.attention_scale) if is_attention else (names.fc2, names.feed_forward_scale)
         weight = self._weight(writes, layer)
@@ -205,6 +263,12 @@ class VisionEncoder:
         if is_attention:  # shares of a patch sum to 1, so the bias of values reaches the result
             bias = bias + weight @ self._layer("v_proj.bias", layer)
         return bias * factors
+
+    def _own_part(self, fused: Floats, matrix: str) -> Floats:
+        """The rows of queries, keys or values, if they are stored as one matrix."""
+        if matrix == "fc1" or not self.names.is_fused:
+            return fused
+        return fused[self.spec.hidden * "qkv".index(matrix[0]) :][: self.spec.hidden]
 
     def _weight(self, name: str, layer: int = 0) -> Floats:
         return self._stored(f"{name}.weight", layer)
@@ -234,7 +298,9 @@ class VisionEncoder:
             names.positions: (1, spec.inputs, spec.hidden) if spec.has_class else (positions, spec.hidden),
             names.projector + ".weight": (inner, spec.hidden * spec.merged),
         }
-        if spec.has_shapes:
+        if names.frames:
+            found[names.patches + ".weight"] = spec.hidden, 3, names.frames, spec.patch, spec.patch
+        elif spec.has_shapes:
             found[names.patches + ".weight"] = spec.hidden, spec.patch_values
         if names.class_row is not None:
             found[names.class_row] = 1, 1, spec.hidden
@@ -245,7 +311,8 @@ class VisionEncoder:
         for layer in range(spec.layers):
             norms += [each.format(layer=layer) for each in (names.attention_norm, names.feed_forward_norm)]
             for name, shape in {
-                **dict.fromkeys((names.q, names.k, names.v, names.o), (spec.hidden, spec.hidden)),
+                **dict.fromkeys((names.q, names.k, names.v), (spec.hidden * (3 if names.is_fused else 1), spec.hidden)),
+                names.o: (spec.hidden, spec.hidden),
                 names.fc1: (spec.intermediate, spec.hidden),
                 names.fc2: (spec.hidden, spec.intermediate),
             }.items():
@@ -260,6 +327,11 @@ class VisionEncoder:
                 found[f"{_named(names.last_norm)}.{kind}"] = (spec.hidden,)
             if spec.norms != "patches":
                 found[f"{_named(names.merged_norm)}.{kind}"] = (spec.hidden * spec.merged,)
+        width = spec.hidden * spec.merged
+        for number in range(len(spec.deepstack)):
+            norm, fc1, fc2 = (name.format(number=number) for name in self._deepstack_names)
+            found |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,), f"{fc1}.weight": (width, width)}
+            found |= {f"{fc1}.bias": (width,), f"{fc2}.weight": (spec.output, width), f"{fc2}.bias": (spec.output,)}
         return found
 
 
@@ -310,10 +382,9 @@ class RotatedEncoder:
     def tensor(self, name: str) -> Floats:
         """As `VisionEncoder.tensor`."""
         found = self.encoder.tensor(name)
-        outputs = (PROJECTOR, PROJECTOR_BIAS)
-        if self.spec.projector == "mlp":
-            outputs = PROJECTOR_OUT, PROJECTOR_OUT_BIAS
-        return self.write(found) if name in outputs else found
+        last = {PROJECTOR_OUT if self.spec.projector == "mlp" else PROJECTOR}
+        last |= {*map(deepstack_fc2, range(len(self.spec.deepstack)))}
+        return self.write(found) if name in last | {*map(bias_of, last)} else found
 
 
 def _positions(spec: EncoderSpec) -> NDArray[np.int64]:

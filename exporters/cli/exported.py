@@ -28,7 +28,7 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     yield f"{output}: {checkpoint.parameters / 1e6:.1f} M parameters, {manifest.recipe.name}, {_mb(output, manifest)}"
     if (vision := manifest.vision) is not None:
         seen = f"{vision.calibration_tiles} tiles, {vision.calibration}"
-        yield f"  reads pictures: {vision.encoder.image} x {vision.encoder.image} pixels a tile; calibrated on {seen}"
+        yield f"  reads {vision.shown}; calibrated on {seen}"
     elif manifest.model.multimodal:
         yield "  the text decoder alone: encoders of images and sound are left out"
     if manifest.task is not None:

@@ -41,6 +41,7 @@ class QdqBlocks:
         self._transposed: dict[str, Tensor] = {}
         self._columns: set[str] = set()  # keys that are stored so
         self._signed: dict[str, Tensor] = {}
+        self._dequantized: set[str] = set()  # matrices
 
     def linear(
         self,
@@ -75,6 +76,20 @@ class QdqBlocks:
 
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Add", [a.name, b.name], name)
+
+    def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Mul", [a.name, b.name], name)
+
+    def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        names = [self._nodes.unique(f"{x.name}.part") for _ in widths]
+        floats = [name + "_f" for name in names]
+        sizes = self._nodes.constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
+        self._nodes.node("Split", [x.name, sizes], floats, axis=WIDTH)
+        return [self._nodes.requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
+
+    def swap_halves(self, x: Tensor, half: int) -> Tensor:
+        first, last = self.split(x, [half, half])
+        return self._nodes.emit("Concat", [last.name, first.name], x.name + ".part", x.encoding, axis=WIDTH)
 
     def gelu(self, x: Tensor, name: str) -> Tensor:
         # One node on the HTP, with a mean error of 8 steps of 65536; six nodes with a sigmoid have 0.5. Neither matters
@@ -132,6 +147,9 @@ class QdqBlocks:
         integers, scales, block_scales, dtype, columns, blocks, by_outputs = found
         self._stored[integers] = self._stored[scales] = None
         target, kind = integers + "_dq", WEIGHT_TYPES[dtype]
+        if target in self._dequantized:
+            return target, by_outputs
+        self._dequantized.add(target)
         if block_scales is None:
             zeros = [self._nodes.zeros(TensorProto.INT4, [columns])] if kind.is_packed else []
             self._nodes.node("DequantizeLinear", [integers, scales, *zeros], [target], axis=0 if by_outputs else 1)

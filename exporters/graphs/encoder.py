@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 
 from edgekv.bundle import ENCODER
-from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
-from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, ROWS_PORT, EncoderSpec
+from edgekv.graphs.encoder import EncoderOps, encoded
+from edgekv.spec import COS_PORT, PADDING_PORT, PIXELS_PORT, PLACES_PORT, SIN_PORT, EncoderSpec
 from exporters.graphs.blocks import QdqBlocks
 from exporters.graphs.nodes import Tensor
 from exporters.graphs.qdq import make_model
@@ -39,6 +39,9 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
     def places(self) -> Tensor:
         return self._inputs[PLACES_PORT]
 
+    def turns(self) -> tuple[Tensor, Tensor]:
+        return self._inputs[COS_PORT], self._inputs[SIN_PORT]
+
     def unpadded(self, scores: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Add", [scores.name, self._inputs[PADDING_PORT].name], name)
 
@@ -56,27 +59,25 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
     def normalize_merged(self, x: Tensor, name: str) -> Tensor:
         return self._normalized(x, self._spec.hidden * self._spec.merged, name, self._spec.projector_eps)
 
-    def finish(self) -> onnx.ModelProto:
-        """The model. Flush the store first."""
-        spec, last = self._spec, self._nodes.nodes.pop()
-        self._nodes.nodes[-1].output[0] = ROWS_PORT  # the integers of the newest result
-        assert last.op_type == "DequantizeLinear", "it is dequantized last"
+    def finish(self, outputs: Mapping[str, Tensor]) -> onnx.ModelProto:
+        """The model whose outputs are the integers of these results. Flush the store first."""
+        spec, nodes = self._spec, self._nodes.nodes
+        for port, result in outputs.items():
+            reader = next(node for node in nodes if node.output[0] == result.name)
+            nodes.remove(reader)
+            next(node for node in nodes if node.output[0] == reader.input[0]).output[0] = port
         stored = [self._weights.initializer(each) for each in self._stored]
-        shapes = spec.input_shapes | {ROWS_PORT: (1, 1, spec.rows, spec.output)}
-        *inputs, rows = (
-            onnx.helper.make_tensor_value_info(
-                name, onnx.helper.np_dtype_to_tensor_dtype(DTYPES[self._encodings[name].dtype]), shape
-            )
-            for name, shape in shapes.items()
+        inputs, features = (
+            [
+                onnx.helper.make_tensor_value_info(
+                    name, onnx.helper.np_dtype_to_tensor_dtype(DTYPES[self._encodings[name].dtype]), shape
+                )
+                for name, shape in shapes.items()
+            ]
+            for shapes in (spec.input_shapes, dict.fromkeys(outputs, (1, 1, spec.rows, spec.output)))
         )
-        return make_model(ENCODER, self._nodes.nodes, inputs, [rows], [*self._nodes.constants, *stored])
+        return make_model(ENCODER, nodes, inputs, features, [*self._nodes.constants, *stored])
 
-
-def build_encoder(spec: EncoderSpec, encodings: Mapping[str, Encoding], weights: StoredWeights) -> QdqEncoder:
-    """The whole graph, ready to finish."""
-    ops = QdqEncoder(spec, encodings, weights)
-    residual = encoder_entry(ops, spec, ops.entry)
-    for layer in range(spec.layers):
-        residual = encoder_layer(ops, spec, layer, residual)
-    encoder_exit(ops, spec, residual)
-    return ops
+    def build(self) -> dict[str, Tensor]:
+        """Write the whole graph; its results by the names of the outputs."""
+        return encoded(self, self._spec, self.entry)

@@ -276,14 +276,11 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         return nodes.emit("Div", [x.name, positive.name], name)
 
     def layer_input(self, layer: int) -> Tensor:
-        width = self._spec.layer_inputs
+        width = self._spec.input_width
         return self.slice(self._shared[LAYER_INPUTS_PORT], layer * width, width)
 
     def subtract(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sub", [a.name, b.name], name)
-
-    def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
-        return self._nodes.emit("Mul", [a.name, b.name], name)
 
     def scale(self, x: Tensor, factor: float, name: str) -> Tensor:
         return self._nodes.emit("Mul", [x.name, self._number(factor, x.encoding.dtype)], name)
@@ -305,13 +302,6 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def sign(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Sign", [x.name], name)
-
-    def split(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
-        names = [self._nodes.unique(f"{x.name}.part") for _ in widths]
-        floats = [name + "_f" for name in names]
-        sizes = self._nodes.constant("widths_" + "_".join(map(str, widths)), np.array(widths, np.int64))
-        self._nodes.node("Split", [x.name, sizes], floats, axis=WIDTH)
-        return [self._nodes.requantize(f, n, x.encoding) for f, n in zip(floats, names, strict=True)]
 
     def slice(self, x: Tensor, first: int, width: int) -> Tensor:
         bounds = (first, first + width, WIDTH)
@@ -339,10 +329,6 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         if name not in self._made:
             self._made[name] = make(name)
         return self._made[name]
-
-    def swap_halves(self, x: Tensor, half: int) -> Tensor:
-        first, last = self.split(x, [half, half])
-        return self._nodes.emit("Concat", [last.name, first.name], x.name + ".part", x.encoding, axis=WIDTH)
 
     def append_to_cache(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]

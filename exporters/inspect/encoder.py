@@ -45,6 +45,7 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
     record, vision = bundle.manifest.vision, checkpoint.vision
     if record is None or vision is None:
         return []
+    vision = vision.with_sizes(record.pictures.sizes)
     base: VisionEncoder | RotatedEncoder = vision
     name = bundle.manifest.recipe.rotation
     if name != "none":

@@ -14,11 +14,11 @@ import onnx
 from numpy.typing import NDArray
 
 from edgekv.bundle import ENCODER_FILES, GraphFormat, RotationName, VisionRecord, WeightPlaces
-from edgekv.pictures import encoder_inputs
+from edgekv.pictures import encoder_inputs, row_places
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import RotatedEncoder, VisionEncoder, WideEncoder
-from exporters.graphs.encoder import build_encoder
+from exporters.graphs.encoder import QdqEncoder
 from exporters.graphs.weights import ShardWriter
 from exporters.pipeline.inputs import PICTURE_ROWS, DecoderKey, Inputs
 from exporters.pipeline.piece import Piece
@@ -34,10 +34,14 @@ class Encoded(VisionRecord, frozen=True, kw_only=True):
     Attributes:
         low: the least element of a row that its encoding has.
         high: the greatest.
+        behind_low: the same of the rows that the decoder adds behind layers; 0 without.
+        behind_high: the greatest.
     """
 
     low: float
     high: float
+    behind_low: float
+    behind_high: float
 
     @property
     def record(self) -> VisionRecord:
@@ -76,7 +80,7 @@ class EncoderPiece(Piece):
         return (self.tiles,)
 
     def make(self, folder: Path, inputs: Inputs) -> Encoded:
-        vision = inputs.encoder(self.exact)
+        vision = inputs.encoder(self.exact).with_sizes(self.pictures.sizes)
         if (msgspec.structs.replace(vision.spec, wide=self.encoder.wide), vision.pictures) != (
             self.encoder,
             self.pictures,
@@ -104,12 +108,16 @@ class EncoderPiece(Piece):
             write_tflite_encoder(tensors, found.matrices, found.encodings, target)
         else:
             store = ShardWriter(tensors.tensor, lambda _: self.encoder.head_dim, found.matrices)
-            graph = build_encoder(self.encoder, found.encodings, store)
+            graph = QdqEncoder(self.encoder, found.encodings, store)
+            outputs = graph.build()
             store.write(folder / SHARD)
-            onnx.save(graph.finish(), target)
+            onnx.save(graph.finish(outputs), target)
             places = store.places
         rows = np.concatenate(found.rows)
-        np.save(folder / PICTURE_ROWS, rows if turn is None else rows @ turn)  # turn's inverse is its transpose
+        if turn is not None:  # its inverse is its transpose
+            rows = (rows.reshape(-1, len(turn)) @ turn).reshape(rows.shape)
+        in_pictures = np.concatenate([row_places(*self.encoder.grid_of(*tile.shape[1::-1])) for tile in tiles])
+        np.savez(folder / PICTURE_ROWS, rows=rows, places=in_pictures)
         told(steps, steps)
         return Encoded(
             file=target.name,
@@ -121,6 +129,8 @@ class EncoderPiece(Piece):
             calibration_tiles=len(tiles),
             low=found.reach[0],
             high=found.reach[1],
+            behind_low=found.behind[0],
+            behind_high=found.behind[1],
         )
 
 

@@ -18,7 +18,7 @@ from edgekv.kv import KvDtype
 from edgekv.machine.system import link_or_copy
 from edgekv.spec import DecoderSpec, Vocabulary
 from exporters.checkpoint.aligned import AlignedHeads, align
-from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
 from exporters.checkpoint.folded import transformed
 from exporters.checkpoint.head_range import HeadRange
 from exporters.checkpoint.lora import Adapter, AdapterChoice
@@ -45,7 +45,7 @@ BUNDLE = "bundle"
 LAYER = "layer"
 TEXT = "text.txt"
 TOKENS = "tokens.npy"
-PICTURE_ROWS = "rows.npy"
+PICTURE_ROWS = "rows.npz"
 _MOST_KEPT = 4  # decoders of a process
 
 
@@ -449,10 +449,10 @@ class Inputs:
             known = self._exact[name] = checkpoint, decoder
         return known[1]
 
-    def _picture_rows(self, name: str) -> NDArray[np.float32]:
-        """The float rows `[rows, hidden]` that an encoder has found for drawn pictures."""
-        found: NDArray[np.float32] = np.load(self.store.path(name) / PICTURE_ROWS, allow_pickle=False)
-        return found
+    def _picture_rows(self, name: str) -> PicturedRows:
+        """The float rows that an encoder has found for drawn pictures."""
+        with np.load(self.store.path(name) / PICTURE_ROWS, allow_pickle=False) as file:
+            return PicturedRows(file["rows"], file["places"])
 
     def _survey(self, name: str, spec: DecoderSpec) -> Survey | None:
         """A finished survey; None if it had nothing to decide."""

@@ -35,7 +35,7 @@ from edgekv.errors import UsageError
 from edgekv.kv import KeyLayout, KvDtype
 from edgekv.machine.system import link_or_copy
 from edgekv.qnn import provider as qnn
-from edgekv.spec import TARGET_HIDDEN, TARGET_OUT_RESULT, EmbeddingTask, EncodingTypes
+from edgekv.spec import LAYER_INPUTS_PORT, TARGET_HIDDEN, TARGET_OUT_RESULT, EmbeddingTask, EncodingTypes
 from edgekv.spec.chat import write_templates
 from exporters.checkpoint.aligned import cache_encodings, write_heads
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -206,6 +206,8 @@ class WritePiece(Piece):
             for name in (vision.file, *vision.weights.files):
                 link_or_copy(inputs.store.path(self.encoder) / name, bundle / name)
             embedded = Range(vision.low, vision.high)
+            if tensors.spec.picture_layers:
+                ranges[LAYER_INPUTS_PORT].cover(Range(vision.behind_low, vision.behind_high))
         steps = tensors.spec.layers + 1
 
         def done(layers: int) -> None:

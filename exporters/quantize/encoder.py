@@ -10,21 +10,33 @@ from typing import Literal, Protocol
 import numpy as np
 
 from edgekv.errors import CheckpointError
-from edgekv.graphs.encoder import EncoderOps, Residual, encoder_entry, encoder_exit, encoder_layer
+from edgekv.graphs.encoder import (
+    EncoderOps,
+    Residual,
+    deepstack_rows,
+    encoded,
+    encoder_entry,
+    encoder_exit,
+    encoder_layer,
+)
 from edgekv.pictures import EncoderInputs
 from edgekv.spec import (
+    COS_PORT,
     PADDING_PORT,
     PIXELS_PORT,
     PLACES_PORT,
     ROWS_PORT,
+    SIN_PORT,
     EncoderSpec,
     EncodingTypes,
     PictureSpec,
     Result,
     by_inputs,
+    deepstack_port,
     low_of,
     mask_depth,
     mask_encoding,
+    rotary_encoding,
 )
 from exporters.quantize.encodings import ResultRecorder, result_encodings
 from exporters.quantize.reference import Floats, NumpyBlocks, Observer
@@ -70,6 +82,10 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
         assert self.shown.places is not None, "an encoder with shapes"
         return self.shown.places
 
+    def turns(self) -> tuple[Floats, Floats]:
+        assert self.shown.turns is not None, "an encoder with a rotary embedding"
+        return self.shown.turns
+
     def unpadded(self, scores: Floats, name: str) -> Floats:
         return scores
 
@@ -78,7 +94,7 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
         return self._seen(name, x / np.sqrt(variance + np.float32(self._eps)) * self._weight(weight))
 
     def patches(self, x: Floats) -> Floats:
-        return x[: self._tensors.spec.patches]
+        return x[: self._tensors.spec.patches] if self._tensors.spec.has_class else x
 
     def normalize_merged(self, x: Floats, name: str) -> Floats:
         return self._normalized(x, name, self._tensors.spec.projector_eps)
@@ -139,14 +155,16 @@ class QuantizedEncoder:
     Attributes:
         matrices: int8, with a scale for each output channel.
         encodings: of results, input and output.
-        rows: the float rows of the pictures, each `[rows, output]`.
-        reach: the least and the greatest element of an output.
+        rows: the float rows of the pictures, as `encode` gives them.
+        reach: the least and the greatest element of a row that is embedded.
+        behind: the same of those that the decoder adds behind layers; 0 without.
     """
 
     matrices: dict[str, QuantizedWeight]
     encodings: dict[str, Encoding]
     rows: list[Floats]
     reach: tuple[float, float]
+    behind: tuple[float, float]
 
 
 def encode(
@@ -155,17 +173,24 @@ def encode(
     pictures: Sequence[EncoderInputs],
     done: Callable[[int], None] = lambda layers: None,
 ) -> list[Floats]:
-    """The float rows `[rows, output]` of pictures, with one layer's weights in memory."""
+    """The float rows `[rows, output]` of pictures, with one layer's weights in memory.
+
+    Beside them, `[rows, (1 + n) * output]`, are those that the decoder adds behind each of its first n layers.
+    """
     residuals = [ops.enter(picture) for picture in pictures]
+    behind: list[list[Floats]] = [[] for _ in pictures]
     for layer in range(spec.layers):
         ops.drop()
-        for number, residual in enumerate(residuals):
-            residuals[number] = encoder_layer(ops, spec, layer, residual)
+        for number, picture in enumerate(pictures):
+            ops.shown = picture
+            residuals[number] = encoder_layer(ops, spec, layer, residuals[number])
+            if layer in spec.deepstack:
+                behind[number].append(deepstack_rows(ops, spec, spec.deepstack.index(layer), residuals[number]))
         done(layer + 1)
     ops.drop()
     rows = [encoder_exit(ops, spec, residual) for residual in residuals]
     ops.drop()
-    return rows
+    return [np.concatenate([first, *more], axis=1) for first, more in zip(rows, behind, strict=True)]
 
 
 def quantize_encoder(
@@ -217,16 +242,25 @@ def quantize_encoder(
         encodings[PLACES_PORT] = (
             Encoding.symmetric(1.0, "s16") if activations == "s16" else Encoding.asymmetric(0.0, 1.0, "u16")
         )
+    if tensors.spec.rotary_theta is not None:
+        encodings |= dict.fromkeys((COS_PORT, SIN_PORT), rotary_encoding(1.0, types))
     encodings[ROWS_PORT] = encodings["vision.rows"]
+    count = len(tensors.spec.deepstack)
+    encodings |= {deepstack_port(number): encodings[f"vision.deepstack.{number}.rows"] for number in range(count)}
+    reaches = [(0.0, 0.0), *(encodings[deepstack_port(number)].reach for number in range(count))]
     matrices = dict(ops.matrices) if isinstance(ops, FittingEncoder) else {}
     for name in tensors.spec.matrices.keys() - matrices.keys():
         matrices[name] = quantize_per_channel(by_inputs(tensors.tensor(name)))
-    return QuantizedEncoder(matrices, encodings, rows, encodings[ROWS_PORT].reach)
+    behind = min(low for low, _ in reaches), max(high for _, high in reaches)
+    return QuantizedEncoder(matrices, encodings, rows, encodings[ROWS_PORT].reach, behind)
 
 
 class _EncoderResults(ResultRecorder, EncoderOps[str]):
     def places(self) -> str:
         return PLACES_PORT
+
+    def turns(self) -> tuple[str, str]:
+        return COS_PORT, SIN_PORT
 
     def unpadded(self, scores: str, name: str) -> str:
         return self._record("masked", name, (scores,))
@@ -253,8 +287,5 @@ class _EncoderResults(ResultRecorder, EncoderOps[str]):
 def encoder_results(spec: EncoderSpec) -> dict[str, Result]:
     """Every result of an encoder that has an encoding, by name."""
     ops = _EncoderResults()
-    residual = encoder_entry(ops, spec, PIXELS_PORT)
-    for layer in range(spec.layers):
-        residual = encoder_layer(ops, spec, layer, residual)
-    encoder_exit(ops, spec, residual)
+    encoded(ops, spec, PIXELS_PORT)
     return ops.results

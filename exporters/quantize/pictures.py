@@ -60,7 +60,12 @@ def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> C
 
 
 def _drawn_tile(number: int, spec: PictureSpec, edge: int) -> NDArray[np.uint8]:
-    """A drawn picture; with shapes, each third one is a strip from side to side and one from top to bottom."""
+    """A drawn picture; with shapes, each third one is a strip from side to side and one from top to bottom; with sizes,
+    it has one of them.
+    """
+    if spec.sizes:
+        width, height = spec.sizes[number % len(spec.sizes)]
+        return drawn_picture(number, max(width, height))[:height, :width]
     drawn = drawn_picture(number, edge)
     if spec.shapes is None or not number % 3:
         return drawn

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from edgekv.graphs.decoder import SHARES_EPS, decoder_layer, head_inputs, head_logits, logits
 from edgekv.graphs.delta_rule import UNIT_EPS, DeltaInputs, DeltaOps, between_blocks, recall
 from edgekv.kv import KvTensor
-from edgekv.spec import LAYER_INPUTS_PORT, TARGET_HIDDEN
+from edgekv.pictures.positions import axis_positions
+from edgekv.spec import LAYER_INPUTS_PORT, PICTURE_PLACES, TARGET_HIDDEN
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.geometry import CHECKPOINT_TOKENS
 from edgekv.spec.linear import DeltaRule
@@ -52,6 +53,8 @@ class LayerInputs:
 
     def add(self, tokens: NDArray[Any]) -> None:
         """Compute the rows of tokens that are not known."""
+        if self._tensors.spec.picture_layers:
+            return  # of pictures alone, which are at hand
         new = np.setdiff1d(tokens, self._ids).astype(np.int64)
         if len(new):
             rows = self._tensors.tensor(LAYER_INPUTS, new)
@@ -62,6 +65,8 @@ class LayerInputs:
 
     def of(self, tokens: NDArray[Any], columns: slice) -> Floats:
         """Some columns of the rows of tokens `[...]`, `[..., columns]`."""
+        if self._tensors.spec.picture_layers:
+            return self._tensors.tensor(LAYER_INPUTS, tokens)[:, columns]
         self.add(tokens)
         return self._rows[np.searchsorted(self._ids, tokens), columns]
 
@@ -88,6 +93,10 @@ class Weights:
     def embeddings(self, tokens: NDArray[Any]) -> Floats:
         """Rows of the embedding, or of pictures behind it, `[..., hidden]`; no others are read."""
         return self._tensors.tensor(EMBEDDING, tokens.reshape(-1)).reshape(*tokens.shape, -1)
+
+    def picture_places(self, tokens: NDArray[Any]) -> NDArray[np.int64]:
+        """Where tokens `[T]` stand in pictures; see `PICTURE_PLACES`."""
+        return self._tensors.tensor(PICTURE_PLACES, tokens).astype(np.int64)
 
     def put(self, key: str, values: Floats) -> None:
         """Use other values of a tensor until it is dropped, such as some rows of the head."""
@@ -161,6 +170,12 @@ class NumpyBlocks:
     def exact_gelu(self, x: Floats, name: str) -> Floats:
         return self._seen(name, np.float32(0.5) * x * (1 + _erf(x * np.float32(0.5**0.5))))
 
+    def multiply(self, a: Floats, b: Floats, name: str) -> Floats:
+        return self._seen(name, a * b)
+
+    def swap_halves(self, x: Floats, half: int) -> Floats:
+        return np.roll(x, half, axis=-1)
+
     def join(self, parts: list[Floats], name: str) -> Floats:
         return self._seen(name, np.concatenate(parts, axis=-1))
 
@@ -210,7 +225,10 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         self._weights = weights
         # A drafter's token follows the one whose keys are the last it reads in another's cache.
         first = int(spec.target is not None and not spec.target.is_cached_apart)
-        self._rotations = [_cos_sin(rope.rotation(context), first, tokens) for rope in spec.ropes]
+        places = np.arange(first, first + tokens)[:, None]
+        self._rotations = [_cos_sin(rope.rotation(context), places) for rope in spec.ropes]
+        self._turned: tuple[Floats, Floats] | None = None
+        self._context = context
         self._target_hidden: Floats = np.zeros((tokens, 0), np.float32)
         self._tail = Tail(0)
         self._window: tuple[Hashable, NDArray[Any]] = None, np.zeros(0, np.int64)
@@ -233,6 +251,11 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
             tokens: its ids `[T]`.
         """
         self._window = window, tokens
+        self._turned = None
+        if self._spec.picture_axes and (tokens >= self._spec.vocab).any():
+            places = self._weights.picture_places(tokens)
+            along = axis_positions(places)[:, self._spec.picture_axes]
+            self._turned = _cos_sin(self._spec.rope.rotation(self._context), along)
 
     def embed(self, tokens: NDArray[Any], name: str) -> Floats:
         """Rows of the embedding, `[T, hidden]`, of the tokens of the window from now on."""
@@ -245,7 +268,7 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         self._window = window, self._window[1]
 
     def layer_input(self, layer: int) -> Floats:
-        width = self._spec.layer_inputs
+        width = self._spec.input_width
         return self._seen(LAYER_INPUTS_PORT, self.gathered(slice(layer * width, (layer + 1) * width)))
 
     def gathered(self, columns: slice) -> Floats:
@@ -270,9 +293,6 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
 
     def subtract(self, a: Floats, b: Floats, name: str) -> Floats:
         return self._seen(name, a - b)
-
-    def multiply(self, a: Floats, b: Floats, name: str) -> Floats:
-        return self._seen(name, a * b)
 
     def scale(self, x: Floats, factor: float, name: str) -> Floats:
         return self._seen(name, x * np.float32(factor))
@@ -315,10 +335,9 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def rotation(self, layer: int, heads: int) -> tuple[Floats, Floats]:
         rope = self._spec.rope_of(layer)
         assert rope is not None, "the decoder asks for rotated layers only"
+        if self._turned is not None:
+            return self._turned
         return self._rotations[self._spec.ropes.index(rope)]
-
-    def swap_halves(self, x: Floats, half: int) -> Floats:
-        return np.roll(x, half, axis=-1)
 
     def append_to_cache(self, new: Floats, tensor: KvTensor) -> Floats:
         self._seen(tensor.past, new)
@@ -437,8 +456,9 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         return scores + self._masks[self._spec.window(layer)]
 
 
-def _cos_sin(rotation: Rotation, first: int, tokens: int) -> tuple[Floats, Floats]:
-    angles = np.arange(first, first + tokens)[:, None] * rotation.inverse_frequencies
+def _cos_sin(rotation: Rotation, positions: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Of tokens at positions `[T, 1]`, or with one for each pair, `[T, R/2]`."""
+    angles = positions * rotation.inverse_frequencies
     cos, sin = np.cos(angles) * rotation.attention_factor, np.sin(angles) * rotation.attention_factor
     both = np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
     return both[0].astype(np.float32), both[1].astype(np.float32)

@@ -29,7 +29,7 @@ from exporters.targets.record import TargetRecord
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import export_options, exported, small_options
 from tests.support.pages import ROOT
-from tests.support.picture_models import write_lfm2_vl, write_smolvlm
+from tests.support.picture_models import write_lfm2_vl, write_qwen3_vl, write_smolvlm
 
 TARGETS = {"Genie": GENIE, "GenieX": GENIEX, "onnxruntime-genai": GENAI, "AI Hub": AI_HUB, "reports": ONNX}
 
@@ -64,6 +64,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
         "slots": opened(lora=LoraOptions(rank=4)),
         "pictures": open_bundle(exported(write_smolvlm(folder / "smolvlm"), pictured)),
         "pictures with shapes of their own": open_bundle(exported(write_lfm2_vl(folder / "lfm2_vl"), pictured)),
+        "rows of pictures behind layers": open_bundle(exported(write_qwen3_vl(folder / "qwen3_vl"), pictured)),
     }
 
 
@@ -79,6 +80,7 @@ REFUSED = {
     "slots": ("GenieX", "onnxruntime-genai", "AI Hub"),
     "pictures": ("GenieX", "onnxruntime-genai", "AI Hub"),
     "pictures with shapes of their own": ("Genie", "GenieX", "onnxruntime-genai", "AI Hub"),
+    "rows of pictures behind layers": ("Genie", "GenieX", "onnxruntime-genai", "AI Hub"),
 }
 
 
@@ -95,7 +97,12 @@ def test_each_target_refuses_what_it_cannot_run_and_says_how_to_export_it(
 
 
 def test_a_capability_is_all_that_decides(bundles: dict[str, Bundle]) -> None:
-    everything = Capabilities("a new one", windows=True, slots=True, states=True, pictures=True, picture_shapes=True)
+    everything = Capabilities(
+        "a new one", windows=True, slots=True, states=True, pictures=True, picture_shapes=True, picture_layers=True
+    )
+    without = replace(everything, picture_layers=False)
+    with pytest.raises(BundleError, match="layers that add rows of pictures"):
+        without.check(bundles["rows of pictures behind layers"])
     for what, bundle in bundles.items():
         if what != "tflite":
             everything.check(bundle)

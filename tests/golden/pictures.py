@@ -1,4 +1,4 @@
-"""Pixels, encoder rows and logits of transformers' SmolVLM, InternVL and LFM2-VL, kept so that the tests need no torch.
+"""Pixels, rows and logits of transformers' SmolVLM, InternVL, LFM2-VL and Qwen3-VL: the tests need no torch.
 
     python tests/golden/pictures.py            write them
     python tests/golden/pictures.py --check    compute them again and compare with the stored ones
@@ -27,6 +27,7 @@ from tests.support.picture_models import (
     photo,
     write_internvl,
     write_lfm2_vl,
+    write_qwen3_vl,
     write_smolvlm,
 )
 
@@ -42,6 +43,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast  #
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor  # noqa: E402
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor  # noqa: E402
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor  # noqa: E402
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor  # noqa: E402
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil  # noqa: E402
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string  # noqa: E402
 
@@ -81,7 +85,7 @@ def make() -> dict[str, np.ndarray]:
         golden |= make_internvl(attention_bias=biased)
     for normalized in (True, False):
         golden |= make_lfm2_vl(merged_norm=normalized)
-    return golden
+    return golden | make_qwen3_vl()
 
 
 def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
@@ -132,6 +136,33 @@ def make_lfm2_vl(*, merged_norm: bool = True) -> dict[str, np.ndarray]:
                 mask = torch.ones_like(found["input_ids"])
                 logits = model(input_ids=found["input_ids"], attention_mask=mask, **given).logits
                 golden[f"{prefix}logits"] = logits[0, -8:].numpy()
+    return golden
+
+
+def make_qwen3_vl() -> dict[str, np.ndarray]:
+    """Of each picture its patches and their grid; rows and positions of a prompt with two, and its logits."""
+    golden: dict[str, np.ndarray] = {}
+    prefix, place = "qwen3_vl_", "<|vision_start|><|image_pad|><|vision_end|>"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_qwen3_vl(Path(scratch) / "qwen3_vl")
+        model = loaded(AutoModelForImageTextToText, folder)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor())
+        pictures = [Image.fromarray(photo(*size, number)) for number, size in enumerate(SHAPED_SIZES)]
+        for number, picture in enumerate(pictures):
+            found = images([picture], return_tensors="pt")
+            golden[f"{prefix}grid{number}"] = found["image_grid_thw"][0].numpy()
+            golden[f"{prefix}pixels{number}"] = found["pixel_values"].numpy()
+        found = processor(text=[f"See {place} and {place} say:"], images=pictures[:2], return_tensors="pt")
+        golden[f"{prefix}ids"] = found["input_ids"][0].numpy()
+        with torch.no_grad():
+            features = model.model.get_image_features(found["pixel_values"], found["image_grid_thw"])
+            kinds = (features.pooler_output, *features.deepstack_features)
+            golden[f"{prefix}rows"] = torch.cat([torch.cat(tuple(kind)) for kind in kinds], dim=1).numpy()
+            places = model.model.get_rope_index(found["input_ids"], found["mm_token_type_ids"], found["image_grid_thw"])
+            golden[f"{prefix}positions"] = places[0][:, 0].T.numpy()
+            golden[f"{prefix}logits"] = model(**found).logits[0].numpy()
     return golden
 
 

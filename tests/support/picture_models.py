@@ -111,6 +111,96 @@ def write_lfm2_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, merged_norm
     return _write(folder, config, prepared, added, named | _lfm2_vl_weights(config, seed, gain))
 
 
+def write_qwen3_vl(folder: Path, *, seed: int = 0, gain: float = 1.5, layers: int = 3) -> Path:
+    """A random Qwen3-VL whose pictures have at most 16 rows, and whose positions come from a table of 5 x 5.
+
+    Args:
+        folder: to be made.
+        seed: of the weights.
+        gain: how much a matrix of the encoder amplifies.
+        layers: of the decoder, whose first two add rows of pictures.
+    """
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    own = {"model_type": "qwen3_vl_text", "num_hidden_layers": layers, "rope_parameters": rope}
+    text = CONFIG | own | {"tie_word_embeddings": True}
+    vision = {
+        "model_type": "qwen3_vl_vision",
+        "depth": 4,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 2],
+    }
+    config = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": 260,
+        "vision_start_token_id": 261,
+        "vision_end_token_id": 262,
+        "video_token_id": 263,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    prepared = {
+        "size": {"shortest_edge": 4 * 16**2, "longest_edge": 16 * 16**2},
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "resample": 3,
+    }
+    weights = random_weights(text | {"model_type": "qwen3"}, seed)
+    named = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
+    added = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    return _write(folder, config, prepared, added, named | _qwen3_vl_weights(config, seed, gain), place)
+
+
+def _qwen3_vl_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
+    """float32 tensors of Qwen3-VL's encoder and mergers, by transformers' names."""
+    vision, width = config["vision_config"], config["text_config"]["hidden_size"]
+    hidden, patch, merged = vision["hidden_size"], vision["patch_size"], 4 * vision["hidden_size"]
+    random = np.random.Generator(np.random.PCG64([seed, 5]))
+
+    def matrix(rows: int, *columns: int, gain: float = gain) -> np.ndarray[Any, Any]:
+        return (gain * random.standard_normal((rows, *columns)) / np.prod(columns) ** 0.5).astype(np.float32)
+
+    model = "model.visual."
+    found = {
+        f"{model}patch_embed.proj.weight": matrix(hidden, 3, 2, patch, patch),
+        f"{model}patch_embed.proj.bias": _vector(random, hidden),
+        f"{model}pos_embed.weight": _vector(random, vision["num_position_embeddings"] * hidden).reshape(-1, hidden),
+    }
+    norms = {f"{model}merger.norm": hidden}
+    for layer in range(vision["depth"]):
+        at = f"{model}blocks.{layer}."
+        norms |= {f"{at}norm1": hidden, f"{at}norm2": hidden}
+        inner = vision["intermediate_size"]
+        shapes = {"attn.qkv": (3 * hidden, hidden), "attn.proj": (hidden, hidden)}
+        for name, shape in {**shapes, "mlp.linear_fc1": (inner, hidden), "mlp.linear_fc2": (hidden, inner)}.items():
+            found |= {f"{at}{name}.weight": matrix(*shape), f"{at}{name}.bias": _vector(random, shape[0])}
+    for number in range(len(vision["deepstack_visual_indexes"])):
+        norms[f"{model}deepstack_merger_list.{number}.norm"] = merged
+    for norm, size in norms.items():
+        found |= {f"{norm}.weight": _vector(random, size, 1.0), f"{norm}.bias": _vector(random, size)}
+        if "blocks" not in norm:
+            at = norm.removesuffix("norm")
+            found |= {f"{at}linear_fc1.weight": matrix(merged, merged), f"{at}linear_fc1.bias": _vector(random, merged)}
+            found |= {f"{at}linear_fc2.weight": matrix(width, merged, gain=1.0)}
+            found |= {f"{at}linear_fc2.bias": _vector(random, width)}
+    return found
+
+
 def _lfm2_vl_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
     """float32 tensors of LFM2-VL's encoder and projector, by transformers' names."""
     width, hidden = config["text_config"]["hidden_size"], config["vision_config"]["hidden_size"]
@@ -195,6 +285,7 @@ def _write(
     prepared: dict[str, Any],
     added: tuple[str, ...],
     weights: dict[str, np.ndarray[Any, Any]],
+    place: str | None = None,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, fields in {
@@ -204,7 +295,7 @@ def _write(
         "generation_config.json": {"eos_token_id": [257, 258], "bos_token_id": 256},
     }.items():
         (folder / name).write_text(json.dumps(fields))
-    (folder / "chat_template.jinja").write_text(TEMPLATE.replace(IMAGE_TOKEN, added[0]))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace(IMAGE_TOKEN, place or added[0]))
     write_tokenizer(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in added])

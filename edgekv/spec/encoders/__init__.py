@@ -2,7 +2,7 @@
 
 A file declares `MODEL_TYPES`, the values of `model_type` that it reads, and two functions of the configuration and the
 processor's: `describe` returns the `EncoderSpec`, and `pictures` the `PictureSpec`. `NAMES` says what its checkpoints
-call tensors.
+call tensors. `decoder`, where it is there, adds what pictures change in the decoder, of the configuration.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.encoders.names import EncoderNames
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
@@ -24,6 +25,7 @@ class EncoderFamily:
     describe: Callable[[Config, Config], EncoderSpec]
     pictures: Callable[[Config, Config], PictureSpec]
     names: EncoderNames
+    decoder: Callable[[Config, DecoderSpec], DecoderSpec] | None = None
 
 
 def find_encoders() -> Mapping[str, EncoderFamily]:
@@ -32,7 +34,8 @@ def find_encoders() -> Mapping[str, EncoderFamily]:
     for entry in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
         module = importlib.import_module(f"{__name__}.{entry.name}")
         if hasattr(module, "MODEL_TYPES"):
-            family = EncoderFamily(module.describe, module.pictures, module.NAMES)
+            decoder = getattr(module, "decoder", None)
+            family = EncoderFamily(module.describe, module.pictures, module.NAMES, decoder)
             encoders.update(dict.fromkeys(module.MODEL_TYPES, family))
     return encoders
 

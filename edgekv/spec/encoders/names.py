@@ -13,7 +13,7 @@ class EncoderNames:
         patches: the convolution of pixels.
         positions: the table of position embeddings, with its whole name.
         attention_norm: before attention.
-        q: of queries; k and v alike.
+        q: of queries; k and v alike. All three the same if they are one matrix, in this order.
         o: the projection of attention's results.
         feed_forward_norm: before the feed-forward.
         fc1: to the feed-forward's width.
@@ -25,6 +25,9 @@ class EncoderNames:
         class_row: the class, with its whole name; None without one.
         attention_scale: multiplies the outputs of attention, with its whole name; None without one.
         feed_forward_scale: multiplies the outputs of the feed-forward, with its whole name; None without one.
+        deepstack: of the mergers behind some layers, with `{number}` for the number of each: a norm, and two matrices.
+        frames: pictures that the convolution takes at a time; a single one is given to it as often, so that its parts
+            are added. 0 if it takes one and says nothing of time.
     """
 
     patches: str
@@ -44,9 +47,18 @@ class EncoderNames:
     class_row: str | None = None
     attention_scale: str | None = None
     feed_forward_scale: str | None = None
+    deepstack: tuple[str, str, str] | None = None
+    frames: int = 0
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether queries, keys and values have one matrix."""
+        return self.q == self.k
 
 
-def siglip_names(model: str, **projector: str) -> EncoderNames:
+def siglip_names(
+    model: str, projector: str, *, projector_out: str | None = None, merged_norm: str | None = None
+) -> EncoderNames:
     """Names of transformers' SigLIP and SigLIP 2 behind a prefix, and those of the projector behind them."""
     layer = model + "encoder.layers.{layer}."
     return EncoderNames(
@@ -61,5 +73,7 @@ def siglip_names(model: str, **projector: str) -> EncoderNames:
         fc1=layer + "mlp.fc1",
         fc2=layer + "mlp.fc2",
         last_norm=model + "post_layernorm",
-        **projector,
+        projector=projector,
+        projector_out=projector_out,
+        merged_norm=merged_norm,
     )

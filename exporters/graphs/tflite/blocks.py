@@ -81,6 +81,19 @@ class TfliteBlocks:
     def add(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._emit("ADD", [a, b], name, a.shape, None, "AddOptions", potScaleInt16=False)
 
+    def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
+        return self._emit("MUL", [a, b], name, a.shape, None, "MulOptions")
+
+    def swap_halves(self, x: Tensor, half: int) -> Tensor:
+        first, last = (self._slice(x, WIDTH, at, half) for at in (0, half))
+        return self._beside(last, first, f"{x.index}.swapped")
+
+    def _beside(self, first: Tensor, last: Tensor, name: str) -> Tensor:
+        """Two tensors of one encoding, concatenated along the width."""
+        shape = [*first.shape[:-1], first.shape[-1] + last.shape[-1]]
+        parts = [first, last]
+        return self._emit("CONCATENATION", parts, name, shape, last.encoding, "ConcatenationOptions", axis=WIDTH)
+
     def gelu(self, x: Tensor, name: str) -> Tensor:
         return self._gelu(x, name, approximate=True)
 

@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgekv.bundle import ENCODER
-from edgekv.graphs.encoder import EncoderOps, encoder_entry, encoder_exit, encoder_layer
-from edgekv.spec import PADDING_PORT, PIXELS_PORT, PLACES_PORT, ROWS_PORT, EncoderSpec
+from edgekv.graphs.encoder import EncoderOps, deepstack_rows, encoder_entry, encoder_exit, encoder_layer
+from edgekv.spec import (
+    COS_PORT,
+    PADDING_PORT,
+    PIXELS_PORT,
+    PLACES_PORT,
+    ROWS_PORT,
+    SIN_PORT,
+    EncoderSpec,
+    deepstack_port,
+)
 from exporters.graphs.tflite.blocks import ROWS, TfliteBlocks, element_of
 from exporters.graphs.tflite.flatbuffer import Subgraph, Tensor, TfliteFile
 from exporters.graphs.tflite.weights import TfliteWeights
@@ -45,6 +54,9 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
     def places(self) -> Tensor:
         return self._inputs[PLACES_PORT]
 
+    def turns(self) -> tuple[Tensor, Tensor]:
+        return self._inputs[COS_PORT], self._inputs[SIN_PORT]
+
     def unpadded(self, scores: Tensor, name: str) -> Tensor:
         return self.add(scores, self._inputs[PADDING_PORT], name)
 
@@ -59,9 +71,10 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
     def normalize_merged(self, x: Tensor, name: str) -> Tensor:
         return self._emit("QUANTIZE", [self._normalized(x, name, self._spec.projector_eps)], name, x.shape)
 
-    def finish(self, rows: Tensor) -> None:
-        """Make `rows` the output."""
-        self._graph.output(ROWS_PORT, rows)
+    def finish(self, outputs: Mapping[str, Tensor]) -> None:
+        """Make results the outputs of these names."""
+        for port, rows in outputs.items():
+            self._graph.output(port, rows)
 
 
 def write_tflite_encoder(
@@ -78,9 +91,12 @@ def write_tflite_encoder(
     file, spec = TfliteFile(), tensors.spec
     weights = TfliteWeights(tensors.tensor, lambda _: spec.head_dim, matrices)
     ops = TfliteEncoder(file.subgraph(ENCODER), spec, encodings, weights)
-    residual = encoder_entry(ops, spec, ops.entry)
+    residual, behind = encoder_entry(ops, spec, ops.entry), dict[str, Tensor]()
     for layer in range(spec.layers):
         residual = encoder_layer(ops, spec, layer, residual)
+        if layer in spec.deepstack:
+            number = spec.deepstack.index(layer)
+            behind[deepstack_port(number)] = deepstack_rows(ops, spec, number, residual)
         weights.forget()
-    ops.finish(encoder_exit(ops, spec, residual))
+    ops.finish({ROWS_PORT: encoder_exit(ops, spec, residual), **behind})
     file.save(target)

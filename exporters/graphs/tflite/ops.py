@@ -107,14 +107,11 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
         raise _no_experts()
 
     def layer_input(self, layer: int) -> Tensor:
-        width = self._spec.layer_inputs
+        width = self._spec.input_width
         return self.slice(self._shared[LAYER_INPUTS_PORT], layer * width, width)
 
     def subtract(self, a: Tensor, b: Tensor, name: str) -> Tensor:
         return self._emit("SUB", [a, b], name, a.shape, None, "SubOptions", potScaleInt16=False)
-
-    def multiply(self, a: Tensor, b: Tensor, name: str) -> Tensor:
-        return self._emit("MUL", [a, b], name, a.shape, None, "MulOptions")
 
     def scale(self, x: Tensor, factor: float, name: str) -> Tensor:
         encoding = Encoding.symmetric(factor, "s16")
@@ -173,16 +170,6 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
             first, second = (self._beside(*pair, name + ".both") for name, pair in pairs)
             self._tables[rotary.names] = first, second
         return self._tables[rotary.names]
-
-    def swap_halves(self, x: Tensor, half: int) -> Tensor:
-        first, last = self.split(x, [half, half])
-        return self._beside(last, first, f"{x.index}.swapped")
-
-    def _beside(self, first: Tensor, last: Tensor, name: str) -> Tensor:
-        """Two tensors of one encoding, concatenated along the width."""
-        shape = [*first.shape[:-1], first.shape[-1] + last.shape[-1]]
-        parts = [first, last]
-        return self._emit("CONCATENATION", parts, name, shape, last.encoding, "ConcatenationOptions", axis=WIDTH)
 
     def append_to_cache(self, new: Tensor, tensor: KvTensor) -> Tensor:
         encoding = self._encodings[tensor.past]

@@ -15,7 +15,7 @@ from edgekv.errors import BundleError
 from edgekv.machine.scratch import scratch_folder
 from edgekv.pictures import Picture, Tile, TiledPicture, TileGrid, expand, open_tiles
 from edgekv.runtime import HtpEngine
-from edgekv.spec import PictureSpec
+from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.quantize.pictures import drawn_picture
 from exporters.targets.genie.config import Dialog, Nodes
 from exporters.targets.genie.dialog import GenieChild
@@ -65,19 +65,22 @@ class GeniePipeline(GenieChild):
             yield from self._request("execute")
 
 
-def pieces_of(text: str, pictures: Sequence[TiledPicture], rows: int, spec: PictureSpec) -> list[str | Tiles]:
+def pieces_of(
+    text: str, pictures: Sequence[TiledPicture], encoder: EncoderSpec, spec: PictureSpec
+) -> list[str | Tiles]:
     """A prompt as the texts and tiles that a pipeline is given one after the other.
 
     Args:
         text: with the picture's token where each stands, or with none to have them in front.
         pictures: in order.
-        rows: of a tile.
+        encoder: whose tiles are squares.
         spec: how a prompt names them.
 
     Raises:
         UsageError: the text has another number of these tokens.
     """
-    opened = [Picture(tuple(Tile(tile, rows) for tile in shown.tiles), shown.grid) for shown in pictures]
+    rows, grid = encoder.rows, encoder.grid_of(encoder.image, encoder.image)
+    opened = [Picture(tuple(Tile(tile, grid) for tile in shown.tiles), shown.grid) for shown in pictures]
     tiles = iter([tile for picture in pictures for tile in picture.tiles])
     found = list[str | Tiles]()
     for part in re.split(f"((?:{re.escape(spec.token)})+)", expand(text, opened, spec)):
@@ -97,7 +100,7 @@ def prompt_of(folder: GenieFolder, text: str, files: Sequence[Path]) -> list[str
     """
     vision = folder.vision()
     pictures = [open_tiles(each, "--image", vision.pictures, vision.encoder.image) for each in files]
-    pieces = pieces_of(text, pictures, vision.encoder.rows, vision.pictures)
+    pieces = pieces_of(text, pictures, vision.encoder, vision.pictures)
     return [each if isinstance(each, str) else vision.input_of(each) for each in pieces]
 
 
@@ -121,13 +124,13 @@ def prove_pictures(
     """
     tile, edge, tokenizer = drawn_picture(0, vision.encoder.image), vision.encoder.image, bundle.tokenizer()
     shown = TiledPicture((tile,), TileGrid((edge, edge)))
-    pieces = pieces_of(f"See {vision.pictures.token} and say:", [shown], vision.encoder.rows, vision.pictures)
+    pieces = pieces_of(f"See {vision.pictures.token} and say:", [shown], vision.encoder, vision.pictures)
     ids = list[int]()
     for piece in pieces:
         if isinstance(piece, str):
             ids += tokenizer.encode(piece, add_special_tokens=False).ids
         else:
-            ids += Tile(piece, vision.encoder.rows).ids
+            ids += Tile(piece, vision.encoder.grid_of(edge, edge)).ids
     largest = max(graph.ar for graph in bundle.manifest.graphs)
     if (needed := len(ids) + count + largest) > context:
         raise BundleError(

@@ -81,7 +81,16 @@ from exporters.targets.prove import own_tokens
 from quant import Method, QuantizedWeight
 from tests.support.checkpoints import as_saved, write_checkpoint
 from tests.support.exports import export_options, exported, exported_architecture, small_options
-from tests.support.picture_models import SHAPED_SIZES, SIZES, photo, png, write_internvl, write_lfm2_vl, write_smolvlm
+from tests.support.picture_models import (
+    SHAPED_SIZES,
+    SIZES,
+    photo,
+    png,
+    write_internvl,
+    write_lfm2_vl,
+    write_qwen3_vl,
+    write_smolvlm,
+)
 from tests.support.serving import KEPT, NAME, change_settings, new_chat, say, served
 from tests.support.thorough import variants
 
@@ -134,7 +143,7 @@ def _pixels(vision: VisionEncoder, picture: TiledPicture) -> np.ndarray[Any, Any
 
 
 def _written(vision: VisionEncoder, picture: TiledPicture) -> str:
-    tiles = tuple(Tile(tile, vision.spec.rows_of(tile.shape[1], tile.shape[0])) for tile in picture.tiles)
+    tiles = tuple(Tile(tile, vision.spec.grid_of(tile.shape[1], tile.shape[0])) for tile in picture.tiles)
     placed = Picture(tiles, picture.grid)
     return expand(f"See {vision.pictures.token} and say:", [placed], vision.pictures)
 
@@ -161,6 +170,7 @@ WRITERS = {
     "internvl-unbiased": write_unbiased,
     "lfm2_vl-pictures": write_lfm2_vl,
     "lfm2_vl-plain": write_plain,
+    "qwen3_vl-pictures": write_qwen3_vl,
 }
 SAVED = json.loads((Path(__file__).parents[2] / "golden" / "saved.json").read_text())
 
@@ -175,7 +185,7 @@ def test_the_encoder_reads_what_transformers_saves(name: str, tmp_path: Path):
     assert np.array_equal(_rows(found, picture), _rows(expected, picture))
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl])
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
 def test_the_processor_of_newer_checkpoints_is_read(write: Callable[[Path], Path], tmp_path: Path):
     """transformers 5 writes `processor_config.json` alone; older files of this name say nothing of pixels."""
     folder = write(tmp_path)
@@ -265,7 +275,7 @@ def test_lfm2_vl_runs_as_a_bundle(write: Callable[[Path], Path], prefix: str, tm
     assert vision is not None
     encoder, embedding = PictureEncoder(opened, CpuEngine(1)), opened.manifest.encodings["embedding"]
     tiles = _shaped_tiles(vision, prefix, 0)
-    rows = np.concatenate([embedding.dequantize(encoder.encode(tile)) for tile in tiles])
+    rows = np.concatenate([embedding.dequantize(encoder.encode(tile).embeddings) for tile in tiles])
     wanted = GOLDEN[prefix + "rows"]
     if rotation != "none":
         wanted = ResidualRotation(checkpoint.spec, checkpoint.tensor, rotation).rotated(wanted)
@@ -650,11 +660,11 @@ def _tile(bundle: Bundle) -> NDArray[np.uint8]:
     """One for its encoder: if pictures have shapes of their own, a strip."""
     vision = bundle.manifest.vision
     assert vision is not None
-    edge = vision.encoder.image
-    return photo(edge, edge // 3 if vision.encoder.has_shapes else edge)
+    edge, step = vision.encoder.image, vision.encoder.patch * vision.encoder.merge
+    return photo(edge, edge // 3 // step * step if vision.encoder.has_shapes else edge)
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl])
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
 @pytest.mark.parametrize(("mode", "least_db"), [("exact16", 45), ("fast", 30 if multiplies_integers() else 28)])
 def test_each_mode_of_the_cpu_gives_the_rows(
     write: Callable[[Path], Path], mode: CpuMode, least_db: float, tmp_path: Path
@@ -662,14 +672,16 @@ def test_each_mode_of_the_cpu_gives_the_rows(
     """Against `emulate`; `fast` rounds the results of norms to 8 bits."""
     bundle = open_bundle(exported(write(tmp_path / "checkpoint"), export_options(context=96, ar=(1, 16))))
     engines, tile = (CpuEngine(1, mode=mode), CpuEngine(1)), _tile(bundle)
-    rows, wanted = (PictureEncoder(bundle, engine).encode(tile).astype(np.int64) for engine in engines)
+    rows, wanted = (PictureEncoder(bundle, engine).encode(tile).embeddings.astype(np.int64) for engine in engines)
     noise = np.square(rows - wanted).sum(-1)
     power = np.square(wanted - bundle.manifest.encodings["embedding"].zero_point).sum(-1)
     assert (10 * np.log10(power / np.maximum(noise, 1))).min() > least_db
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write", variants([write_smolvlm, write_internvl, write_lfm2_vl], [write_smolvlm]))
+@pytest.mark.parametrize(
+    "write", variants([write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl], [write_smolvlm])
+)
 @pytest.mark.parametrize("kind", [LitertEngine, pytest.param(TfliteEngine, marks=pytest.mark.numpy1)])
 def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
     write: Callable[[Path], Path], kind: type[LitertEngine | TfliteEngine], tmp_path: Path
@@ -679,7 +691,7 @@ def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
     onnx = open_bundle(exported(checkpoint, options))
     bundle = open_bundle(exported(checkpoint, replace(options, graph_format="tflite", kv_dtype="s8")))
     rows, wanted = (
-        opened.manifest.encodings["embedding"].dequantize(PictureEncoder(opened, engine).encode(_tile(onnx)))
+        opened.manifest.encodings["embedding"].dequantize(PictureEncoder(opened, engine).encode(_tile(onnx)).embeddings)
         for opened, engine in ((bundle, kind()), (onnx, CpuEngine(1)))
     )
     assert {"graphs.tflite", "vision.tflite"} < bundle.manifest.files.keys()
@@ -733,14 +745,14 @@ def test_eval_shows_where_the_error_of_an_encoder_arises(
     inputs = encoder_inputs(drawn_picture(99, vision.spec.image), vision.spec, vision.pictures)
     (wanted,), rows = (
         encode(NumpyEncoder(vision), vision.spec, [inputs]),
-        PictureEncoder(opened, CpuEngine(1)).encode(drawn_picture(99, vision.spec.image)),
+        PictureEncoder(opened, CpuEngine(1)).encode(drawn_picture(99, vision.spec.image)).embeddings,
     )
     wanted = ResidualRotation(source.spec, source.tensor, rotation).rotated(wanted)
     noise = np.square(opened.manifest.encodings["embedding"].dequantize(rows) - wanted).sum(-1)
     assert levels[-1] == pytest.approx((10 * np.log10(np.square(wanted).sum(-1) / noise)).min(), abs=0.2)
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl])
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
 def test_a_recipe_keeps_matrices_of_an_encoder_at_16_bits(
     write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -756,7 +768,9 @@ def test_a_recipe_keeps_matrices_of_an_encoder_at_16_bits(
         layers = measure_encoder(bundle, Checkpoint.open(str(checkpoint)))
         measured.append((bundle.manifest.vision, layers[-1].rows.least_db))
         tile = _tile(bundle)
-        rows, wanted = (PictureEncoder(bundle, CpuEngine(1, mode=mode)).encode(tile) for mode in ("exact16", "emulate"))
+        rows, wanted = (
+            PictureEncoder(bundle, CpuEngine(1, mode=mode)).encode(tile).embeddings for mode in ("exact16", "emulate")
+        )
         assert np.abs(rows.astype(int) - wanted).max() < 0.01 * np.ptp(wanted)
     (plain, plain_db), (wide, wide_db) = measured
     assert wide_db > plain_db + 12  # what is left is the rounding of activations, most in the means of InternVL
@@ -783,7 +797,7 @@ class _Rounded:
         return self.matrices[name].dequantize().T if name in self.matrices else self.vision.tensor(name)
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl])
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
 def test_effort_rounds_an_encoder_on_what_its_matrices_read(write: Callable[[Path], Path], tmp_path: Path):
     """On a picture that none of them was fitted to, the whole error is lower too."""
     checkpoint = Checkpoint.open(str(write(tmp_path / "checkpoint")))
@@ -880,7 +894,8 @@ def test_a_chat_shows_pictures_with_its_messages(
 
 @pytest.mark.htp
 @pytest.mark.parametrize(
-    "write", variants([write_smolvlm, write_internvl, write_lfm2_vl], [write_smolvlm, write_lfm2_vl])
+    "write",
+    variants([write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl], [write_smolvlm, write_qwen3_vl]),
 )
 def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], tmp_path: Path):
     """Every graph compiles in integers, the encoder with them, and the binary is what the engine loads."""
@@ -892,13 +907,17 @@ def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], t
     htp = HtpEngine.on(find("SM8650"), opened)
     assert htp.compiled[opened.path / opened.manifest.vision.file].parent.name == "SM8650"
     tile = _tile(opened)
-    rows, wanted = (PictureEncoder(opened, engine).encode(tile).astype(np.int64) for engine in (htp, CpuEngine(1)))
+    rows, wanted = (
+        PictureEncoder(opened, engine).encode(tile).embeddings.astype(np.int64) for engine in (htp, CpuEngine(1))
+    )
     error = np.square(rows - wanted).sum() / np.square(wanted - opened.manifest.encodings["embedding"].zero_point).sum()
     assert 10 * np.log10(1 / error) > 40
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("write", variants([write_smolvlm, write_internvl, write_lfm2_vl], [write_smolvlm]))
+@pytest.mark.parametrize(
+    "write", variants([write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl], [write_smolvlm])
+)
 def test_the_plugin_of_litert_compiles_an_encoder_into_one_context(write: Callable[[Path], Path], tmp_path: Path):
     options = export_options(context=192, ar=(1, 16), graph_format="tflite", kv_dtype="s8")
     bundle = shutil.copytree(exported(write(tmp_path / "checkpoint"), options), tmp_path / "bundle")
@@ -943,11 +962,11 @@ def test_a_pipeline_of_genie_continues_a_conversation_with_pictures(bundle: Path
         for number, text in enumerate(("See <image> and say:", " And this <image>?")):
             tiles.append(photo(32, 32, number))
             shown = TiledPicture((tiles[-1],), TileGrid((32, 32)))
-            pieces = pieces_of(text, [shown], vision.encoder.rows, vision.pictures)
+            pieces = pieces_of(text, [shown], vision.encoder, vision.pictures)
             ids += answer[:-1]
             for piece in pieces:
                 is_text = isinstance(piece, str)
-                ids += opened.tokenizer().encode(piece).ids if is_text else Tile(piece, vision.encoder.rows).ids
+                ids += opened.tokenizer().encode(piece).ids if is_text else Tile(piece, (2, 2)).ids
             answer = []
             for tokens in genie.query([each if isinstance(each, str) else vision.input_of(each) for each in pieces]):
                 answer += map(int, tokens)
@@ -1038,7 +1057,7 @@ def test_the_page_has_a_button_for_pictures_where_the_model_reads_them(
     ],
     ids=["encoder", "processor", "scale", "crop"],
 )
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl])
+@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
 def test_a_field_of_pictures_that_nothing_reads_is_refused_by_name(
     write: Callable[[Path], Path], file: str, fields: dict[str, Any], words: list[str], tmp_path: Path
 ):
