@@ -221,9 +221,11 @@ class Model:
 
         Raises:
             UsageError: the bundle reads text alone, or the file is no picture, damaged or too large.
+            ContextFullError: it has more tokens than the context.
             EngineError: Pillow is not installed.
         """
-        return self._pictures.open(source, field)
+        (picture,) = self._pictures.open([source], [field])
+        return picture
 
     def open_lora(self, lora: str | None) -> BoundAdapter | None:
         """The adapters that a call names, ready to be bound; None for the base model.
@@ -319,12 +321,8 @@ class Model:
         messages, tools, thoughts = options.messages, options.tools, options.thoughts
         declared = tools if tools is None or isinstance(tools, Tools) else Tools.read(tools)
         field = "prompt" if messages is None else "messages"
-        opened = tuple(
-            picture
-            if isinstance(picture, Picture)
-            else self._pictures.open(picture, f"pictures[{number}]", salt=options.cache_salt)
-            for number, picture in enumerate(options.pictures)
-        )
+        numbered = [f"pictures[{number}]" for number in range(len(options.pictures))]
+        opened = tuple(self._pictures.open(options.pictures, numbered, salt=options.cache_salt))
         text = self._texts.text_or_messages(
             cast("PromptInput | None", prompt),
             messages,

@@ -29,13 +29,14 @@ def opened_pictures(files: Sequence[Path], model: Model, output: Output, field: 
     """The pictures of an option or a command; a line for each goes to standard error.
 
     Raises:
-        EdgeKVError: as `Model.open_picture`.
+        EdgeKVError: as `Pictures.open`.
     """
-    pictures = []
-    for file in files:
-        started = perf_counter()
-        pictures.append(picture := model.open_picture(file, field))
+    pictures: list[Picture] = []
+    started = perf_counter()
+    for file, picture in zip(files, model.pictures.open(files, [field] * len(files)), strict=True):
+        pictures.append(picture)
         output.note(f"[{file.name}: {picture}, resized in {1e3 * (perf_counter() - started):.0f} ms]")
+        started = perf_counter()
     return pictures
 
 

@@ -110,7 +110,7 @@ class Engine:
         self.texts = Texts(bundle, caches.policy.name)
         self.caches = caches
         self.graphs = graphs = Graphs(bundle, backend, caches.make())
-        self.pictures = Pictures(bundle, graphs.pictures)
+        self.pictures = Pictures(bundle, graphs.pictures, self.texts.read)
         self.window, is_alone = 0, caches.reproducible and graphs.batch_invariance != "equal"
         if is_alone and not graphs.reads_whole_texts:
             self.window = CHECKPOINT_TOKENS if graphs.sees_later_tokens else graphs.most("prefill")

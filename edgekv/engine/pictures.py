@@ -104,9 +104,16 @@ class PictureOpening:
 class Pictures:
     """Opens pictures for a bundle, and puts them into prompts. Thread-safe."""
 
-    def __init__(self, bundle: Bundle, rows: PictureRows | None) -> None:
-        """Args: bundle: any. rows: None if it reads text alone."""
+    def __init__(self, bundle: Bundle, rows: PictureRows | None, read: Callable[[str, str], object]) -> None:
+        """Open none yet.
+
+        Args:
+            bundle: any.
+            rows: None if it reads text alone.
+            read: refuses a prompt that is longer than the context, or than its policy lets it be; see `Texts.read`.
+        """
         self._bundle = bundle
+        self._read = read
         self._rows = rows
         self._lock = Lock()
         self._kept: OrderedDict[bytes, Picture] = OrderedDict()  # by a hash of the file, the last used at the end
@@ -130,22 +137,38 @@ class Pictures:
             raise UsageError("pictures", got=got, expected="text", fix=fix)
         return vision.pictures
 
-    def open(self, source: PictureSource, field: str = "picture", *, salt: str | None = None) -> Picture:
-        """A picture, resized and cut into tiles; its rows are computed when they are run.
+    def open(
+        self, sources: Sequence[PictureSource | Picture], fields: Sequence[str], *, salt: str | None = None
+    ) -> Iterator[Picture]:
+        """Pictures of a prompt, resized and cut into tiles; their rows are computed when they are run.
+
+        Their tokens are counted by their headers before the first of them is decoded.
 
         Args:
-            source: a file, or its content.
-            field: for errors.
+            sources: files, their content, or what is open already.
+            fields: of each, for errors.
             salt: see `opening`.
 
         Raises:
-            UsageError: the bundle reads text alone, or the picture cannot be read; see `PictureReader`.
+            UsageError: the bundle reads text alone, or a picture cannot be read; see `PictureReader`.
+            ContextFullError: they have more tokens than the context.
             EngineError: Pillow is not installed.
         """
+        if not sources:
+            return
         _ = self.spec
-        content = picture_content(Path(source) if isinstance(source, str) else source, field)
-        with self.opening([PictureSent(content, field)], salt) as opening:
-            return opening.open(0)
+        files = [
+            PictureSent(picture_content(Path(source) if isinstance(source, str) else source, field), field)
+            for source, field in zip(sources, fields, strict=True)
+            if not isinstance(source, Picture)
+        ]
+        with self.opening(files, salt) as opening:
+            sizes = [opening.size(number) for number in range(len(files))]
+            shown = [*sizes, *(source for source in sources if isinstance(source, Picture))]
+            self._read(expand("", shown, self.spec), "pictures")  # counts the tokens
+            numbers = iter(range(len(files)))
+            for source in sources:
+                yield source if isinstance(source, Picture) else opening.open(next(numbers))
 
     @contextmanager
     def opening(self, sent: Sequence[PictureSent], salt: str | None = None) -> Iterator[PictureOpening]:

@@ -31,7 +31,7 @@ from exporters.quantize.effort import EFFORTS
 from tests.support.checkpoints import ARCHITECTURES, add_head, width_of, write_checkpoint, write_drafter, write_sinking
 from tests.support.exports import export_options
 from tests.support.foreign_files import write_adapter
-from tests.support.picture_models import write_internvl, write_lfm2_vl, write_smolvlm
+from tests.support.picture_models import write_internvl, write_lfm2_vl, write_qwen3_vl, write_smolvlm
 
 Hashes = dict[str, str]
 RECORDED = Path(__file__).with_suffix(".json")
@@ -76,7 +76,8 @@ def bundles(scratch: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
     write_adapter(scratch / "adapter", small)
     slots = LoraOptions(8, calibrate=(AdapterChoice(scratch / "adapter"),))
     yield "slots", plain(small, lora=slots)
-    for name, write in (("internvl", write_internvl), ("lfm2_vl-pictures", write_lfm2_vl), ("smolvlm", write_smolvlm)):
+    pictured = {"internvl": write_internvl, "lfm2_vl-pictures": write_lfm2_vl, "qwen3_vl-pictures": write_qwen3_vl}
+    for name, write in (pictured | {"smolvlm": write_smolvlm}).items():
         yield name, plain(write(scratch / name), calibration_tokens=512)
     yield "internvl-tflite", plain(scratch / "internvl", graph_format="tflite", kv_dtype="s8", calibration_tokens=512)
     for name, write_both in (("cache-drafter", _of_cache), ("head-drafter", _of_head)):

@@ -36,6 +36,7 @@ from edgekv.model import Model
 from edgekv.pictures import (
     Picture,
     PictureEncoder,
+    PictureReader,
     Tile,
     TiledPicture,
     TileGrid,
@@ -364,6 +365,27 @@ def test_prompts_and_pictures_must_agree(model: Model):
         model.generate("<image> <image>", pictures=[picture])
     with pytest.raises(ContextFullError, match="at most 192"):
         model.generate("What?", pictures=[picture] * 9)
+
+
+def test_too_many_pictures_are_refused_before_any_is_decoded(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """By the library, `generate` and `chat`; a policy that evicts tokens has room for them."""
+    file = tmp_path / "photo.png"
+    file.write_bytes(png(photo(70, 45)))
+    decoded = list[int]()
+    read = PictureReader.open
+    monkeypatch.setattr(PictureReader, "open", lambda self, number: (decoded.append(number), read(self, number))[1])
+    found = "pictures: got 306 tokens; expected at most 192, the context of the bundle"
+    with edgekv.load(bundle) as model, pytest.raises(ContextFullError, match=found):
+        model.generate("What?", pictures=[file] * 9)
+    many = ["--image", str(file)] * 9
+    for command in (["generate", str(bundle), "--prompt", "What?"], ["chat", str(bundle), "--message", "What?"]):
+        assert run([*command, *many]) != 0
+        assert found in " ".join(capsys.readouterr().err.split())
+    assert not decoded
+    with edgekv.load(bundle, policy="sliding-window") as model:
+        assert [*model.generate("What?", max_new_tokens=1, pictures=[file] * 9)] and len(decoded) == 9
 
 
 @pytest.mark.parametrize(
