@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgekv.bundle import EmbeddingQuality, Manifest, SinkRecord
 from edgekv.cli.bundle_info import bytes_by_part
-from edgekv.spec.tensors import matrices
+from edgekv.spec.tensors import expert_of, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.drafter import Drafter
 from exporters.quantize.as_stored import describe_stored
@@ -76,7 +76,14 @@ def drafter_lines(output: Path, manifest: Manifest, drafter: Drafter) -> Iterato
 
 
 def export_warnings(manifest: Manifest) -> Iterator[str]:
-    """A calibration text that is too short, and a KL above the limit of a usable model."""
+    """Experts that are read for nothing, a calibration text that is too short, and a KL above a usable model's."""
+    if (experts := manifest.model.experts) is not None:
+        read = sum(extent.bytes for name, _, extent in manifest.weights.extents() if expert_of(name) is not None)
+        yield (
+            f"experts: graphs for {manifest.device} compute all {experts.count} of a layer, of which a token has "
+            f"{experts.used}: a decode step reads {read / 1e6:,.1f} MB of experts, and needs "
+            f"{read / 1e6 * experts.used / experts.count:,.1f} MB. Engines on a CPU read what they need"
+        )
     if unreached := manifest.source.unreached_experts:
         layers: dict[str, list[str]] = {}
         for layer, expert in (name.split(".") for name in unreached):
