@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.conversation import Conversation
 from edgekv.draft import Speculation
+from edgekv.engine.request import Request
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.model import Model
@@ -25,6 +27,8 @@ from edgekv.pictures.positions import FIRST_ID
 from edgekv.pictures.tiles import tile_grid
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.spec import LAYER_INPUTS_PORT
+from edgekv.text import SamplingParams
+from edgekv.text.output import Token
 from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.inspect.encoder import measure_encoder
@@ -288,3 +292,40 @@ def test_positions_are_counted_the_same_from_any_cut(pieces: list[tuple[int, int
     for cut in [*cuts, len(tokens)]:
         beginning = tokens[: min(cut, len(tokens))]
         assert offsets.of(beginning) == int(every[: len(beginning), 2].sum()) - len(beginning)
+
+
+def test_parts_behind_the_first_layers_read_no_rows_of_pictures(model: Model, tmp_path: Path):
+    """Only those with layers that add some have the input."""
+    folder = write_qwen3_vl(tmp_path / "qwen3_vl", layers=4)
+    options = export_options(context=192, ar=(1, 16))
+    whole, split = (exported(folder, each) for each in (options, replace(options, splits=4)))
+    manifest = open_bundle(split).manifest
+    named = [
+        [port.name for port in interface.inputs if port.kind == "layer_inputs"]
+        for interface in manifest.interface.parts(manifest.graphs[0])
+    ]
+    assert named[:2] == [[LAYER_INPUTS_PORT]] * 2 and len(named) > 3 and not any(named[2:])
+    with edgekv.load(whole) as one, edgekv.load(split) as four:
+        assert _answer(one, PROMPT, FILES[:2]) == _answer(four, PROMPT, FILES[:2])
+
+
+@pytest.mark.htp
+def test_sequences_of_a_pass_have_positions_of_their_own(bundle: Path):
+    """Rows of pictures have moved each text by another number."""
+    with edgekv.load(bundle, "htp") as model:
+        pictures, engine = [model.open_picture(file) for file in FILES[:3]], model.engine
+        prompts = [f"See {PLACE}" + " and say" * number for number in range(3)]
+        alone = [_answer(model, prompt, [file])[0] for prompt, file in zip(prompts, FILES, strict=False)]
+        model.sequences.clear()
+        params, found = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True), dict[Any, list[int]]()
+        engine.shares_passes = True
+        added = []
+        for at, (prompt, picture) in enumerate(zip(prompts, pictures, strict=True)):
+            text = model.pictures.expanded(prompt, [picture], "prompt")
+            tokens = model.pictures.put(model.encode(text), [picture])
+            added.append(engine.add(Request(tokens, params, cache=at, pictures=(picture,))))
+        while engine.running or engine.waiting:
+            for sequence, event in engine.step():
+                assert isinstance(event, Token)
+                found.setdefault(sequence, []).append(event.id)
+        assert [found[sequence] for sequence in added] == alone and model.batch.passes
