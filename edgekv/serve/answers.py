@@ -251,15 +251,14 @@ class _AnswerWriter:
 
     def _send_tokens(self, events: Sequence[tuple[int, ServerEvent]]) -> bool:
         """Nearly all events are tokens and find room in the connection's buffer."""
-        connection = self._exchange.connection
-        if not connection.has_room:
+        if not self._exchange.connection.has_room:
             return False
         for _, event in events:
             if isinstance(event, (str, ApiError)):
                 return False
         self._add(events)
         if self._data:
-            connection.send_part(self._taken())
+            self._exchange.send_part(self._taken())
         return True
 
     @property

@@ -19,12 +19,13 @@ from email.utils import formatdate
 from functools import lru_cache
 from hashlib import sha256
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
-import h11
 import msgspec
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.middleware.cors import CORSMiddleware
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from edgekv.machine.decoding import DECODERS
 from edgekv.serve.errors import LEFT, ApiError, DisconnectedError, api_error, refused, timed_out
@@ -57,6 +58,11 @@ _SPARE = 16
 _FIRST_LOOK_S = 0.01
 _LOOK_S = 1.0
 _OTHER = "other"
+_MAX_PIPELINED = 8
+"""Requests of a connection that wait for the answer to an earlier one."""
+_LONG_HEADERS = "Too long headers."
+_NO_REQUEST = "Invalid HTTP request."
+_WHOLE_URL = re.compile(rb"https?://([^/?]*)(.*)", re.IGNORECASE | re.DOTALL)
 _NAME = "NAME"
 """The end of a path that stands for any name."""
 
@@ -136,6 +142,7 @@ class Exchange:
         name_of: the request's name of a field in an error; see `SamplingFields.name_of`.
         headers: of the answer, beside those of its content.
         connection: takes parts of a stream that has begun past ASGI, which costs more than all else here.
+        cycle: uvicorn's own record of the request.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
@@ -147,6 +154,7 @@ class Exchange:
         self.name_of: Callable[[str], str | None] = _same
         self.headers: list[tuple[bytes, bytes]] = []
         self.connection: Connection = scope["state"]["connection"]
+        self.cycle: RequestResponseCycle = scope["state"]["cycle"]
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -263,6 +271,8 @@ class Exchange:
         Raises:
             DisconnectedError: the client takes nothing.
         """
+        if self.scope["http_version"] == "1.0":  # it knows no chunks: the stream ends with the connection
+            self.cycle.chunked_encoding = False
         await self._start(200, ((b"content-type", EVENTS), (b"cache-control", b"no-cache")))
         if data:
             await self._write(data, more=True)
@@ -282,7 +292,8 @@ class Exchange:
             raise _too_large(limit)
         parts, size, more = [], 0, True
         try:
-            async with asyncio.timeout(None if self.connection.has_body else self._limits.body_s):
+            # A timer for the rest of a body that has arrived would cost as much as reading it.
+            async with asyncio.timeout(self._limits.body_s if self.cycle.more_body else None):
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -300,7 +311,13 @@ class Exchange:
     async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.headers]})
 
+    def send_part(self, data: bytes) -> None:
+        """Send a part of a stream that has begun, if its connection `has_room`."""
+        self.connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self.cycle.chunked_encoding else data)
+
     async def _write(self, data: bytes, *, more: bool) -> None:
+        if not self.cycle.chunked_encoding:  # uvicorn counts what was announced, and a stream announces nothing
+            self.cycle.expected_content_length = len(data)
         loop = asyncio.get_running_loop()
         self._write_began = loop.time()
         if self._watch is None:  # one timer serves many writes: setting it costs as much as a write
@@ -432,7 +449,6 @@ class Guard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _use_origin_form(scope)
         path = scope["path"] if scope["path"] in self._routes else _OTHER
         record = scope["state"]["record"] = RequestRecord()
 
@@ -493,7 +509,7 @@ class Guard:
             exchange.salt = exchange.cache_salt = salt
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """HTTP/1.1 on a connection, which is closed if headers take too long, or if others need its place while it is idle.
 
     A client that sends no more may have left, or wait for its answer: an interim response tells, as the system of a
@@ -510,6 +526,9 @@ class Connection(H11Protocol):
     idle: ClassVar[dict[Connection, None]]
     is_lost = False
     on_lost: Callable[[], None] | None = None
+    _header_bytes = 0  # of the request that arrives
+    _unparsed_bytes = 0  # at least so many since the last part of it
+    _has_head = False
     _deadline: asyncio.TimerHandle | None = None
     _look: asyncio.TimerHandle | None = None
     _sends_no_more = False
@@ -518,11 +537,6 @@ class Connection(H11Protocol):
     def within(cls, limits: Limits) -> type[Connection]:
         """The same with limits, for a server: uvicorn makes the connections."""
         return type(cls.__name__, (cls,), {"limits": limits, "idle": {}})
-
-    @property
-    def has_body(self) -> bool:
-        """Whether all of the request has arrived: a timer for the rest would cost as much as reading it."""
-        return not self.cycle.more_body
 
     @property
     def is_crowded(self) -> bool:
@@ -543,12 +557,81 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
-        super().data_received(data)
+        self._unparsed_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as upgrade:
+                self._read_on(data[upgrade.args[0] :])
+        except HttpParserError:
+            self.send_400_response(_NO_REQUEST)
+        if self._unparsed_bytes > self.limits.header_bytes and not self.transport.is_closing():
+            self.send_400_response(_LONG_HEADERS)
         if self.cycle is not before:
             self._disarm()
             self.idle.pop(self, None)
         elif self._deadline is None and (before is None or before.response_complete):
             self._deadline = self.loop.call_later(self.limits.header_s, self.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._is_answering and (self.pipeline or self.cycle.response_started):
+            self.abort()  # it would be read as a part of the answer
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        self._header_bytes, self._has_head = 0, False
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > self.limits.header_bytes:
+            raise ValueError(_LONG_HEADERS)
+        if not self._has_head:  # those behind a body say nothing that is read
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise ValueError("too many requests before an answer")
+        self._unparsed_bytes, self._has_head = 0, True
+        self._use_origin_form()
+        super().on_headers_complete()
+        self.scope["state"]["cycle"] = self.cycle
+
+    def _read_on(self, rest: bytes) -> None:
+        """Read the body of a request that offers another protocol, such as HTTP/2: the parser takes it for that one's.
+
+        The connection ends with the answer.
+        """
+        framing = (b"content-length", b"transfer-encoding")
+        fields = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] in framing)
+        body = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
+        self.parser = HttpRequestParser(body)
+        self.cycle.keep_alive = False
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n%b" % (fields, rest))
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # it has seen the head alone
+            return
+        self._unparsed_bytes = 0
+        super().on_message_complete()
+
+    def _use_origin_form(self) -> None:
+        """Read a request target that is a whole URL, as sent to proxies: its host counts, not that of the header.
+
+        RFC 9112, section 3.2.2.
+        """
+        if (whole := _WHOLE_URL.fullmatch(self.url)) is not None:
+            others = [header for header in self.headers if header[0] != b"host"]
+            self.headers[:] = [(b"host", whole[1]), *others]
+            self.url = whole[2]
+        if not self.url.startswith(b"/"):
+            self.url = b"/" + self.url
 
     def eof_received(self) -> bool:  # type: ignore[override]
         self._sends_no_more = self._is_answering and not self.cycle.more_body
@@ -581,8 +664,9 @@ class Connection(H11Protocol):
 
     def _probe(self) -> None:
         """Send what a client that has left refuses; clients of HTTP/1.0 do not know it."""
-        if not self.cycle.response_started and self.scope["http_version"] == "1.1":
-            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=102, headers=[])))
+        is_alone = not self.pipeline  # otherwise an earlier one is being answered
+        if is_alone and not self.cycle.response_started and self.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
         self._look_for_refusal(_FIRST_LOOK_S)
 
     def _look_for_refusal(self, after_s: float) -> None:
@@ -600,13 +684,6 @@ class Connection(H11Protocol):
         """Whether it takes a part without waiting: it is open, and the client has not too much unread."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
-    def send_part(self, data: bytes) -> None:
-        """Send a part of an answer without a known length that has begun, if `has_room`."""
-        if self.scope["http_version"] == "1.1":  # as h11 writes it, at a tenth of the time
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            self.transport.write(self.conn.send(h11.Data(data=data)))
-
     def abort(self) -> None:
         """End it at once."""
         self.transport.abort()
@@ -615,19 +692,6 @@ class Connection(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-
-def _use_origin_form(scope: Scope) -> None:
-    """Read a request target that is a whole URL, as sent to proxies: its host counts, not that of the header.
-
-    RFC 9112, section 3.2.2.
-    """
-    scheme, _, rest = scope["path"].partition("://")
-    if scheme.lower() in ("http", "https"):
-        host, _, path = rest.partition("/")
-        others = (header for header in scope["headers"] if header[0] != b"host")
-        scope["headers"] = [(b"host", host.encode("latin-1", "replace")), *others]
-        scope["path"] = f"/{path}"
 
 
 def write_line(line: str) -> None:

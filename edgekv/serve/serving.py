@@ -134,7 +134,6 @@ class HttpServer(Server):
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            h11_max_incomplete_event_size=limits.header_bytes,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,37 @@ def test_clients_of_other_versions_are_answered(server: Server):
                 answer += part
         assert answer.startswith(b"HTTP/1.1 200 ") and b"data: [DONE]" in answer
         assert (b"transfer-encoding: chunked" in answer.lower()) is (version == "1.1")
+
+
+def test_requests_that_wait_for_an_earlier_answer_are_few(server: Server):
+    """And a request that is none ends a connection without a word in the answer that is being sent."""
+    request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    last = request.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    assert server.raw(request * 4 + last).count(b'"status":"ok"') == 5
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(request * 500)
+        assert _is_closed(client)
+    body = msgspec.json.encode({**HELLO, "max_tokens": 30, "ignore_eos": True, "stream": True})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n{JSON}content-length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        answer = client.recv(100)
+        client.sendall(b"no request\r\n\r\n")
+        with suppress(ConnectionResetError):
+            while part := client.recv(1 << 16):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 200 ") and b" 400 " not in answer
+
+
+def test_the_body_of_a_request_that_offers_another_protocol_is_checked(server: Server):
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n{JSON}connection: upgrade\r\nupgrade: h2c\r\n"
+    chunked = head + "transfer-encoding: chunked\r\n\r\n"
+    body = msgspec.json.encode(HELLO)
+    for sent, status in (
+        (chunked.encode() + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body), b" 200 "),
+        (chunked.encode() + b"no chunk\r\n", b" 400 "),
+    ):
+        assert status in server.raw(sent)[:20]
 
 
 def test_no_token_waits_for_the_clients_acknowledgement(server: Server):

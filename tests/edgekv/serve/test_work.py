@@ -54,7 +54,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 def _exchange(client: str = "a") -> Exchange:
     """A request of a client, without a socket."""
-    scope: Any = {"state": {"record": None, "connection": None}, "client": (client, 1)}
+    scope: Any = {"state": {"record": None, "connection": None, "cycle": None}, "client": (client, 1)}
     nothing: Any = None
     return Exchange(scope, nothing, nothing, Limits())
 
