@@ -28,7 +28,7 @@ from tests.support.serving import new_tab
 
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]+)?\)|src(?:set)?=\"([^\"]+)\"")
 CODE = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
-LIMIT, README_LIMIT = 20_480, 900
+LIMIT, README_LIMIT = 21_504, 900
 """Words of all pages outside of reference, results and notebook, and of README."""
 
 

@@ -119,10 +119,10 @@ class Graphs:
         rows = self.pictures
         return rows.positions if rows is not None and self._manifest.model.picture_axes else None
 
-    def position_offsets(self) -> PositionOffsets:
-        """What counts the positions of a text."""
-        rows = self.pictures if self._manifest.model.picture_axes else None
-        return PositionOffsets(None if rows is None else rows.place)
+    def position_offsets(self) -> PositionOffsets | None:
+        """What counts the positions of a text; None where they are numbers of tokens."""
+        rows = self.pictures
+        return PositionOffsets(rows.place) if rows is not None and self._manifest.model.picture_axes else None
 
     @property
     def vocab(self) -> int:
@@ -398,7 +398,15 @@ class Session:
     @property
     def position(self) -> int:
         """The position of the next token, which rows of pictures may have moved; see `KVCache.position` for its key."""
-        return self.cache.position + self._offsets.of(self.tokens)
+        return self.cache.position + self._offset
+
+    def _cut_offsets(self, tokens: int) -> None:
+        if self._offsets is not None:
+            self._offsets.cut(tokens)
+
+    @property
+    def _offset(self) -> int:
+        return 0 if self._offsets is None else self._offsets.of(self.tokens)
 
     @property
     def bytes_held(self) -> int:
@@ -515,8 +523,7 @@ class Session:
         rows = len(tokens) + len(drafts)
         if not tokens or rows > self.draft_room:
             raise ValueError(f"verify: got {len(tokens)} tokens and {len(drafts)} drafts; expected 1 to draft_room")
-        offset = self._offsets.of(self.tokens)
-        self._pass = DraftPass(self._graphs.choose("verify", rows), self.cache, tokens, as_tree(drafts), offset)
+        self._pass = DraftPass(self._graphs.choose("verify", rows), self.cache, tokens, as_tree(drafts), self._offset)
         return self._pass.logits
 
     def branch(self, texts: Sequence[Sequence[int]]) -> NDArray[Any]:
@@ -619,7 +626,7 @@ class Session:
         """Hold nothing but the sink."""
         self._pass = None
         self.hidden.rewind(0)
-        self._offsets.cut(0)
+        self._cut_offsets(0)
         self.cache.reset()
         self.tokens = self._first
         self._stable = len(self.tokens)
@@ -644,7 +651,7 @@ class Session:
         if surplus:
             common = self.cache.rewind_to(common)
             self.hidden.rewind(common)
-            self._offsets.cut(common)
+            self._cut_offsets(common)
             del self.tokens[common:]
             self._stable = min(self._stable, common)
             if common == first:
@@ -655,7 +662,7 @@ class Session:
         """Record that the cache now contains these tokens, so many of them stable."""
         self._pass = None
         self.hidden.rewind(0)
-        self._offsets.cut(0)
+        self._cut_offsets(0)
         self.tokens = list(tokens)
         self._stable = stable_tokens
         self.writer = None

@@ -38,8 +38,8 @@ def axis_positions(places: Places) -> Places:
 class PositionOffsets:
     """How far the next position of a text is from its number of tokens: pictures have fewer positions than rows."""
 
-    def __init__(self, place: Callable[[int], Sequence[int]] | None) -> None:
-        """Args: place: of the id of a row, see `row_places`; None if all positions are numbers of tokens."""
+    def __init__(self, place: Callable[[int], Sequence[int]]) -> None:
+        """Args: place: of the id of a row, see `row_places`."""
         self._place = place
         self._seen = 0
         self._rows: list[int] = []  # where rows of pictures stand
@@ -53,8 +53,6 @@ class PositionOffsets:
 
     def of(self, tokens: Sequence[int]) -> int:
         """The offset behind these tokens, 0 or below; they go on from those of the call before, or from a `cut`."""
-        if self._place is None:
-            return 0
         self.cut(len(tokens))
         for at in range(self._seen, len(tokens)):
             if tokens[at] >= FIRST_ID:

@@ -49,6 +49,15 @@ _BASE: dict[str, Any] = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"hidden_act": "xielu", "tie_word_embeddings": False},
     "arcee": {"hidden_act": "relu2", "mlp_bias": True, "rope_theta": None, "rope_parameters": _YARN},
+    "bamba": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_head": 16,
+    },
     "cohere": {**_LAYER_NORM, "logit_scale": 0.3},
     "cohere2": {
         **_LAYER_NORM,

@@ -37,6 +37,9 @@ class NoGraphs:
 
     cache = None
 
+    def position_offsets(self) -> None:
+        return None
+
 
 def _session(policy: str = "fail") -> Session:
     return Session(_cache(policy), NoGraphs())

@@ -195,7 +195,7 @@ def test_every_update_strategy_reads_pictures(bundle: Path, model: Model, kv_upd
 
 def test_a_conversation_goes_on_behind_a_picture(model: Model):
     """Its second turn has a picture too, and gets what the whole text gets in an empty cache."""
-    conversation = Conversation(model)
+    conversation = Conversation(model, params=SamplingParams(temperature=0.0, max_new_tokens=8))
     for number in range(2):
         answer = conversation.say("What?", [model.open_picture(FILES[number])])
         tokens = [token.id for token in answer]

@@ -63,9 +63,11 @@ def test_neurons_are_scaled_and_logits_stay(
     exact, found = (trace_reference(each, TOKENS)["logits"] for each in (checkpoint, scaled))
     assert float(np.abs(exact - found).max() / np.ptp(exact)) < 1e-4
     assert (applied == "none") is not checkpoint.spec.gated
-    if applied == "none":
+    experts = checkpoint.spec.experts
+    dense = sorted({*range(checkpoint.spec.layers)} - (set() if experts is None else experts.layers))
+    if applied == "none" or not dense:
         return
-    sizes = np.linalg.norm(scaled.tensor(DOWN), order, axis=0)
+    sizes = np.linalg.norm(scaled.tensor(DOWN.replace(".0.", f".{dense[0]}.")), order, axis=0)
     np.testing.assert_allclose(sizes, sizes[0], rtol=1e-5)
 
 
