@@ -79,6 +79,7 @@ _CALIBRATION_TOKENS = 1024
 _MODEL_CONTEXTS, _MODEL_AR = (256, 1024), (1, 8, 32, 128)
 _RECIPES = {"llama": "w4a16-lpbq32"}
 _WIDE_CACHES = ("qwen3",)
+_WIDE_PRODUCTS = "V73 or later: products of an encoder's attention read 16-bit integers"
 _PROMPT = "def read(self, path):\n    "
 _GRAPHS, _FAMILIES, _VISION = "operation", "family", "vision"
 
@@ -119,11 +120,17 @@ def make_kit(
     pictures = MODELS / PICTURES
     if _VISION in wanted and not pictures.is_dir():
         raise _missing(PICTURES)
+    left_out = dict[str, str]()
+    if _VISION in wanted and not device.supports_kv("s16"):
+        if _VISION in parts:
+            fix = "Use a later device, such as SM8550."
+            raise UsageError("--device", got=f"{device.soc} (V{device.arch})", expected=_WIDE_PRODUCTS, fix=fix)
+        wanted.remove(_VISION)
+        left_out[_VISION] = f"it needs {_WIDE_PRODUCTS}"
     families = [name for name in FAMILIES if f"{_FAMILIES}/{name}" in wanted or _operations(name, wanted)]
     user = None if bundle is None else _users_bundle(bundle, device, checkpoint)
     with atomic_directory(output, force=force, marker=KIT) as folder, scratch_folder("kit") as scratch:
         made, models, predictions = list[KitPart](), list[KitModel](), list[Prediction]()
-        left_out = dict[str, str]()
         steps = len(families) + (_VISION in wanted) + (checkpoint is not None) + (user is not None)
         for done, name in enumerate(families):
             progress(f"{_FAMILIES}/{name}", done, steps)

@@ -195,18 +195,18 @@ def test_a_bundle_that_a_kit_cannot_hold_is_refused_first(users_bundle: Path, wi
 
 @pytest.mark.htp
 @pytest.mark.slow
-def test_what_a_chip_cannot_run_is_left_out_and_named(tmp_path: Path) -> None:
-    """V68 has no products of 16-bit integers that a delta rule needs; a part that was asked for is refused."""
-    for part in ("operation/delta-rule", "family/qwen3_5"):
+def test_what_a_chip_cannot_run_is_left_out_and_named(wide: Path, tmp_path: Path) -> None:
+    """V68 has no products of 16-bit integers: no delta rule, no vision encoder. One that was asked for is refused."""
+    for part in ("operation/delta-rule", "family/qwen3_5", "vision"):
         with pytest.raises(UsageError, match=r"--device: got QCS6490 \(V68\); expected V73 or later"):
             make_kit(tmp_path / "kit", find("QCS6490"), parts=[part])
     assert not (tmp_path / "kit").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(making, "FAMILIES", {name: FAMILIES[name] for name in ("lfm2", "qwen3_5")})
         patch.setattr(making, "OPERATIONS", {name: OPERATIONS[name] for name in ("state", "delta-rule")})
-        kit = make_kit(tmp_path / "kit", find("QCS6490"), parts=["operation", "family"])
+        kit = make_kit(tmp_path / "kit", find("QCS6490"), model=wide)
     assert [part.name for part in kit.manifest.parts] == ["operation/state", "family/lfm2"]
-    assert sorted(kit.manifest.left_out) == ["family/qwen3_5", "operation/delta-rule"]
+    assert sorted(kit.manifest.left_out) == ["family/qwen3_5", "operation/delta-rule", "vision"]
     found = found_on(LocalRunner(), kit, tmp_path)
     assert found.verdict == "equal"
     reasons = {each.what: each.reason for each in found.unmeasured}
