@@ -408,6 +408,23 @@ def test_corrections_are_cached_as_they_are(bundle: Path) -> None:
         assert encodings[f"layers.{layer}.delta.correction"] == encodings[f"delta_value_state_{layer}_in"]
 
 
+def test_mamba_2_of_the_numbers_that_training_begins_with_keeps_30_db(tmp_path: Path) -> None:
+    """D of 1, A of 1 to 8, steps of 0.001 to 0.1 and whatever the inputs add: 31.9 dB, with int8 matrices of noise."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["granite4-h"], gain=1.0)
+    tensors, steps = load_file(checkpoint / "model.safetensors"), np.geomspace(0.001, 0.1, 8)
+    begun = {"A_log": np.log(np.arange(1, 9)), "D": np.ones(8), "dt_bias": np.log(np.expm1(steps))}
+    for key, values in tensors.items():
+        tensors[key] = begun.get(key.rpartition(".mamba.")[2], values).astype(values.dtype)
+    save_file(tensors, checkpoint / "model.safetensors")
+    (tmp_path / "text").write_text(TEXT)
+    chosen = export_options(context=CONTEXT, ar=(1, 64), draft_rows=(), calibration=tmp_path / "text")
+    opened = Checkpoint.open(str(checkpoint))
+    tokens = opened.encode(TEXT)[:250]
+    (wanted,) = Reference(opened, CONTEXT).logits([np.array(tokens)])
+    with edgekv.load(exported(checkpoint, chosen), cpu_mode="emulate") as model:
+        assert sqnr_db(wanted, model.score(tokens)) >= 30
+
+
 def test_mamba_2_caches_what_it_computes_as_it_is(mamba: Path) -> None:
     """So do the steps of each head: their decays have the same integers."""
     encodings = open_bundle(mamba).manifest.encodings
