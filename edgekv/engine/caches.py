@@ -110,7 +110,8 @@ class CacheSetup:
         if manifest.model.bidirectional:
             ar = frozenset({1})
         allocation = Allocation(growth, _allocate(engine, strategy))
-        return cls(manifest, strategy, ratio, chosen, mode, read_sink(bundle), ar, allocation, options.reproducible)
+        sink = read_sink(bundle, manifest)
+        return cls(manifest, strategy, ratio, chosen, mode, sink, ar, allocation, options.reproducible)
 
     def make(self) -> KVCache:
         """Allocate a cache.

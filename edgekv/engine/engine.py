@@ -126,7 +126,7 @@ class Engine:
             got, fix = f"{caches.mode} with a prefix cache", "Choose the mode always, or leave the prefix cache out."
             raise UsageError("cache mode", got=got, expected="always or adaptive", fix=fix)
         min_block_tokens = self.window if graphs.sees_later_tokens else 0
-        stored = bundle, self.name, graphs.cache, prefix_cache, self.window, min_block_tokens
+        stored = bundle, caches.manifest, self.name, graphs.cache, prefix_cache, self.window, min_block_tokens
         self._store = store = open_store(*stored) if keeps_all else None
         self._adapters = Adapters(bundle)
         self._setup = caches.described(backend)

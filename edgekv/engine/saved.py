@@ -73,6 +73,6 @@ def save_sequence(engine: Engine, sequence: int, file: Path) -> int:
 
 def _fingerprint(engine: Engine) -> str:
     """What the rows depend on, as readable text, so that an error shows which part differs."""
-    manifest = engine.bundle.manifest
+    manifest = engine.caches.manifest
     digest, policy = prefix_fingerprint(manifest, engine.name)[:16], policy_text(engine.caches.policy)
     return f"{manifest.model.model_type} bundle {digest} on {engine.name}, context policy {policy}"

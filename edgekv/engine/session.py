@@ -19,7 +19,7 @@ from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureRows, PositionOffsets, RowsBehind
 from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_rows, whole_texts
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.engine import run_by, wide_prefill_of
+from edgekv.runtime.engine import appending_decode_of, run_by, wide_prefill_of
 from edgekv.runtime.graph import Embeddings, HostTables, rope_tables
 from edgekv.spec import FINAL_NORM_RESULT, LAYER_INPUTS_PORT
 from quant import Encoding
@@ -91,6 +91,8 @@ class Graphs:
         wide = [graph for graph in wide_prefill_of(engine, bundle.manifest) if graph.ar in cache.ar]
         if wide:
             self._ladders |= _ladders(wide)
+        if cache.appends and (appending := appending_decode_of(engine, bundle.manifest)):
+            self._ladders["decode"] = self._ladders["decode"] | _ladders(appending)["decode"]
         self._takes_fewer: set[Role] = {graph.role for graph in wide}
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
@@ -467,6 +469,8 @@ class Session:
             try:
                 began = perf_counter_ns()
                 windows = cache.window(len(step) if graph.takes_fewer else graph.ar, graph.context, graph.row_block)
+                if graph.appends:
+                    windows = cache.append_in_place()
                 opened = perf_counter_ns()
                 graph.run(step, windows, self.position, logits=take is not None or (logits and done == len(tokens)))
                 ran = perf_counter_ns()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgekv.bundle import Bundle
+from edgekv.bundle import Bundle, Manifest
 from edgekv.errors import BundleError
 from edgekv.kv import Sink
 from edgekv.machine.system import read_file
@@ -13,8 +13,12 @@ from edgekv.spec import LOGITS
 from quant import DTYPES
 
 
-def read_sink(bundle: Bundle) -> Sink | None:
+def read_sink(bundle: Bundle, as_run: Manifest | None = None) -> Sink | None:
     """The sink of a bundle; None if its graphs compute every token.
+
+    Args:
+        bundle: to read from.
+        as_run: its manifest as an engine runs it, whose cache may have another zero point; None for the bundle's.
 
     Raises:
         BundleError: its file is broken, or does not fit the manifest.
@@ -37,4 +41,8 @@ def read_sink(bundle: Bundle) -> Sink | None:
             str(path), got=error, expected="keys, values and logits of the sink", fix="Export the bundle again."
         ) from None
     logits = held.pop(LOGITS)
+    if as_run is not None and as_run.kv_dtype != manifest.kv_dtype:
+        for name, rows in held.items():
+            old, new = manifest.encodings[name], as_run.encodings[name]
+            held[name] = (rows.astype(np.int32) - old.zero_point + new.zero_point).astype(DTYPES[new.dtype])
     return Sink(tuple(record.tokens), held, np.ascontiguousarray(logits))

@@ -314,7 +314,7 @@ class HeadDraftModel(TargetDraftModel):
             step = slice(done, done + min(graph.ar, most))
             part, done = tokens[step], step.stop
             graph.target_hidden[: len(part)] = entry.quantize(encoding.dequantize(hidden[step]))
-            windows = cache.window(len(part) if graph.takes_fewer else graph.ar, graph.context, graph.row_block)
+            windows = graph.window(len(part))
             graph.run(part, windows, rows.start + cache.position)
             cache.commit(len(part))
         return graph

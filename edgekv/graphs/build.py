@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx
 
 from edgekv.bundle import BundleWeights
+from edgekv.graphs.appending import AppendingOps
 from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.decoder import decoder_layer, drafter_input, part_end
 from edgekv.graphs.emulated import EmulatedOps
@@ -39,7 +40,7 @@ def rendered(source: Source, mode: RenderedMode, file: WeightFile, *, batch_inva
     weights = BundleWeights(source.folder, source.weights)
     if isinstance(source, EncoderSource):
         return float_encoder(source.vision, weights, mode, file)
-    ops = WideOps if source.takes_fewer else FloatOps
+    ops = WideOps if source.takes_fewer else AppendingOps if source.appends and source.part.layers else FloatOps
     return _built(source, ops(source, weights, mode=mode, file=file, batch_invariant=batch_invariant))
 
 

@@ -23,6 +23,7 @@ from edgekv.spec import (
     HEAD,
     DecoderSpec,
     LoraTarget,
+    RotaryInputs,
     expert_projection,
     lora_b,
     table_key,
@@ -30,20 +31,21 @@ from edgekv.spec import (
 
 _QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _GATE = "self_attn.g_proj"
-_HEADS: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
+QKV: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
+"""The projections to heads, and their slots for adapters."""
 _TOGETHER = ((_QUERY, _KEY, _VALUE), CONVOLUTION_INPUTS, DELTA_INPUTS, ("mlp.gate_proj", "mlp.up_proj"))
 """Projections of the same activations."""
 _EXPERTS, _GATE_AND_UP = "mlp.experts.", ("gate_proj", "up_proj")
 
 
-class _Projection(NamedTuple):
+class Projection(NamedTuple):
     """A projection of a layer: `model.layers.{layer}.{name}.weight`."""
 
     layer: int
     name: str
 
     @classmethod
-    def of(cls, weight: str) -> _Projection | None:
+    def of(cls, weight: str) -> Projection | None:
         """The projection with this matrix; None for the head."""
         words = weight.removeprefix("model.layers.").split(".")
         return cls(int(words[0]), ".".join(words[1:-1])) if weight.startswith("model.layers.") else None
@@ -54,13 +56,13 @@ class _Projection(NamedTuple):
         return f"model.layers.{self.layer}.{self.name}"
 
 
-def _siblings(projection: _Projection) -> tuple[_Projection, ...]:
+def _siblings(projection: Projection) -> tuple[Projection, ...]:
     """The projections of the same activations; of an expert, its own alone."""
     expert, _, last = projection.name.rpartition(".")
     if expert.startswith(_EXPERTS) and last in _GATE_AND_UP:
-        return tuple(_Projection(projection.layer, f"{expert}.{name}") for name in _GATE_AND_UP)
+        return tuple(Projection(projection.layer, f"{expert}.{name}") for name in _GATE_AND_UP)
     names = next((names for names in _TOGETHER if projection.name in names), (projection.name,))
-    return tuple(_Projection(projection.layer, name) for name in names)
+    return tuple(Projection(projection.layer, name) for name in names)
 
 
 class FloatOps(StackedOps):
@@ -130,36 +132,36 @@ class FloatOps(StackedOps):
             return replace(
                 view, tensor=self._once(("by group", weight), lambda: self._nodes.reshape(view.tensor, by_group))
             )
-        project = self._projected_heads if together[0].name in _HEADS else self._projected
+        project = self._projected_heads if together[0].name in QKV else self._projected
         view = self._once(("together", together), lambda: project(x, together))[weight]
         return view if head is None else replace(view, head=view.head + head)
 
     def _product(self, x: View, keys: Sequence[str], name: str) -> str:
         matrices = self._weights.places.matrices
-        projection = _Projection.of(keys[0])
+        projection = Projection.of(keys[0])
         readers = keys if projection is None else [f"{sibling.key}.weight" for sibling in _siblings(projection)]
         only_bytes = all(matrices[key].dtype == "int8" for key in readers if key in matrices)
         tensor = self._tensor(x)
         rows = Rows(tensor, self._rows, tensor in self._normal or keys[0] == HEAD, only_bytes)
         return self._products.multiply(rows, beside([self._weights.matrix(key) for key in keys]), keys[0])
 
-    def _together(self, weight: str) -> tuple[_Projection, ...]:
+    def _together(self, weight: str) -> tuple[Projection, ...]:
         """The projections that one product computes."""
-        own = _Projection.of(weight)
+        own = Projection.of(weight)
         if own is None:
-            return (_Projection(0, weight),)
+            return (Projection(0, weight),)
         matrices, lora = self._weights.places.matrices, self._decoder.lora
         dtype = matrices[weight].dtype
         siblings = [sibling for sibling in _siblings(own) if f"{sibling.key}.weight" in matrices]
         alike = [sibling for sibling in siblings if matrices[f"{sibling.key}.weight"].dtype == dtype]
-        if own.name in _HEADS:
+        if own.name in QKV:
             if self.spec.qk_norm_of(own.layer) == "all-heads":
                 return (own,)
-            has_slot = {name: lora is not None and target in lora for name, target in _HEADS.items()}
+            has_slot = {name: lora is not None and target in lora for name, target in QKV.items()}
             alike = [sibling for sibling in alike if has_slot[sibling.name] == has_slot[own.name]]
         return tuple(alike)
 
-    def _together_product(self, x: View, projections: Sequence[_Projection]) -> str:
+    def _together_product(self, x: View, projections: Sequence[Projection]) -> str:
         keys = [f"{projection.key}.weight" for projection in projections]
         product = self._product(x, keys, projections[0].key)
         biased = [projection for projection in projections if self._is_biased(projection)]
@@ -169,38 +171,36 @@ class FloatOps(StackedOps):
         added = self._nodes.constant(np.concatenate(biases), f"{keys[0]}.biases")
         return self._nodes.add("Add", [product, added], f"{product}.biased")
 
-    def _bias(self, projection: _Projection) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    def _bias(self, projection: Projection) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         """The bias of a projection `[out]`; zeros if it has none."""
         spec, key = self.spec, f"{projection.key}.bias"
         place = self._weights.places.matrices[f"{projection.key}.weight"]
         if not self._is_biased(projection):
             return np.zeros(place.columns, np.float32)
-        if projection.name not in _HEADS:
+        if projection.name not in QKV:
             return self._values(key, 1.0)
         gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm_of(projection.layer) is None else 1.0
         heads = range(place.columns // spec.of_layer(projection.layer).head_dim)
         return np.concatenate([self._values(f"{key}.h{head}", gain) for head in heads])
 
-    def _is_biased(self, projection: _Projection) -> bool:
+    def _is_biased(self, projection: Projection) -> bool:
         return projection.name in self.spec.biased or projection.name == DELTA_INPUTS[3]
 
-    def _projected(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
+    def _projected(self, x: View, projections: Sequence[Projection]) -> dict[str, View]:
         product = self._together_product(x, projections)
         widths = [self._weights.places.matrices[f"{projection.key}.weight"].columns for projection in projections]
         parts = self._nodes.split(product, widths, -1)
         return {f"{projection.key}.weight": View(part) for projection, part in zip(projections, parts, strict=True)}
 
-    def _projected_heads(self, x: View, projections: Sequence[_Projection]) -> dict[str, View]:
+    def _projected_heads(self, x: View, projections: Sequence[Projection]) -> dict[str, View]:
         """Queries, keys or values, or several of them; queries and keys are one stack if they are rotated next."""
         spec, layer = self.spec, projections[0].layer
         names = [projection.name for projection in projections]
-        heads = [spec.heads if name == _QUERY else spec.of_layer(layer).kv_heads for name in names]
+        heads = self._heads_of(projections)
         stack = self._to_heads(self._together_product(x, projections), sum(heads))
-        if self._decoder.lora is not None and _HEADS[names[0]] in self._decoder.lora:
-            pieces = [
-                lora_b(layer, _HEADS[name], head) for name, n in zip(names, heads, strict=True) for head in range(n)
-            ]
-            added = self._multiply(self._reduced(x, layer, _HEADS[names[0]]), self._adapter(pieces), self._ar)
+        if self._decoder.lora is not None and QKV[names[0]] in self._decoder.lora:
+            pieces = [lora_b(layer, QKV[name], head) for name, n in zip(names, heads, strict=True) for head in range(n)]
+            added = self._multiply(self._reduced(x, layer, QKV[names[0]]), self._adapter(pieces), self._ar)
             stack = self._nodes.add("Add", [stack, added], f"{stack}.adapted")
         if names[:2] != [_QUERY, _KEY] or spec.qk_norm_of(layer) is not None or spec.rope_of(layer) is None:
             views = [View(part, n) for part, n in zip(self._nodes.split(stack, heads, 0), heads, strict=True)]
@@ -212,9 +212,17 @@ class FloatOps(StackedOps):
             views += [View(part, n) for part, n in zip(rest, values, strict=True)]
         return {f"{projection.key}.weight": view for projection, view in zip(projections, views, strict=True)}
 
+    def _heads_of(self, projections: Sequence[Projection]) -> list[int]:
+        """The heads of each projection to queries, keys or values."""
+        spec = self.spec
+        return [
+            spec.heads if projection.name == _QUERY else spec.of_layer(projection.layer).kv_heads
+            for projection in projections
+        ]
+
     def adapt(self, y: View, x: View, layer: int, target: LoraTarget, name: str, *, head: int | None = None) -> View:
-        projection = next((name for name, slot in _HEADS.items() if slot == target), None)
-        if projection is not None and len(self._together(f"{_Projection(layer, projection).key}.weight")) > 1:
+        projection = next((name for name, slot in QKV.items() if slot == target), None)
+        if projection is not None and len(self._together(f"{Projection(layer, projection).key}.weight")) > 1:
             return y  # it is adapted with the others
         return super().adapt(y, x, layer, target, name, head=head)
 
@@ -313,15 +321,19 @@ class FloatOps(StackedOps):
     def _turned(self, x: str, layer: int, width: int, name: str) -> str:
         nodes, rotary = self._nodes, self._decoder.rotary_of(layer)
         assert rotary is not None, "the decoder rotates only layers that have an embedding"
-        tables = self._once(
-            ("tables", *rotary.names),
-            lambda: [nodes.reshape(self._input(name), [-1, rotary.pairs]) for name in rotary.names],
-        )
+        tables = self._rotary_tables(rotary)
         rest = self.spec.of_layer(layer).head_dim - width
         first, *still = nodes.split(x, [width, rest], -1) if rest else [x]
         # The first row of the tables is that of the first token.
         turned = nodes.add("RotaryEmbedding", [first, nodes.integers([0]), *tables], name, interleaved=0)
         return nodes.add("Concat", [turned, *still], name, axis=-1) if still else turned
+
+    def _rotary_tables(self, rotary: RotaryInputs) -> list[str]:
+        """Cosines and sines, `[AR, R/2]`."""
+        return self._once(
+            ("tables", *rotary.names),
+            lambda: [self._nodes.reshape(self._input(name), [-1, rotary.pairs]) for name in rotary.names],
+        )
 
     # ------------------------------------------------------------------ attention
 

@@ -23,6 +23,7 @@ _CONTRIB_OPERATIONS = frozenset(
     {
         "DynamicQuantizeMatMul",
         "FusedMatMul",
+        "GroupQueryAttention",
         "MatMulIntegerToFloat",
         "MatMulNBits",
         "QuickGelu",

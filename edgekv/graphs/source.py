@@ -10,13 +10,16 @@ import msgspec
 from msgspec import structs
 
 from edgekv.bundle import ENCODER, GraphRecord, Manifest, PartRecord, VisionRecord, WeightPlaces
-from edgekv.spec import KeyLayout
+from edgekv.spec import KeyLayout, KvDtype, RowSpec
+from quant import Encoding
 
 WIDE_ROWS = 256
 """Most tokens of a step: from here on, attention takes as much longer as all else gets shorter."""
 BUILT_KEYS: KeyLayout = "rows"
 """Key layout of graphs that are built here, whatever the bundle's is: a step can then read the rows in use alone, where
 columns have a stride for each number of past tokens."""
+_HEAD_MULTIPLE = 8
+_MIDDLES: dict[KvDtype, int] = {"u8": 128, "s8": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class PartSource:
         graph: the first graph with this part.
         part: the part.
         takes_fewer: whether steps can have fewer tokens than AR.
+        appends: whether it writes new keys and values directly behind the past ones, in the memory of these.
     """
 
     folder: Path
@@ -36,23 +40,32 @@ class PartSource:
     graph: GraphRecord
     part: PartRecord
     takes_fewer: bool = False
+    appends: bool = False
 
     @classmethod
-    def of(cls, folder: Path, manifest: Manifest, file: str, wide: Sequence[GraphRecord] = ()) -> PartSource:
+    def of(
+        cls,
+        folder: Path,
+        manifest: Manifest,
+        file: str,
+        wide: Sequence[GraphRecord] = (),
+        appending: Sequence[GraphRecord] = (),
+    ) -> PartSource:
         """The part that is stored in a file, or would be.
 
         Args:
             folder: of the bundle.
             manifest: of the bundle.
             wide: graphs that the bundle does not have; see `wide_prefill`.
+            appending: further ones; see `appending_decode`.
 
         Raises:
             ValueError: there is none.
         """
-        for graph in (*manifest.graphs, *wide):
+        for graph in (*manifest.graphs, *wide, *appending):
             for part in graph.parts:
                 if part.file == file:
-                    return cls(folder, manifest, graph, part, graph in wide)
+                    return cls(folder, manifest, graph, part, graph in wide, graph in appending)
         raise ValueError(f"file: got {file}; expected a graph of the bundle {folder}")
 
     @property
@@ -76,7 +89,7 @@ class PartSource:
         manifest, graph = self.manifest, self.graph
         said = (manifest.model, manifest.encodings, manifest.weights, manifest.lora)
         cache = manifest.context, manifest.kv_dtype, manifest.key_layout
-        sizes = graph.ar, graph.context, graph.role, self.takes_fewer
+        sizes = graph.ar, graph.context, graph.role, self.takes_fewer, self.appends
         return msgspec.json.encode((said, cache, sizes, self.part), order="deterministic")
 
 
@@ -125,13 +138,52 @@ def wide_prefill(manifest: Manifest) -> list[GraphRecord]:
     ar = min(WIDE_ROWS, contexts[0] // 2, *(window // 2 for window in windows))
     if ar < 2:
         return []
-    return [_widened(graph, ar) for graph in manifest.graphs if graph.role == "decode"]
+    decode = [graph for graph in manifest.graphs if graph.role == "decode"]
+    return [structs.replace(_variant(graph, "wide"), ar=ar, role="prefill") for graph in decode]
 
 
-def _widened(graph: GraphRecord, ar: int) -> GraphRecord:
-    """A decode graph for AR tokens; a part that is only a head reads a single row, and is shared."""
+def appending_decode(manifest: Manifest) -> list[GraphRecord]:
+    """Decode graphs that append keys and values to the cache themselves, for a manifest with a `signed_cache`."""
+    return [_variant(graph, "appending") for graph in manifest.graphs if graph.role == "decode" and graph.ar == 1]
+
+
+def _variant(graph: GraphRecord, kind: str) -> GraphRecord:
+    """A graph with other layers; a part that is only a head reads a single row, and is shared."""
     parts = [
-        structs.replace(part, name=f"{part.name}_wide", file=f"{part.name}_wide.onnx") if part.layers else part
+        structs.replace(part, name=f"{part.name}_{kind}", file=f"{part.name}_{kind}.onnx") if part.layers else part
         for part in graph.parts
     ]
-    return structs.replace(graph, name=f"{graph.name}_wide", parts=parts, ar=ar, role="prefill")
+    return structs.replace(graph, name=f"{graph.name}_{kind}", parts=parts)
+
+
+def can_append(manifest: Manifest) -> bool:
+    """Whether `GroupQueryAttention` computes the attention of all layers: see `AppendingOps`.
+
+    It reads keys and values of int8 around 0, and all past tokens. Rows of its operands are multiples of 8 bytes wide.
+    Drafters and their targets share rows, and adapters bring rows of a sink, as the bundle's integers.
+    """
+    model, groups = manifest.model, manifest.cache_geometry.groups()
+    if manifest.sink is not None and manifest.lora is not None:
+        return False
+    if model.target is not None or model.bidirectional or model.cache_owners:
+        return False
+    if model.attention_cap is not None or model.head_gates:
+        return False
+    if manifest.graph("verify") is not None or len(groups) != 1:
+        return False
+    (group,) = groups
+    if not isinstance(group, RowSpec) or group.window != manifest.context or group.head_dim % _HEAD_MULTIPLE:
+        return False
+    encodings = [manifest.encodings.get(tensor.past) for tensor in group.names()]
+    return group.kv_dtype in _MIDDLES and all(
+        encoding is not None and encoding.zero_point == _MIDDLES[group.kv_dtype] for encoding in encodings
+    )
+
+
+def signed_cache(manifest: Manifest) -> Manifest:
+    """A manifest whose keys and values are int8 around 0 instead of uint8 around 128: each integer is 128 less."""
+    encodings = {
+        tensor.past: Encoding("s8", manifest.encodings[tensor.past].scale, 0)
+        for tensor in manifest.cache_geometry.names()
+    }
+    return structs.replace(manifest, kv_dtype="s8", encodings=manifest.encodings | encodings)

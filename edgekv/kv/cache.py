@@ -14,7 +14,7 @@ from edgekv.kv.eviction import Eviction
 from edgekv.kv.growth import AT_ONCE, Allocation
 from edgekv.kv.policies.policy import Policy, PolicyName, check_layers, find_policy
 from edgekv.kv.policies.rotation import KvEncoding, Requantization
-from edgekv.kv.rows import RowArena
+from edgekv.kv.rows import RowArena, RowGroup
 from edgekv.kv.sink import Sink
 from edgekv.kv.state import CacheState, StateError
 from edgekv.kv.state_group import StateGroup
@@ -236,6 +236,15 @@ class KVCache:
     def room_tokens(self) -> int | None:
         """How many more tokens can be run; None if the policy makes room."""
         return None if self._evicts else self._context - self.length
+
+    @property
+    def appends(self) -> bool:
+        """Whether graphs can append to it themselves: all layers attend, and the next row of each is free."""
+        return all(isinstance(group, RowGroup) and group.appends for group in self.groups)
+
+    def append_in_place(self) -> tuple[Window, ...]:
+        """The windows of the open AR-1 step for a graph that appends to the cache itself."""
+        return tuple(group.append_in_place() for group in self.row_groups)
 
     def window(self, ar: int, context: int | None = None, block: int = 0) -> tuple[Window, ...]:
         """Open a step of the AR-`ar` graph: evict, grow and copy as needed; return its windows, one per group.

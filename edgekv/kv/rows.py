@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from edgekv.kv.columns import ColumnArena, ColumnLayout
 from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, Memory, MirrorMemory, aligned
 from edgekv.kv.policies.rotation import KvEncoding
 from edgekv.kv.state import StateError
+from edgekv.kv.strategies.slot import Slot
 from edgekv.kv.strategies.strategy import Move, Place, Strategy, Window
 from edgekv.spec.geometry import KINDS, Kind, KvTensor, LayerSpec, RowSpec
 
@@ -77,9 +79,15 @@ class Layout:
         return 2 * self.rows if self.mirrored else self.rows
 
     @property
+    def stride_rows(self) -> int:
+        """From one tensor to the next, in rows: the fewest that end on a 64-byte boundary."""
+        multiple = ALIGNMENT_BYTES // gcd(ALIGNMENT_BYTES, self.geometry.row_bytes)
+        return -(-self.reach_rows // multiple) * multiple
+
+    @property
     def stride_bytes(self) -> int:
         """From one tensor to the next, as addresses count."""
-        return aligned(self.reach_rows * self.geometry.row_bytes)
+        return self.stride_rows * self.geometry.row_bytes
 
     @property
     def scratch_stride_bytes(self) -> int:
@@ -172,6 +180,10 @@ class RowArena:
 
     def new_shape(self, ar: int) -> list[int]:
         return [1, 1, ar, self.layout.geometry.width]
+
+    def stacked_shape(self, tensors: int) -> list[int]:
+        """Shape of adjacent tensors as one. From a window's past row on, it reaches as far beyond the last of them."""
+        return [1, tensors, self.layout.stride_rows, self.layout.geometry.width]
 
     def past_offset_bytes(self, window: Window) -> int:
         return window.past_row % self.layout.rows * self.row_bytes
@@ -344,6 +356,21 @@ class RowGroup:
         rows = strategy.held_rows()[-visible:][:leaving]
         return replace(window, leaving=tuple((row - window.past_row) % strategy.rows for row in rows))
 
+    @property
+    def appends(self) -> bool:
+        """Whether the row behind those that an AR-1 graph reads is that of its new token, or free."""
+        return self._keys is None and (not self.strategy.scratch_rows or isinstance(self.strategy, Slot))
+
+    def append_in_place(self) -> Window:
+        """Have an AR-1 graph write the new row of the open step behind the rows in use, which it reads all."""
+        window = self._open
+        assert window is not None and self.appends and window.ar == 1, "a step of a graph that appends"
+        if not window.in_place:  # the tokens held are the first rows
+            window = replace(window, columns=window.stop, new_row=window.stop, in_place=True)
+        assert (window.first, window.stop) == (0, window.columns), "a window of the rows in use"
+        self._open = window
+        return window
+
     def compact(self, first: int, rows: Sequence[int]) -> None:
         assert self._open is not None, "the cache has opened a step"
         for arena in self.arenas:
@@ -368,8 +395,13 @@ class RowGroup:
         strategy, keys = self.strategy, self._keys
         evicted = max(0, strategy.length + tokens - self.capacity)
         if keys is None:
+            window = self._open
             for move in strategy.commit(tokens, evicted):
-                self._arena.execute(move)
+                if window is not None and window.in_place and move.src == "scratch":
+                    # `append_in_place`: the row is in the arena, most often where it is to be.
+                    move = replace(move, src="arena", src_row=window.new_row + move.src_row)
+                if (move.src, move.src_row) != (move.dst, move.dst_row):
+                    self._arena.execute(move)
             return
         length = strategy.length + tokens - evicted
         if max(strategy.length, length) <= keys.pitch:

@@ -46,6 +46,7 @@ class SharedStore:
 
 def open_store(
     bundle: Bundle,
+    manifest: Manifest,
     engine: str,
     cache: KVCache,
     prefix_cache: PrefixCache | None,
@@ -58,6 +59,7 @@ def open_store(
 
     Args:
         bundle: of the graphs and of baked prefixes.
+        manifest: of the bundle, as the engine runs it.
         engine: runs the graphs.
         cache: prefixes are restored into such caches.
         prefix_cache: a store, its folder or its configuration; None for the bundle's own prefixes, if it has any.
@@ -73,7 +75,7 @@ def open_store(
     baked = [entry for entry in baked_prefixes(bundle.path) if entry.engine == engine]
     if prefix_cache is None and not baked:
         return None
-    fingerprint = prefix_fingerprint(bundle.manifest, engine, window)
+    fingerprint = prefix_fingerprint(manifest, engine, window)
     if isinstance(prefix_cache, PrefixStore):
         if (prefix_cache.geometry, prefix_cache.fingerprint, prefix_cache.snapshots) != (
             cache.geometry,
@@ -105,7 +107,7 @@ def open_store(
 
 
 def prefix_fingerprint(manifest: Manifest, engine: str, window: int = 0) -> str:
-    """A hash of a bundle's graphs, weights, encodings and RoPE, and of the engine that runs them.
+    """A hash of a bundle's graphs, weights, encodings and RoPE, as an engine runs them, and of that engine.
 
     Engines differ in the last bit, so each one reuses only its own rows. With a `window`, rows of whole windows of
     prompts are kept apart from others; see `Session.stable_tokens`.

@@ -16,11 +16,11 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgekv.errors import BundleError
-from edgekv.kv import Arena, CacheGroup, KVCache, Window
+from edgekv.kv import Arena, CacheGroup, KVCache, RowArena, Window
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.shared_memory import SharedAllocator, shared_device
-from edgekv.spec import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, PartRecord, Port
+from edgekv.spec import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, PartRecord, Port, cache_stack
 
 BatchInvariance: TypeAlias = Literal["equal", "in-place", "unequal"]
 """Whether a token's results have the same bits alone and beside others, in graphs of every AR.
@@ -107,25 +107,35 @@ class AdapterPorts:
 class _ArenaPorts:
     """The ports that one arena of the cache serves, for the layers of a part, or for a layer that it borrows."""
 
-    __slots__ = ("new_names", "past_names", "tensors")
+    __slots__ = ("heads", "new_names", "past_names", "tensors")
 
-    def __init__(self, arena: Arena, layers: range) -> None:
+    def __init__(self, arena: Arena, layers: range, *, appends: bool = False) -> None:
         held = [index for index, tensor in enumerate(arena.tensors) if tensor.layer in layers]
         self.tensors = slice(held[0], held[-1] + 1)  # an arena holds its tensors layer by layer
-        self.past_names = [tensor.past for tensor in arena.tensors[self.tensors]]
-        self.new_names = [tensor.new for tensor in arena.tensors[self.tensors] if tensor.is_written]
+        tensors = arena.tensors[self.tensors]
+        self.past_names = [tensor.past for tensor in tensors]
+        self.new_names = [tensor.new for tensor in tensors if tensor.is_written]
+        self.heads = 1 + max(tensor.head for tensor in tensors)
+        if appends:
+            self.past_names, self.new_names = (
+                [cache_stack(names[at : at + self.heads]) for at in range(0, len(names), self.heads)]
+                for names in (self.past_names, self.new_names)
+            )
 
 
 class _GroupPorts:
     """The ports that one group of the cache serves, and where they are bound."""
 
-    __slots__ = ("_borrows", "_window", "arenas", "bound", "group", "index")
+    __slots__ = ("_appends", "_borrows", "_window", "arenas", "bound", "group", "index")
 
-    def __init__(self, index: int, group: CacheGroup, layers: range, *, borrows: bool = False) -> None:
+    def __init__(
+        self, index: int, group: CacheGroup, layers: range, *, borrows: bool = False, appends: bool = False
+    ) -> None:
         self.index = index
         self.group = group
-        self.arenas = [_ArenaPorts(arena, layers) for arena in group.arenas]
+        self.arenas = [_ArenaPorts(arena, layers, appends=appends) for arena in group.arenas]
         self._borrows = borrows
+        self._appends = appends
         self.bound: tuple[int, ...] | None = None
         self._window: Window | None = None
 
@@ -135,6 +145,9 @@ class _GroupPorts:
         if window is self._window and bound is not None and bound[0] == self.group.reallocations:
             return
         self._window = window
+        if self._appends:
+            self._bind_stacks(binding, window)
+            return
         region = (self.group.reallocations, window.past_row, window.new_row, window.columns, window.ar)
         if bound == region:
             return
@@ -148,6 +161,20 @@ class _GroupPorts:
                 new_shape, addresses = arena.new_shape(window.ar), arena.new_addresses(window)[tensors]
                 bind = binding.inputs if self._borrows else binding.outputs  # another part has written borrowed rows
                 bind(ports.new_names, dtype, new_shape, addresses, new)
+        self.bound = region
+
+    def _bind_stacks(self, binding: Binding, window: Window) -> None:
+        """Bind the tensors of all heads of a layer as one, past and new rows in the same memory."""
+        region = (self.group.reallocations, window.past_row)
+        if self.bound == region:
+            return
+        self.bound = None
+        for ports, arena in zip(self.arenas, self.group.arenas, strict=True):
+            assert isinstance(arena, RowArena), "graphs that are built here read rows"
+            shape, addresses = arena.stacked_shape(ports.heads), arena.addresses[ports.tensors][:: ports.heads]
+            offset_bytes = arena.past_offset_bytes(window)
+            for bind, names in ((binding.inputs, ports.past_names), (binding.outputs, ports.new_names)):
+                bind(names, arena.dtype, shape, addresses, offset_bytes)
         self.bound = region
 
 
@@ -178,6 +205,7 @@ class BoundPart:
         is_needed: whether a step runs it even if its logits are not needed: it or a later part writes a cache.
         reads_used_rows: whether windows can have fewer columns than the graph's past rows.
         takes_fewer: whether steps can have fewer tokens than AR.
+        appends: whether it writes new rows to the cache itself, behind the past ones.
         run: runs the part on the bound memory.
         release: see `Binding`.
     """
@@ -209,6 +237,8 @@ class BoundPart:
         """
         loaded = binding.interface
         interface = interface.with_adapters_like(loaded)
+        interface = interface.with_cache_stacks(port.name for port in (*loaded.inputs, *loaded.outputs))
+        self.appends = interface.appends
         interface.check(loaded, record.file)
         self._adapters = AdapterPorts(binding, interface.adapter_ports)
         attends = any(port.kind == "mask" for port in interface.inputs)
@@ -247,7 +277,7 @@ class BoundPart:
             return
         held = [{tensor.layer for tensor in group.geometry.names()} for group in cache.groups]
         self._groups = [
-            _GroupPorts(index, group, self._layers)
+            _GroupPorts(index, group, self._layers, appends=self.appends)
             for index, group in enumerate(cache.groups)
             if not held[index].isdisjoint(self._layers)
         ]

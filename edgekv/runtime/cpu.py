@@ -14,7 +14,16 @@ from edgekv.graphs.cpu_mode import CpuMode, RenderedMode, can_build
 from edgekv.graphs.graph_cache import emulated_bytes, rendered_graph
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.processor import is_arm, processors
-from edgekv.graphs.source import EncoderSource, PartSource, Source, built_manifest, wide_prefill
+from edgekv.graphs.source import (
+    EncoderSource,
+    PartSource,
+    Source,
+    appending_decode,
+    built_manifest,
+    can_append,
+    signed_cache,
+    wide_prefill,
+)
 from edgekv.machine.graph_file import loadable
 from edgekv.machine.steps import step
 from edgekv.machine.system import format_bytes, free_memory_bytes, return_freed_memory
@@ -88,9 +97,19 @@ class CpuEngine:
         """
         return [] if self.mode == "emulate" else wide_prefill(manifest)
 
+    def appending_decode(self, manifest: Manifest) -> list[GraphRecord]:
+        """Decode graphs that append to the cache themselves, in place of the bundle's; none in `emulate`."""
+        return appending_decode(manifest) if self._appends(manifest) else []
+
     def as_run(self, manifest: Manifest) -> Manifest:
-        """The manifest with the key layout of the graphs that are loaded: exported ones where none can be built."""
-        return manifest if self.mode == "emulate" and not can_build() else built_manifest(manifest)
+        """The manifest with the cache of the graphs that are loaded: exported ones where none can be built."""
+        if self.mode == "emulate" and not can_build():
+            return manifest
+        built = built_manifest(manifest)
+        return signed_cache(built) if self._appends(built) else built
+
+    def _appends(self, manifest: Manifest) -> bool:
+        return self.mode != "emulate" and not self.batch_invariant and can_append(manifest)
 
     def load(self, file: Path, name: str) -> Binding:
         if file not in self._sessions:
@@ -137,7 +156,7 @@ class CpuEngine:
         try:
             built = rendered_graph(source, mode, batch_invariant=self.batch_invariant)
             with built as (content, folder), MappedWeights.within(folder) as weights:
-                session = self._session(file, content, folder, has_shapes=has_shapes)
+                session = self._session(file, content, folder, has_shapes=has_shapes, is_optimized=True)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
             return session, weights
@@ -149,7 +168,8 @@ class CpuEngine:
     def _source(self, file: Path) -> PartSource:
         """What a bundle's manifest says of a file."""
         manifest = self.as_run(self._manifest(file.parent))
-        return PartSource.of(file.parent, manifest, file.name, self.wide_prefill(manifest))
+        own = self.wide_prefill(manifest), self.appending_decode(manifest)
+        return PartSource.of(file.parent, manifest, file.name, *own)
 
     def _manifest(self, folder: Path) -> Manifest:
         if folder not in self._manifests:
@@ -178,10 +198,12 @@ class CpuEngine:
             )
 
     def _session(
-        self, graph: Path, model: str | bytes, weights: Path, *, has_shapes: bool = True
+        self, graph: Path, model: str | bytes, weights: Path, *, has_shapes: bool = True, is_optimized: bool = False
     ) -> ort.InferenceSession:
         try:
             options = session_options(weights, self.threads)
+            if is_optimized:  # when its weights were packed
+                options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             # A pattern for each number of tokens would be kept.
             options.enable_mem_pattern = has_shapes and not self.batch_invariant
             # The planner compares each result with all before it whose sizes it does not know: seconds for a graph.

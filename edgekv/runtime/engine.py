@@ -57,8 +57,14 @@ def wide_prefill_of(engine: Engine, manifest: Manifest) -> list[GraphRecord]:
     return [] if own is None else own(manifest)
 
 
+def appending_decode_of(engine: Engine, manifest: Manifest) -> list[GraphRecord]:
+    """Decode graphs of an engine that builds some which append to the cache themselves; see `CpuEngine`."""
+    own = getattr(engine, "appending_decode", None)
+    return [] if own is None else own(manifest)
+
+
 def run_by(engine: Engine, manifest: Manifest) -> Manifest:
-    """A manifest with the key layout of the graphs that an engine loads: it may build its own; see `CpuEngine`."""
+    """A manifest with the cache of the graphs that an engine loads: it may build its own; see `CpuEngine`."""
     own = getattr(engine, "as_run", None)
     return manifest if own is None else own(manifest)
 

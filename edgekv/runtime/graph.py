@@ -135,6 +135,7 @@ class StaticGraph:
         row_block: steps read the cache's rows in use, in a multiple of this number; 0 if they read all. It is 1 where
             drafts are verified: then a token is in the same column of all graphs.
         takes_fewer: whether a step has as many rows as tokens, instead of AR.
+        appends: whether it writes new rows to the cache itself, behind those in use, all of which it reads.
     """
 
     def __init__(
@@ -191,7 +192,10 @@ class StaticGraph:
         self._hidden_is_needed = manifest.model.first_without_cache is None
         self._ran_all = False
         reads_used_rows = all(part.reads_used_rows for part in self._parts)
+        self.appends = any(part.appends for part in self._parts)
         self.row_block = 0 if not reads_used_rows else _ROW_BLOCK if manifest.graph("verify") is None else 1
+        if self.appends:
+            self.row_block = 1
         self._before_next_run: Callable[[], None] | None = None
         self.use(cache)
         self.adapt(adapter)
@@ -247,7 +251,8 @@ class StaticGraph:
             ContextFullError: the cache has no room for a step of this graph.
         """
         rows = tokens if self.takes_fewer else self.ar
-        return self._cache.window(rows, self.record.context, 0 if reads_all else self.row_block)
+        windows = self._cache.window(rows, self.record.context, 0 if reads_all else self.row_block)
+        return self._cache.append_in_place() if self.appends else windows
 
     def without_past(self) -> tuple[Window, ...]:
         """The windows of a step that reads and writes no cache."""

@@ -98,6 +98,7 @@ if TYPE_CHECKING:
         GraphInterface as GraphInterface,
         Port as Port,
         PortKind as PortKind,
+        cache_stack as cache_stack,
     )
     from edgekv.spec.results import (
         HEADROOM as HEADROOM,

@@ -25,6 +25,7 @@ FINAL_NORM_RESULT, TARGET_OUT_RESULT = "final_norm", "target_out"
 LAYER_INPUTS_PORT = "per_layer_inputs"
 TARGET_HIDDEN, LAST_HIDDEN = "target_hidden", "last_hidden"
 """The input of a drafter, and an output: a target's last hidden state, or a drafter's guess of the next one."""
+_TYPE_NAMES = {dtype: form.name for dtype, form in DTYPES.items()}  # numpy makes the name anew each time
 ROPE_SUFFIXES = ("", "_local")
 """Suffixes of the rotary inputs of `DecoderSpec.rope` and of `DecoderSpec.local_rope`."""
 
@@ -262,14 +263,14 @@ class DecoderInterface:
             yield self._activation("hidden", part.exit, (1, 1, graph.ar, self.hidden))
 
     def _activation(self, kind: PortKind, name: str, shape: tuple[int, ...], encoding: str | None = None) -> Port:
-        return Port(name, DTYPES[self.activations].name, shape, kind, encoding or name)
+        return Port(name, _TYPE_NAMES[self.activations], shape, kind, encoding or name)
 
     def _cached(self, kind: Literal["past", "borrowed", "new", "others"], tensor: KvTensor, rows: int) -> Port:
         group = self._group_of(tensor)
         names = {"past": tensor.past, "others": tensor.others}
         name, shape = names.get(kind, tensor.new), group.shape(tensor.kind, rows)
         port_kind: PortKind = "state" if kind == "past" and tensor.result != "cache" else kind
-        return Port(name, DTYPES[group.kv_dtype].name, shape, port_kind, tensor.past)
+        return Port(name, _TYPE_NAMES[group.kv_dtype], shape, port_kind, tensor.past)
 
     def _past_rows(self, layer: int, graph: GraphRecord) -> int:
         return self._all_groups[layer][0].past_rows(graph.ar, graph.context) if self.is_cached else 0

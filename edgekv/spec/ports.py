@@ -112,9 +112,40 @@ class GraphInterface:
         others = [port for port in self.inputs if port.kind != "lora"]
         return GraphInterface((*others, *alone, *together), self.outputs)
 
+    def with_cache_stacks(self, names: Iterable[str]) -> GraphInterface:
+        """The same of a graph that appends to the cache in its memory: it gives all rows, past and new.
+
+        Args:
+            names: of its ports. What stacks do not name stays as it is, so that `check` names it.
+        """
+        parts = {name: name.split(STACK)[1:] for name in names if name.startswith(STACK)}
+        stacks = {heads[0]: (name, heads) for name, heads in parts.items() if all(head in self for head in heads)}
+        others = {head for _, heads in stacks.values() for head in heads[1:]}
+
+        def stacked(port: Port) -> Port:
+            if port.name not in stacks:
+                return port
+            name, heads = stacks[port.name]
+            return replace(port, name=name, shape=(1, len(heads), *self[port.encoding or port.name].shape[2:]))
+
+        inputs, outputs = (
+            tuple(stacked(port) for port in ports if port.name not in others) for ports in (self.inputs, self.outputs)
+        )
+        return GraphInterface(inputs, outputs)
+
+    @property
+    def appends(self) -> bool:
+        """Whether a graph with these ports appends to the cache in its memory."""
+        return any(port.name.startswith(STACK) for port in self.outputs)
+
     @cached_property
     def _by_name(self) -> dict[str, Port]:
         return {port.name: port for port in (*self.inputs, *self.outputs)}
+
+
+def cache_stack(names: Iterable[str]) -> str:
+    """The name of a port for the tensors of several heads; see `GraphInterface.with_cache_stacks`."""
+    return STACK + STACK.join(names)
 
 
 def _rewritten_dtype(rewritten: GraphInterface, port: Port) -> str:

@@ -104,9 +104,9 @@ def test_the_layout_tells_the_bytes_of_a_strategy_without_allocating_them():
     assert slot.allocated_bytes == 2048 * (2048 + 32) * 256 + 64
 
 
-def test_strides_are_rounded_up_to_whole_boundaries():
+def test_strides_are_whole_rows_and_whole_boundaries():
     layout = Layout(RowSpec(layers=1, kv_heads=1, head_dim=10, window=8), 7, 1)
-    assert (layout.stride_bytes, layout.scratch_stride_bytes, layout.scratch_offset_bytes) == (128, 64, 256)
+    assert (layout.stride_bytes, layout.scratch_stride_bytes, layout.scratch_offset_bytes) == (320, 64, 640)
 
 
 @pytest.mark.parametrize("rows", [(0, 0), (1, -1)])

@@ -1,0 +1,152 @@
+"""The CPU's graph of a decode step whose attention is one node, which appends to the cache itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from edgekv.graphs.floats import QKV, FloatOps, Projection
+from edgekv.graphs.stacks import View
+from edgekv.spec import KINDS, OPEN_ROWS, Kind, KvTensor, Port, cache_stack
+
+_CACHE_BITS = 8
+
+
+class AppendingOps(FloatOps):
+    """Keys, and values, of a layer are one tensor `[1, kv_heads, rows, D]`, which is an input and an output in place.
+
+    `GroupQueryAttention` rounds the new row as the cache stores it, writes it behind the past ones, and multiplies
+    integers as they are: the past is not copied, and there are no floats of it. Every past row is visible; the width
+    of the mask tells how many there are. Queries, keys and values stay rows `[1, 1, heads * D]`, without stacks, unless
+    something reads each head.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `FloatOps`."""
+        super().__init__(*args, **options)
+        self._flat: dict[str, int] = {}
+        """Tensors `[1, 1, heads * D]` in views of heads, and how many these are."""
+        self._new: dict[str, tuple[KvTensor, str]] = {}
+        """By the name of a view of the cache, its first head and the floats of the new row."""
+        self._stacks: set[str] = set()
+
+    # ------------------------------------------------------------------ rows of heads
+
+    def _by_head(self, x: View, weight: str, name: str, bias: str | None, gain: float) -> View:
+        projection = Projection.of(weight)
+        if projection is None or not self._stays_flat([projection]):
+            return super()._by_head(x, weight, name, bias, gain)
+        return self._projected_heads(x, [projection])[weight]
+
+    def _projected_heads(self, x: View, projections: Sequence[Projection]) -> dict[str, View]:
+        if not self._stays_flat(projections):
+            return super()._projected_heads(x, projections)
+        width, heads = self.spec.of_layer(projections[0].layer).head_dim, self._heads_of(projections)
+        product = self._together_product(x, projections)
+        parts = self._nodes.split(product, [count * width for count in heads], -1)
+        self._flat |= zip(parts, heads, strict=True)
+        return {
+            f"{projection.key}.weight": View(part, count)
+            for projection, part, count in zip(projections, parts, heads, strict=True)
+        }
+
+    def _stays_flat(self, projections: Sequence[Projection]) -> bool:
+        """Whether nothing but a rotary embedding reads single heads of these projections."""
+        spec, lora = self.spec, self._decoder.lora
+        if any(projection.name not in QKV for projection in projections):
+            return False
+        has_norm = spec.qk_norm_of(projections[0].layer) is not None or spec.value_norm
+        return not has_norm and (lora is None or all(QKV[projection.name] not in lora for projection in projections))
+
+    def _turned(self, x: str, layer: int, width: int, name: str) -> str:
+        if x not in self._flat:
+            return super()._turned(x, layer, width, name)
+        nodes, rotary, heads = self._nodes, self._decoder.rotary_of(layer), self._flat[x]
+        assert rotary is not None, "the decoder rotates only layers that have an embedding"
+        inputs = [x, nodes.integers([0]), *self._rotary_tables(rotary)]
+        turned = nodes.add("RotaryEmbedding", inputs, name, interleaved=0, num_heads=heads, rotary_embedding_dim=width)
+        self._flat[turned] = heads
+        return turned
+
+    def _from_heads(self, stack: View) -> str:
+        return stack.tensor if stack.tensor in self._flat else super()._from_heads(stack)
+
+    # ------------------------------------------------------------------ attention
+
+    def append_to_cache(self, new: View, tensor: KvTensor) -> View:
+        appended = f"{tensor.kind}_{tensor.layer}.appended"
+        if appended not in self._new:
+            self._new[appended] = tensor, self._from_heads(new)
+        return View(appended, new.heads, new.head)
+
+    def scores(self, query: View, keys: View, name: str) -> View:
+        """The queries themselves: `attend` computes all."""
+        return query
+
+    def masked(self, scores: View, layer: int, name: str) -> View:
+        return scores
+
+    def softmax(self, x: View, name: str) -> View:
+        return x
+
+    def attend(self, weights: View, values: View, name: str) -> View:
+        """The results of queries, which `softmax` left as they were."""
+        return replace(
+            self._once(("attend", values.tensor), lambda: self._attended(weights, values, name)), head=weights.head
+        )
+
+    def _attended(self, query: View, values: View, name: str) -> View:
+        layer = self._new[values.tensor][0].layer
+        pasts, news, rows, scales = zip(*(self._operands(layer, kind) for kind in KINDS), strict=True)
+        tokens, past_tokens = self._tokens_held()
+        result = self._nodes.unique(name)
+        inputs = [self._from_heads(query), *rows, *pasts, past_tokens, tokens, *[""] * 5, *scales]
+        self._nodes.write(
+            "GroupQueryAttention",
+            inputs,
+            [result, *news],
+            num_heads=query.heads,
+            kv_num_heads=values.heads,
+            scale=1.0,  # queries are scaled
+            kv_cache_bit_width=_CACHE_BITS,
+            k_quant_type="PER_CHANNEL",
+            v_quant_type="PER_CHANNEL",
+        )
+        self._flat[result] = query.heads
+        return View(result, query.heads)
+
+    def _operands(self, layer: int, kind: Kind) -> tuple[str, str, str, str]:
+        """Of the keys or the values: past, past with the new row, the floats of that, and scales `[1, heads, 1, D]`."""
+        sizes, row = self.spec.of_layer(layer), self._new[f"{kind}_{layer}.appended"][1]
+        heads = [KvTensor(layer, kind, head) for head in range(sizes.kv_heads)]
+        past, new = cache_stack(head.past for head in heads), cache_stack(head.new for head in heads)
+        self._stacks |= {past, new}
+        scales = np.array([self._encoding(head.past).scale for head in heads], np.float32)
+        scales = np.repeat(scales[None, :, None, None], sizes.head_dim, axis=3)
+        return past, new, row, self._nodes.constant(scales, f"{kind}_{layer}.scales")
+
+    def _tokens_held(self) -> tuple[str, str]:
+        """How many tokens the step attends to, `[1]` and int32, and how many of them are in the cache."""
+        nodes, mask = self._nodes, self._decoder.mask(self._part.layers[0])
+
+        def made() -> tuple[str, str]:
+            columns = nodes.add("Shape", [mask], "columns", start=3, end=4)
+            tokens = nodes.add("Cast", [columns], "columns.int32", to=TensorProto.INT32)
+            return tokens, nodes.add("Sub", [tokens, nodes.constant(np.array([1], np.int32))], "past_columns")
+
+        return self._once(("tokens held",), made)
+
+    def finish(self) -> onnx.ModelProto:
+        self._ports = self._ports.with_cache_stacks(self._stacks)
+        return super().finish()
+
+    def _value_info(self, port: Port) -> onnx.ValueInfoProto:
+        info = super()._value_info(port)
+        if port.name in self._stacks:
+            info.type.tensor_type.shape.dim[2].dim_param = f"{OPEN_ROWS}{port.shape[2]}"
+        return info
