@@ -45,7 +45,11 @@ def choose_context(columns: int, available: Sequence[int]) -> int:
 
 
 _IDLE_STEPS = 16
-"""Steps of another graph after which one is idle: reading its pages again takes less time than one step."""
+"""Steps of another graph after which one is idle: reading its pages again takes less time than one step.
+
+Prefill graphs of any number of tokens have weights of their own. They are idle at once, so that these and those of a
+decode step are never in memory together.
+"""
 _IDLE_VERIFY_STEPS = 256
 """The same for verify graphs: where drafts are rare, a fifth of their pass would go to reading pages."""
 
@@ -294,11 +298,14 @@ class Graphs:
         """Release the memory of other graphs once, when one has been chosen often enough in a row."""
         self._in_a_row = self._in_a_row + 1 if chosen is self._chosen else 0
         self._chosen = chosen
-        if self._in_a_row in (_IDLE_STEPS, _IDLE_VERIFY_STEPS):
-            for graph in self._loaded.values():
-                is_idle = self._in_a_row == (_IDLE_VERIFY_STEPS if graph.record.role == "verify" else _IDLE_STEPS)
-                if is_idle and graph is not chosen:
-                    graph.release()
+        if self._in_a_row not in (0, _IDLE_STEPS, _IDLE_VERIFY_STEPS):
+            return
+        for graph in self._loaded.values():
+            idle_steps = (
+                _IDLE_VERIFY_STEPS if graph.record.role == "verify" else 0 if graph.takes_fewer else _IDLE_STEPS
+            )
+            if self._in_a_row == idle_steps and graph is not chosen:
+                graph.release()
 
     def _load(self, record: GraphRecord) -> StaticGraph:
         graph = self._loaded.get(record.name)

@@ -13,7 +13,7 @@ import edgekv
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.source import wide_prefill
-from edgekv.runtime import CpuEngine
+from edgekv.runtime import CpuEngine, StaticGraph
 from edgekv.runtime.binding import Binding
 from tests.support.bundles import Arrays, any_step, as_loaded
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
@@ -131,3 +131,16 @@ def test_blocks_of_rows_change_only_the_order_of_sums(
             scored.append(np.stack(logits).astype(float))
     noise = np.square(scored[1] - scored[0]).mean(axis=1)
     assert (10 * np.log10(scored[0].var(axis=1) / np.maximum(noise, 1e-9)) > 30).all()
+
+
+def test_weights_of_prefill_leave_before_the_first_decode_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = list[str]()
+    monkeypatch.setattr(StaticGraph, "release", lambda graph: released.append(graph.record.name))
+    with edgekv.load(small, cpu_mode="fast") as model:
+        for turn in range(2):
+            model.session.feed(PROMPT)
+            assert released == ["ar1_cl64_wide"] * turn
+            for token in range(3):
+                model.session.feed([token])
+            assert released == ["ar1_cl64_wide"] * (turn + 1)
+            model.session.reset()
