@@ -23,8 +23,12 @@ _ODD_MOMENT = 5  # says on which side a row has its largest weights, which need 
 
 
 def applied_scaling(spec: DecoderSpec, asked: NeuronScalingName) -> NeuronScalingName:
-    """The scaling that a decoder can have: none without gates, so that no product is linear in a factor."""
-    return asked if spec.gated else "none"
+    """The scaling that a decoder can have: none without gates, so that no product is linear in a factor.
+
+    Neurons of experts are not scaled.
+    """
+    is_dense = any(not spec.has_experts(layer) for layer in spec.own_layers)
+    return asked if spec.gated and is_dense else "none"
 
 
 class NeuronScaling:

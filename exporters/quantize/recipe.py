@@ -365,10 +365,11 @@ def describe_recipe(record: RecipeRecord, split: Sequence[SplitChannel] = ()) ->
     names: dict[tuple[str, str, str], list[str]] = {}
     for weight in record.weights:
         part = re.sub(r"^model\.layers\.\d+\.(self_attn|mlp|conv)\.", "", weight.tensor).removesuffix(".weight")
+        part = re.sub(r"^experts\.\d+\.", "experts.", part)
         names.setdefault((weight.dtype, weight.method, part), []).append(weight.tensor)
     kinds: dict[tuple[str, str], list[str]] = {}
     for (dtype, method, part), tensors in names.items():
-        layers = [name.split(".")[2] for name in tensors if name.startswith("model.layers.")]
+        layers = [*dict.fromkeys(name.split(".")[2] for name in tensors if name.startswith("model.layers."))]
         count = f" of {len(layers)} layers" if len(layers) > 1 else "".join(f" of layer {layer}" for layer in layers)
         kinds.setdefault((dtype, method), []).append(part + count)
     for (dtype, method), parts in kinds.items():

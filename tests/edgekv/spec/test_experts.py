@@ -27,6 +27,7 @@ from exporters.cli.exported import export_warnings
 from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes
 from exporters.lora.options import LoraOptions
+from exporters.quantize.recipe import describe_recipe, find_recipe
 from exporters.quantize.reference import NumpyOps, Reference, Weights
 from tests.support.bundles import source_of
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
@@ -187,6 +188,13 @@ def test_every_mode_of_the_cpu_loses_what_int8_weights_lose(tmp_path, name):
         model = edgekv.load(bundle, cpu_mode=mode)
         losses = [sqnr_db(*rows) for rows in zip(exact, model.score(tokens), strict=True)]
         assert np.median(losses) > 25, mode
+
+
+def test_what_is_said_of_a_recipe_names_no_expert_by_itself(tmp_path):
+    checkpoint = opened(tmp_path / "checkpoint", "granitemoe")
+    lines = [*describe_recipe(find_recipe("w4a16").record(checkpoint.spec))]
+    assert "experts.up_proj of 2 layers" in lines[0] and not re.search(r"experts\.\d", "".join(lines))
+    assert not any("neurons" in line for line in lines), "those of experts are not scaled"
 
 
 def test_the_fast_graph_skips_experts_and_changes_no_bit(tmp_path, monkeypatch):
