@@ -62,12 +62,12 @@ def test_neurons_are_scaled_and_logits_stay(
     scaled = transformed(checkpoint, record(applied_rotation(checkpoint.spec, "hadamard"), applied))
     exact, found = (trace_reference(each, TOKENS)["logits"] for each in (checkpoint, scaled))
     assert float(np.abs(exact - found).max() / np.ptp(exact)) < 1e-4
-    assert (applied == "none") is not checkpoint.spec.gated
-    experts = checkpoint.spec.experts
-    dense = sorted({*range(checkpoint.spec.layers)} - (set() if experts is None else experts.layers))
-    if applied == "none" or not dense:
+    spec = checkpoint.spec
+    dense = [layer for layer in spec.own_layers if not spec.has_experts(layer)]
+    assert (applied != "none") is (spec.gated and bool(dense))
+    if applied == "none":
         return
-    sizes = np.linalg.norm(scaled.tensor(DOWN.replace(".0.", f".{dense[0]}.")), order, axis=0)
+    sizes = np.linalg.norm(scaled.tensor(f"model.layers.{dense[0]}.mlp.down_proj.weight"), order, axis=0)
     np.testing.assert_allclose(sizes, sizes[0], rtol=1e-5)
 
 
