@@ -34,6 +34,7 @@ class AppendingOps(FloatOps):
         self._new: dict[str, tuple[KvTensor, str]] = {}
         """By the name of a view of the cache, its first head and the floats of the new row."""
         self._stacks: set[str] = set()
+        self._queries: set[str] = set()
 
     # ------------------------------------------------------------------ rows of heads
 
@@ -86,13 +87,15 @@ class AppendingOps(FloatOps):
 
     def scores(self, query: View, keys: View, name: str) -> View:
         """The queries themselves: `attend` computes all."""
+        self._queries.add(query.tensor)
         return query
 
     def masked(self, scores: View, layer: int, name: str) -> View:
         return scores
 
     def softmax(self, x: View, name: str) -> View:
-        return x
+        """That of a router is one."""
+        return x if x.tensor in self._queries else super().softmax(x, name)
 
     def attend(self, weights: View, values: View, name: str) -> View:
         """The results of queries, which `softmax` left as they were."""
