@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from zlib import crc32
 
 from edgekv.bundle import MANIFEST, open_bundle
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -59,7 +60,8 @@ def bundles(scratch: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
         chosen = export_options(**{"context": 64, "ar": (1, 8), "calibration_tokens": 1024, **options})
         return lambda folder: export_bundle(Checkpoint.open(str(checkpoint)), folder, chosen, run)
 
-    for at, name in enumerate(sorted(ARCHITECTURES)):
+    for name in sorted(ARCHITECTURES):
+        at = crc32(name.encode())  # options of an architecture are its own: a new one changes no other's
         checkpoint = write_checkpoint(scratch / name, ARCHITECTURES[name])
         config = json.loads((checkpoint / "config.json").read_bytes())
         has_blocks = width_of(config) % 32 == 0
