@@ -203,15 +203,15 @@ def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -
 
 def _merged(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
     """What the projector reads: patches that become one row next to each other, normalized before or behind that."""
+    if spec.norms == "merged":
+        return ops.normalize_merged(_with_means(ops, spec, residual, "vision."), "vision.last_norm")
     x = ops.patches(residual.rows)
     if spec.norms == "patches":
         return ops.merged(ops.normalize(x, spec.hidden, "vision.last_norm"), spec.merged)
-    if spec.norms == "both":
-        weighted = ops.rms_norm(x, LAST_NORM, "vision.last_norm")
-        x = ops.merged(ops.plus(weighted, LAST_NORM_BIAS, "vision.last_norm_bias"), spec.merged)
-        x = ops.add(x, ops.linear(x, CENTER, "vision.center"), "vision.centered")
-        return ops.normalize_merged(x, "vision.merged_norm")
-    return ops.normalize_merged(_with_means(ops, spec, residual, "vision."), "vision.last_norm")
+    weighted = ops.rms_norm(x, LAST_NORM, "vision.last_norm")
+    x = ops.merged(ops.plus(weighted, LAST_NORM_BIAS, "vision.last_norm_bias"), spec.merged)
+    x = ops.add(x, ops.linear(x, CENTER, "vision.center"), "vision.centered")
+    return ops.normalize_merged(x, "vision.merged_norm")
 
 
 def _with_means(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V], at: str) -> V:
