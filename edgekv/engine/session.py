@@ -92,11 +92,12 @@ class Graphs:
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
         self._ladders = _ladders(bundle.manifest.graphs)
+        self._decode = self._ladders.get("decode", {})
         wide = [graph for graph in wide_prefill_of(engine, bundle.manifest) if graph.ar in cache.ar]
         if wide:
             self._ladders |= _ladders(wide)
         if cache.appends and (appending := appending_decode_of(engine, bundle.manifest)):
-            self._ladders["decode"] = self._ladders["decode"] | _ladders(appending)["decode"]
+            self._ladders["decode"] = self._decode | _ladders(appending)["decode"]
         self._takes_fewer: set[Role] = {graph.role for graph in wide}
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
@@ -290,8 +291,8 @@ class Graphs:
         return self._load(contexts[max(contexts)])
 
     def largest_decode(self) -> StaticGraph:
-        """The decode graph of the largest context."""
-        (contexts,) = self._ladders["decode"].values()
+        """The decode graph of the largest context, whose row says what it sees: one that appends sees all."""
+        (contexts,) = self._decode.values()
         return self._load(contexts[max(contexts)])
 
     def _release_idle(self, chosen: StaticGraph) -> None:

@@ -70,6 +70,15 @@ def test_a_rewound_text_has_the_bits_of_a_new_one(small: Path) -> None:
         assert np.array_equal(last, again)
 
 
+def test_beams_whose_rows_stand_side_by_side_do_not_append(small: Path) -> None:
+    found = []
+    for strategy in ("slot", "shift-concat"):
+        with edgekv.load(small, cpu_mode="exact16", threads=1, kv_update=strategy) as model:
+            found.append(model.generate(PROMPT, 6, num_beams=3, num_return_sequences=3).sequences)
+    assert [beam.tokens for beam in found[0]] == [beam.tokens for beam in found[1]]
+    assert [beam.score for beam in found[0]] == pytest.approx([beam.score for beam in found[1]], abs=0.01)
+
+
 @pytest.mark.parametrize("growth", [None, "staggered"])
 def test_memory_that_grows_is_appended_to(tmp_path: Path, growth: str | None) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["smollm2"])

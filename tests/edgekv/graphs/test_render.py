@@ -414,7 +414,7 @@ def test_a_graph_that_has_not_run_for_a_while_leaves_no_weights_in_memory(small:
         prefill, both, decode = resident[0], max(resident), resident[-1]
         assert prefill > 0 < decode <= both - prefill
         first, again = ([token.id for token in model.generate([*range(5, 21)], 4, ignore_eos=True)] for _ in range(2))
-        assert first == again and _resident_bytes(files) > decode
+        assert first == again and 0 < _resident_bytes(files) < prefill + decode
 
 
 @pytest.mark.parametrize("mode", ["emulate", "exact16", "fast"])

@@ -210,7 +210,7 @@ def test_what_a_chip_cannot_run_is_left_out_and_named(wide: Path, tmp_path: Path
     found = found_on(LocalRunner(), kit, tmp_path)
     assert found.verdict == "equal"
     reasons = {each.what: each.reason for each in found.unmeasured}
-    assert reasons["family/qwen3_5"].startswith("it needs V73 or later: products of a gated delta rule")
+    assert reasons["family/qwen3_5"].startswith("it needs V73 or later: products of gated delta rules")
 
 
 @pytest.mark.htp
