@@ -51,9 +51,9 @@ class HostSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 _TYPICAL = HostSpeed(
     cores=2,
-    products_per_s=57e9,
-    scores_per_s=4.8e8,
-    elements_per_s=2.8e6,
+    products_per_s=84e9,
+    scores_per_s=6.5e8,
+    elements_per_s=5e6,
     rounding_products=_ROUNDING_PRODUCTS["descent"],
     is_measured=False,
 )
