@@ -74,7 +74,7 @@ class Mixture:
     layers: int
 
     def touched(self, rows: int) -> float:
-        """Experts that some of so many tokens choose, if all choose independently."""
+        """How many experts of a layer a number of tokens choose together, if each chooses independently."""
         return self.experts * (1 - (1 - self.used / self.experts) ** rows)
 
     @property
@@ -241,7 +241,7 @@ class Line:
 
 
 def lines(mixture: Mixture, proxy: Proxy, rows: int, costs: Costs) -> Iterator[Line]:
-    """The forms, for a pass over so many tokens."""
+    """The forms, for a pass over a number of tokens."""
     touched = mixture.touched(rows)
     width = {"int8": 1.0, "int4": 0.5, "u8": 1.0}
 

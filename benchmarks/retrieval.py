@@ -148,7 +148,7 @@ def exact_embeddings(checkpoint: Checkpoint, texts: Sequence[str]) -> Vectors:
 
 
 def cut(checkpoint: Checkpoint, text: str, tokens: int) -> str:
-    """The first words of a text, in at most so many tokens."""
+    """The first words of a text, cut to a number of tokens."""
     words = text.split()
     while len(checkpoint.encode(" ".join(words), around=True)) > tokens:
         words.pop()

@@ -92,12 +92,11 @@ class Graphs:
         self._chosen: StaticGraph | None = None
         self._in_a_row = 0
         self._ladders = _ladders(bundle.manifest.graphs)
-        self._decode = self._ladders.get("decode", {})
         wide = [graph for graph in wide_prefill_of(engine, bundle.manifest) if graph.ar in cache.ar]
         if wide:
             self._ladders |= _ladders(wide)
         if cache.appends and (appending := appending_decode_of(engine, bundle.manifest)):
-            self._ladders["decode"] = self._decode | _ladders(appending)["decode"]
+            self._ladders["decode"] = self._ladders["decode"] | _ladders(appending)["decode"]
         self._takes_fewer: set[Role] = {graph.role for graph in wide}
         single = self._ladders.get("decode", {})
         self._steps: dict[Role, _Ladder] = {role: single | self._ladders.get(role, {}) for role in get_args(Role)}
@@ -264,7 +263,7 @@ class Graphs:
         return self._manifest.model.bidirectional
 
     def shortest(self, tokens: int) -> StaticGraph:
-        """The shortest graph that runs whole texts of so many tokens together.
+        """The shortest graph with room for whole texts of this number of tokens in all.
 
         Raises:
             EngineError: the engine refused it.
@@ -292,7 +291,7 @@ class Graphs:
 
     def largest_decode(self) -> StaticGraph:
         """The decode graph of the largest context, whose row says what it sees: one that appends sees all."""
-        (contexts,) = self._decode.values()
+        (contexts,) = _ladders(self._bundle.manifest.graphs)["decode"].values()
         return self._load(contexts[max(contexts)])
 
     def _release_idle(self, chosen: StaticGraph) -> None:

@@ -128,7 +128,7 @@ class Products:
         self.made: dict[tuple[str, object], Any] = {}
 
     def takes_any(self, count: int) -> bool:
-        """Whether products of graphs of so many rows are written for any number of rows up to that."""
+        """Whether a graph of this number of rows has products that take fewer rows too."""
         return not (self._batch_invariant or self._is_scoring or count < _MIN_ROWS)
 
     def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:

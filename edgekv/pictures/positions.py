@@ -16,7 +16,7 @@ FIRST_ID = 1 << 62
 def row_places(rows: int, columns: int) -> Places:
     """Of each row of a picture its row and column there, and how far the text moves on behind it, `[rows, 3]`.
 
-    Text goes on behind the last row of a picture, as far from its beginning as its longer edge has rows.
+    The position of the text behind a picture is that of the picture's beginning plus the rows of its longer edge.
     """
     down, across = np.divmod(np.arange(rows * columns), columns)
     moves = np.zeros(rows * columns, np.int64)

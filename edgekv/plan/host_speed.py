@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import cache
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from edgekv.graphs.processor import processors
 from quant import WEIGHT_TYPES, LayerInputs, WeightDtype, quantize
 from quant.products import one_thread
 
@@ -84,7 +84,7 @@ def measure_host(dtype: WeightDtype) -> HostSpeed:
         of_products_s = _ROUNDING_PRODUCTS[method] * weight.size * len(weight) / products_per_s
         rounding_s = _seconds(lambda: quantize(weight, dtype, method, inputs))
         return HostSpeed(
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=processors(),
             products_per_s=products_per_s,
             scores_per_s=scores.size / _seconds(lambda: _softmax(scores)),
             elements_per_s=weight.size / max(rounding_s - of_products_s, rounding_s / 4),

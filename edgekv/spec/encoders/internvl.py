@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 from edgekv.spec.encoders.names import EncoderNames
-from edgekv.spec.encoders.processor import read_normalization
+from edgekv.spec.encoders.processor import BICUBIC, CLIP_DEVIATION, CLIP_MEAN, read_heads, read_normalization
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("internvl",)
@@ -32,8 +32,6 @@ NAMES = EncoderNames(
 )
 
 _IMAGE_TOKEN = 151667
-_BICUBIC = 3
-_CLIP_MEAN, _CLIP_DEVIATION = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 def describe(config: Config, processor: Config) -> EncoderSpec:
@@ -54,10 +52,8 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     config.expect("projector_hidden_act", "gelu")
     config.expect("vision_feature_layer", -1)
     config.expect("vision_feature_select_strategy", "default")
-    heads, hidden = vision.size("num_attention_heads"), vision.size("hidden_size")
+    heads, hidden = read_heads(vision)
     image, patch, merge = vision.edge("image_size", 448), vision.edge("patch_size", 14), _merge(config)
-    if hidden % heads:
-        raise vision.refusal("hidden_size", f"a multiple of num_attention_heads = {heads}")
     if image % (patch * merge):
         raise vision.refusal("image_size", f"a multiple of {merge} patches of {patch}")
     return EncoderSpec(
@@ -90,7 +86,7 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     if (processed := (size.size("height", 384), size.size("width", 384))) != (image, image):
         expected = f"height and width {image}, the vision model's image_size"
         raise processor.refusal("size", expected, got=" x ".join(map(str, processed)))
-    mean, deviation = read_normalization(processor, _BICUBIC, _CLIP_MEAN, _CLIP_DEVIATION)
+    mean, deviation = read_normalization(processor, BICUBIC, CLIP_MEAN, CLIP_DEVIATION)
     max_tiles = processor.size("max_patches", 12)
     return PictureSpec(
         tiling="aspect" if max_tiles > 1 else "none",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 from edgekv.spec.encoders.names import siglip_names
-from edgekv.spec.encoders.processor import read_normalization
+from edgekv.spec.encoders.processor import BILINEAR, HALF, read_heads, read_normalization, read_side
 from edgekv.spec.vision import EncoderSpec, PictureShapes, PictureSpec
 
 MODEL_TYPES = ("lfm2_vl",)
@@ -19,7 +19,6 @@ NAMES = siglip_names(
 )
 
 _IMAGE_TOKEN = 396
-_BILINEAR = 2
 
 
 def describe(config: Config, processor: Config) -> EncoderSpec:
@@ -32,13 +31,8 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     config.expect("projector_hidden_act", "gelu")
     config.expect("projector_bias", True)
     config.expect("vision_feature_layer", -1)
-    heads, hidden = vision.size("num_attention_heads"), vision.size("hidden_size")
+    (heads, hidden), side = read_heads(vision), read_side(vision, "num_patches", 256)
     patch, merge = vision.edge("patch_size", 16), config.size("downsample_factor", 2)
-    table = vision.size("num_patches", 256)
-    if hidden % heads:
-        raise vision.refusal("hidden_size", f"a multiple of num_attention_heads = {heads}")
-    if (side := round(table**0.5)) ** 2 != table:
-        raise vision.refusal("num_patches", "the square of a whole number")
     if (tile := processor.size("tile_size", 512)) % (patch * merge):
         expected = f"a multiple of patch_size = {patch} times downsample_factor = {merge}"
         raise processor.refusal("tile_size", expected, got=str(tile))
@@ -81,7 +75,7 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     step, rows = patch * merge, processor.size("max_image_tokens", 256)
     if rows > (most_rows := (processor.size("tile_size", 512) // step) ** 2):
         raise processor.refusal("max_image_tokens", f"at most {most_rows}, those of a tile", got=str(rows))
-    mean, deviation = read_normalization(processor, _BILINEAR, [0.5] * 3, [0.5] * 3)
+    mean, deviation = read_normalization(processor, BILINEAR, HALF, HALF)
     return PictureSpec(
         tiling="aspect" if splits else "none",
         resample="bilinear",

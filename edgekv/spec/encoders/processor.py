@@ -1,7 +1,8 @@
-"""What the image processors of all families have in common."""
+"""What the encoders of all families, and their image processors, have in common."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from edgekv.errors import CheckpointError
@@ -11,9 +12,47 @@ _FILES = ("preprocessor_config.json", "processor_config.json")
 _RESCALE = 1 / 255
 Channels = tuple[float, float, float]
 
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+"""Pillow's numbers of filters."""
+HALF: Channels = (0.5, 0.5, 0.5)
+"""Mean and standard deviation of SigLIP's pictures."""
+CLIP_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
+CLIP_DEVIATION: Channels = (0.26862954, 0.26130258, 0.27577711)
+"""Those of CLIP's (arXiv 2103.00020)."""
+
+
+def read_heads(vision: Config, field: str = "num_attention_heads", *, parts: int = 1) -> tuple[int, int]:
+    """Heads of an encoder, and its width, which they divide.
+
+    Args:
+        vision: its configuration.
+        field: with the heads.
+        parts: into which the width of a head is divided.
+
+    Raises:
+        CheckpointError: the width of a head is no multiple of them.
+    """
+    heads, hidden = vision.size(field), vision.size("hidden_size")
+    if hidden % (parts * heads):
+        times = f"{parts} times " if parts > 1 else ""
+        raise vision.refusal("hidden_size", f"a multiple of {times}{field} = {heads}")
+    return heads, hidden
+
+
+def read_side(vision: Config, field: str, default: int) -> int:
+    """Edge of a square table of positions, of which a field has all.
+
+    Raises:
+        CheckpointError: they are no square.
+    """
+    table = vision.size(field, default)
+    if (side := math.isqrt(table)) ** 2 != table:
+        raise vision.refusal(field, "the square of a whole number")
+    return side
+
 
 def read_normalization(
-    processor: Config, resample: int, mean: list[float], deviation: list[float]
+    processor: Config, resample: int, mean: Channels, deviation: Channels
 ) -> tuple[Channels, Channels]:
     """Mean and standard deviation of red, green and blue, of values from 0 to 1.
 
@@ -32,7 +71,7 @@ def read_normalization(
     processor.expect("resample", resample)
     if abs((scale := processor.number("rescale_factor", _RESCALE)) - _RESCALE) > 1e-6:
         raise processor.refusal("rescale_factor", "1/255", got=f"{scale:g}")
-    processor = processor.with_defaults(image_mean=mean, image_std=deviation)
+    processor = processor.with_defaults(image_mean=[*mean], image_std=[*deviation])
     channels = [processor.numbers(name, 3) for name in ("image_mean", "image_std")]
     (a, b, c), (d, e, f) = channels
     return (a, b, c), (d, e, f)

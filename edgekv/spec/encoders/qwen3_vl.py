@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.encoders.names import EncoderNames
-from edgekv.spec.encoders.processor import read_normalization
+from edgekv.spec.encoders.processor import BICUBIC, CLIP_DEVIATION, CLIP_MEAN, read_heads, read_normalization, read_side
 from edgekv.spec.vision import EncoderSpec, PictureShapes, PictureSpec
 
 MODEL_TYPES = ("qwen3_vl",)
@@ -36,8 +36,6 @@ NAMES = EncoderNames(
 )
 
 _IMAGE_TOKEN = 151655
-_BICUBIC = 3
-_CLIP_MEAN, _CLIP_DEVIATION = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 _MOST_ROWS = 256
 """Of a picture where the export names no sizes: 512 x 512 pixels. Checkpoints allow 16,384, beyond any phone."""
 _SECTIONS = [24, 20, 20]
@@ -52,12 +50,8 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     vision.expect("temporal_patch_size", NAMES.frames)
     rope = vision.table("rope_parameters")
     rope.expect("rope_type", "axial", "default")
-    heads, hidden = vision.size("num_heads"), vision.size("hidden_size")
-    layers, table = vision.size("depth"), vision.size("num_position_embeddings", 2304)
-    if hidden % (4 * heads):
-        raise vision.refusal("hidden_size", f"a multiple of 4 times num_heads = {heads}")
-    if (side := math.isqrt(table)) ** 2 != table:
-        raise vision.refusal("num_position_embeddings", "the square of a whole number")
+    layers, (heads, hidden) = vision.size("depth"), read_heads(vision, "num_heads", parts=4)
+    side = read_side(vision, "num_position_embeddings", 2304)
     deepstack = _deepstack(vision, layers)
     width = config.text_decoder().size("hidden_size")
     if vision.size("out_hidden_size", 3584) != width:
@@ -98,7 +92,7 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
         if (found := processor.size(name, size)) != size:
             raise processor.refusal(name, f"{size}, as config.json says", got=str(found))
     processor.expect("temporal_patch_size", NAMES.frames)
-    mean, deviation = read_normalization(processor, _BICUBIC, _CLIP_MEAN, _CLIP_DEVIATION)
+    mean, deviation = read_normalization(processor, BICUBIC, CLIP_MEAN, CLIP_DEVIATION)
     token = "<|image_pad|>"
     return PictureSpec(
         tiling="none",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 from edgekv.spec.encoders.names import siglip_names
-from edgekv.spec.encoders.processor import read_normalization
+from edgekv.spec.encoders.processor import HALF, LANCZOS, read_heads, read_normalization
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("smolvlm",)
@@ -12,7 +12,6 @@ MODEL_TYPES = ("smolvlm",)
 NAMES = siglip_names("model.vision_model.", projector="model.connector.modality_projection.proj")
 
 _IMAGE_TOKEN = 128257
-_LANCZOS = 1
 
 
 def describe(config: Config, processor: Config) -> EncoderSpec:
@@ -27,10 +26,8 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     )
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("num_channels", 3)
-    heads, hidden = vision.size("num_attention_heads"), vision.size("hidden_size")
+    heads, hidden = read_heads(vision)
     image, patch, merge = vision.size("image_size"), vision.size("patch_size"), config.size("scale_factor", 2)
-    if hidden % heads:
-        raise vision.refusal("hidden_size", f"a multiple of num_attention_heads = {heads}")
     if image % (patch * merge):
         raise vision.refusal("image_size", f"a multiple of patch_size = {patch} times scale_factor = {merge}")
     return EncoderSpec(
@@ -58,7 +55,7 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     tile = processor.table("max_image_size").size("longest_edge", 364)
     if tile != image:
         raise processor.refusal("max_image_size", f"longest_edge {image}, the vision model's image_size", got=str(tile))
-    mean, deviation = read_normalization(processor, _LANCZOS, [0.5] * 3, [0.5] * 3)
+    mean, deviation = read_normalization(processor, LANCZOS, HALF, HALF)
     return PictureSpec(
         tiling="multiples" if processor.flag("do_image_splitting", True) else "none",
         resample="lanczos",
