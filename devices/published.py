@@ -15,7 +15,7 @@ from pathlib import Path
 from devices.catalogue import CATALOGUE
 from devices.device import Device
 
-SOURCE = "qai-hub-models 0.65.0"
+PUBLISHED_SOURCE = "qai-hub-models 0.65.0"
 FILE = Path(__file__).with_name("published.csv")
 COLUMNS = ("model", "billions", "precision", "device", "runtime", "unit", "context", "prefill", "decode")
 

@@ -16,7 +16,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import open_store
 from exporters.drafter import Drafter, check_options
 from exporters.htp.compile import Watch, unwatched
-from exporters.options import ExportOptions, RunOptions
+from exporters.options import ExportOptions as ExportOptions, RunOptions as RunOptions
 from exporters.pipeline.drafter import plan_drafter
 from exporters.pipeline.inputs import DecoderKey, Inputs
 from exporters.pipeline.piece import Plan
@@ -31,8 +31,6 @@ from exporters.preconditions import check_compiler
 from exporters.progress import Progress, one_step, silent
 from exporters.quantize.windows import Room
 from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
-
-__all__ = ["ExportOptions", "RunOptions", "export_bundle", "export_drafter"]
 
 _PLAIN = RunOptions()
 _ATTEMPTS = 5

@@ -1,37 +1,21 @@
 """Numbers only: encodings, ranges and integer weights, without graphs, files or devices."""
 
-from quant.encoding import DTYPES, Dtype, Encoding
-from quant.inputs import LayerInputs
-from quant.ranges import LARGEST, Range
-from quant.rescale import rescale
-from quant.rounding import FITTED, Method, quantize, quantize_per_channel
-from quant.weights import (
-    WEIGHT_TYPES,
-    Grid,
-    QuantizedWeight,
-    WeightDtype,
-    WeightType,
-    pack_int4,
-    unpack_int4,
+from quant.encoding import DTYPES as DTYPES, Dtype as Dtype, Encoding as Encoding
+from quant.inputs import LayerInputs as LayerInputs
+from quant.ranges import LARGEST as LARGEST, Range as Range
+from quant.rescale import rescale as rescale
+from quant.rounding import (
+    FITTED as FITTED,
+    Method as Method,
+    quantize as quantize,
+    quantize_per_channel as quantize_per_channel,
 )
-
-__all__ = [
-    "FITTED",
-    "LARGEST",
-    "DTYPES",
-    "WEIGHT_TYPES",
-    "Dtype",
-    "Encoding",
-    "Grid",
-    "LayerInputs",
-    "Method",
-    "QuantizedWeight",
-    "Range",
-    "WeightDtype",
-    "WeightType",
-    "pack_int4",
-    "quantize",
-    "quantize_per_channel",
-    "rescale",
-    "unpack_int4",
-]
+from quant.weights import (
+    WEIGHT_TYPES as WEIGHT_TYPES,
+    Grid as Grid,
+    QuantizedWeight as QuantizedWeight,
+    WeightDtype as WeightDtype,
+    WeightType as WeightType,
+    pack_int4 as pack_int4,
+    unpack_int4 as unpack_int4,
+)

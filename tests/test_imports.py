@@ -154,6 +154,18 @@ def test_a_package_has_the_names_that_it_lists(package: str):
         _ = found.missing
 
 
+def test_exported_names_are_written_once():
+    """A package imports them as themselves, which type checkers read; a list of the same names would be a second."""
+    lists = [
+        str(file.relative_to(ROOT))
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        for node in _parsed(file).body
+        if isinstance(node, ast.Assign) and ast.unparse(node).startswith("__all__ = [")
+    ]
+    assert lists == []
+
+
 def test_no_function_but_the_reference_operator_has_more_than_eight_parameters():
     """By position; options that callers name, and those of commands, are read one by one."""
     most, found = 8, set[str]()

@@ -35,6 +35,3 @@ def run(arguments: Sequence[str]) -> int:
     from edgekv.cli.app import run
 
     return run(arguments)
-
-
-__all__ = ["main", "refused_interpreter", "run"]

@@ -4,8 +4,6 @@ A package adds a probe through the entry-point group `edgekv.probes`: a function
 `Finding`.
 """
 
-from edgekv.doctor.examine import Examination, examine
-from edgekv.doctor.finding import Finding, Status, require
-from edgekv.doctor.packages import Package, list_packages
-
-__all__ = ["Examination", "Finding", "Package", "Status", "examine", "list_packages", "require"]
+from edgekv.doctor.examine import Examination as Examination, examine as examine
+from edgekv.doctor.finding import Finding as Finding, Status as Status, require as require
+from edgekv.doctor.packages import Package as Package, list_packages as list_packages

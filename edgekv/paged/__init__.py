@@ -4,20 +4,12 @@
 blocks to drop, and creates the inputs that rotate the kept keys to their new positions.
 """
 
-from edgekv.paged.attention import paged_attention
-from edgekv.paged.errors import PagedInputError
-from edgekv.paged.eviction import CacheEvictionConfig, CacheEvictor, Eviction
-from edgekv.paged.ledger import AGGREGATIONS, Aggregation, ScoreLedger
-from edgekv.paged.rotation import rotation_trig_lut
-
-__all__ = [
-    "AGGREGATIONS",
-    "Aggregation",
-    "CacheEvictionConfig",
-    "CacheEvictor",
-    "Eviction",
-    "PagedInputError",
-    "ScoreLedger",
-    "paged_attention",
-    "rotation_trig_lut",
-]
+from edgekv.paged.attention import paged_attention as paged_attention
+from edgekv.paged.errors import PagedInputError as PagedInputError
+from edgekv.paged.eviction import (
+    CacheEvictionConfig as CacheEvictionConfig,
+    CacheEvictor as CacheEvictor,
+    Eviction as Eviction,
+)
+from edgekv.paged.ledger import AGGREGATIONS as AGGREGATIONS, Aggregation as Aggregation, ScoreLedger as ScoreLedger
+from edgekv.paged.rotation import rotation_trig_lut as rotation_trig_lut
