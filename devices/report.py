@@ -348,8 +348,8 @@ def read_report(path: Path) -> Report:
 def decode_report(raw: bytes, name: str = "report") -> Report:
     """A report of its JSON; see `read_report`."""
     try:
-        given = msgspec.json.decode(raw)
-        version = given.get("format") if isinstance(given, dict) else None
+        record = msgspec.json.decode(raw)
+        version = record.get("format") if isinstance(record, dict) else None
         if version != FORMAT:
             raise ReportError(f"{name}: format", version, f"{FORMAT}, which this edgekv reads")
         report = _REPORTS.decode(raw)

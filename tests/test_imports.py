@@ -181,6 +181,21 @@ def test_no_function_but_the_reference_operator_has_more_than_eight_parameters()
     assert found == {"paged_attention"}
 
 
+def test_variables_are_named_after_their_things():
+    """`each` row is a row, what was `found` is a number, what is `wanted` is a limit."""
+    empty_names = {"each", "found", "given", "wanted"}
+    named = {
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*.py")
+        for node in ast.walk(_parsed(file))
+        if (isinstance(node, ast.Name) and node.id in empty_names)
+        or (isinstance(node, ast.arg) and node.arg in empty_names)
+        or (isinstance(node, ast.Attribute | ast.FunctionDef) and getattr(node, "attr", None) in empty_names)
+    }
+    assert sorted(place for place in named if not place.startswith("exporters")) == []
+
+
 def test_tests_lie_as_the_packages_do() -> None:
     """The tests of a room lie in the folder of its name; those of the whole repository, at the top."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}

@@ -350,9 +350,9 @@ def _setting(field: str, text: str) -> float | int | None:
     try:
         return int(text) if field in _WHOLE else float(text)
     except ValueError:
-        wanted = "a whole number" if field in _WHOLE else "a number"
+        number = "a whole number" if field in _WHOLE else "a number"
         fix = f"Write /set {field} {_SETTABLE[field]}, or /set {field} none."
-        raise UsageError(f"/set {field}", got=repr(text) if text else "nothing", expected=wanted, fix=fix) from None
+        raise UsageError(f"/set {field}", got=repr(text) if text else "nothing", expected=number, fix=fix) from None
 
 
 def _path(text: str) -> Path:

@@ -64,8 +64,8 @@ def embed(
         with atomic_file(target) as partial, partial.open("wb") as opened:
             np.save(opened, vectors)
     except OSError as error:
-        wanted = "a file that can be written"
-        raise UsageError(str(target), got=error.strerror, expected=wanted, fix="Choose another place.") from None
+        writable = "a file that can be written"
+        raise UsageError(str(target), got=error.strerror, expected=writable, fix="Choose another place.") from None
     output.note(f"[{len(vectors)} embeddings of {vectors.shape[1]} elements in {target}]")
 
 
@@ -76,8 +76,8 @@ def read_texts(text: Sequence[str], file: Path | None) -> list[str]:
         UsageError: none or both kinds are given, or a file that is unreadable, too large, not UTF-8 or empty.
     """
     if bool(text) == (file is not None):
-        given = "both" if text else "neither"
-        raise UsageError("--text, --file", got=given, expected="one of them", fix="Give one.")
+        sources = "both" if text else "neither"
+        raise UsageError("--text, --file", got=sources, expected="one of them", fix="Give one.")
     if file is None:
         return [*text]
     lines = read_text(str(file), "--file").splitlines()

@@ -30,14 +30,14 @@ class PromptOptions:
             UsageError: none or several are given, or the input is unreadable, too large or not UTF-8.
         """
         sources = {"PROMPT": self.text, "--prompt": self.prompt, "--prompt-file": self.prompt_file}
-        given = [name for name, source in sources.items() if source is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none of them"
+        names = [name for name, source in sources.items() if source is not None]
+        if len(names) != 1:
+            got = " and ".join(names) or "none of them"
             raise UsageError("PROMPT, --prompt, --prompt-file", got=got, expected="one of them", fix="Give one.")
         text = self.prompt if self.text is None else self.text
         if text is not None and text != _STDIN:
             return text
-        (option,) = given
+        (option,) = names
         return read_text(str(self.prompt_file or _STDIN), option)
 
 

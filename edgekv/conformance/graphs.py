@@ -76,7 +76,7 @@ def compare(job: GraphJob, run: Run, *, load_ms: float = 0.0) -> GraphResult:
         load_ms: time that loading it took.
     """
     graph, cases = job.graph, read_arrays(Path(job.folder, job.graph.cases))
-    times, given = list[int](), list[Arrays]()
+    times, outputs_of_cases = list[int](), list[Arrays]()
     elements = differing = most = 0
     first: Difference | None = None
     for case in range(graph.count):
@@ -84,7 +84,7 @@ def compare(job: GraphJob, run: Run, *, load_ms: float = 0.0) -> GraphResult:
         began = perf_counter_ns()
         outputs = run(feeds)
         times.append(perf_counter_ns() - began)
-        given.append(outputs)
+        outputs_of_cases.append(outputs)
         before = ""
         for name in graph.results:
             expected, computed = cases[f"out.{case}.{name}"], outputs[name]
@@ -111,7 +111,7 @@ def compare(job: GraphJob, run: Run, *, load_ms: float = 0.0) -> GraphResult:
         first=first,
         load_ms=load_ms,
         run_us=fmean(times) / 1e3,
-        note=IGNORES if verdict == "wrong" and _ignores(cases, given, graph) else "",
+        note=IGNORES if verdict == "wrong" and _ignores(cases, outputs_of_cases, graph) else "",
     )
 
 
@@ -144,7 +144,7 @@ def _steps(computed: np.ndarray, expected: np.ndarray) -> tuple[int, int]:  # ty
     return int(gaps.max(initial=0)), int(np.count_nonzero(gaps))
 
 
-def _ignores(cases: Arrays, given: list[Arrays], graph: KitGraph) -> bool:
+def _ignores(cases: Arrays, outputs_of_cases: list[Arrays], graph: KitGraph) -> bool:
     """Whether all cases gave one result where other ones were expected."""
 
     def are_equal(name: str, arrays: list[np.ndarray]) -> bool:  # type: ignore[type-arg]
@@ -152,7 +152,7 @@ def _ignores(cases: Arrays, given: list[Arrays], graph: KitGraph) -> bool:
 
     if graph.count < 2:
         return False
-    are_all_equal = all(are_equal(name, [outputs[name] for outputs in given]) for name in graph.results)
+    are_all_equal = all(are_equal(name, [outputs[name] for outputs in outputs_of_cases]) for name in graph.results)
     expected = all(
         are_equal(name, [cases[f"out.{case}.{name}"] for case in range(graph.count)]) for name in graph.results
     )

@@ -206,11 +206,11 @@ def _decoded(raw: bytes, file: Path) -> KitManifest:
         return BundleError(f"{file}{field}", got=got, expected=expected, fix=_AGAIN)
 
     try:
-        given = msgspec.json.decode(raw)
-        version = given.get("format") if isinstance(given, dict) else None
+        record = msgspec.json.decode(raw)
+        version = record.get("format") if isinstance(record, dict) else None
         if version != FORMAT:
             raise refused(": format", version, f"{FORMAT}, which this edgekv reads")
-        manifest = convert(given, KitManifest)
+        manifest = convert(record, KitManifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refused("", str(error) or "values nested too deeply", "what edgekv conformance make wrote") from None
     if manifest.seal != _seal(manifest):

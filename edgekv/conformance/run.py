@@ -222,9 +222,9 @@ class LocalRunner:
     def speeds(self, kit: Kit, model: KitModel, strategy: str) -> list[SpeedResult]:
         steps = self.steps if self.place == "npu" else min(self.steps, _EMULATED_STEPS)
         job = ModelJob(folder=str(kit.path), model=model, strategy=strategy, steps=steps)
-        found = list[SpeedResult]()
-        _stream(speeds, job, found.append, _MODEL_S)
-        return found
+        results = list[SpeedResult]()
+        _stream(speeds, job, results.append, _MODEL_S)
+        return results
 
     def watch(self, kit: Kit, model: KitModel, seconds: float, take: Callable[[Sample], None]) -> None:
         _stream(watch, ModelJob(folder=str(kit.path), model=model, seconds=seconds), take, seconds + _MODEL_S)

@@ -60,8 +60,8 @@ class Embedder(TaskReader[EmbeddingTask]):
         if dimensions is None:
             return self.width
         if not 1 <= dimensions <= self.width:
-            wanted = f"1 to {self.width}, the width of the model's embeddings"
-            raise UsageError(field, got=dimensions, expected=wanted, fix=f"Use {self.width}, or leave it out.")
+            allowed = f"1 to {self.width}, the width of the model's embeddings"
+            raise UsageError(field, got=dimensions, expected=allowed, fix=f"Use {self.width}, or leave it out.")
         return dimensions
 
     def prompt(self, name: str | None, field: str = "prompt_name") -> Prompt:

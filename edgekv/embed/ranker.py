@@ -17,7 +17,7 @@ from edgekv.spec import RankingTask
 from edgekv.spec.text import encode_pair, encode_with_places
 from edgekv.text.texts import Texts
 
-_MOST_EXPONENT = 700.0
+_MAX_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Ranker(TaskReader[RankingTask]):
         if not query:
             raise UsageError("query", got="an empty text", expected="a text", fix="Give a query.")
         if instruction is not None and not self.task.instructed:
-            wanted = "none: the model's template has no place for it"
-            raise UsageError("instruction", got="one", expected=wanted, fix="Leave it out.")
+            no_query = "none: the model's template has no place for it"
+            raise UsageError("instruction", got="one", expected=no_query, fix="Leave it out.")
 
     def read(
         self, query: str, document: str, field: str, *, instruction: str | None = None, cut_to: int | None = None
@@ -107,7 +107,7 @@ def activated(task: RankingTask, logit: float) -> float:
     """The score of a logit."""
     if task.activation == "none":
         return logit
-    return 1 / (1 + math.exp(min(-logit, _MOST_EXPONENT)))
+    return 1 / (1 + math.exp(min(-logit, _MAX_EXPONENT)))
 
 
 def pair_tokens(

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from edgekv.bundle import Bundle
-from edgekv.engine.request import Request
-from edgekv.engine.task import require_task
+from edgekv.engine.request import Request, require_task
 from edgekv.errors import ContextFullError, UsageError
 from edgekv.spec import EmbeddingTask, RankingTask
 from edgekv.spec.text import begins_with
@@ -73,8 +72,8 @@ class TaskReader(Generic[T]):
         if tokens is None:
             return None
         if tokens < 1 and tokens != _TO_THE_LONGEST:
-            wanted = f"-1, for {self.max_tokens}, the longest text of the bundle, or at least 1"
-            raise UsageError(field, got=tokens, expected=wanted, fix="Use -1, or leave it out.")
+            allowed = f"-1, for {self.max_tokens}, the longest text of the bundle, or at least 1"
+            raise UsageError(field, got=tokens, expected=allowed, fix="Use -1, or leave it out.")
         return self.max_tokens if tokens == _TO_THE_LONGEST else min(tokens, self.max_tokens)
 
     def _sink_before(self, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -83,8 +82,10 @@ class TaskReader(Generic[T]):
 
     def _too_long(self, field: str, got: str, cut_to: int | None) -> ContextFullError:
         if cut_to is not None:
-            wanted = f"at least one token of it in {cut_to}, which it is cut to"
-            return ContextFullError(field, got=got, expected=wanted, fix="Let it be longer, or shorten what is around.")
+            expected = f"at least one token of it in {cut_to}, which it is cut to"
+            return ContextFullError(
+                field, got=got, expected=expected, fix="Let it be longer, or shorten what is around."
+            )
         return ContextFullError(
             field,
             got=got,

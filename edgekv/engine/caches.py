@@ -29,7 +29,7 @@ from edgekv.runtime import Engine, HtpEngine
 from edgekv.runtime.engine import run_by, wide_prefill_of
 from edgekv.runtime.load_options import CacheOptions
 
-_LEAST_CONTEXT = 2
+_MIN_CONTEXT = 2
 _FIXED = ("slot", "shift-concat")
 """Strategies that bind the same addresses in every step."""
 
@@ -121,7 +121,7 @@ class CacheSetup:
         """
         geometry = self.manifest.cache_geometry
         if self.manifest.model.bidirectional:
-            geometry = geometry.in_context(_LEAST_CONTEXT)  # graphs read none of it
+            geometry = geometry.in_context(_MIN_CONTEXT)  # graphs read none of it
         cache = KVCache(
             geometry,
             ar=self.ar,

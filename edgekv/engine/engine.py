@@ -26,13 +26,12 @@ from edgekv.engine.caches import CacheSetup
 from edgekv.engine.drafting import Drafting
 from edgekv.engine.pictures import Pictures, check_pictured
 from edgekv.engine.pool import SessionPool
-from edgekv.engine.request import DEFAULT_CACHE, Request
+from edgekv.engine.request import DEFAULT_CACHE, Request, check_ends, check_writes
 from edgekv.engine.runner import Runner
 from edgekv.engine.scheduler import Scheduler
 from edgekv.engine.sequence import Event, Scores, Sequence, Status
 from edgekv.engine.session import Graphs, Session
 from edgekv.engine.stats import EngineGauges, GenerationStats
-from edgekv.engine.task import check_ends, check_writes
 from edgekv.errors import UsageError
 from edgekv.prefix import PrefixCache, PrefixStore, open_prefixes, open_store
 from edgekv.runtime import Engine as Backend
@@ -365,8 +364,8 @@ class Engine:
         elif request.params is not None:
             check_writes(self.bundle)
         if self.graphs.reads_whole_texts and not request.branches:
-            wanted = "whole texts of `Model.embed`: its tokens attend to both sides"
-            raise UsageError(str(self.bundle.path), got="logits of a prompt", expected=wanted, fix="Use it.")
+            expected = "whole texts of `Model.embed`: its tokens attend to both sides"
+            raise UsageError(str(self.bundle.path), got="logits of a prompt", expected=expected, fix="Use it.")
 
     def _as_text(self, request: Request) -> tuple[int, ...]:
         """The tokens of a prompt in the vocabulary: rows of pictures as the token that stands for them."""

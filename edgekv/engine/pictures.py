@@ -300,8 +300,8 @@ def check_pictured(request: Request, manifest: Manifest, policy: Policy) -> None
     """
     if manifest.model.picture_axes and policy.inverse_frequencies:
         got = f"some with the context policy {policy.name}, which renumbers tokens"
-        wanted = "a policy that lets them keep their positions: rows of pictures have one for each axis"
-        raise UsageError("pictures", got=got, expected=wanted, fix="Use fail, sliding-window or keydiff.")
+        needed = "a policy that lets them keep their positions: rows of pictures have one for each axis"
+        raise UsageError("pictures", got=got, expected=needed, fix="Use fail, sliding-window or keydiff.")
     other = ""
     if isinstance(request.params, BeamParams):
         other = "a beam search"

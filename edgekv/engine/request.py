@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
+from edgekv.bundle import Bundle
 from edgekv.draft import Speculation
+from edgekv.errors import UsageError
 from edgekv.pictures import Picture
 from edgekv.prefix import RetentionPolicy
+from edgekv.spec import EmbeddingTask, RankingTask, Task
 from edgekv.text.params import BeamParams, SamplingParams
 from edgekv.text.sampler import LogitsProcessor
 from edgekv.text.tools import Tools
@@ -19,6 +22,10 @@ DEFAULT_CACHE: Final = -1
 _SEEDS = 1 << 64
 
 T = TypeVar("T")
+G = TypeVar("G", EmbeddingTask, RankingTask)
+
+_WRITER = "a bundle that writes text"
+_EXPORT = "Export a checkpoint in the form of sentence-transformers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +100,38 @@ class Request:
 def pieces(items: Sequence[T], size: int) -> list[Sequence[T]]:
     """Tokens, or others, in pieces of a size; the last may be shorter."""
     return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def require_task(bundle: Bundle, kind: type[G]) -> G:
+    """What a bundle of this kind gives.
+
+    Raises:
+        UsageError: it writes text, or gives something else.
+    """
+    task = bundle.manifest.task
+    if isinstance(task, kind):
+        return task
+    kind_of_bundle, fix = (_WRITER, f"Use edgekv generate. {_EXPORT}") if task is None else (task.noun, task.use)
+    raise UsageError(str(bundle.path), got=kind_of_bundle, expected=kind.noun, fix=fix)
+
+
+def check_ends(bundle: Bundle) -> None:
+    """Refuse a bundle that writes text.
+
+    Raises:
+        UsageError: it does.
+    """
+    if bundle.manifest.task is None:
+        kinds = f"{EmbeddingTask.noun} or {RankingTask.noun}"
+        raise UsageError(str(bundle.path), got=_WRITER, expected=kinds, fix=f"Use edgekv generate. {_EXPORT}")
+
+
+def check_writes(bundle: Bundle) -> None:
+    """Refuse a bundle that gives embeddings or scores.
+
+    Raises:
+        UsageError: it does.
+    """
+    task: Task | None = bundle.manifest.task
+    if task is not None:
+        raise UsageError(str(bundle.path), got=f"{task.noun}, which writes no text", expected=_WRITER, fix=task.use)

@@ -360,7 +360,7 @@ def _recall_values(ops: DeltaOps[V], rule: DeltaRule, layer: int, new: DeltaInpu
         weights = ops.multiply(scores[key], shares, f"{at}weights{of_head}")
         begun = ops.attend(new.queries[key], states[head], f"{at}held{of_head}")
         begun = ops.multiply(begun, start, f"{at}held_left{of_head}")
-        added = _added(ops, weights, [each[head] for each in seen], f"{at}added{of_head}")
+        added = _added(ops, weights, [rows_by_head[head] for rows_by_head in seen], f"{at}added{of_head}")
         outputs.append(ops.add(begun, added, at + "output"))
     return outputs
 

@@ -281,7 +281,7 @@ class FloatOps(StackedOps):
     def _added_at(self, total: str, rows: str, places: str) -> str:
         """The total `[1, AR, H]` plus some rows `[1, rows, H]` at their places."""
         nodes, width = self._nodes, self.spec.hidden
-        flat, added = (nodes.reshape(each, [-1, width]) for each in (total, rows))
+        flat, added = (nodes.reshape(tensor, [-1, width]) for tensor in (total, rows))
         indices = nodes.reshape(places, [-1, 1])
         summed = nodes.add("ScatterND", [flat, indices, added], f"{rows}.scattered", reduction="add")
         return nodes.reshape(summed, [1, -1, width])

@@ -138,12 +138,12 @@ def _remove_unused(folder: Path) -> None:
     """
     from edgekv.graphs.packed_weights import remove_unused_weights
 
-    used, held_bytes, most_bytes = set[str](), 0, cache_limit_bytes()
+    used, held_bytes, limit_bytes = set[str](), 0, cache_limit_bytes()
     for path in sorted(folder.glob("*.onnx"), key=lambda path: -path.stat().st_mtime_ns):
         content = _read(path)
         names = () if content is None else _without_names(content)[1]
         new_bytes = path.stat().st_size + sum(_file_bytes(folder / name) for name in {*names} - used)
-        if used and held_bytes + new_bytes > most_bytes:
+        if used and held_bytes + new_bytes > limit_bytes:
             path.unlink(missing_ok=True)
         else:
             held_bytes += new_bytes

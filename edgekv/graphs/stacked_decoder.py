@@ -181,8 +181,8 @@ class StackedOps(StackedDelta):
         # Of equal elements, onnxruntime takes those with the least index.
         nodes.write("TopK", [self._tensor(x), nodes.integers([count])], [f"{indices}.values", indices], axis=-1)
         ends = nodes.constant(np.array([0, 1], np.float32))
-        each = nodes.add("OneHot", [indices, nodes.integers([self.spec.experts.count]), ends], f"{name}.each")
-        return self._rounded(nodes.add("ReduceSum", [each, nodes.integers([-2])], name, keepdims=0), name)
+        one_hot = nodes.add("OneHot", [indices, nodes.integers([self.spec.experts.count]), ends], f"{name}.each")
+        return self._rounded(nodes.add("ReduceSum", [one_hot, nodes.integers([-2])], name, keepdims=0), name)
 
     def shares(self, x: View, name: str) -> View:
         total = self._rounded(

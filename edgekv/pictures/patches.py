@@ -74,8 +74,8 @@ def _turns(rows: int, columns: int, head_dim: int, theta: float, order: NDArray[
 def _between_corners(size: int, table: int) -> _Floats:
     """How much of each of `table` points each of `size` has, bilinear: the first and the last are the table's."""
     places = np.linspace(0, table - 1, size, dtype=np.float32)
-    found: _Floats = np.maximum(1 - np.abs(np.arange(table, dtype=np.float32) - places[:, None]), 0)
-    return found
+    weights: _Floats = np.maximum(1 - np.abs(np.arange(table, dtype=np.float32) - places[:, None]), 0)
+    return weights
 
 
 def _antialiased(size: int, table: int) -> _Floats:

@@ -51,7 +51,7 @@ class Tile:
     def nbytes(self) -> int:
         """Bytes held: pixels, or rows once it is encoded."""
         held = (self._pixels,) if self._rows is None else self._rows
-        return sum(int(each.nbytes) for each in held if each is not None)
+        return sum(int(array.nbytes) for array in held if array is not None)
 
     def rows(self, encoder: PictureEncoder) -> EncodedRows:
         """All of its rows, as graphs read them."""
@@ -142,13 +142,13 @@ class PictureRows:
             return self._table.rows(ids)
         rows = self._table.rows(np.where(ids >= FIRST_ID, 0, ids))
         for at in pictured:
-            tile, row = self.found(int(ids[at]))
+            tile, row = self.tile_of(int(ids[at]))
             rows[at] = tile.rows(self.encoder).embeddings[row]
         return rows
 
     def place(self, id: int) -> tuple[int, int, int]:
         """Row and column of a row of a picture, and how far the text moves on behind it; see `row_places`."""
-        tile, row = self.found(id)
+        tile, row = self.tile_of(id)
         down, across, moves = tile.places[row].tolist()
         return down, across, moves
 
@@ -163,7 +163,7 @@ class PictureRows:
                 places[at] = self.place(token)
         return axis_positions(places)
 
-    def found(self, id: int) -> tuple[Tile, int]:
+    def tile_of(self, id: int) -> tuple[Tile, int]:
         """The tile of a row, and the row's number there."""
         tile = self._tiles[id]
         return tile, tile.ids.index(id)
@@ -182,7 +182,7 @@ class RowsBehind:
         rows = np.tile(self._nothing, (len(tokens), 1))
         for at, token in enumerate(tokens):
             if token >= FIRST_ID:
-                tile, row = self._pictures.found(token)
+                tile, row = self._pictures.tile_of(token)
                 behind = tile.rows(self._pictures.encoder).behind
                 assert behind is not None, "an encoder with such rows"
                 rows[at] = behind[row]

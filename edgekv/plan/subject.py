@@ -252,8 +252,8 @@ def _check_cached(spec: DecoderSpec | None, source: Path) -> None:
         UsageError: tokens attend to both sides.
     """
     if spec is not None and spec.bidirectional:
-        got, wanted = "attention to both sides, which keeps no cache", "a model whose tokens attend to earlier ones"
-        raise UsageError(str(source), got=got, expected=wanted, fix="Export it, and see edgekv info.")
+        got, expected = "attention to both sides, which keeps no cache", "a model whose tokens attend to earlier ones"
+        raise UsageError(str(source), got=got, expected=expected, fix="Export it, and see edgekv info.")
 
 
 def _check_sizes(sizes: Overrides, folder: Path) -> None:

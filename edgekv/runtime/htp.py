@@ -183,11 +183,11 @@ class HtpEngine:
                 call(create_sessions, HtpJob(soc=self.device.soc, steps=[job]))
             except ChildEndedError as error:
                 fix = "Install the tested compiler: pip install edgekv[htp]. If it is, please report this graph."
-                wanted = "a graph that the HTP compiler accepts whole"
+                expected = "a graph that the HTP compiler accepts whole"
                 raise EngineError(
                     f"{graph.name} on {self.device.soc}",
                     got=f"the compiler ended with {error.ending}",
-                    expected=wanted,
+                    expected=expected,
                     fix=fix,
                 ) from None
         return wrapper

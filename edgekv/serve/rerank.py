@@ -55,8 +55,8 @@ class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
             ApiError: none, or too many.
         """
         if not 1 <= len(self.documents) <= MAX_TEXTS:
-            got, wanted = f"{len(self.documents):,} documents", f"1 to {MAX_TEXTS:,}"
-            raise refused("documents", got=got, expected=wanted, fix="Send several requests.")
+            got, expected = f"{len(self.documents):,} documents", f"1 to {MAX_TEXTS:,}"
+            raise refused("documents", got=got, expected=expected, fix="Send several requests.")
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
     def name_of(self, field: str) -> str | None:

@@ -55,8 +55,8 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         if text is None or (asked.content is not None and asked.prompt is not None):
             got = "neither" if text is None else "both"
             raise refused("content, prompt", got=got, expected="one of them", fix="Send a text as content.")
-        given = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
-        adds = asked.prompt is not None if given is None else given
+        adds_special = asked.add_special if asked.add_special_tokens is None else asked.add_special_tokens
+        adds = asked.prompt is not None if adds_special is None else adds_special
         tokens = service.texts.encode(text) if adds else service.texts.encode_chat(text)
         return Tokens(tokens, len(tokens), service.context_length)
 

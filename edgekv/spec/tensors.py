@@ -379,7 +379,8 @@ def _experts(spec: DecoderSpec, experts: Experts, layer: int) -> Iterator[View]:
     gate_up, down = f"{prefix}mlp.experts.gate_up_proj", f"{prefix}mlp.experts.down_proj"
     for expert in range(experts.count):
         of_gate, of_up, of_down = (
-            f"{prefix}{expert_projection(expert, each)}.weight" for each in ("gate_proj", "up_proj", "down_proj")
+            f"{prefix}{expert_projection(expert, projection)}.weight"
+            for projection in ("gate_proj", "up_proj", "down_proj")
         )
         read = View(of_gate, (inner, hidden), of_gate, inner, "expert_gate", layer, norm)
         written = View(of_down, (hidden, inner), of_down, hidden, "expert_down", layer)
@@ -387,8 +388,8 @@ def _experts(spec: DecoderSpec, experts: Experts, layer: int) -> Iterator[View]:
         reads = [read, replace(read, name=of_up, key=of_up, role="expert_up")]
         if "experts" in spec.fused:
             rows, first = 2 * experts.count * inner, 2 * expert * inner
-            reads = [replace(each, key=gate_up, rows=rows, stacked=experts.count) for each in reads]
-            reads = [replace(each, first=at) for each, at in zip(reads, (first, first + inner), strict=True)]
+            reads = [replace(view, key=gate_up, rows=rows, stacked=experts.count) for view in reads]
+            reads = [replace(view, first=at) for view, at in zip(reads, (first, first + inner), strict=True)]
             rows = experts.count * hidden
             written = replace(written, key=down, rows=rows, first=expert * hidden, stacked=experts.count)
         yield from (*reads, written)

@@ -200,8 +200,8 @@ class Texts:
         ids, vocab = _ids(tokens, field), self._bundle.manifest.model.vocab
         if wrong := [t for t in ids if not 0 <= t < vocab]:
             got = f"id {wrong[0]}" if wrong[0].bit_length() <= 64 else f"an id of {wrong[0].bit_length()} bits"
-            wanted = f"0 to {vocab - 1}, the model's vocabulary"
-            raise UsageError(field, got=got, expected=wanted, fix="Use the bundle's own tokenizer.")
+            expected = f"0 to {vocab - 1}, the model's vocabulary"
+            raise UsageError(field, got=got, expected=expected, fix="Use the bundle's own tokenizer.")
         return ids
 
     def thoughts(self, prompt: Sequence[int], grammar: Grammar | None, tools: Tools | None) -> ThoughtReader | None:

@@ -73,8 +73,8 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     if splits and least < 2:
         raise processor.refusal("min_tiles", "2 or more")
     step, rows = patch * merge, processor.size("max_image_tokens", 256)
-    if rows > (most_rows := (processor.size("tile_size", 512) // step) ** 2):
-        raise processor.refusal("max_image_tokens", f"at most {most_rows}, those of a tile", got=str(rows))
+    if rows > (max_rows := (processor.size("tile_size", 512) // step) ** 2):
+        raise processor.refusal("max_image_tokens", f"at most {max_rows}, those of a tile", got=str(rows))
     mean, deviation = read_normalization(processor, BILINEAR, HALF, HALF)
     return PictureSpec(
         tiling="aspect" if splits else "none",

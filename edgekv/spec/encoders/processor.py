@@ -96,5 +96,5 @@ def read_processor(folder: Path, *, is_needed: bool = True) -> Config:
                 return Config(fields, name)
     if not is_needed:
         return Config({}, _FILES[0])
-    wanted, fix = "how pictures are prepared", "Fetch the checkpoint again."
-    raise CheckpointError(str(folder / _FILES[0]), got="no such file", expected=wanted, fix=fix)
+    expected, fix = "how pictures are prepared", "Fetch the checkpoint again."
+    raise CheckpointError(str(folder / _FILES[0]), got="no such file", expected=expected, fix=fix)

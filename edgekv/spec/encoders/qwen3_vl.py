@@ -36,7 +36,7 @@ NAMES = EncoderNames(
 )
 
 _IMAGE_TOKEN = 151655
-_MOST_ROWS = 256
+_MAX_ROWS = 256
 """Of a picture where the export names no sizes: 512 x 512 pixels. Checkpoints allow 16,384, beyond any phone."""
 _SECTIONS = [24, 20, 20]
 _EPS = 1e-6
@@ -80,7 +80,7 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
 
 
 def pictures(config: Config, processor: Config) -> PictureSpec:
-    """As transformers' `Qwen2VLImageProcessor` and `Qwen3VLProcessor` do it, for pictures of at most `_MOST_ROWS`.
+    """As transformers' `Qwen2VLImageProcessor` and `Qwen3VLProcessor` do it, for pictures of at most `_MAX_ROWS`.
 
     Args:
         config: the checkpoint's `config.json`.
@@ -89,8 +89,8 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     vision = config.table("vision_config")
     shapes = _shapes(vision, processor)
     for name, size in (("patch_size", shapes.patch), ("merge_size", shapes.merge)):
-        if (found := processor.size(name, size)) != size:
-            raise processor.refusal(name, f"{size}, as config.json says", got=str(found))
+        if (prepared_size := processor.size(name, size)) != size:
+            raise processor.refusal(name, f"{size}, as config.json says", got=str(prepared_size))
     processor.expect("temporal_patch_size", NAMES.frames)
     mean, deviation = read_normalization(processor, BICUBIC, CLIP_MEAN, CLIP_DEVIATION)
     token = "<|image_pad|>"
@@ -121,7 +121,7 @@ def decoder(config: Config, spec: DecoderSpec) -> DecoderSpec:
     table.expect("mrope_interleaved", True)
     sections = table.fields.get("mrope_section", _SECTIONS)
     pairs = spec.rope.width // 2
-    is_list = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
+    is_list = isinstance(sections, list) and len(sections) == 3 and all(type(section) is int for section in sections)
     if not is_list or min(sections) < 0 or sum(sections) != pairs:
         raise table.refusal("mrope_section", f"three numbers, together {pairs}", got=str(sections)[:80])
     axes = [0] * pairs
@@ -149,12 +149,12 @@ def _shapes(vision: Config, processor: Config) -> PictureShapes:
     most = processor.size("max_pixels", size.size("longest_edge", 28 * 28 * 1280))
     if most < max(step**2, least):
         raise size.refusal("longest_edge", f"at least {max(step**2, least)} pixels", got=str(most))
-    rows = min(most // step**2, _MOST_ROWS)
+    rows = min(most // step**2, _MAX_ROWS)
     return PictureShapes(patch=patch, merge=merge, least=min(-(-least // step**2), rows), most=rows, split_above=4096.0)
 
 
 def _deepstack(vision: Config, layers: int) -> tuple[int, ...]:
-    found = vision.layers("deepstack_visual_indexes", layers)
-    if [*found] != sorted({*found}):
+    numbers = vision.layers("deepstack_visual_indexes", layers)
+    if [*numbers] != sorted({*numbers}):
         raise vision.refusal("deepstack_visual_indexes", "ascending numbers")
-    return found
+    return numbers

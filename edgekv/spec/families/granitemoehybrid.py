@@ -27,9 +27,11 @@ def describe(config: Config) -> DecoderSpec:
         raise config.refusal("num_local_experts", "0: graphs have no experts beside a shared one", fix=DENSE)
     kinds = "layer_types" if "layer_types" in config else "layers_block_type"
     layers = config.size("num_hidden_layers")
-    found = config.layer_types(layers, kinds) if kinds in config else (MAMBA,) * layers
-    if set(found) - {FULL, MAMBA} or FULL not in found:
-        raise config.refusal(kinds, "attention or mamba for each layer, one attention at least", got=", ".join(found))
+    layer_types = config.layer_types(layers, kinds) if kinds in config else (MAMBA,) * layers
+    if set(layer_types) - {FULL, MAMBA} or FULL not in layer_types:
+        raise config.refusal(
+            kinds, "attention or mamba for each layer, one attention at least", got=", ".join(layer_types)
+        )
     rotates = config.text("position_embedding_type", "none") == "rope"
     width = config.size("shared_intermediate_size", INTERMEDIATE)
     config.expect("mlp_bias", False)
@@ -40,5 +42,5 @@ def describe(config: Config) -> DecoderSpec:
         fused=frozenset({"mlp"}),
         stored_names=STORED_NAMES,
         unrotated=frozenset() if rotates else frozenset(range(layers)),
-        delta_rule=mamba2(config, frozenset(layer for layer, kind in enumerate(found) if kind == MAMBA)),
+        delta_rule=mamba2(config, frozenset(layer for layer, kind in enumerate(layer_types) if kind == MAMBA)),
     )
