@@ -52,7 +52,7 @@ def suggestion(loss: TensorLoss, recipe: RecipeRecord, span: TokenSpan | None = 
 
 
 def _for_matrix(loss: TensorLoss, recipe: RecipeRecord) -> str:
-    record = next(each for each in recipe.weights if each.tensor == loss.name)
+    record = next(weight for weight in recipe.weights if weight.tensor == loss.name)
     blame = "" if loss.outlier is None else f"; input {loss.outlier} causes most of the error"
     if WEIGHT_TYPES[record.dtype].bits < 8:
         return f"int8 for this matrix{blame}"

@@ -128,7 +128,7 @@ def _cause(name: str, a: Floats, b: Floats, level_db: float) -> str:
 
 def _rope_cause(a: Floats, b: Floats, level_db: float) -> str | None:
     """RoPE rotates pairs (i, i + D/2): it keeps their lengths and leaves position 0 unchanged."""
-    length_a, length_b = (np.hypot(*np.split(each, 2, axis=1)) for each in (a, b))
+    length_a, length_b = (np.hypot(*np.split(pairs, 2, axis=1)) for pairs in (a, b))
     if sqnr_db(length_a, length_b) > level_db + _CLEARER_DB:
         return "RoPE: pairs keep their length but are rotated by another angle (base, scaling or position)"
     if len(a) > 1 and sqnr_db(a[:1], b[:1]) > sqnr_db(a[1:], b[1:]) + _CLEARER_DB:

@@ -53,12 +53,12 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
     spec = record.encoder
     tensors: EncoderTensors = WideEncoder(base, spec.wide) if spec.wide else base
     shown = encoder_inputs(drawn_picture(_PICTURE, spec.image), spec, record.pictures)
-    wanted = dict[str, Floats]()
+    expected = dict[str, Floats]()
     watched = [_ENTRY, *(f"vision.layers.{layer}.fc2_add" for layer in range(spec.layers)), _ROWS]
 
     def observe(name: str, values: Floats) -> None:
         if name in watched:
-            wanted[name] = values
+            expected[name] = values
 
     ops = _MeasuringEncoder(tensors, BundleWeights(bundle.path, record.weights), observe)
     residual, worst = ops.enter(shown), [ops.worst()]
@@ -67,10 +67,10 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
         worst.append(ops.worst())
     encoder_exit(ops, spec, residual)
     worst.append(ops.worst())
-    found = _results(bundle, record, shown, watched)
+    actual = _results(bundle, record, shown, watched)
     places = ["patches", *map(str, range(spec.layers)), "rows"]
     return [
-        EncoderLayerLoss(place=place, rows=_levels(wanted[name], found[name]), worst=matrix)
+        EncoderLayerLoss(place=place, rows=_levels(expected[name], actual[name]), worst=matrix)
         for place, name, matrix in zip(places, watched, worst, strict=True)
     ]
 
@@ -95,7 +95,7 @@ class _MeasuringEncoder(NumpyEncoder):
     def worst(self) -> EncoderMatrix:
         """The matrix with the largest error since the last call; frees the weights."""
         ratios = {name: 10 * np.log10(self._signal[name] / max(self._noise[name], _LEAST)) for name in self._signal}
-        name = min(ratios, key=lambda each: ratios[each])
+        name = min(ratios, key=lambda matrix: ratios[matrix])
         self._signal.clear()
         self._noise.clear()
         self.drop()
@@ -113,11 +113,11 @@ def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched
     options = session_options(bundle.path, None)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
     integers = session.run([*names.values()], graph_inputs(shown, record.encoder, record.encodings))
-    return {name: record.encodings[name].dequantize(each[0, 0]) for name, each in zip(names, integers, strict=True)}
+    return {name: record.encodings[name].dequantize(rows[0, 0]) for name, rows in zip(names, integers, strict=True)}
 
 
-def _levels(wanted: Floats, found: NDArray[np.float32]) -> Levels:
+def _levels(expected: Floats, actual: NDArray[np.float32]) -> Levels:
     """The least and the median row."""
-    signal, noise = np.square(wanted).sum(-1), np.square(found - wanted).sum(-1)
+    signal, noise = np.square(expected).sum(-1), np.square(actual - expected).sum(-1)
     ratios = 10 * np.log10(np.maximum(signal, _LEAST) / np.maximum(noise, _LEAST))
     return Levels(float(ratios.min()), float(np.median(ratios)))

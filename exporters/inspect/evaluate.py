@@ -36,14 +36,14 @@ def open_source(manifest: Manifest, checkpoint: str | None, adapters: Sequence[P
     """
     merged = manifest.source.adapters
     if adapters and len(adapters) != len(merged):
-        names = ", ".join(Path(each.folder).name for each in merged)
+        names = ", ".join(Path(record.folder).name for record in merged)
         raise UsageError(
             "--lora",
             got=len(adapters),
             expected=f"{len(merged)}, as many as the export had: {names}" if merged else "0: no adapter was merged",
             fix="Give all of them, in this order." if merged else "Leave it out.",
         )
-    folders = adapters or [Path(each.folder) for each in merged]
+    folders = adapters or [Path(record.folder) for record in merged]
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise CheckpointError(
             f"adapter {missing[0]}",
@@ -51,20 +51,20 @@ def open_source(manifest: Manifest, checkpoint: str | None, adapters: Sequence[P
             expected="the adapter that was merged into the bundle",
             fix="Give its new place with --lora.",
         )
-    choices = [AdapterChoice(folder, each.scale) for folder, each in zip(folders, merged, strict=True)]
+    choices = [AdapterChoice(folder, record.scale) for folder, record in zip(folders, merged, strict=True)]
     opened = Checkpoint.open(checkpoint or manifest.source.checkpoint, choices)
-    for adapter, each in zip(opened.adapters, merged, strict=True):
-        _check_hash(f"adapter {adapter.folder}", adapter.sha256, each.sha256, "the adapter", "--lora")
-    found = opened.weights_sha256()
-    _check_hash(f"weights of {opened.name}", found, manifest.source.weights_sha256, "the weights", "--checkpoint")
+    for adapter, record in zip(opened.adapters, merged, strict=True):
+        _check_hash(f"adapter {adapter.folder}", adapter.sha256, record.sha256, "the adapter", "--lora")
+    digest = opened.weights_sha256()
+    _check_hash(f"weights of {opened.name}", digest, manifest.source.weights_sha256, "the weights", "--checkpoint")
     return opened.as_spec(msgspec.structs.replace(manifest.model, vocabulary="apart"))
 
 
-def _check_hash(what: str, found: str, expected: str, noun: str, option: str) -> None:
-    if found != expected:
+def _check_hash(what: str, got: str, expected: str, noun: str, option: str) -> None:
+    if got != expected:
         raise CheckpointError(
             what,
-            got=f"sha256 {found[:12]}...",
+            got=f"sha256 {got[:12]}...",
             expected=f"{expected[:12]}..., {noun} of the bundle",
             fix=f"Give the original folder with {option}.",
         )

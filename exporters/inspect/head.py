@@ -46,8 +46,8 @@ class BundleHead:
             known.put(HEAD, by_outputs(head.columns(rows.start, rows.stop).dequantize()))
             if "lm_head" in spec.biased:
                 known.put(HEAD_BIAS, tensors.tensor(HEAD_BIAS, rows))
-            found = [head_logits(ops[len(x)], spec, x) for x in inputs]
-            yield found if before is None else [np.concatenate([before[:, rows], each]) for each in found]
+            logits = [head_logits(ops[len(x)], spec, x) for x in inputs]
+            yield logits if before is None else [np.concatenate([before[:, rows], block]) for block in logits]
 
 
 class _BundleTensors:

@@ -93,13 +93,13 @@ def chat_windows(
 ) -> list[ChatWindow]:
     """As `HeldOutChat.windows`, of token ids and the places of the template's tokens."""
     ranges = cut_ranges(ids, length, first)
-    windows = measured_windows([np.array([*first, *ids[each.start : each.stop]]) for each in ranges], first, tokens)
-    places, given = np.array([*template], np.int64), max(1, len(first)) - len(first)
-    found = []
-    for window, each in zip(windows, ranges, strict=False):
-        targets = each.start + given + np.arange(len(window.targets))
-        found.append(ChatWindow(window, np.isin(targets, places)))
-    return found
+    windows = measured_windows([np.array([*first, *ids[part.start : part.stop]]) for part in ranges], first, tokens)
+    places, skipped = np.array([*template], np.int64), max(1, len(first)) - len(first)
+    chats = []
+    for window, part in zip(windows, ranges, strict=False):
+        targets = part.start + skipped + np.arange(len(window.targets))
+        chats.append(ChatWindow(window, np.isin(targets, places)))
+    return chats
 
 
 def template_tokens(tokenizer: Tokenizer, rendered: str) -> tuple[int, ...]:
@@ -126,17 +126,17 @@ class ChatTally:
     _chat: Tally = field(default_factory=Tally)
     _template: Tally = field(default_factory=Tally)
 
-    def add(self, each: ChatWindow, expected: Floats, actual: Floats) -> None:
+    def add(self, window: ChatWindow, expected: Floats, actual: Floats) -> None:
         """See `Tally.add`."""
-        sums = TokenSums(each.window)
+        sums = TokenSums(window.window)
         sums.add(expected, actual)
-        self.add_sums(each, sums)
+        self.add_sums(window, sums)
 
-    def add_sums(self, each: ChatWindow, sums: TokenSums) -> None:
+    def add_sums(self, window: ChatWindow, sums: TokenSums) -> None:
         """See `Tally.add_sums`."""
         self._chat.add_sums(sums)
-        if each.of_template.any():
-            self._template.add_sums(sums, each.of_template)
+        if window.of_template.any():
+            self._template.add_sums(sums, window.of_template)
 
     @property
     def records(self) -> tuple[QualityRecord, ...]:
@@ -156,8 +156,8 @@ def measure_chat(windows: Sequence[ChatWindow], logits: Iterable[tuple[Floats, F
         logits: of both models for each window, `[T, V]`.
     """
     tally = ChatTally()
-    for each, (expected, actual) in zip(windows, logits, strict=True):
-        tally.add(each, expected, actual)
+    for window, (expected, actual) in zip(windows, logits, strict=True):
+        tally.add(window, expected, actual)
     return tally.records
 
 

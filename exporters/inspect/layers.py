@@ -72,15 +72,15 @@ def measure_layers(
         progress("layers", stage, last + 1)
         results: dict[str, ResultMeter] = {}
         for window in windows:
-            wanted, found = next(traces)
+            expected, actual = next(traces)
             rest = window.after(probe.first)
-            for name in wanted:
+            for name in expected:
                 if name not in results:
                     holds_roots = _kind_of(name) == "state" and encodings[name].dtype in ("u8", "s8")
                     results[name] = ResultMeter(encodings[name], probe.first, holds_roots=holds_roots)
-                results[name].add(rest.inputs, wanted[name], found[name])
+                results[name].add(rest.inputs, expected[name], actual[name])
             if stage == last:
-                tally.add(rest, wanted["logits"], found["logits"])
+                tally.add(rest, expected["logits"], actual["logits"])
         losses += matrices.close()
         losses += [_result_loss(name, meter) for name, meter in results.items()]
         spans += find_spans(results, tokenizer)
@@ -106,10 +106,10 @@ class LayerMeter:
         self._exact = trace_stages(tensors, inputs, context, ops, first=first)
         self._last = tensors.spec.layers
 
-    def add(self, found: Sequence[Trace]) -> None:
+    def add(self, actual: Sequence[Trace]) -> None:
         """Add what the bundle gives in the next layer, or the head, for each window."""
         powers: dict[str, TokenPower] = {}
-        for results in found:
+        for results in actual:
             for name, values in next(self._exact).items():
                 powers.setdefault(name, TokenPower.empty()).add(values, results[name] - values)
         self._errors += self._matrices.close()
@@ -180,7 +180,7 @@ class MatrixMeters:
         """Start with no matrix; `first` is the first position that is measured."""
         self._first = first
         self._weights = bundle.weights()
-        self._dtypes = {each.tensor: each.dtype for each in bundle.manifest.recipe.weights}
+        self._dtypes = {weight.tensor: weight.dtype for weight in bundle.manifest.recipe.weights}
         self._meters: dict[str, MatrixMeter] = {}
 
     def add(self, key: str, weights: Weights, x: Floats, product: Floats, rows: slice, gain: float) -> None:
@@ -275,11 +275,11 @@ def _layers(losses: Sequence[TensorError], layers: int) -> Iterator[LayerLoss]:
     for place, members in places.items():
         levels = {}
         for kind in get_args(Kind):
-            if found := [loss.sqnr_db for loss in members if loss.kind == kind]:
-                levels[kind] = _level(found)
+            if levels_db := [loss.sqnr_db for loss in members if loss.kind == kind]:
+                levels[kind] = _level(levels_db)
         first = [loss.first_db for loss in members if loss.kind == "activation" and loss.first_db is not None]
         yield LayerLoss(place=place, levels=levels, first=_level(first) if first else None)
 
 
-def _level(found: Sequence[float]) -> Levels:
-    return Levels(min(found), sum(found) / len(found))
+def _level(levels_db: Sequence[float]) -> Levels:
+    return Levels(min(levels_db), sum(levels_db) / len(levels_db))

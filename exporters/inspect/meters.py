@@ -35,7 +35,7 @@ class TokenPower:
 
     def add(self, signal: Floats, difference: Floats, *, more: bool = False) -> None:
         """Add a signal and its error `[T, width]` of a new window; with `more`, further columns of the last one."""
-        powers = (np.einsum("tw,tw->t", each, each, dtype=np.float64) for each in (signal, difference))
+        powers = (np.einsum("tw,tw->t", values, values, dtype=np.float64) for values in (signal, difference))
         for held, power in zip((self.signal, self.noise), powers, strict=True):
             if more:
                 held[-1] += power
@@ -47,18 +47,18 @@ class TokenPower:
 
         Tokens without a signal do not count.
         """
-        signal = [np.split(each, [apart]) for each in self.signal]
-        noise = [np.split(each, [apart]) for each in self.noise]
+        signal = [np.split(powers, [apart]) for powers in self.signal]
+        noise = [np.split(powers, [apart]) for powers in self.noise]
         first, rest = (
-            _mean_db(*(np.concatenate([parts[index] for parts in each]) for each in (signal, noise)))
+            _mean_db(*(np.concatenate([parts[index] for parts in windows]) for windows in (signal, noise)))
             for index in (0, 1)
         )
         return PERFECT_TOKEN_DB if rest is None else rest, first
 
     def relative_noise(self, apart: int) -> float:
         """Noise over signal, summed over all tokens with a signal but the first `apart` of each window."""
-        signal = np.concatenate([each[apart:] for each in self.signal])
-        noise = np.concatenate([each[apart:] for each in self.noise])
+        signal = np.concatenate([powers[apart:] for powers in self.signal])
+        noise = np.concatenate([powers[apart:] for powers in self.noise])
         return float((noise[signal > 0] / signal[signal > 0]).sum())
 
 
@@ -128,11 +128,11 @@ class ResultMeter:
         self._tokens: list[NDArray[np.int64]] = []
         self._samples: list[Floats] = []
 
-    def add(self, tokens: NDArray[np.int64], exact: Floats, found: Floats) -> None:
+    def add(self, tokens: NDArray[np.int64], exact: Floats, actual: Floats) -> None:
         """Values `[T, width]` at the tokens `[T]` of one window."""
         meaning = self._meaning
         meant = meaning(exact)
-        self._whole.add(meant, meaning(found) - meant)
+        self._whole.add(meant, meaning(actual) - meant)
         rounded = meaning(self.encoding.dequantize(self.encoding.quantize(exact))) - meant
         self._own.add(meant, rounded)
         low, high = self.encoding.reach
@@ -165,7 +165,7 @@ class ResultMeter:
         """The encoding's range against the exact values."""
         low, high = self.encoding.reach
         samples = np.concatenate(self._samples) if self._samples else np.zeros(1, np.float32)
-        least, most = (float(each) for each in np.quantile(samples, _CENTRAL))
+        least, most = (float(edge) for edge in np.quantile(samples, _CENTRAL))
         return ValueRange(
             reach=(low, high),
             seen=(float(np.concatenate(self._lows).min()), float(np.concatenate(self._highs).max())),
@@ -184,8 +184,8 @@ class ResultMeter:
     @property
     def peak(self) -> Peak | None:
         """The token with the greatest magnitude; None if there are no others."""
-        lows, highs, tokens = (np.concatenate(each) for each in (self._lows, self._highs, self._tokens))
-        positions = np.concatenate([np.arange(len(each)) + self._first for each in self._tokens])
+        lows, highs, tokens = (np.concatenate(windows) for windows in (self._lows, self._highs, self._tokens))
+        positions = np.concatenate([np.arange(len(window)) + self._first for window in self._tokens])
         magnitudes = np.maximum(np.abs(lows), np.abs(highs))
         at = int(magnitudes.argmax())
         same = positions == 0 if positions[at] == 0 else tokens == tokens[at]
@@ -215,7 +215,7 @@ class MatrixMeter:
         self._output = TokenPower.empty()
         self._apart = apart
         self._difference = np.subtract(stored, exact, out=stored)
-        signal, noise = (float(np.square(each, dtype=np.float64).sum()) for each in (exact, self._difference))
+        signal, noise = (float(np.square(matrix, dtype=np.float64).sum()) for matrix in (exact, self._difference))
         self.weights_db = _mean_db(np.array([signal]), np.array([noise])) or 0.0
         self._inputs = np.zeros(exact.shape[1])
 

@@ -146,7 +146,7 @@ class Probe:
         host_embeds = manifest.host_embeds or isinstance(engine, CpuEngine)
         self._pieces = layer_graphs(bundle, record, embeds=not host_embeds)
         interfaces = [manifest.interface.graph(all_rows(record), piece.part) for piece in self._pieces]
-        self._inputs = {port.name: port for each in interfaces for port in each.inputs}
+        self._inputs = {port.name: port for interface in interfaces for port in interface.inputs}
         self._layer_inputs = bundle.layer_inputs()
         self._windows = manifest.interface.masks()
         self._table = bundle.embeddings() if host_embeds else None
@@ -199,8 +199,8 @@ class Probe:
         context, first = self._record.context, self.first
         for window in windows:
             if not first < len(window) <= context:
-                wanted = f"{first + 1} to {context}, the context"
-                raise UsageError("tokens", got=len(window), expected=wanted, fix="Trace another number of tokens.")
+                expected = f"{first + 1} to {context}, the context"
+                raise UsageError("tokens", got=len(window), expected=expected, fix="Trace another number of tokens.")
         states: list[Integers] = [window[first:] for window in windows]
         held: list[dict[KvTensor, Integers]] = [{} for _ in windows]
         for piece in self._pieces:
@@ -251,13 +251,13 @@ class Probe:
                 self._make_checkpoints(past)
         held |= {tensor: rows for tensor, rows in past.items() if tensor.layer in manifest.model.shared_layers}
         results = {name: np.concatenate(parts) for name, parts in rows.items()}
-        found = {name.removesuffix("_q"): (piece.results[name], values) for name, values in results.items()}
+        stage = {name.removesuffix("_q"): (piece.results[name], values) for name, values in results.items()}
         if piece.is_first and self._table is not None:
-            found[_EMBEDDING] = self._table.encoding, self._table.rows(state)
+            stage[_EMBEDDING] = self._table.encoding, self._table.rows(state)
         for tensor, values in past.items():
             if tensor.is_written:
-                found[tensor.past] = manifest.encodings[tensor.past], values[self.first :]
-        return _Dequantized(found), [*results.values()][-1]
+                stage[tensor.past] = manifest.encodings[tensor.past], values[self.first :]
+        return _Dequantized(stage), [*results.values()][-1]
 
     def _step(
         self,
@@ -271,8 +271,8 @@ class Probe:
     ) -> dict[str, Integers]:
         manifest, n = self._bundle.manifest, len(chunk)
         source = piece.part.entry
-        wanted = {each.name for each in session.get_inputs()} - {source}
-        feeds = {name: np.zeros(port.shape, port.dtype) for name, port in self._inputs.items() if name in wanted}
+        unset = {port.name for port in session.get_inputs()} - {source}
+        feeds = {name: np.zeros(port.shape, port.dtype) for name, port in self._inputs.items() if name in unset}
         if source == IDS:
             feeds[IDS] = np.zeros((1, self._record.ar), np.int32)
             feeds[IDS][0, :n] = chunk
@@ -282,7 +282,7 @@ class Probe:
             feeds[source][0, 0, :n] = rows
         for suffix, table in self._ropes.items():
             for name, rows in zip(rope_inputs(suffix), table.rows(position, n), strict=True):
-                if name in wanted:
+                if name in unset:
                     feeds[name][0, 0, :n] = rows
         for name, window in self._windows.items():
             if name in feeds:
@@ -320,7 +320,7 @@ class Probe:
     def _make_checkpoints(self, past: dict[KvTensor, Integers]) -> None:
         """Have S of a gated delta rule or Mamba-2 after all tokens, as the cache computes it: see `CheckpointGroup`."""
         rule, encodings = self._rule, self._bundle.manifest.encodings
-        for tensor in [each for each in past if each.kind == "recurrent"]:
+        for tensor in [recurrent for recurrent in past if recurrent.kind == "recurrent"]:
             assert rule is not None, "the layer has one"
 
             def floats(kind: Kind, head: int = 0, layer: int = tensor.layer) -> Floats:
@@ -328,14 +328,14 @@ class Probe:
                 return encodings[held.past].dequantize(past[held][-CHECKPOINT_TOKENS:])
 
             state, heads = encodings[tensor.past].dequantize(past[tensor]), range(rule.value_heads)
-            found = fold(
+            folded = fold(
                 state.reshape(rule.key_dim, rule.value_heads, -1).swapaxes(0, 1),
                 floats("delta_key").reshape(CHECKPOINT_TOKENS, rule.key_heads, -1),
                 floats("delta_value").reshape(CHECKPOINT_TOKENS, rule.value_heads, -1),
                 np.concatenate([floats("decay", head) for head in heads], axis=-1),
                 corrects=rule.corrects,
             )
-            past[tensor] = encodings[tensor.past].quantize(found.swapaxes(0, 1).reshape(state.shape))
+            past[tensor] = encodings[tensor.past].quantize(folded.swapaxes(0, 1).reshape(state.shape))
 
     def _first_rows(self, tensor: KvTensor) -> Integers:
         """What the first step finds in the cache, `[first, width]`; all of S."""

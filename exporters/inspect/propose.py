@@ -58,7 +58,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
     def recipe(self, before: Recipe) -> Recipe:
         """The recipe `before` with one more rule per promotion."""
-        methods = ((each.tensor, before.rule(each.tensor).method) for each in self.promotions)
+        methods = ((promotion.tensor, before.rule(promotion.tensor).method) for promotion in self.promotions)
         rules = [
             WeightRule(tensors=name, dtype="int8", method=method if method in ("nearest", "search") else "gptq")
             for name, method in methods
@@ -66,18 +66,18 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(before, weights=(*before.weights, *rules))
 
 
-def parse_budget(option: str, given: str) -> float | int:
+def parse_budget(option: str, size: str) -> float | int:
     """Parse a number of bytes (int), or a factor of the present size such as `1.2x` (float).
 
     Raises:
         UsageError: it is neither.
     """
     try:
-        budget = float(given[:-1]) if given.endswith("x") else int(given)
+        budget = float(size[:-1]) if size.endswith("x") else int(size)
     except ValueError:
         budget = 0
     if not 0 < budget < math.inf:
-        raise UsageError(option, got=repr(given), expected="1.2x, or bytes", fix="Use --size-budget 1.2x.")
+        raise UsageError(option, got=repr(size), expected="1.2x, or bytes", fix="Use --size-budget 1.2x.")
     return budget
 
 
@@ -105,7 +105,7 @@ def propose(
     weights = bundle.weights()
     now = weights.places.total_bytes
     most = int(now * budget) if isinstance(budget, float) else budget
-    small = [each for each in bundle.manifest.recipe.weights if WEIGHT_TYPES[each.dtype].bits < 8]
+    small = [weight for weight in bundle.manifest.recipe.weights if WEIGHT_TYPES[weight.dtype].bits < 8]
     if not small:
         raise UsageError(
             "--suggest-recipe",
@@ -115,14 +115,14 @@ def propose(
         )
     manifest = bundle.manifest
     sink = 0 if manifest.sink is None else len(manifest.sink.tokens)
-    stored = _Stored(weights, tuple((each.tensor, each.dtype) for each in small))
+    stored = _Stored(weights, tuple((weight.tensor, weight.dtype) for weight in small))
     costs = matrix_costs(stored.layer, tensors, windows, manifest.context, progress, sink=sink, has_gain=True)
     candidates = []
-    for each in small:
-        outputs, inputs = matrices(tensors.spec)[each.tensor]
-        more = outputs * (inputs + 4) - weights.places.bytes(each.tensor)
-        nats = costs[each.tensor][each.dtype]
-        candidates.append(Promotion(tensor=each.tensor, dtype=each.dtype, nats=nats, bytes=more))
+    for weight in small:
+        outputs, inputs = matrices(tensors.spec)[weight.tensor]
+        more = outputs * (inputs + 4) - weights.places.bytes(weight.tensor)
+        nats = costs[weight.tensor][weight.dtype]
+        candidates.append(Promotion(tensor=weight.tensor, dtype=weight.dtype, nats=nats, bytes=more))
     candidates.sort(key=lambda candidate: candidate.nats / candidate.bytes, reverse=True)
     chosen, size = [], now
     for candidate in candidates:
@@ -133,15 +133,15 @@ def propose(
         raise UsageError(
             "--size-budget",
             got=f"{most} bytes",
-            expected=f"{now + min(each.bytes for each in candidates)} or more, which give one matrix 8 bits",
+            expected=f"{now + min(promotion.bytes for promotion in candidates)} or more, which give one matrix 8 bits",
             fix=f"Allow more: all weights have {now} bytes now.",
         )
     return Proposal(
         weights_bytes=now,
         budget_bytes=most,
         expected_bytes=size,
-        nats=sum(each.nats for each in candidates),
-        expected_nats=sum(each.nats for each in candidates if each not in chosen),
+        nats=sum(promotion.nats for promotion in candidates),
+        expected_nats=sum(promotion.nats for promotion in candidates if promotion not in chosen),
         promotions=chosen,
     )
 

@@ -54,8 +54,8 @@ def matrix_costs(
     weights, costs = Weights(tensors), Costs()
     texts = [np.asarray(window[:_TOKENS]) for window in windows[:_WINDOWS]]
     ops = [_ReplacingOps(spec, weights, len(text), context) for text in texts]
-    for each in ops:
-        each.sink, each.has_gain = sink, has_gain
+    for op in ops:
+        op.sink, op.has_gain = sink, has_gain
     states = [[of.embed(text, "embedding") for of, text in zip(ops, texts, strict=True)]]
     together = list[float]()
     for layer in range(spec.layers):
@@ -88,8 +88,8 @@ def matrix_costs(
     for dtype, weight in quantized(None).get(HEAD, {}).items():
         parts = zip(ops, exact, states[0], strict=True)
         replaced = {HEAD: by_outputs(weight.dequantize())}
-        found = sum(_divergence(one, of.with_replaced(replaced, logits, state)) for of, one, state in parts)
-        costs.setdefault(HEAD, {})[dtype] = found / tokens
+        loss_nats = sum(_divergence(one, of.with_replaced(replaced, logits, state)) for of, one, state in parts)
+        costs.setdefault(HEAD, {})[dtype] = loss_nats / tokens
     progress("sensitivity", spec.layers + 1, spec.layers + 1)
     return costs
 
@@ -103,8 +103,8 @@ def _replaced(
 ) -> list[Floats]:
     """The outputs `[T, hidden]` of a layer with these matrices, for each window, as another variant of the text."""
     matrices = {key: by_outputs(weight.dequantize()) for key, weight in quantized.items()}
-    for each in ops:
-        each.fork(variant, 0)
+    for op in ops:
+        op.fork(variant, 0)
     return [of.with_replaced(matrices, decoder_layer, layer, start) for of, start in zip(ops, starts, strict=True)]
 
 
@@ -127,9 +127,9 @@ class _ReplacingOps(NumpyOps):
     def with_replaced(self, replaced: Mapping[str, Floats], step: Callable[..., Floats], *inputs: object) -> Floats:
         """A step of the decoder with these matrices."""
         self.replaced = replaced
-        found = step(self, self._spec, *inputs)
+        result = step(self, self._spec, *inputs)
         self.replaced = {}
-        return found
+        return result
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
         stored = self.replaced.get(weight)
@@ -150,11 +150,11 @@ def _apart(some: Sequence[Floats], exact: Sequence[Floats]) -> float:
 
 def _squares(state: Floats) -> NDArray[np.float64]:
     """`[T]`, the sum of squares of each token."""
-    found: NDArray[np.float64] = np.square(state, dtype=np.float64).sum(axis=-1)
-    return found + np.finfo(np.float32).tiny
+    squares: NDArray[np.float64] = np.square(state, dtype=np.float64).sum(axis=-1)
+    return squares + np.finfo(np.float32).tiny
 
 
 def _divergence(exact: Floats, other: Floats) -> float:
     """The Kullback-Leibler divergence of next tokens, summed over the rows of logits `[T, V]`, nats."""
-    one, two = (log_softmax(each) for each in (exact, other))
+    one, two = (log_softmax(rows) for rows in (exact, other))
     return float((np.exp(one) * (one - two)).sum())

@@ -41,7 +41,7 @@ def figures(result: Evaluation) -> list[Figure]:
     """The figures of an evaluation, in order."""
     ratio = f", {result.perplexity_ratio:.5f} +- {result.perplexity_ratio_error:.5f} x reference"
     first = "" if result.first_sqnr_db is None else f", {result.first_sqnr_db:.1f} at position 0"
-    found = [
+    shown = [
         Figure("perplexity", f"{result.perplexity:.4f}", ratio),
         Figure("reference", f"{result.reference_perplexity:.4f}", " (float32)"),
         Figure(
@@ -52,25 +52,25 @@ def figures(result: Evaluation) -> list[Figure]:
             "SQNR", f"{result.token_sqnr_db:.1f} dB", f" per token, {result.least_token_sqnr_db:.1f} at least{first}"
         ),
     ]
-    found += [chat_figure(each) for each in result.chat]
+    shown += [chat_figure(record) for record in result.chat]
     if (mode := result.agreement) is not None:
-        found.append(
+        shown.append(
             Figure(f"{mode.mode}, emulate", f"{mode.kl_nats:.5f}", f" nats a token, top-1 {mode.top1_agreement:.2%}")
         )
     if (words := result.words) is not None:
         ratio = f", {words.ratio:.5f} +- {words.ratio_error:.5f} x reference"
-        found += [
+        shown += [
             Figure("word perplexity", f"{words.perplexity:.4f}", ratio),
             Figure("reference", f"{words.reference_perplexity:.4f}", " (float32)"),
             Figure("words", f"{words.words:,}", f" in {words.pages} of {words.pages_in_text} pages"),
         ]
-    return found
+    return shown
 
 
-def chat_figure(found: QualityRecord) -> Figure:
+def chat_figure(record: QualityRecord) -> Figure:
     """The figures of a chat, or of its template's tokens, in one line."""
-    detail = f"{found.kl_most_nats:.2g} at most; top-1 {found.top1_agreement:.2%}, {found.tokens} tokens"
-    return Figure(CHAT_LABELS[found.text], f"{found.kl_nats:.2g}", f" nats a token, {detail}")
+    detail = f"{record.kl_most_nats:.2g} at most; top-1 {record.top1_agreement:.2%}, {record.tokens} tokens"
+    return Figure(CHAT_LABELS[record.text], f"{record.kl_nats:.2g}", f" nats a token, {detail}")
 
 
 def layer_lines(report: LayersReport) -> Iterator[str]:
@@ -87,8 +87,8 @@ def layer_lines(report: LayersReport) -> Iterator[str]:
         )
     yield from _span_lines(report.spans)
     yield "largest own quantization error, suggestion, and (SQNR including the error of all inputs):"
-    for each in report.worst:
-        yield f"  {each.own_db:5.1f} dB  {each.name}: {each.suggestion} ({each.sqnr_db:.1f} dB)"
+    for loss in report.worst:
+        yield f"  {loss.own_db:5.1f} dB  {loss.name}: {loss.suggestion} ({loss.sqnr_db:.1f} dB)"
     yield from encoder_lines(report.encoder)
 
 
@@ -123,8 +123,8 @@ def _span_lines(spans: Sequence[TokenSpan]) -> Iterator[str]:
 def proposal_lines(proposal: Proposal, file: str) -> Iterator[str]:
     """What a suggested recipe changes, and the expected gain."""
     yield f"{file}: int8 for {len(proposal.promotions)} more matrices"
-    for each in proposal.promotions:
-        yield f"  {each.tensor}: {each.nats:.5f} nats a token for {each.bytes:,} bytes"
+    for promotion in proposal.promotions:
+        yield f"  {promotion.tensor}: {promotion.nats:.5f} nats a token for {promotion.bytes:,} bytes"
     ratio = proposal.expected_bytes / proposal.weights_bytes
     yield f"  weights {proposal.weights_bytes:,} -> {proposal.expected_bytes:,} bytes, {ratio:.3f} x"
     yield f"  KL divergence due to weights {proposal.nats:.4f} -> {proposal.expected_nats:.4f} nats a token (expected)"

@@ -115,8 +115,8 @@ class _Softmax:
     @property
     def normalizer(self) -> Doubles:
         """The logarithm of the sum of exp(logit), `[n]`."""
-        found: Doubles = self._peak + np.log(self.total)
-        return found
+        logarithm: Doubles = self._peak + np.log(self.total)
+        return logarithm
 
 
 class TokenSums:
@@ -215,21 +215,21 @@ class Tally:
 
     def record(self, name: Literal["prose", "chat", "template", "short"]) -> QualityRecord:
         """What a manifest keeps; rounded, so that threads and processors hardly change it."""
-        found = self.evaluation("", "")
+        evaluation = self.evaluation("", "")
         return QualityRecord(
             text=name,
-            tokens=found.tokens,
-            kl_nats=_rounded(found.kl_nats),
-            kl_most_nats=_rounded(found.kl_most_nats),
-            top1_agreement=round(found.top1_agreement, 4),
-            least_token_sqnr_db=round(found.least_token_sqnr_db, 1),
+            tokens=evaluation.tokens,
+            kl_nats=_rounded(evaluation.kl_nats),
+            kl_most_nats=_rounded(evaluation.kl_most_nats),
+            top1_agreement=round(evaluation.top1_agreement, 4),
+            least_token_sqnr_db=round(evaluation.least_token_sqnr_db, 1),
         )
 
     def evaluation(self, engine: str, text: str, pages: Pages | None = None) -> Evaluation:
         """The metrics over all windows, with word perplexity if they are those of `pages`."""
         nll, reference = np.concatenate(self._nll), np.concatenate(self._reference_nll)
         kl, ratio = np.concatenate(self._kl), _exp(float((nll - reference).mean()))
-        signal, noise = (np.maximum(np.concatenate(each), _TINY) for each in (self._signal, self._noise))
+        signal, noise = (np.maximum(np.concatenate(powers), _TINY) for powers in (self._signal, self._noise))
         token_sqnr_db, is_first = 10 * np.log10(signal / noise), np.concatenate(self._is_first)
         first_db, rest_db = token_sqnr_db[is_first], token_sqnr_db[~is_first | is_first.all()]
         return Evaluation(

@@ -77,8 +77,8 @@ def trace_stages(
             yield stage(len(state))
         weights.drop()
     for state in states:
-        found = logits(ops[len(state)], spec, state)[first:]
-        yield stage(len(state)) | {"logits": found}
+        rows = logits(ops[len(state)], spec, state)[first:]
+        yield stage(len(state)) | {"logits": rows}
 
 
 def _numbered(seen: Sequence[tuple[str, Floats]], tokens: int) -> Iterator[tuple[str, Floats]]:
@@ -90,18 +90,18 @@ def _numbered(seen: Sequence[tuple[str, Floats]], tokens: int) -> Iterator[tuple
     for name, values in seen:
         if len(values) < tokens:
             parts[name].append(values)
-    given: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
     first: Counter[str] = Counter()
     for name, values in seen:
         if len(values) < tokens:
-            found, use = parts[name], first[name]
-            uses = sum(len(each) for each in found) // tokens
+            pieces, use = parts[name], first[name]
+            uses = sum(len(piece) for piece in pieces) // tokens
             first[name] += 1
             if use >= uses:
                 continue  # a part of one that was given
-            values = np.concatenate(found[use::uses])
-        given[name] += 1
-        yield name if given[name] == 1 else f"{name}.{given[name]}", values
+            values = np.concatenate(pieces[use::uses])
+        numbers[name] += 1
+        yield name if numbers[name] == 1 else f"{name}.{numbers[name]}", values
 
 
 def merged(stages: Iterable[Trace]) -> Trace:
@@ -147,7 +147,7 @@ def _rows(name: str, values: NDArray[Any]) -> Floats:
     return rows
 
 
-def _unreadable(file: Path, found: str) -> UsageError:
+def _unreadable(file: Path, got: str) -> UsageError:
     return UsageError(
-        str(file), got=found, expected="a .npz file with an array for each result", fix="Make it with edgekv trace."
+        str(file), got=got, expected="a .npz file with an array for each result", fix="Make it with edgekv trace."
     )

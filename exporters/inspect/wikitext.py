@@ -84,9 +84,9 @@ class Window:
     position: int = 0
 
     @classmethod
-    def of(cls, tokens: NDArray[np.int64], given: int = 1) -> Window:
-        """Each token behind the `given` first ones is predicted by the row of the token before it."""
-        return cls(tokens, tokens[given:], given - 1)
+    def of(cls, tokens: NDArray[np.int64], first_tokens: int = 1) -> Window:
+        """Each token behind the first ones is predicted by the row of the token before it."""
+        return cls(tokens, tokens[first_tokens:], first_tokens - 1)
 
     def after(self, tokens: int) -> Window:
         """Without the first inputs, and what they predict."""
@@ -104,11 +104,11 @@ def measured_windows(windows: Iterable[NDArray[np.int64]], first: Sequence[int],
         tokens: limit.
     """
     kept: list[Window] = []
-    given, left = max(1, len(first)), tokens
+    first_tokens, left = max(1, len(first)), tokens
     for window in windows:
         if left <= 0:
             break
-        kept.append(Window.of(window[: given + left], given))
+        kept.append(Window.of(window[: first_tokens + left], first_tokens))
         left -= len(kept[-1].targets)
     return kept
 
@@ -144,7 +144,7 @@ class Pages:
             UsageError: the text has no page headings, or its first page has more tokens.
             CheckpointError: the checkpoint has neither BOS nor EOS.
         """
-        found = split_pages(text)
+        texts = split_pages(text)
         special = checkpoint.special
         prefix = special.eos[:1] if special.bos is None else (special.bos,)
         if not prefix:
@@ -156,7 +156,7 @@ class Pages:
             )
         windows: list[Window] = []
         total = words = pages = 0
-        for page in found:
+        for page in texts:
             ids = checkpoint.encode(detokenize(page))
             if total + len(ids) > tokens:
                 if not pages:
@@ -165,7 +165,7 @@ class Pages:
                 break
             windows += rolling_windows(ids, prefix, context, sink)
             total, words, pages = total + len(ids), words + count_words(page), pages + 1
-        return cls(windows, pages, len(found), words)
+        return cls(windows, pages, len(texts), words)
 
 
 def split_pages(text: str) -> list[str]:

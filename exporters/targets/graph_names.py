@@ -52,7 +52,7 @@ class GraphName:
         """The parts of a name; None if it is none."""
         if (match := _NAME.fullmatch(text)) is None:
             return None
-        ar, context, part, parts = (int(each or 1) for each in match.groups()[1:])
+        ar, context, part, parts = (int(group or 1) for group in match.groups()[1:])
         return cls(match[1] or "", ar, context, part, parts)
 
     @property

@@ -18,27 +18,27 @@ from edgekv.pictures import TiledPicture, TileGrid
 from edgekv.runtime import HtpEngine
 
 
-def prove(runtime: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def prove(runtime: str, computed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Compare what a runtime gives with what the bundle gives.
 
     Args:
         runtime: its name, for the error.
-        found: tokens, or arrays of integers, by what they are.
-        wanted: the same of the bundle, on edgekv's own engine.
+        computed: tokens, or arrays of integers, by what they are.
+        own: the same of the bundle, on edgekv's own engine.
 
     Raises:
         EngineError: naming the first that differs.
     """
-    different = [name for name in wanted if name not in found or not np.array_equal(found[name], wanted[name])]
+    different = [name for name in own if name not in computed or not np.array_equal(computed[name], own[name])]
     if not different:
         return
     name = different[0]
     got, expected = "other integers", "those of the bundle's graphs"
-    if isinstance(wanted[name], list):
-        got, expected = f"{found.get(name)}", f"{wanted[name]}, as edgekv's own loop on the same engine"
+    if isinstance(own[name], list):
+        got, expected = f"{computed.get(name)}", f"{own[name]}, as edgekv's own loop on the same engine"
     raise EngineError(
         f"{name} of {runtime}",
-        got=got if len(different) == 1 else f"{got} ({len(different)} of {len(wanted)} differ)",
+        got=got if len(different) == 1 else f"{got} ({len(different)} of {len(own)} differ)",
         expected=expected,
         fix="Please report this model; --skip-check writes the folder without this check.",
     )

@@ -94,8 +94,8 @@ def read_record(kind: type[R], folder: Path, name: str, *, expected: str, fix: s
         path = folder / file
         digest = sha256_of(path) if path.is_file() else None
         if digest != held.sha256:
-            found = "no such file" if digest is None else f"sha256 {digest}"
-            raise BundleError(str(path), got=found, expected=f"sha256 {held.sha256}", fix=fix)
+            got = "no such file" if digest is None else f"sha256 {digest}"
+            raise BundleError(str(path), got=got, expected=f"sha256 {held.sha256}", fix=fix)
     return record
 
 
@@ -108,16 +108,16 @@ def open_for(runtime: Runtime, kind: type[R], folder: Path, name: str) -> R:
     """
     expected = f"a folder that edgekv bundle {runtime} wrote"
     try:
-        found = identify(folder)
+        record = identify(folder)
     except OSError:  # reading the record reports it
-        found = None
-    if found is not None and found.kind != runtime:
+        record = None
+    if record is not None and record.kind != runtime:
         fixes = {
             "bundle": f"Write the folder first: edgekv bundle {runtime} {folder} -o DIR",
             "checkpoint": f"Export it: edgekv export {folder} -o BUNDLE --device DEVICE"
             f"; then run: edgekv bundle {runtime} BUNDLE -o DIR",
         }
-        fix = fixes.get(found.kind, found.as_bundle.format(path=folder))
-        raise BundleError(str(folder), got=found.what, expected=expected, fix=fix)
+        fix = fixes.get(record.kind, record.as_bundle.format(path=folder))
+        raise BundleError(str(folder), got=record.what, expected=expected, fix=fix)
     again = f"Write it again: edgekv bundle {runtime} BUNDLE -o {folder} --force"
     return read_record(kind, folder, name, expected=expected, fix=again)

@@ -61,9 +61,9 @@ class LineChart:
     @classmethod
     def of(cls, series: Sequence[Series], height: int = 280) -> LineChart:
         """Fit axes around the points of at least one series; empty series are left out."""
-        series = [each for each in series if each.points]
-        xs = [point.x for each in series for point in each.points]
-        ys = [point.y for each in series for point in each.points]
+        series = [line for line in series if line.points]
+        xs = [point.x for line in series for point in line.points]
+        ys = [point.y for line in series for point in line.points]
         low_x, high_x = min(xs), max(max(xs), min(xs) + 1)
         step = round_step(max(ys) - min(ys), 6)
         low_y, high_y = step * math.floor(min(ys) / step), step * math.ceil(max(max(ys), min(ys) + step) / step)
@@ -77,7 +77,7 @@ class LineChart:
         every = max(1, round(round_step(high_x - low_x, 15)))
         columns = range(math.ceil(low_x), math.floor(high_x) + 1)
         rows = [low_y + step * i for i in range(round((high_y - low_y) / step) + 1)]
-        placed = [[place(point) for point in each.points] for each in series]
+        placed = [[place(point) for point in line.points] for line in series]
         return cls(
             width=WIDTH,
             height=height,
@@ -88,8 +88,8 @@ class LineChart:
             x_ticks=[Tick(place(Point(x, low_y, "")).x, str(x)) for x in columns if x % every == 0],
             y_ticks=[Tick(place(Point(low_x, y, "")).y, f"{y:g}") for y in rows],
             lines=[
-                Line(each.name, " ".join(f"{dot.x},{dot.y}" for dot in dots), dots)
-                for each, dots in zip(series, placed, strict=True)
+                Line(line.name, " ".join(f"{dot.x},{dot.y}" for dot in dots), dots)
+                for line, dots in zip(series, placed, strict=True)
             ],
         )
 
@@ -112,7 +112,7 @@ class Bar:
     def of(cls, interval: tuple[float, float], track: tuple[float, float]) -> Bar:
         """The part of an interval within a track, both in data units; at least 0.3 % wide, to be seen."""
         scale = 100 / max(track[1] - track[0], 1e-30)
-        start, stop = (min(max((each - track[0]) * scale, 0), 100) for each in interval)
+        start, stop = (min(max((end - track[0]) * scale, 0), 100) for end in interval)
         width = max(stop - start, 0.3)
         return cls(round(min(start, 100 - width), 2), round(width, 2))
 
@@ -155,7 +155,7 @@ def treemap(items: Sequence[tuple[str, str, int]], width: float = WIDTH, height:
         for name, kind, amount in row:
             length = amount * area / depth
             place = (x, y + along, depth, length) if width >= height else (x + along, y, length, depth)
-            tiles.append(Tile(name, kind, amount, *(round(each, 2) for each in place)))
+            tiles.append(Tile(name, kind, amount, *(round(extent, 2) for extent in place)))
             along += length
         if width >= height:
             x, width = x + depth, width - depth
@@ -168,4 +168,4 @@ def _worst_ratio(row: Sequence[tuple[str, str, int]], side: float, area: float) 
     """The largest ratio of length to width among the tiles of a row along `side`."""
     areas = [amount * area for _, _, amount in row]
     total = sum(areas)
-    return max(max(side**2 * each / total**2, total**2 / (side**2 * each)) for each in areas)
+    return max(max(side**2 * one_area / total**2, total**2 / (side**2 * one_area)) for one_area in areas)

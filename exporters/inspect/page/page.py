@@ -57,12 +57,12 @@ def check_page_path(file: Path, generator: str = GENERATOR) -> None:
     if file.suffix.lower() != ".html":
         raise UsageError("--html", got=f"{file}", expected="a name that ends in .html", fix="Add it.")
     if not file.parent.is_dir():
-        found = f"no folder {file.parent}"
-        raise UsageError("--html", got=found, expected="a folder that exists", fix="Make it first.")
+        got = f"no folder {file.parent}"
+        raise UsageError("--html", got=got, expected="a folder that exists", fix="Make it first.")
     if file.is_symlink() or (file.exists() and not _is_page(file, generator)):
         fix = "Give another path, or remove the file yourself."
-        wanted = f"a new file, or a page of {generator}"
-        raise UsageError("--html", got=f"{file}, which is something else", expected=wanted, fix=fix)
+        expected = f"a new file, or a page of {generator}"
+        raise UsageError("--html", got=f"{file}, which is something else", expected=expected, fix=fix)
 
 
 def write_page(file: Path, bundle: Bundle, report: LayersReport) -> None:
@@ -81,8 +81,8 @@ def write_html(file: Path, text: str, generator: str = GENERATOR) -> None:
         with atomic_file(file) as partial:
             partial.write_text(text, "utf-8")
     except OSError as error:
-        wanted = "a file that can be written"
-        raise UsageError("--html", got=error.strerror, expected=wanted, fix="Choose another place.") from None
+        expected = "a file that can be written"
+        raise UsageError("--html", got=error.strerror, expected=expected, fix="Choose another place.") from None
 
 
 def render_page(bundle: Bundle, report: LayersReport) -> str:
@@ -130,8 +130,11 @@ def _own_chart(losses: Sequence[TensorLoss]) -> LineChart:
         for loss in losses:
             if loss.kind == kind and loss.layer is not None:
                 other = worst.get(loss.layer, loss)
-                worst[loss.layer] = min(loss, other, key=lambda each: each.own_db)
-        points = [Point(layer, each.own_db, f"{each.name}: {each.own_db:.1f} dB") for layer, each in worst.items()]
+                worst[loss.layer] = min(loss, other, key=lambda weakest: weakest.own_db)
+        points = [
+            Point(layer, of_layer.own_db, f"{of_layer.name}: {of_layer.own_db:.1f} dB")
+            for layer, of_layer in worst.items()
+        ]
         if points:
             series.append(Series(name, points))
     return LineChart.of(series)
@@ -140,7 +143,7 @@ def _own_chart(losses: Sequence[TensorLoss]) -> LineChart:
 def _range_rows(losses: Sequence[TensorLoss], kinds: Collection[Kind], most: int) -> list[RangeRow]:
     """The tensors of these kinds with the most unused bits."""
     known = [(loss.name, loss.range) for loss in losses if loss.range is not None and loss.kind in kinds]
-    known.sort(key=lambda each: -each[1].unused_bits)
+    known.sort(key=lambda named_range: -named_range[1].unused_bits)
     return [
         RangeRow(
             name=name,

@@ -31,27 +31,27 @@ class Share:
 
 def byte_shares(bundle: Bundle) -> list[Share]:
     """The content of a bundle's folder, largest first; all of its bytes, binaries of every chip among them."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    bytes_of: Counter[tuple[str, str, str]] = Counter()
     places, shards = bundle.manifest.weights, Counter[str]()
     for key, matrix in places.matrices.items():
         integers, *scales = (extent.bytes for extent in matrix.extents)
-        found[*_matrix(key), WEIGHT_TYPES[matrix.dtype].stored] += integers
-        found["scales", "scales", ""] += sum(scales)
+        bytes_of[*_matrix(key), WEIGHT_TYPES[matrix.dtype].stored] += integers
+        bytes_of["scales", "scales", ""] += sum(scales)
     for key, tensor in places.tensors.items():
-        found[("scales", "scales", "") if key == EMBEDDING_STEPS else _SMALL] += tensor.extent.bytes
+        bytes_of[("scales", "scales", "") if key == EMBEDDING_STEPS else _SMALL] += tensor.extent.bytes
     for _, file, extent in places.extents():
         shards[file] += extent.bytes
-    for path in sorted(each for each in bundle.path.rglob("*") if each.is_file()):
+    for path in sorted(entry for entry in bundle.path.rglob("*") if entry.is_file()):
         name = path.relative_to(bundle.path).as_posix()
         what = _SMALL if name in shards else (*_file(name), "")
-        found[what] += path.stat().st_size - shards[name]
-    shares = [Share(*what, size) for what, size in found.items()]
+        bytes_of[what] += path.stat().st_size - shards[name]
+    shares = [Share(*what, size) for what, size in bytes_of.items()]
     return sorted(shares, key=lambda share: -share.bytes)
 
 
 def matrix_types(manifest: Manifest) -> dict[str, int]:
     """Number of matrices of each integer type and method."""
-    counts = Counter(f"{each.dtype} ({each.method})" for each in manifest.recipe.weights)
+    counts = Counter(f"{weight.dtype} ({weight.method})" for weight in manifest.recipe.weights)
     return dict(counts.most_common())
 
 

@@ -64,19 +64,19 @@ class Account:
         status = _status_of(error)
         text = _plain(str(error).replace(self.client.config.api_token, "***")) or type(error).__name__
         if status == _UNAUTHORIZED:
-            text, wanted, fix = "an API token that the service rejects", "a valid API token", f"{_WHERE} TOKEN"
+            text, expected, fix = "an API token that the service rejects", "a valid API token", f"{_WHERE} TOKEN"
         elif status == _NOT_FOUND:
-            wanted, fix = "an object that the service still has", "Submit it again with --force."
+            expected, fix = "an object that the service still has", "Submit it again with --force."
         elif isinstance(error, qai_hub.client.RateLimitedError):
-            wanted, fix = "fewer jobs at a time", f"Wait a few minutes. {_AGAIN}"
+            expected, fix = "fewer jobs at a time", f"Wait a few minutes. {_AGAIN}"
         elif isinstance(error, qai_hub.client.UserError):
-            wanted, fix = (
+            expected, fix = (
                 "a request that the service accepts",
                 "Correct what it names, then run the same command again.",
             )
         else:
-            wanted, fix = f"a response from {self.service}", _AGAIN
-        return ServiceError(f"AI Hub: {what}", got=text, expected=wanted, fix=fix)
+            expected, fix = f"a response from {self.service}", _AGAIN
+        return ServiceError(f"AI Hub: {what}", got=text, expected=expected, fix=fix)
 
 
 def connect(profile: str | None = None) -> Account:
@@ -101,15 +101,15 @@ def connect(profile: str | None = None) -> Account:
 
     file = Path(api_utils.get_config_path(profile))
     fix = f"{_WHERE} TOKEN" + (f" --profile {profile}" if profile else "")
-    wanted = "api_token, api_url and web_url in [api]"
+    expected = "api_token, api_url and web_url in [api]"
     try:
         config = api_utils.load_api_config_from_file(str(file))
     except FileNotFoundError:
-        found = "no such file"
+        got = "no such file"
     except APIException:
-        found = "a field too few"
+        got = "a field too few"
     except (configparser.Error, ValueError, OSError) as error:  # their texts would quote the file
-        found = f"an unreadable file ({type(error).__name__})"
+        got = f"an unreadable file ({type(error).__name__})"
     else:
         # Anything else is refused here: the HTTP library's own complaint would quote it.
         if re.fullmatch(r"[!-~]+", config.api_token):
@@ -118,10 +118,10 @@ def connect(profile: str | None = None) -> Account:
                 config.verbose = False
                 port = f":{host.port}" if host.port else ""
                 return Account(qai_hub.Client(config=config), host.hostname + port)
-            found, wanted = "an api_url that is no address", "https://workbench.aihub.qualcomm.com"
+            got, expected = "an api_url that is no address", "https://workbench.aihub.qualcomm.com"
         else:
-            found, wanted = "an api_token that is empty or not plain text", "the token of your account"
-    raise UsageError(f"AI Hub configuration {file}", got=found, expected=wanted, fix=fix)
+            got, expected = "an api_token that is empty or not plain text", "the token of your account"
+    raise UsageError(f"AI Hub configuration {file}", got=got, expected=expected, fix=fix)
 
 
 def _status_of(error: BaseException | None) -> int | None:

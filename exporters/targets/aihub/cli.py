@@ -50,7 +50,7 @@ def devices(output: Output, profile: ProfileOption = None) -> None:
     from exporters.targets.aihub.fetch import HostedRow, show_devices
     from exporters.targets.aihub.run import list_hosted
 
-    rows = [HostedRow.of(each) for each in list_hosted(connect(profile))]
+    rows = [HostedRow.of(hosted) for hosted in list_hosted(connect(profile))]
     if output.as_json:
         print_json(rows, list_name="devices")
     else:
@@ -166,9 +166,9 @@ def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as
     fetched = []
     for slug in dict.fromkeys(record.slug for record in run.records):
         of_device = [r for r in ledger.records("compile", "link", "profile", "infer") if r.slug == slug]
-        found = fetch_device(bundle, account, ledger, of_device)
-        if found is not None:
-            fetched.append(found)
+        fetched_device = fetch_device(bundle, account, ledger, of_device)
+        if fetched_device is not None:
+            fetched.append(fetched_device)
     _print(bundle, run.records, fetched, as_json=as_json)
     check_all_done(run.records)
 

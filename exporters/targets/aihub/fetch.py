@@ -180,10 +180,10 @@ def _compare(bundle: Bundle, account: Account, ledger: Ledger, record: JobRecord
     graph = next(g for g in bundle.manifest.graphs if g.role != "score" and graph_name(g) == record.graphs[0])
     expected = {port.name: sample.outputs[port.name] for port in bundle.manifest.interface.graph(graph).outputs}
     with account.asking(f"reading the outputs of job {record.id}") as client:
-        found = client.get_job(record.id).download_output_data()  # type: ignore[attr-defined, unused-ignore]
-        if not isinstance(found, dict):
+        outputs = client.get_job(record.id).download_output_data()  # type: ignore[attr-defined, unused-ignore]
+        if not isinstance(outputs, dict):
             raise ValueError("no outputs")
-    return compare(bundle.manifest, record.graphs[0], record.id, expected, found)
+    return compare(bundle.manifest, record.graphs[0], record.id, expected, outputs)
 
 
 def _read(folder: Path) -> Fetched | None:
@@ -268,9 +268,9 @@ def show_report(report: HubReport) -> None:
     for device in report.devices:
         slug = next(record.slug for record in report.jobs if record.device == device.device)
         console.print(f"{report.bundle}/hub/{slug}", soft_wrap=True)
-    ready = [each for each in report.devices if each.artefacts and not each.comparisons]
+    ready = [fetched for fetched in report.devices if fetched.artefacts and not fetched.comparisons]
     if ready:
-        names = shlex.quote(",".join(each.device for each in ready))
+        names = shlex.quote(",".join(fetched.device for fetched in ready))
         console.print(f"next: edgekv hub infer {shlex.quote(report.bundle)} --devices {names}", soft_wrap=True)
 
 

@@ -127,10 +127,10 @@ class Ledger:
             ("bundle_sha256", record.bundle_sha256, self.bundle_sha256),
             ("service", record.service, self.service),
         )
-        for field, found, wanted in checks:
-            if found != wanted:
-                what = "the bundle has changed since it was submitted" if field == "bundle_sha256" else found
-                raise BundleError(f"{path}: {field}", got=what, expected=wanted, fix=fix)
+        for field, stated, expected in checks:
+            if stated != expected:
+                what = "the bundle has changed since it was submitted" if field == "bundle_sha256" else stated
+                raise BundleError(f"{path}: {field}", got=what, expected=expected, fix=fix)
         return record
 
 

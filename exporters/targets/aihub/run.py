@@ -91,7 +91,7 @@ def list_hosted(account: Account) -> list[HostedDevice]:
         ServiceError: the service did not answer, or refused the token.
     """
     with account.asking("listing devices") as client:
-        return [HostedDevice(each.name, each.os, tuple(each.attributes)) for each in client.get_devices()]
+        return [HostedDevice(device.name, device.os, tuple(device.attributes)) for device in client.get_devices()]
 
 
 def choose_targets(hosted: Sequence[HostedDevice], names: Sequence[str], kv_dtype: str) -> list[Target]:
@@ -114,7 +114,7 @@ def choose_targets(hosted: Sequence[HostedDevice], names: Sequence[str], kv_dtyp
 
 
 def _choose(hosted: Sequence[HostedDevice], name: str, kv_dtype: str) -> Target:
-    named = [each for each in hosted if each.name.casefold() == name.strip().casefold()]
+    named = [entry for entry in hosted if entry.name.casefold() == name.strip().casefold()]
     if named:
         chip = named[-1].chip  # the newest OS is last
         device = named[-1]
@@ -124,12 +124,12 @@ def _choose(hosted: Sequence[HostedDevice], name: str, kv_dtype: str) -> Target:
             )
     else:
         chip = _catalogued(hosted, name)
-        same = [each for each in hosted if each.chip is chip and each.runs_qnn]
+        same = [entry for entry in hosted if entry.chip is chip and entry.runs_qnn]
         if not same:
             raise UsageError(
                 f"--devices {name}", got=f"no hosted device with {chip.soc}", expected=_chips(hosted), fix=_LIST
             )
-        device = next((each for each in same if each.name.endswith("(Family)")), same[0])
+        device = next((candidate for candidate in same if candidate.name.endswith("(Family)")), same[0])
     if not device.runs_qnn:
         raise UsageError(f"--devices {name}", got="a device without framework:qnn", expected=_chips(hosted), fix=_LIST)
     if not chip.supports_kv(kv_dtype):
@@ -146,14 +146,14 @@ def _catalogued(hosted: Sequence[HostedDevice], name: str) -> Device:
     try:
         return find(name)
     except UnknownDeviceError:
-        near = difflib.get_close_matches(name, [each.name for each in hosted], n=2)
+        near = difflib.get_close_matches(name, [device.name for device in hosted], n=2)
         if not near:
             raise
         raise UsageError(f"--devices {name}", got="no such device", expected=" or ".join(near), fix=_LIST) from None
 
 
 def _chips(hosted: Sequence[HostedDevice]) -> str:
-    chips = sorted({each.chip.soc for each in hosted if each.chip is not None and each.runs_qnn})
+    chips = sorted({device.chip.soc for device in hosted if device.chip is not None and device.runs_qnn})
     return f"a hosted device with one of {', '.join(chips)}"
 
 
@@ -182,7 +182,7 @@ class PackPiece(Piece):
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
-        pack_graph(bundle, next(each for each in bundle.manifest.graphs if each.name == self.graph), folder)
+        pack_graph(bundle, next(graph for graph in bundle.manifest.graphs if graph.name == self.graph), folder)
         return None
 
 
@@ -330,16 +330,16 @@ class HubRun:
             UsageError: the text is too short.
             ServiceError: the service refused, failed or could not be reached.
         """
-        given = give_text(self._plan, text)
+        run_text = give_text(self._plan, text)
         for graph in self._graphs:
-            dataset = self._dataset(graph, given)
+            dataset = self._dataset(graph, run_text)
             for target in targets:
                 self._run_on(target, graph, "infer", dataset)
-        named = {self._ledger.sample(each.sources[-1]) for each in self._ledger.records("dataset", "infer")}
+        named = {self._ledger.sample(other.sources[-1]) for other in self._ledger.records("dataset", "infer")}
         for path in self._ledger.sample("").parent.glob("*.safetensors"):
             if path not in named:
                 path.unlink()
-        self._inputs.store.remove([given])
+        self._inputs.store.remove([run_text])
 
     def wait(self, poll_s: float, progress: Progress = silent) -> None:
         """Poll the run's jobs until all are done or failed; each result is recorded at once.
@@ -384,8 +384,8 @@ class HubRun:
     def resume(self, records: Sequence[JobRecord]) -> None:
         """Continue jobs of earlier runs: those with an id, and those that the service knows by name."""
         for record in records:
-            found = record if record.id is not None else self._look_up(record)
-            self.records.append(found or record)
+            continued = record if record.id is not None else self._look_up(record)
+            self.records.append(continued or record)
 
     # ------------------------------------------------------------------ single jobs
 
@@ -517,7 +517,7 @@ def _submit(client: qai_hub.Client, question: JobRecord, target: Target) -> qai_
     if question.kind == "compile":
         job = client.submit_compile_job(client.get_model(first), device=device, name=name, options=options)
     elif question.kind == "link":
-        models = [client.get_model(each) for each in question.sources]
+        models = [client.get_model(source) for source in question.sources]
         job = client.submit_link_job([*models], device=device, name=name, options=options)
     else:
         inputs, profiles = client.get_dataset(rest[0]) if rest else None, question.kind == "profile"

@@ -66,7 +66,7 @@ class SamplePiece(Piece):
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
-        graph = next(each for each in bundle.manifest.graphs if each.name == self.graph)
+        graph = next(record for record in bundle.manifest.graphs if record.name == self.graph)
         taken = take_sample(bundle, graph, inputs.text(self.text))
         named = {_INPUT + name: value for name, value in taken.inputs.items()}
         named |= {_OUTPUT + name: value for name, value in taken.outputs.items()}
@@ -112,10 +112,10 @@ class _Steps:
         self._past: dict[str, NDArray[Any]] = {}
         if (sink := read_sink(bundle)) is not None:
             self._done = len(sink.tokens)
-            for each in bundle.manifest.cache_geometry.names():
-                is_turned = _rows_axis(bundle.manifest.key_layout, each.kind) == 3
-                rows = sink.rows[each.past]
-                self._past[each.past] = (rows.T if is_turned else rows)[None, None]
+            for tensor in bundle.manifest.cache_geometry.names():
+                is_turned = _rows_axis(bundle.manifest.key_layout, tensor.kind) == 3
+                rows = sink.rows[tensor.past]
+                self._past[tensor.past] = (rows.T if is_turned else rows)[None, None]
         self._ropes = rope_tables(bundle.manifest)
         self._groups = bundle.manifest.cache_geometry.groups()
 
@@ -126,14 +126,14 @@ class _Steps:
         step = StepInputs(manifest, graph, HostTables(self._ropes))
         step.write(tokens, self._done, [self._window(group, graph) for group in self._groups])
         tensors = list(manifest.cache_geometry.names())
-        past = {each.past: self._padded(each, interface[each.past].shape, manifest) for each in tensors}
+        past = {tensor.past: self._padded(tensor, interface[tensor.past].shape, manifest) for tensor in tensors}
         inputs: Tensors = step.arrays | past
         session = CpuEngine().session(self._bundle.graph_path(graph))
         names = [port.name for port in interface.outputs]
         outputs: Tensors = dict(zip(names, session.run(names, inputs), strict=True))
-        for each in tensors:
-            rows = [*([self._past[each.past]] if each.past in self._past else []), outputs[each.new]]
-            self._past[each.past] = np.concatenate(rows, _rows_axis(manifest.key_layout, each.kind))
+        for tensor in tensors:
+            rows = [*([self._past[tensor.past]] if tensor.past in self._past else []), outputs[tensor.new]]
+            self._past[tensor.past] = np.concatenate(rows, _rows_axis(manifest.key_layout, tensor.kind))
         self._done += graph.ar
         return inputs, outputs
 
@@ -214,11 +214,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def worst(self) -> OutputError:
         """The output with the lowest SQNR."""
-        return min(self.outputs, key=lambda each: math.inf if each.sqnr_db is None else each.sqnr_db)
+        return min(self.outputs, key=lambda output: math.inf if output.sqnr_db is None else output.sqnr_db)
 
 
 def compare(
-    manifest: Manifest, graph: str, job: str, expected: Tensors, found: Mapping[str, list[NDArray[Any]]]
+    manifest: Manifest, graph: str, job: str, expected: Tensors, outputs: Mapping[str, list[NDArray[Any]]]
 ) -> Comparison:
     """Compare in real numbers, whether the device gave integers or dequantized them.
 
@@ -227,34 +227,34 @@ def compare(
         graph: name of the graph.
         job: id of the job.
         expected: the CPU engine's integers.
-        found: as the client gives them, a list with one array for each output, in the graph's order. Outputs that
+        outputs: as the client gives them, a list with one array for each output, in the graph's order. Outputs that
             the service has numbered (`output_0`) are taken in that order.
 
     Raises:
         ServiceError: an output is missing or has another shape.
     """
-    named = dict(found)
+    named = dict(outputs)
     if len(named) == len(expected) and all(name.startswith("output_") for name in named):
-        named = dict(zip(expected, found.values(), strict=True))
+        named = dict(zip(expected, outputs.values(), strict=True))
     encodings = {tensor.new: manifest.encodings[tensor.past] for tensor in manifest.cache_geometry.names()}
     encodings[LOGITS] = manifest.encodings[LOGITS]
     errors = []
-    for name, wanted in expected.items():
+    for name, stored in expected.items():
         value = named[name][0] if named.get(name) else None
-        if value is None or value.size != wanted.size:
+        if value is None or value.size != stored.size:
             raise ServiceError(
                 f"AI Hub: {name} of job {job}",
                 got="no such output" if value is None else f"shape {list(value.shape)}",
-                expected=f"shape {list(wanted.shape)}",
+                expected=f"shape {list(stored.shape)}",
                 fix="Compile again with --force; if that does not help, report the job to AI Hub.",
             )
-        errors.append(_error(name, encodings[name], wanted, value.reshape(wanted.shape)))
+        errors.append(_error(name, encodings[name], stored, value.reshape(stored.shape)))
     top1 = np.argmax(expected[LOGITS]) == np.argmax(named[LOGITS][0])
     return Comparison(graph=graph, job=job, outputs=errors, top1_equal=bool(top1))
 
 
-def _error(name: str, encoding: Encoding, wanted: NDArray[Any], value: NDArray[Any]) -> OutputError:
-    reals = encoding.dequantize(wanted).astype(np.float64)
+def _error(name: str, encoding: Encoding, expected: NDArray[Any], value: NDArray[Any]) -> OutputError:
+    reals = encoding.dequantize(expected).astype(np.float64)
     others = value if np.issubdtype(value.dtype, np.floating) else encoding.dequantize(value)
     difference = reals - others
     noise, signal = float(np.square(difference).sum()), float(np.square(reals).sum())

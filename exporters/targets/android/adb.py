@@ -129,7 +129,7 @@ class Adb:
         Raises:
             LostPhoneError: it was lost.
         """
-        if code != 0 and any(each in output for each in (*_LOST, f"device '{self.serial}' not found")):
+        if code != 0 and any(sign in output for sign in (*_LOST, f"device '{self.serial}' not found")):
             fix = "Reconnect it and run the command again; files that were copied are kept."
             raise LostPhoneError(f"adb: {self.serial}", got=_last_line(output), expected="a connected phone", fix=fix)
 
@@ -138,13 +138,13 @@ class Adb:
         if end.code == 0:
             return
         self.check_alive(end.code, end.output)
-        found = _last_line(end.output)
-        if "No space left" in found:
+        said = _last_line(end.output)
+        if "No space left" in said:
             raise EngineError(remote, got="no space left", expected="room for the file", fix="Free some, and repeat.")
-        if "Permission denied" in found or "Read-only" in found:
+        if "Permission denied" in said or "Read-only" in said:
             fix = "Choose a folder that adb may write, such as --to /data/local/tmp/edgekv."
-            raise EngineError(remote, got=found, expected="a folder that adb may write", fix=fix)
-        raise EngineError(remote, got=found, expected="a copy", fix=f"Try: adb {shlex.join(arguments)}")
+            raise EngineError(remote, got=said, expected="a folder that adb may write", fix=fix)
+        raise EngineError(remote, got=said, expected="a copy", fix=f"Try: adb {shlex.join(arguments)}")
 
     def _command(self, *arguments: str) -> list[str]:
         return [self._client, "-s", self.serial, *arguments]
@@ -189,8 +189,8 @@ class Streamed:
 def _find_client() -> str:
     folders = [Path(os.environ[name], "platform-tools") for name in _SDK_VARIABLES if os.environ.get(name)]
     for folder in (None, *folders):
-        if found := shutil.which("adb", path=None if folder is None else str(folder)):
-            return str(Path(found).absolute())
+        if program := shutil.which("adb", path=None if folder is None else str(folder)):
+            return str(Path(program).absolute())
     raise EngineError("adb", got="no program adb", expected="Android's platform tools", fix=_INSTALL)
 
 

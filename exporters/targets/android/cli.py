@@ -55,16 +55,21 @@ def push(
     pushes = {"files": done.files} | ({"libraries": done.libraries} if done.libraries is not None else {})
     if output.as_json:
         what = {
-            name: {"copied": list(each.files), "kept": each.kept, "removed": each.stale, "copied_bytes": each.bytes}
-            for name, each in pushes.items()
+            name: {
+                "copied": list(pushed.files),
+                "kept": pushed.kept,
+                "removed": pushed.stale,
+                "copied_bytes": pushed.bytes,
+            }
+            for name, pushed in pushes.items()
         }
         print_json({"phone": done.phone, "place": done.place, **what})
         return
     click.echo(f"{done.phone.name}, {payload.soc}, Android {done.phone.android}: {done.place.folder}")
-    for name, each in pushes.items():
-        gone = f", {len(each.stale)} removed" if each.stale else ""
-        copied = f"{len(each.files)} copied ({format_bytes(each.bytes)})"
-        click.echo(f"  {name}: {copied}, {len(each.kept)} there already{gone}")
+    for name, pushed in pushes.items():
+        gone = f", {len(pushed.stale)} removed" if pushed.stale else ""
+        copied = f"{len(pushed.files)} copied ({format_bytes(pushed.bytes)})"
+        click.echo(f"  {name}: {copied}, {len(pushed.kept)} there already{gone}")
     if payload.genie is not None:
         click.echo(next_command("run", path, "--on adb"))
 

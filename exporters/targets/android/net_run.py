@@ -77,7 +77,7 @@ class NetRun:
             self._start(binary, there)
             self.adb.pull(f"{there}/{_OUTPUTS}", here / _OUTPUTS)
             folders = [here / _OUTPUTS / f"Result_{number}" for number in range(len(cases))]
-            return [_read(folder, wanted) for folder, wanted in zip(folders, results, strict=True)]
+            return [_read(folder, like) for folder, like in zip(folders, results, strict=True)]
 
     def time_s(self, binary: str, inputs: Arrays, count: int) -> tuple[float, float]:
         """Times of a start of the program with one run of a graph, and of `count` further runs, in seconds.
@@ -146,7 +146,7 @@ def _signal(number: int) -> str:
 def _read(folder: Path, results: Arrays) -> dict[str, NDArray[Any]]:
     """The outputs of a run; their files are named after them, with other characters for some."""
     files = {_plain(path.stem.removesuffix(_NATIVE)): path for path in sorted(folder.glob("*.raw"))}
-    found = dict[str, NDArray[Any]]()
+    arrays = dict[str, NDArray[Any]]()
     for name, like in results.items():
         if (path := files.get(_plain(name))) is None:
             got = ", ".join(sorted(files)) or "no results"
@@ -154,8 +154,8 @@ def _read(folder: Path, results: Arrays) -> dict[str, NDArray[Any]]:
         content = path.read_bytes()
         fits = len(content) == like.nbytes
         values = np.frombuffer(content, like.dtype if fits else np.uint8)
-        found[name] = values.reshape(like.shape) if fits else values
-    return found
+        arrays[name] = values.reshape(like.shape) if fits else values
+    return arrays
 
 
 def _plain(name: str) -> str:

@@ -53,8 +53,8 @@ def open_payload(folder: Path) -> Payload:
     Raises:
         BundleError: it is neither, or a file is missing or changed.
     """
-    found = identify(folder)
-    return _bundle(folder) if found is not None and found.kind == "bundle" else _genie(folder)
+    record = identify(folder)
+    return _bundle(folder) if record is not None and record.kind == "bundle" else _genie(folder)
 
 
 def _genie(path: Path) -> Payload:
@@ -164,7 +164,7 @@ def check_folder(folder: str) -> None:
     fix = "Use a folder below /data/local/tmp."
     if not folder.startswith("/") or ".." in folder.split("/") or not re.fullmatch(r"[\w./+@=-]+", folder):
         raise UsageError("--to", got=repr(folder), expected="an absolute path of letters, digits and ._-+@=", fix=fix)
-    if any(folder == each or folder.startswith(f"{each}/") for each in _SHARED):
+    if any(folder == shared or folder.startswith(f"{shared}/") for shared in _SHARED):
         raise UsageError("--to", got=folder, expected="storage from which programs may start", fix=fix)
 
 
@@ -221,11 +221,11 @@ class Push:
         Raises:
             EngineError: the phone was lost.
         """
-        wanted = {f"{root}/{name}": path for name, path in files.items()}
-        hashes = {remote: sha256_of(path) for remote, path in wanted.items()}
-        held = _hashes(adb, wanted)
-        changed = {remote: path for remote, path in wanted.items() if held.get(remote) != hashes[remote]}
-        kept = tuple(remote for remote in wanted if remote not in changed)
+        paths = {f"{root}/{name}": path for name, path in files.items()}
+        hashes = {remote: sha256_of(path) for remote, path in paths.items()}
+        held = _hashes(adb, paths)
+        changed = {remote: path for remote, path in paths.items() if held.get(remote) != hashes[remote]}
+        kept = tuple(remote for remote in paths if remote not in changed)
         size = sum(path.stat().st_size for path in changed.values())
         stale = tuple(f"{root}/{name}" for name in sorted(_written(adb, root) - files.keys()))
         return cls(root, changed, hashes, kept, stale, size)
@@ -270,9 +270,9 @@ def check_room(adb: Adb, folder: str, pushes: Iterable[Push]) -> None:
     fix = "Choose another folder that adb may write, such as --to /data/local/tmp/edgekv."
     made = adb.shell(f"mkdir -p {quote(folder)} && test -w {quote(folder)}")
     if made.code != 0:
-        found = (made.output.strip().splitlines() or ["no permission to write"])[-1]
-        raise EngineError(folder, got=found, expected="a folder that adb may write", fix=fix)
-    needed, free = sum(each.bytes for each in pushes) + _SPARE_BYTES, free_bytes(adb, folder)
+        got = (made.output.strip().splitlines() or ["no permission to write"])[-1]
+        raise EngineError(folder, got=got, expected="a folder that adb may write", fix=fix)
+    needed, free = sum(push.bytes for push in pushes) + _SPARE_BYTES, free_bytes(adb, folder)
     if needed > free:
         fix = "Free some on the phone, or choose another folder: --to DIR"
         raise EngineError(folder, got=f"{format_bytes(free)} free", expected=format_bytes(needed), fix=fix)
@@ -280,15 +280,15 @@ def check_room(adb: Adb, folder: str, pushes: Iterable[Push]) -> None:
 
 def _hashes(adb: Adb, paths: Iterable[str]) -> dict[str, str]:
     """SHA-256 of those files of the phone that exist."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     listed = list(paths)
     for at in range(0, len(listed), _NAMES_A_COMMAND):
         names = " ".join(map(quote, listed[at : at + _NAMES_A_COMMAND]))
         for line in adb.shell(f"sha256sum {names} 2>/dev/null").output.splitlines():
             digest, _, path = line.partition("  ")
             if len(digest) == 64:
-                found[path.strip()] = digest
-    return found
+                digests[path.strip()] = digest
+    return digests
 
 
 def _written(adb: Adb, root: str) -> set[str]:

@@ -68,21 +68,21 @@ def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -
         UsageError: no source is given, or one is neither a folder nor an archive.
         EngineError: a file is missing, or the libraries are of two versions.
     """
-    given = sources or [Path(os.environ[name]) for name in SDK_VARIABLES if os.environ.get(name)][:1]
-    if not given:
+    places = sources or [Path(os.environ[name]) for name in SDK_VARIABLES if os.environ.get(name)][:1]
+    if not places:
         fix = f"Download the Qualcomm AI Runtime SDK, and give its folder: --qairt DIR (or set {SDK_VARIABLES[0]})"
         raise UsageError("--qairt", got="none", expected="Qualcomm's libraries for Android", fix=fix)
-    roots = [_opened(source, scratch) for source in given]
-    wanted = [*map(_ON.library, _NEEDED), _ON.stub(arch), runner, skel(arch)]
-    found = {name: _first(roots, name, arch) for name in wanted}
-    if missing := [name for name, path in found.items() if path is None]:
+    roots = [_opened(source, scratch) for source in places]
+    names = [*map(_ON.library, _NEEDED), _ON.stub(arch), runner, skel(arch)]
+    places_of = {name: _first(roots, name, arch) for name in names}
+    if missing := [name for name, path in places_of.items() if path is None]:
         raise EngineError(
             "--qairt",
-            got=f"no {', '.join(missing)} in {', '.join(map(str, given))}",
+            got=f"no {', '.join(missing)} in {', '.join(map(str, places))}",
             expected=f"the files that HTP V{arch} needs on Android",
             fix="Give the SDK's root, which has bin/, lib/ and lib/hexagon-vN. Archives for apps have no programs.",
         )
-    paths = {name: path for name, path in found.items() if path is not None}
+    paths = {name: path for name, path in places_of.items() if path is not None}
     versions = {name: version for name, path in paths.items() if (version := _version(path))}
     if len(set(versions.values())) > 1:
         listed = ", ".join(f"{name} {format_version(version)}" for name, version in sorted(versions.items()))
@@ -116,8 +116,8 @@ def format_version(version: Version) -> str:
 
 def _version(path: Path) -> Version:
     """Empty if the file does not say it."""
-    found = stated_version(path)
-    return () if found is None else tuple(map(int, found.split(".")))
+    text = stated_version(path)
+    return () if text is None else tuple(map(int, text.split(".")))
 
 
 def _opened(source: Path, scratch: Path) -> Path:
@@ -130,9 +130,9 @@ def _opened(source: Path, scratch: Path) -> Path:
             members = [name for name in archive.namelist() if re.fullmatch(r"jni/arm64-v8a/[\w.+-]+\.so", name)]
             archive.extractall(folder, members)
     except (OSError, zipfile.BadZipFile) as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else "no archive"
+        got = "no such file" if isinstance(error, FileNotFoundError) else "no archive"
         fix = "Give the SDK's folder, or an AAR that holds jni/arm64-v8a."
-        raise UsageError("--qairt", got=f"{source} ({found})", expected="a folder or an .aar file", fix=fix) from None
+        raise UsageError("--qairt", got=f"{source} ({got})", expected="a folder or an .aar file", fix=fix) from None
     return folder
 
 
@@ -375,13 +375,13 @@ def _run(adb: Adb, command: str, take: Callable[[str], None], *, streams: bool) 
         return
     said = tail.decode("utf-8", "replace")
     adb.check_alive(code, said)
-    found, fix = f"exit code {code}", "Run edgekv push again, and look at: adb logcat"
+    got, fix = f"exit code {code}", "Run edgekv push again, and look at: adb logcat"
     for mark, (meaning, fix_of_it) in _MEANINGS.items():
         if mark in said:
-            found, fix = meaning, fix_of_it
+            got, fix = meaning, fix_of_it
     lines = [line.strip() for line in said.splitlines() if line.strip()][-3:]
     raise EngineError(
-        "Genie on the phone", got=f"{found}: {'; '.join(lines) or 'no output'}", expected="an answer", fix=fix
+        "Genie on the phone", got=f"{got}: {'; '.join(lines) or 'no output'}", expected="an answer", fix=fix
     )
 
 

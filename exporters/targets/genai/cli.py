@@ -36,7 +36,7 @@ def bundle_genai(
     bundle: BundleArgument,
     target: OutputFolder,
     output: Output,
-    given: Annotated[Given[GenaiOptions], OptionGroup("Folder")] = NOTHING,
+    choices: Annotated[Given[GenaiOptions], OptionGroup("Folder")] = NOTHING,
     engine: Annotated[Literal["htp", "cpu"], Option("Engine that runs the graphs.", group="Folder")] = "htp",
     force: ForceOption = False,
 ) -> None:
@@ -49,11 +49,11 @@ def bundle_genai(
     from exporters.targets.genai.write import write_genai
 
     opened = open_bundle(bundle)
-    if engine == "cpu" and (device := given.get("device")) is not None:
-        found = f"{device.soc} with the engine cpu"
-        raise UsageError("--device", got=found, expected="none", fix="Leave it out.")
+    if engine == "cpu" and (device := choices.get("device")) is not None:
+        got = f"{device.soc} with the engine cpu"
+        raise UsageError("--device", got=got, expected="none", fix="Leave it out.")
     chip = None if engine == "cpu" else find(opened.manifest.device)
-    options = GenaiOptions(**{"device": chip, **given})
+    options = GenaiOptions(**{"device": chip, **choices})
     with progress_bars(output.is_quiet) as progress:
         written = write_genai(opened, target, options, force=force, progress=progress)
     if output.as_json:

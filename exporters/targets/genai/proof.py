@@ -53,12 +53,12 @@ def prove_integers(bundle: Bundle, graphs: Mapping[str, Path], device: Device | 
         call(compare_integers, job)
         return
     except ChildEndedError as error:
-        found = error.ending
+        failure = error.ending
     except EdgeKVError as error:
-        found = f"{error.field}: {error.got}"
+        failure = f"{error.field}: {error.got}"
     raise EngineError(
         "graphs with stacked heads",
-        got=found,
+        got=failure,
         expected="the bundle's integers in one step",
         fix="Try another --ar, and please report this model; --skip-check leaves this check out.",
     )
@@ -74,8 +74,8 @@ def compare_integers(job: ProofJob) -> None:
     engine = CpuEngine() if job.soc is None else HtpEngine.on(find(job.soc), bundle)
     records = {record.name: record for record in bundle.manifest.graphs}
     for name, file in job.graphs.items():
-        found, wanted = _both(bundle, records[name], Path(file), engine)
-        prove(name, found, wanted)
+        computed, expected = _both(bundle, records[name], Path(file), engine)
+        prove(name, computed, expected)
 
 
 def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: CpuEngine | HtpEngine) -> tuple[Arrays, Arrays]:
@@ -83,12 +83,12 @@ def _both(bundle: Bundle, record: GraphRecord, stacked: Path, engine: CpuEngine 
     manifest = bundle.manifest
     session = engine.session(bundle.graph_path(record))
     feeds = _random_feeds(session, manifest, record)
-    wanted = _stack(manifest, _run(session, _with_sink(bundle, feeds)), "new")
+    expected = _stack(manifest, _run(session, _with_sink(bundle, feeds)), "new")
     del session  # one compiled graph in memory at a time
     session = engine.session(stacked)
     feeds = _stack(manifest, feeds, "past")
-    found = _run(session, {port.name: feeds[port.name] for port in session.get_inputs()})
-    return found, wanted
+    computed = _run(session, {port.name: feeds[port.name] for port in session.get_inputs()})
+    return computed, expected
 
 
 def _random_feeds(session: ort.InferenceSession, manifest: Manifest, record: GraphRecord) -> Arrays:

@@ -22,17 +22,17 @@ def check_version() -> str:
         EngineError: it is missing, or cannot run these folders.
     """
     try:
-        found = metadata.version(PACKAGE)
+        installed = metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
-        found = "none"
-    if found not in TESTED:
+        installed = "none"
+    if installed not in TESTED:
         raise EngineError(
             PACKAGE,
-            got=found,
+            got=installed,
             expected=" or ".join(TESTED),
             fix='Install it: pip install "edgekv[genai]"',
         )
-    return found
+    return installed
 
 
 def run_folder(folder: GenaiFolder, tokens: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -56,12 +56,12 @@ def run_folder(folder: GenaiFolder, tokens: Sequence[int], max_new_tokens: int) 
     try:
         return call(generate, job)
     except ChildEndedError as error:
-        found = error.ending
+        failure = error.ending
     except CallFailedError as error:  # the package raises RuntimeError and more
-        found = error.text or error.kind
+        failure = error.text or error.kind
     raise EngineError(
         f"{PACKAGE} on {folder.path}",
-        got=found,
+        got=failure,
         expected="generated tokens",
         fix="A binary that shares weights runs only on a Snapdragon; otherwise, please report this.",
     )

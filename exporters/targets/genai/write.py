@@ -109,7 +109,7 @@ def choose_graphs(bundle: Bundle) -> tuple[GraphRecord, GraphRecord]:
     return decode[chosen.context], chosen
 
 
-def choose_pad_token(bundle: Bundle, given: int | None) -> int:
+def choose_pad_token(bundle: Bundle, token_id: int | None) -> int:
     """An id for padding. onnxruntime-genai masks every token with this id, also in a prompt.
 
     The default is the bundle's padding token, unless it begins or ends a text; otherwise the last id of the vocabulary
@@ -120,11 +120,11 @@ def choose_pad_token(bundle: Bundle, given: int | None) -> int:
     """
     manifest = bundle.manifest
     used = {manifest.tokens.bos, *manifest.tokens.eos}
-    wanted = f"an id below {manifest.model.vocab} that no prompt contains and that does not start or end a text"
-    if given is not None:
-        if not 0 <= given < manifest.model.vocab or given in used:
-            raise UsageError("--pad-token-id", got=given, expected=wanted, fix="Choose another id.")
-        return given
+    expected = f"an id below {manifest.model.vocab} that no prompt contains and that does not start or end a text"
+    if token_id is not None:
+        if not 0 <= token_id < manifest.model.vocab or token_id in used:
+            raise UsageError("--pad-token-id", got=token_id, expected=expected, fix="Choose another id.")
+        return token_id
     if manifest.tokens.pad is not None and manifest.tokens.pad not in used:
         return manifest.tokens.pad
     tokenizer = bundle.tokenizer()
@@ -137,7 +137,7 @@ def choose_pad_token(bundle: Bundle, given: int | None) -> int:
     raise UsageError(
         "padding",
         got="a bundle without a padding token of its own",
-        expected=wanted,
+        expected=expected,
         fix=f"Name one with --pad-token-id; special tokens that could serve: {listed}.",
     )
 
@@ -160,5 +160,5 @@ def _compile(
         EngineError: the compiler failed, or would compute a node in float.
     """
     together = [graphs] if options.share_weights else [[graph] for graph in graphs]
-    sets = [{graph.stem: graph for graph in each} for each in together]
+    sets = [{graph.stem: graph for graph in files} for files in together]
     return floating_in(compile_folder(bundle, GENAI, sets, device, folder, progress, prefix=""))

@@ -60,7 +60,7 @@ def bundle_genie(
     if written.vision:
         click.echo(f"  {ENCODER_BINARY}: {written.files[ENCODER_BINARY].bytes / 1e6:.2f} MB, the vision encoder")
     if adapters := written.adapters or ():
-        click.echo(f"  adapters: {', '.join(each.name for each in adapters)}")
+        click.echo(f"  adapters: {', '.join(adapter.name for adapter in adapters)}")
     click.echo("  Genie chooses edgekv's tokens" if written.checked else "  not run in Genie")
     click.echo(next_command("genie run", target))
 
@@ -111,12 +111,12 @@ def _with_pictures(
 ) -> Iterator[str]:
     from exporters.targets.genie.pictures import GeniePipeline, prompt_of
 
-    given, nodes = prompt_of(folder, prompt, files), folder.nodes()
+    pieces, nodes = prompt_of(folder, prompt, files), folder.nodes()
     if max_new_tokens is not None:
         generator = msgspec.structs.replace(nodes.text_generator, max_num_tokens=max_new_tokens)
         nodes = msgspec.structs.replace(nodes, text_generator=generator)
     with GeniePipeline(folder.path, nodes, arch=folder.manifest.arch) as genie:
-        yield from map(str, genie.query(given))
+        yield from map(str, genie.query(pieces))
 
 
 def _print_pieces(answer: Iterator[str], output: Output) -> None:

@@ -87,10 +87,10 @@ class GenieVision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Genie divides by the scale, adds the zero point and truncates, so each is a quarter of a step above its integer.
         """
         integers = self.pixels.quantize(encoder_inputs(tile, self.encoder, self.pictures).patches).astype(np.float64)
-        found: NDArray[np.float32] = ((integers - self.pixels.zero_point + _ABOVE) * self.pixels.scale).astype(
+        pixels: NDArray[np.float32] = ((integers - self.pixels.zero_point + _ABOVE) * self.pixels.scale).astype(
             np.float32
         )
-        return found
+        return pixels
 
 
 class GenieManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,10 +151,10 @@ class GenieFolder:
         Raises:
             UsageError: the folder reads text alone.
         """
-        if isinstance(found := self.manifest.vision, UnsetType):
+        if isinstance(vision := self.manifest.vision, UnsetType):
             fix = "Leave pictures out, or write the folder of a bundle with a vision encoder."
             raise UsageError("--image", got="a folder that reads text alone", expected="text", fix=fix)
-        return found
+        return vision
 
     @property
     def state(self) -> Path | None:
@@ -167,7 +167,7 @@ class GenieFolder:
         Raises:
             UsageError: there is none.
         """
-        held = {each.name: each for each in self.manifest.adapters or ()}
+        held = {record.name: record for record in self.manifest.adapters or ()}
         if name not in held:
             raise UsageError(
                 "--lora",
@@ -239,7 +239,7 @@ def write_state(folder: Path, manifest: Manifest, sink: Sink) -> None:
     folder.mkdir()
     count = len(sink.tokens)
     tensors = list(manifest.geometry.names())
-    keys, values = ([each.past for each in tensors if each.kind == kind] for kind in ("key", "value"))
+    keys, values = ([tensor.past for tensor in tensors if tensor.kind == kind] for kind in ("key", "value"))
     with (folder / _CACHE).open("wb") as file:
         file.write(_HEADER.pack(len(tensors), _MAGIC, 0, 1, manifest.model.head_dim, count))
         for name in keys:

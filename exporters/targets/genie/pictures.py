@@ -42,9 +42,9 @@ class GeniePipeline(GenieChild):
             EngineError: Genie is missing, refused the folder, or crashed, or the libraries here do not fit the HTP.
         """
         super().__init__(arch)
-        given = (str(self._library), str(folder.absolute()), *(each.decode() for each in nodes.content()))
+        files = (str(self._library), str(folder.absolute()), *(files.decode() for files in nodes.content()))
         try:
-            self._do("create_pipeline", int(as_tokens), *given)
+            self._do("create_pipeline", int(as_tokens), *files)
         except BaseException:
             self.close()
             raise
@@ -82,13 +82,13 @@ def pieces_of(
     rows, grid = encoder.rows, encoder.grid_of(encoder.image, encoder.image)
     opened = [Picture(tuple(Tile(tile, grid) for tile in shown.tiles), shown.grid) for shown in pictures]
     tiles = iter([tile for picture in pictures for tile in picture.tiles])
-    found = list[str | Tiles]()
+    pieces = list[str | Tiles]()
     for part in re.split(f"((?:{re.escape(spec.token)})+)", expand(text, opened, spec)):
         if part.startswith(spec.token):
-            found += [next(tiles) for _ in range(part.count(spec.token) // rows)]
+            pieces += [next(tiles) for _ in range(part.count(spec.token) // rows)]
         elif part:
-            found.append(part)
-    return found
+            pieces.append(part)
+    return pieces
 
 
 def prompt_of(folder: GenieFolder, text: str, files: Sequence[Path]) -> list[str | NDArray[np.float32]]:
@@ -99,9 +99,9 @@ def prompt_of(folder: GenieFolder, text: str, files: Sequence[Path]) -> list[str
             pictures.
     """
     vision = folder.vision()
-    pictures = [open_tiles(each, "--image", vision.pictures, vision.encoder.image) for each in files]
+    pictures = [open_tiles(file, "--image", vision.pictures, vision.encoder.image) for file in files]
     pieces = pieces_of(text, pictures, vision.encoder, vision.pictures)
-    return [each if isinstance(each, str) else vision.input_of(each) for each in pieces]
+    return [piece if isinstance(piece, str) else vision.input_of(piece) for piece in pieces]
 
 
 def prove_pictures(
@@ -139,10 +139,15 @@ def prove_pictures(
             expected=f"at least {needed}, for a tile of {vision.encoder.rows} rows and some text",
             fix=f"Export the bundle with --context {needed} or more.",
         )
-    wanted = own_tokens(bundle, engine, ids, count, tiles=[tile])
-    found = list[int]()
+    expected = own_tokens(bundle, engine, ids, count, tiles=[tile])
+    told = list[int]()
     dialog = msgspec.structs.replace(generator, max_num_tokens=count)
     with GeniePipeline(folder, Nodes.of(dialog), as_tokens=True) as genie:
-        for tokens in genie.query([each if isinstance(each, str) else vision.input_of(each) for each in pieces]):
-            found += map(int, tokens)
-    prove("Genie", {"tokens behind a picture": found}, {"tokens behind a picture": wanted})
+        for tokens in genie.query(
+            [
+                piece_or_tile if isinstance(piece_or_tile, str) else vision.input_of(piece_or_tile)
+                for piece_or_tile in pieces
+            ]
+        ):
+            told += map(int, tokens)
+    prove("Genie", {"tokens behind a picture": told}, {"tokens behind a picture": expected})

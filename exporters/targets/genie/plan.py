@@ -41,20 +41,20 @@ def name_graphs(folder: Path, binary: CompiledBinary, *, pads_number: bool = Fal
         for graph, wrapper_file in binary.wrappers.items():
             wrapper = load_model(folder / wrapper_file)
             (node,) = wrapper.graph
-            given = node.attributes["partition_name"].as_string()
-            wanted = GraphName.parse(graph)
-            assert wanted is not None, "wrappers are listed by such names"
-            name = wanted.padded(len(given), pads_number=pads_number)
-            places = _places(content, given.encode())
-            if len(places) != _PLACES or len(name) != len(given):
+            placeholder = node.attributes["partition_name"].as_string()
+            new_name = GraphName.parse(graph)
+            assert new_name is not None, "wrappers are listed by such names"
+            name = new_name.padded(len(placeholder), pads_number=pads_number)
+            places = _places(content, placeholder.encode())
+            if len(places) != _PLACES or len(name) != len(placeholder):
                 raise EngineError(
                     f"{binary.file}: name of {graph}",
-                    got=f"{given} in {len(places)} places",
+                    got=f"{placeholder} in {len(places)} places",
                     expected=f"a name of {len(name)} characters in {_PLACES}",
                     fix='Use the tested onnxruntime-qnn: pip install "edgekv[htp]"',
                 )
             for place in places:
-                content[place : place + len(given)] = name.encode()
+                content[place : place + len(placeholder)] = name.encode()
             node.name = name
             node.attributes.add(ir.AttrString("partition_name", name))
             save_model(wrapper, folder / wrapper_file)
@@ -64,10 +64,10 @@ def name_graphs(folder: Path, binary: CompiledBinary, *, pads_number: bool = Fal
 
 def _places(content: mmap, text: bytes) -> list[int]:
     """The offsets of a text in a file."""
-    found: list[int] = []
-    while (place := content.find(text, found[-1] + len(text) if found else 0)) >= 0:
-        found.append(place)
-    return found
+    offsets: list[int] = []
+    while (place := content.find(text, offsets[-1] + len(text) if offsets else 0)) >= 0:
+        offsets.append(place)
+    return offsets
 
 
 @dataclass(frozen=True, slots=True)

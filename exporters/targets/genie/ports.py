@@ -98,13 +98,13 @@ class GeniePorts:
         if manifest.model.convolution is not None:
             ports, encodings[UNREAD_STATE] = with_whole_states(ports), UNREAD
 
-        def found(port: Port) -> GeniePort:
+        def genie_port(port: Port) -> GeniePort:
             encoding = None if port.encoding is None else encodings[port.encoding]
             if port.kind == "lora" and unsigned_adapters and encoding is not None:
                 encoding = unsigned(encoding)
             return GeniePort.of(port.name, port.shape, encoding)
 
-        return cls(tuple(map(found, ports.inputs)), tuple(map(found, ports.outputs)))
+        return cls(tuple(map(genie_port, ports.inputs)), tuple(map(genie_port, ports.outputs)))
 
     def stacked(self, axis: int = 0) -> GeniePorts:
         """The same with one tensor for all heads of a layer, in the encoding of the first head.
@@ -129,32 +129,32 @@ class GeniePorts:
             if port.name.startswith(("past_", "conv_state_")) and zero_point != sum(port.encoding.limits, 1) // 2:
                 raise BundleError(where, got=port, expected="the middle of its type as zero point", fix=_AGAIN)
 
-    def compare(self, where: str, found: GeniePorts) -> None:
+    def compare(self, where: str, actual: GeniePorts) -> None:
         """Reject a graph that differs.
 
         Raises:
             BundleError: naming the first tensor that is missing, unknown, or of another shape or encoding.
         """
-        _compare(f"{where}: input", self.inputs, found.inputs)
-        _compare(f"{where}: output", self.outputs, found.outputs)
+        _compare(f"{where}: input", self.inputs, actual.inputs)
+        _compare(f"{where}: output", self.outputs, actual.outputs)
 
 
 def _stacked(ports: Sequence[GeniePort], axis: int) -> tuple[GeniePort, ...]:
     heads: dict[str, list[GeniePort]] = {}
     for port in ports:
         heads.setdefault(_HEAD.sub("", port.name), []).append(port)
-    found = []
+    stacked = []
     for name, (first, *others) in heads.items():
         shape = list(first.shape)
         if name.startswith("past_"):
             shape[axis] = 1 + len(others)
-        found.append(GeniePort(name, tuple(shape), first.encoding))
-    return tuple(found)
+        stacked.append(GeniePort(name, tuple(shape), first.encoding))
+    return tuple(stacked)
 
 
-def _compare(field: str, wanted: Iterable[GeniePort], found: Iterable[GeniePort]) -> None:
-    there = {port.name: port for port in found}
-    for port in wanted:
+def _compare(field: str, expected: Iterable[GeniePort], actual: Iterable[GeniePort]) -> None:
+    there = {port.name: port for port in actual}
+    for port in expected:
         if (other := there.pop(port.name, None)) != port:
             raise BundleError(field, got=other or f"no {port.name}", expected=port, fix=_AGAIN)
     for port in there.values():
@@ -165,11 +165,11 @@ def read_ports(path: Path) -> GeniePorts:
     """The ports of a graph that dequantizes its inputs first and quantizes its outputs last."""
     graph = load_model(path).graph
     return GeniePorts(
-        tuple(_port(each, readers(each)) for each in graph.inputs),
-        tuple(_port(each, [each.producer()]) for each in graph.outputs),
+        tuple(_port(value, readers(value)) for value in graph.inputs),
+        tuple(_port(value, [value.producer()]) for value in graph.outputs),
     )
 
 
 def _port(value: ir.Value, nodes: Iterable[ir.Node | None]) -> GeniePort:
-    found = next((encoding(node) for node in nodes if node is not None), None)
-    return GeniePort.of(str(value.name), tuple(sizes(value)), found)
+    quantization = next((encoding(node) for node in nodes if node is not None), None)
+    return GeniePort.of(str(value.name), tuple(sizes(value)), quantization)

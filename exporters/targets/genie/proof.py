@@ -84,23 +84,25 @@ def prove_in_genie(
     tokenizer, is_text = bundle.tokenizer(), bool(bundle.manifest.model.layer_inputs)
     text = tokenizer.decode(list(prompt), skip_special_tokens=False) if is_text else ""
     whole = [*continuation.first, *(tokenizer.encode(text, add_special_tokens=False).ids if is_text else prompt)]
-    wanted: dict[str, list[Any]] = {"tokens": own_tokens(bundle, engine, whole, max_new_tokens)}
-    wanted |= {f"tokens with {name}": own_tokens(bundle, engine, whole, max_new_tokens, name) for name in adapters}
+    expected: dict[str, list[Any]] = {"tokens": own_tokens(bundle, engine, whole, max_new_tokens)}
+    expected |= {f"tokens with {name}": own_tokens(bundle, engine, whole, max_new_tokens, name) for name in adapters}
     with scratch_folder("genie") as scratch:
         debug = Debug(path=str(scratch), dump_specs=True)
         # Genie does not report a token that ends a text, so another one does.
-        end = next(token for token in range(bundle.manifest.model.vocab) if token not in set().union(*wanted.values()))
+        end = next(
+            token for token in range(bundle.manifest.model.vocab) if token not in set().union(*expected.values())
+        )
         context = msgspec.structs.replace(config.dialog.context, eos_token=[end])
         dialog = msgspec.structs.replace(config.dialog, context=context, sampler=_GREEDY, debug=debug)
-        found: dict[str, list[Any]] = {}
+        computed: dict[str, list[Any]] = {}
         with GenieDialog(folder, GenieConfig(dialog=dialog), continuation.state) as genie:
             if is_text:
-                found["text"] = _whole_characters("".join(genie.query(text, max_new_tokens)))
+                computed["text"] = _whole_characters("".join(genie.query(text, max_new_tokens)))
             else:
-                found["tokens"] = list(genie.token_query(prompt, max_new_tokens))
+                computed["tokens"] = list(genie.token_query(prompt, max_new_tokens))
             for adapter, begin in adapters.items():
                 genie.apply_lora(adapter, begin)
-                found[f"tokens with {adapter}"] = list(genie.token_query(prompt, max_new_tokens))
+                computed[f"tokens with {adapter}"] = list(genie.token_query(prompt, max_new_tokens))
         read = read_specs(scratch)
     for name, ports in graphs.items():
         if name not in read:
@@ -112,8 +114,8 @@ def prove_in_genie(
             )
         ports.compare(f"{name} in the binary", read[name])
     if is_text:
-        wanted = {"text": _whole_characters(tokenizer.decode(wanted["tokens"]))}
-    prove("Genie", found, wanted)
+        expected = {"text": _whole_characters(tokenizer.decode(expected["tokens"]))}
+    prove("Genie", computed, expected)
     return msgspec.structs.replace(dialog, debug=msgspec.UNSET)
 
 
@@ -138,12 +140,12 @@ class _Spec(msgspec.Struct, frozen=True):
 
 def read_specs(folder: Path) -> dict[str, GeniePorts]:
     """Genie's specifications of the graphs in the binaries, by name, from its dump."""
-    found = {}
+    specs = {}
     for path in sorted(folder.rglob("spec.*.json")):
         spec = DECODERS[_Spec].decode(path.read_bytes())
-        inputs, outputs = ([_port(each) for each in part] for part in (spec.inputs, spec.outputs))
-        found[spec.graph_name] = GeniePorts(tuple(inputs), tuple(outputs))
-    return found
+        inputs, outputs = ([_port(record) for record in part] for part in (spec.inputs, spec.outputs))
+        specs[spec.graph_name] = GeniePorts(tuple(inputs), tuple(outputs))
+    return specs
 
 
 def _port(tensor: _Tensor) -> GeniePort:
@@ -195,6 +197,6 @@ def _integers(folder: Path, side: str, port: GeniePort) -> NDArray[np.generic]:
     content = path.read_bytes()
     dtype = np.dtype(DTYPES[port.encoding.dtype])
     if len(content) != np.prod(port.shape) * dtype.itemsize:
-        found, wanted = f"{len(content)} bytes", f"{list(port.shape)} of {port.encoding.dtype}"
-        raise EngineError(str(path), got=found, expected=wanted, fix="Run again.")
+        got, expected = f"{len(content)} bytes", f"{list(port.shape)} of {port.encoding.dtype}"
+        raise EngineError(str(path), got=got, expected=expected, fix="Run again.")
     return np.frombuffer(content, dtype).reshape(port.shape)

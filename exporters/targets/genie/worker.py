@@ -82,9 +82,9 @@ class _Loaded:
         if piece:
             self.take(piece.decode("utf-8", "replace"))
 
-    def _on_tokens(self, found: Sequence[int], count: int, code: int, user_data: object) -> None:
+    def _on_tokens(self, token_ids: Sequence[int], count: int, code: int, user_data: object) -> None:
         if count:
-            self.take([int(found[i]) for i in range(count)])
+            self.take([int(token_ids[i]) for i in range(count)])
 
     def _checked(self, name: str, *arguments: object) -> None:
         if status := getattr(self._library, name)(*arguments):
@@ -99,7 +99,7 @@ class LoadedPipeline(_Loaded):
         config, self._pipeline = c_void_p(), c_void_p()
         self._checked("GeniePipelineConfig_createFromJson", b'{"pipeline": {"version": 1}}', byref(config))
         self._checked("GeniePipeline_create", config, byref(self._pipeline))
-        self._text, self._image, self._generator = (self._node(each) for each in (text, image, generator))
+        self._text, self._image, self._generator = (self._node(config_text) for config_text in (text, image, generator))
         for node, output in ((self._text, _EMBEDDINGS_OF_TEXT), (self._image, _EMBEDDINGS_OF_IMAGE)):
             self._checked("GeniePipeline_connect", self._pipeline, node, output, self._generator, _EMBEDDINGS_IN)
         if as_tokens:

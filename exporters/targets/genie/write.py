@@ -126,7 +126,7 @@ def write_genie(
                 sampling=options.sampling,
                 max_new_tokens=options.max_new_tokens or plan.context,
                 table=encoding,
-                adapters={each.name: each.path for each in adapters},
+                adapters={adapter.name: adapter.path for adapter in adapters},
             )
             (folder / file).write_bytes(readable_json(config))
             return config
@@ -159,7 +159,7 @@ def write_genie(
             count = min(_CHECKED_TOKENS, plan.context - len(plan.first) - len(prompt))
             state = None if plan.sink is None else folder / STATE
             graphs = {named[name]: ports[name] for name in ports}
-            states = {each.name: None if each.state is None else folder / each.state for each in adapters}
+            states = {adapter.name: None if adapter.state is None else folder / adapter.state for adapter in adapters}
             continuation = Continuation(plan.first, state, prompt, count, states)
             dialog = prove_in_genie(folder, config, graphs, bundle, engine, continuation)
             if vision is not None:
@@ -240,8 +240,8 @@ def _build_part(
             unsigned_adapters=reads_adapters(bundle),
             whole_states=plan.has_states,
         )
-        wanted = structs.replace(part, embeds=part.embeds and not looks_up)
-        built = build_part(bundle.manifest, all_rows(graph), wanted, form, key_layout="columns")
+        own_part = structs.replace(part, embeds=part.embeds and not looks_up)
+        built = build_part(bundle.manifest, all_rows(graph), own_part, form, key_layout="columns")
         models[name] = scratch / f"{name}.onnx"
         save_part(built, models[name], bundle.path)
     return models
@@ -252,9 +252,9 @@ def _check_graph(
 ) -> GeniePorts:
     ports = GeniePorts.of(bundle.manifest, graph, part, table, unsigned_adapters=reads_adapters(bundle))
     ports.check_encodings(part.file)
-    found = read_ports(model)
-    is_stacked = len(found.outputs) < len(ports.outputs)
-    (ports.stacked() if is_stacked else ports).compare(part.file, found)
+    actual = read_ports(model)
+    is_stacked = len(actual.outputs) < len(ports.outputs)
+    (ports.stacked() if is_stacked else ports).compare(part.file, actual)
     return ports.stacked(axis=1) if is_stacked else ports
 
 

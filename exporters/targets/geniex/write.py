@@ -88,15 +88,15 @@ def graph_specs(graphs: Mapping[str, GeniePorts]) -> dict[str, GraphSpec]:
 
 
 def _specs(ports: Iterable[GeniePort]) -> dict[str, TensorSpec]:
-    found = {}
+    specs = {}
     for port in ports:
         if (encoding := port.encoding) is None:
-            found[port.name] = TensorSpec(shape=list(port.shape), dtype="int32")
+            specs[port.name] = TensorSpec(shape=list(port.shape), dtype="int32")
         else:
             quantization = Quantization(scale=encoding.scale, zero_point=encoding.zero_point)
             shape, dtype = list(port.shape), _DTYPES[encoding.dtype]
-            found[port.name] = TensorSpec(shape=shape, dtype=dtype, quantization_parameters=quantization)
-    return found
+            specs[port.name] = TensorSpec(shape=shape, dtype=dtype, quantization_parameters=quantization)
+    return specs
 
 
 FAMILIES = ("qwen3_", "qwen2_5_", "falcon_v3_", "llama_v3_", "phi_3_5_")
@@ -190,11 +190,11 @@ def read_as_geniex(folder: Path) -> LoadedSpec:
 
 
 def _layers(graph: dict[str, Any]) -> tuple[int, ...]:
-    found = sorted({int(match[1]) for name in graph["inputs"] if (match := _PAST.fullmatch(name)) is not None})
+    layers = sorted({int(match[1]) for name in graph["inputs"] if (match := _PAST.fullmatch(name)) is not None})
     per_head = [name for name in graph["inputs"] if name.startswith("past_") and not _PAST.fullmatch(name)]
-    if per_head or not found or found != list(range(found[0], found[-1] + 1)):
-        raise _wrong("cache tensors", per_head[:1] or found, "one for each layer of a part, such as past_key_0_in")
-    return tuple(found)
+    if per_head or not layers or layers != list(range(layers[0], layers[-1] + 1)):
+        raise _wrong("cache tensors", per_head[:1] or layers, "one for each layer of a part, such as past_key_0_in")
+    return tuple(layers)
 
 
 def _entry(graph: dict[str, Any]) -> str:
@@ -205,10 +205,10 @@ def _entry(graph: dict[str, Any]) -> str:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = DECODERS[dict[str, Any]].decode(path.read_bytes())
+        record: dict[str, Any] = DECODERS[dict[str, Any]].decode(path.read_bytes())
     except (OSError, msgspec.MsgspecError) as error:
         raise _wrong(path.name, str(error), "a JSON object") from None
-    return found
+    return record
 
 
 def _wrong(field: str, got: object, expected: str) -> BundleError:
@@ -283,14 +283,20 @@ def _two_graphs(bundle: Bundle) -> Bundle:
     """The bundle with its decode graphs and its largest prefill graphs alone: GenieX runs two AR."""
     manifest = bundle.manifest
     largest = max(graph.ar for graph in manifest.graphs if graph.role == "prefill")
-    kept = [each for each in manifest.graphs if each.role == "decode" or (each.role, each.ar) == ("prefill", largest)]
-    scored = [each for each in manifest.graphs if each.role == "score"]
+    kept = [
+        graph for graph in manifest.graphs if graph.role == "decode" or (graph.role, graph.ar) == ("prefill", largest)
+    ]
+    scored = [graph for graph in manifest.graphs if graph.role == "score"]
     return replace(bundle, manifest=structs.replace(manifest, graphs=[*kept, *scored]))
 
 
 def _metadata(bundle: Bundle, name: str, written: GenieManifest) -> Metadata:
     manifest = bundle.manifest
-    records = {(each.ar, each.context): each for each in manifest.graphs if each.role != "score"}
+    records = {
+        (graph_record.ar, graph_record.context): graph_record
+        for graph_record in manifest.graphs
+        if graph_record.role != "score"
+    }
     ports = {}
     for graph in written.graphs:
         record = records[graph.ar, graph.context]
@@ -306,7 +312,7 @@ def _metadata(bundle: Bundle, name: str, written: GenieManifest) -> Metadata:
 def _check(bundle: Bundle, loaded: LoadedSpec) -> None:
     """Compare what GenieX reads with the bundle."""
     model, parts = bundle.manifest.model, bundle.manifest.graphs[0].parts
-    wanted = (model.layers, model.kv_heads, model.head_dim, model.vocab, tuple(tuple(part.layers) for part in parts))
-    found = (loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.vocab, loaded.layers_of)
-    if found != wanted:
-        raise BundleError("what GenieX reads", got=found, expected=wanted, fix="Please report this model.")
+    expected = (model.layers, model.kv_heads, model.head_dim, model.vocab, tuple(tuple(part.layers) for part in parts))
+    got = (loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.vocab, loaded.layers_of)
+    if got != expected:
+        raise BundleError("what GenieX reads", got=got, expected=expected, fix="Please report this model.")
