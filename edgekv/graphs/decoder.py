@@ -279,6 +279,7 @@ def target_inputs(ops: Ops[V], spec: DecoderSpec, state: V) -> V:
 def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     """One layer: a mixer of tokens (attention or what replaces it) and a feed-forward, each added to the residual.
 
+    Some have one of both alone, some two mixers that read the same input.
     The feed-forward reads the residual behind the mixer, or, with `spec.parallel`, the one that the mixer reads.
     `spec.pre_norms` normalizes their inputs (Llama), `spec.post_norms` their outputs (OLMo 2), both do either (Gemma).
     With post-norms, Hugging Face's `post_attention_layernorm` normalizes the output of attention; without, it
@@ -286,7 +287,9 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     matrices that read one input, or with that input.
     """
     x = mixer_inputs(ops, spec, layer, hidden)
-    before, hidden = hidden, add_mixer(ops, spec, layer, hidden, mixer(ops, spec, layer, x))
+    before, hidden = hidden, _add_mixers(ops, spec, layer, hidden, _mixed(ops, spec, layer, x))
+    if not spec.has_feed_forward(layer):
+        return hidden
     if spec.parallel != "one-norm":
         x = feed_forward_inputs(ops, spec, layer, before if spec.parallel else hidden)
     if spec.has_experts(layer):
@@ -299,22 +302,39 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
 
 def layer_result(spec: DecoderSpec, layer: int) -> str:
     """Name of the residual after a layer."""
-    last = "layer_input_add" if spec.layer_inputs else "picture_add" if layer < spec.picture_layers else "mlp_add"
+    last = "mlp_add" if spec.has_feed_forward(layer) else "attention_add"
+    last = "layer_input_add" if spec.layer_inputs else "picture_add" if layer < spec.picture_layers else last
     return f"layers.{layer}." + ("scaled" if spec.layer_scalars else last)
 
 
 def mixer_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """The input of the projections of queries, keys and values, or of those of a convolution or a delta rule."""
-    if not spec.pre_norms:
+    """The input of the projections of queries, keys and values, or of those of a convolution or a delta rule.
+
+    The residual if the layer has none of them.
+    """
+    if not spec.pre_norms or not spec.mixers(layer):
         return hidden
     return _residual_norm(ops, spec, hidden, attention_norm(layer), f"layers.{layer}.attention_norm")
 
 
 def mixer(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """The input of the projection back to the residual: o_proj, or out_proj of a convolution or a delta rule."""
-    if (kind := spec.mixer(layer)) == "delta_rule":
-        return ops.delta_rule(spec, layer, x)
-    return (convolution if kind == "convolution" else attention)(ops, spec, layer, x)
+    """The input of the projection back to the residual: o_proj, or out_proj of a convolution or a delta rule.
+
+    Of two mixers both inputs, joined; x if there is none.
+    """
+    mixed = _mixed(ops, spec, layer, x)
+    return ops.join(mixed, f"layers.{layer}.mixers") if len(mixed) > 1 else mixed[0] if mixed else x
+
+
+def _mixed(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> list[V]:
+    """The inputs of the projections back to the residual, in the order of `spec.mixers`."""
+    mixed = []
+    for kind in spec.mixers(layer):
+        if kind == "delta_rule":
+            mixed.append(ops.delta_rule(spec, layer, x))
+        else:
+            mixed.append((convolution if kind == "convolution" else attention)(ops, spec, layer, x))
+    return mixed
 
 
 def convolution(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
@@ -391,19 +411,31 @@ def _cached_heads(ops: Ops[V], spec: DecoderSpec, x: V, layer: int) -> Iterator[
 
 
 def add_mixer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, mixed: V) -> V:
-    """The residual after the mixer of tokens."""
-    at = f"layers.{layer}."
-    projection, name = _MIXER_OUTPUTS[spec.mixer(layer)]
-    mixed = _linear(ops, spec, mixed, layer, projection, at + name)
-    if spec.post_norms:
-        norm = f"model.layers.{layer}.post_attention_layernorm.weight"
-        mixed = ops.rms_norm(mixed, norm, at + "attention_post_norm")
-    return ops.add(hidden, mixed, at + "attention_add")
+    """The residual after the mixer of tokens, or both; see `mixer`."""
+    kinds = spec.mixers(layer)
+    widths = [spec.mixer_width(layer, kind) for kind in kinds]
+    return _add_mixers(ops, spec, layer, hidden, ops.split(mixed, widths) if len(kinds) > 1 else [mixed])
+
+
+def _add_mixers(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, mixed: list[V]) -> V:
+    """The residual after the mixers of tokens; the last sum has the name that others read."""
+    at, kinds = f"layers.{layer}.", spec.mixers(layer)
+    for number, (kind, own) in enumerate(zip(kinds, mixed, strict=False), 1):
+        projection, name = _MIXER_OUTPUTS[kind]
+        added = _linear(ops, spec, own, layer, projection, at + name)
+        if spec.post_norms:
+            norm = f"model.layers.{layer}.post_attention_layernorm.weight"
+            added = ops.rms_norm(added, norm, at + "attention_post_norm")
+        hidden = ops.add(hidden, added, at + ("attention_add" if number == len(kinds) else f"{kind}_add"))
+    return hidden
 
 
 def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
-    """The input of gate_proj and up_proj, of the residual that they read: see `decoder_layer`."""
-    if not spec.pre_norms:
+    """The input of gate_proj and up_proj, of the residual that they read: see `decoder_layer`.
+
+    The residual if there are none.
+    """
+    if not spec.pre_norms or not spec.has_feed_forward(layer):
         return hidden
     if spec.parallel == "one-norm":
         return mixer_inputs(ops, spec, layer, hidden)
@@ -411,7 +443,9 @@ def feed_forward_inputs(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -
 
 
 def feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
-    """The input of down_proj; of experts, those of all of them, joined."""
+    """The input of down_proj; of experts, those of all of them, joined; x without a feed-forward."""
+    if not spec.has_feed_forward(layer):
+        return x
     at = f"layers.{layer}."
     if spec.has_experts(layer):
         return ops.join(expert_inners(ops, spec, layer, x), at + "expert")
@@ -502,6 +536,8 @@ def xielu(ops: Ops[V], layer: int, x: V) -> V:
 
 def add_feed_forward(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V, inner: V) -> V:
     """The residual after the feed-forward: after the layer, if that has no input of its own."""
+    if not spec.has_feed_forward(layer):
+        return hidden
     at = f"layers.{layer}."
     if spec.experts is not None and spec.has_experts(layer):
         inners = ops.split(inner, [spec.experts.intermediate] * spec.experts.count)

@@ -231,7 +231,7 @@ def _projected(ops: DeltaOps[V], rule: DeltaRule, layer: int, x: V) -> list[V]:
 
 
 def _mamba2(ops: DeltaOps[V], rule: DeltaRule, layer: int, x: V) -> V:
-    """The concatenated outputs of all heads with their values times D, gated and then normalized in groups."""
+    """The concatenated outputs of all heads with their values times D, gated and normalized in groups, if at all."""
     at = f"layers.{layer}.delta."
     gate, channels, step = _projected(ops, rule, layer, x)
     mixed = _convolved(ops, rule, layer, channels)
@@ -258,8 +258,11 @@ def _mamba2(ops: DeltaOps[V], rule: DeltaRule, layer: int, x: V) -> V:
     recalled = ops.join(ops.recall(rule, layer, new), at + "output")
     recalled = ops.scale_by(recalled, delta_spans(layer), at + "recalled")
     mixed = ops.add(recalled, ops.scale_by(values, delta_skips(layer), at + "skipped"), at + "mixed")
+    norm = f"model.layers.{layer}.linear_attn.norm.weight"
+    if rule.norm == "first":
+        mixed = _grouped_norm(ops, rule, mixed, norm, at + "normed")
     gated = ops.multiply(mixed, ops.silu(gate, at + "gate_"), at + "gated")
-    return _grouped_norm(ops, rule, gated, f"model.layers.{layer}.linear_attn.norm.weight", at + "normed")
+    return _grouped_norm(ops, rule, gated, norm, at + "normed") if rule.norm == "gated" else gated
 
 
 def _grouped_norm(ops: DeltaOps[V], rule: DeltaRule, x: V, weight: str, name: str) -> V:

@@ -159,6 +159,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         pairs: how checkpoints store the pairs of queries and keys; see `View.pairs`. Nothing else depends on it.
         windows: tokens that each layer attends to, including the current one; None for full attention; empty if no
             layer has a window.
+        mixers_alone: layers without a feed-forward: they end behind attention, or what replaces it.
+        feed_forwards_alone: layers without attention or what replaces it, so that they have no cache.
         limits: upper bounds of the windows, None for no bound; a shorter list is repeated. Set by export options.
         activation: activation function of the gate, or of what has none; `relu2` is the square of ReLU, `xielu` has
             two stored numbers of each layer (arXiv 2411.13010).
@@ -184,6 +186,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         embedding_gain: multiplies the embeddings.
         residual_gain: multiplies the outputs of attention and feed-forward.
         logits_gain: multiplies the logits.
+        gains: what multiplies the results of projections of all layers, such as `mlp.down_proj`, or the channels of a
+            convolution in front of Mamba-2: `linear_attn.values`, `linear_attn.keys` and `linear_attn.queries`.
         norm_offset: added to the stored weights of every norm.
         split: channels of the residual that norms read several times, in ascending order. Set by export.
         vocabulary: where embeddings are; see `Vocabulary`. Set by export.
@@ -235,6 +239,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     unrotated: frozenset[_Layer] = frozenset()
     pairs: Pairs = "halves"
     windows: tuple[_Tokens | None, ...] = ()
+    mixers_alone: frozenset[_Layer] = frozenset()
+    feed_forwards_alone: frozenset[_Layer] = frozenset()
     limits: tuple[_Tokens | None, ...] = ()
     activation: Activation = "silu"
     gated: bool = True
@@ -256,6 +262,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     embedding_gain: _Number = 1.0
     residual_gain: _Number = 1.0
     logits_gain: _Number = 1.0
+    gains: Annotated[tuple[tuple[str, _Number], ...], msgspec.Meta(max_length=64)] = ()
     norm_offset: _Number = 0.0
     split: tuple[SplitChannel, ...] = ()
     vocabulary: Vocabulary = "apart"
@@ -301,9 +308,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.convolution is not None and not self.convolution.layers < {*range(self.layers)}:
             layers = sorted(self.convolution.layers)
             raise ValueError(f"convolution: layers: got {layers}; expected some below {self.layers}, and one without")
-        if self.delta_rule is not None and not self.delta_rule.layers < {*range(self.layers)}:
-            layers = sorted(self.delta_rule.layers)
-            raise ValueError(f"delta_rule: layers: got {layers}; expected some below {self.layers}, and one without")
+        if self.delta_rule is not None:
+            self._check_delta_rule(self.delta_rule)
+        if self.mixers_alone or self.feed_forwards_alone:
+            self._check_layers_alone()
         if self.experts is not None:
             self._check_experts(self.experts)
         for layer in range(self.layers) if self.layer_sizes or self.cache_owners else (0,):
@@ -320,6 +328,23 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("embedding_norm: got true; expected a vocabulary that is not shared")
         if outside := [split.channel for split in self.split if split.channel >= self.hidden]:
             raise ValueError(f"split: channel: got {outside[0]}; expected channels below hidden = {self.hidden}")
+
+    def _check_delta_rule(self, rule: DeltaRule) -> None:
+        layers = {*range(self.layers)}
+        if not rule.layers <= layers or not self.attention_layers:
+            got, wanted = sorted(rule.layers), f"some below {self.layers}, and one with attention"
+            raise ValueError(f"delta_rule: layers: got {got}; expected {wanted}")
+        if rule.corrects and (rule.attends or rule.norm != "gated"):
+            raise ValueError(f"delta_rule: norm: got {rule.norm}, attends {rule.attends}; expected gated and false")
+
+    def _check_layers_alone(self) -> None:
+        alone = self.mixers_alone | self.feed_forwards_alone
+        both = self.mixers_alone & self.feed_forwards_alone
+        if both or not alone <= {*range(self.layers)} or not self.attention_layers:
+            got, wanted = sorted(both or alone), f"some below {self.layers}, each in one, and one with attention"
+            raise ValueError(f"mixers_alone, feed_forwards_alone: got {got}; expected {wanted}")
+        if not self.pre_norms or self.post_norms or self.parallel or self.layer_inputs or self.cache_owners:
+            raise ValueError("mixers_alone: got some; expected pre_norms alone, and layers with caches of their own")
 
     def _check_experts(self, experts: Experts) -> None:
         if not experts.layers or not experts.layers <= {*range(self.layers)}:
@@ -339,7 +364,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if owner > layer or self.cache_layer(owner) != owner:
             raise ValueError(f"cache_owners: got {owner} of layer {layer}; expected an earlier layer with a cache")
         cached = [
-            (layer_sizes.kv_heads, layer_sizes.head_dim, self._own_window(number), self.mixer(number))
+            (layer_sizes.kv_heads, layer_sizes.head_dim, self._own_window(number), self.mixers(number))
             for number, layer_sizes in ((layer, sizes), (owner, self.of_layer(owner)))
         ]
         if cached[0] != cached[1] or not self.has_attention(layer):
@@ -365,7 +390,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def owns_cache(self, layer: int) -> bool:
         """Whether a layer writes rows of keys and values, or a state."""
-        return self.cache_layer(layer) == layer
+        return self.cache_layer(layer) == layer and layer not in self.feed_forwards_alone
 
     @property
     def shared_layers(self) -> frozenset[int]:
@@ -375,7 +400,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def first_without_cache(self) -> int | None:
         """The first of the last layers that own no cache: only the last token of a prompt needs them; None if none."""
-        owners = [layer for layer in range(self.layers) if self.owns_cache(layer)]
+        owners = [layer for layer in range(self.layers) if self.cache_layer(layer) == layer]
         return owners[-1] + 1 if owners[-1] + 1 < self.layers else None
 
     @property
@@ -413,14 +438,17 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def _matrices(self, layer: int) -> tuple[LayerMatrix, ...]:
-        sizes, hidden = self.of_layer(layer), self.hidden
-        mixer = convolution_matrices(hidden)
-        if self.delta_rule is not None and layer in self.delta_rule.layers:
+        sizes, hidden, mixers = self.of_layer(layer), self.hidden, self.mixers(layer)
+        mixer: tuple[LayerMatrix, ...] = convolution_matrices(hidden) if "convolution" in mixers else ()
+        if self.delta_rule is not None and "delta_rule" in mixers:
             mixer = delta_matrices(hidden, self.delta_rule)
-        elif self.has_attention(layer):
+        if "attention" in mixers:
             queries, keys = self.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
             gates = self.heads if self.head_gates else queries if self.output_gates else 0
-            mixer = attention_matrices(hidden, queries, keys, owns_cache=self.owns_cache(layer), gates=gates)
+            attention = attention_matrices(hidden, queries, keys, owns_cache=self.owns_cache(layer), gates=gates)
+            mixer = (*mixer, *attention)
+        if not self.has_feed_forward(layer):
+            return mixer
         if self.experts is not None and self.has_experts(layer):
             return (*mixer, *expert_matrices(hidden, self.experts.intermediate, self.experts.count))
         inputs = layer_input_matrices(hidden, self.layer_inputs)
@@ -468,15 +496,36 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Query heads of a layer that share one key/value head."""
         return self.heads // self.of_layer(layer).kv_heads
 
-    def mixer(self, layer: int) -> Mixer:
-        """How a layer mixes tokens: with attention, a short convolution, or a gated delta rule or Mamba-2."""
+    def mixers(self, layer: int) -> tuple[Mixer, ...]:
+        """How a layer mixes tokens: with attention, a short convolution, or a gated delta rule or Mamba-2.
+
+        Two that read the same input, or none.
+        """
+        if layer in self.feed_forwards_alone:
+            return ()
         if self.convolution is not None and layer in self.convolution.layers:
-            return "convolution"
-        return "delta_rule" if self.delta_rule is not None and layer in self.delta_rule.layers else "attention"
+            return ("convolution",)
+        if self.delta_rule is None or layer not in self.delta_rule.layers:
+            return ("attention",)
+        return ("delta_rule", "attention") if self.delta_rule.attends else ("delta_rule",)
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer has attention."""
-        return self.mixer(layer) == "attention"
+        return "attention" in self.mixers(layer)
+
+    def has_feed_forward(self, layer: int) -> bool:
+        """Whether a layer has a feed-forward."""
+        return layer not in self.mixers_alone
+
+    def mixer_width(self, layer: int, kind: Mixer) -> int:
+        """Elements of what the projection behind a mixer reads."""
+        if kind == "delta_rule" and self.delta_rule is not None:
+            return self.delta_rule.values
+        return self.hidden if kind == "convolution" else self.heads * self.of_layer(layer).head_dim
+
+    def gain_of(self, name: str) -> float:
+        """What multiplies the results of a projection; see `gains`."""
+        return dict(self.gains).get(name, 1.0)
 
     def qk_norm_of(self, layer: int) -> QkNorm | None:
         """The norm of a layer's queries and keys."""
@@ -489,11 +538,13 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def cache_tensors(self, layer: int) -> int:
         """Number of tensors of keys and values, or of states, that a layer has in the cache."""
-        if self.mixer(layer) == "convolution":
-            return 1
-        if self.delta_rule is not None and layer in self.delta_rule.layers:
-            return 4 + self.delta_rule.value_heads
-        return 2 * self.of_layer(layer).kv_heads if self.owns_cache(layer) else 0
+        states = 0 if self.delta_rule is None else 4 + self.delta_rule.value_heads
+        counts = {
+            "convolution": 1,
+            "delta_rule": states,
+            "attention": 2 * self.of_layer(layer).kv_heads if self.owns_cache(layer) else 0,
+        }
+        return sum(counts[kind] for kind in self.mixers(layer))
 
     @property
     def attention_layers(self) -> list[int]:
@@ -507,7 +558,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ValueError: no graph can have this context, such as one that a convolution's kernel exceeds.
         """
         windows, states = self.windows_in(context), self.convolution_states
-        if not windows and states is None and not self.layer_sizes and not self.cache_owners:
+        is_plain = not self.layer_sizes and not self.cache_owners and not self.feed_forwards_alone
+        if not windows and states is None and is_plain:
             return RowSpec(self.layers, self.kv_heads, self.head_dim, context, kv_dtype, key_layout)
         if states is not None and states.kernel >= context:
             raise ValueError(f"context: got {context}; expected more than the kernel of {states.kernel} tokens")

@@ -41,7 +41,7 @@ class LayeredGeometry:
     """A cache whose layers differ in key/value heads, width of a head, or how many tokens they attend to.
 
     Layers with a short convolution have a state of their own instead of keys and values. Those with a gated delta rule
-    have several: each kind of tensor is a group.
+    have several: each kind of tensor is a group. A layer may have both, and is in groups of each.
 
     Each list is repeated if it is shorter than the layers, so one number applies to all and (512, 512, 4096) makes
     every third layer global.
@@ -84,7 +84,8 @@ class LayeredGeometry:
         """Groups of layers with equal heads, width and window, in the order of their first layers."""
         alike: dict[LayerSpec, list[int]] = {}
         for layer in (number for number in range(self.layers) if number not in self.without):
-            alike.setdefault(self._alone(layer), []).append(layer)
+            for spec in self._kept(layer):
+                alike.setdefault(spec, []).append(layer)
         groups: list[LayerSpec] = [
             replace(spec, layers=len(numbers), numbers=tuple(numbers)) for spec, numbers in alike.items()
         ]
@@ -114,12 +115,14 @@ class LayeredGeometry:
             numbers, corrects = tuple(sorted(rule.layers)), rule.corrects or kind != "recurrent"
             yield DeltaSpec(len(numbers), kind, heads, widths[kind], rows, numbers, corrects=corrects)
 
-    def _alone(self, layer: int) -> RowSpec | ConvSpec:
-        """What one layer keeps of its tokens, apart from a delta rule."""
+    def _kept(self, layer: int) -> Iterator[RowSpec | ConvSpec]:
+        """What one layer keeps of its tokens, apart from a delta rule: keys and values, a state, or both."""
         if self.states is not None and layer in self.states.layers:
-            return ConvSpec(1, self.states.width, self.states.kernel, self.states.dtype)
+            yield ConvSpec(1, self.states.width, self.states.kernel, self.states.dtype)
+            if self.delta_rule is None or not self.delta_rule.attends:
+                return
         heads, width = (by_layer[layer % len(by_layer)] for by_layer in (self.kv_heads, self.head_dim))
-        return RowSpec(1, heads, width, self._window(layer), self.kv_dtype, self.key_layout, context=self.context)
+        yield RowSpec(1, heads, width, self._window(layer), self.kv_dtype, self.key_layout, context=self.context)
 
     def _window(self, layer: int) -> int:
         window = self.windows[layer % len(self.windows)] if self.windows else None

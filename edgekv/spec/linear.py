@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -36,6 +36,9 @@ class DeltaRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             those of others.
         kernel_bias: whether the convolution has a bias.
         step_limits: the shortest and the longest step of Mamba-2; None for no limit.
+        attends: whether its layers have attention too, which reads the same input and is added to the same residual.
+        norm: of the results of Mamba-2 over the heads of each group: `gated`, behind their gate; `first`, in front of
+            it; or None.
     """
 
     layers: frozenset[_Layer]
@@ -48,6 +51,8 @@ class DeltaRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     corrects: bool = True
     kernel_bias: bool = False
     step_limits: tuple[_Step, _Step | None] = (0.0, None)
+    attends: bool = False
+    norm: Literal["gated", "first"] | None = "gated"
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:

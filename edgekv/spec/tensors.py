@@ -103,6 +103,7 @@ class View:
         stacked: of a stored tensor `[stacked, rows / stacked, in]`, as experts have it: its rows are counted through.
         offset: added to every element.
         gain: multiplies every element.
+        row_gains: multiply the rows of parts that follow each other: rows of each, and its factor; empty if none do.
     """
 
     name: str
@@ -122,6 +123,7 @@ class View:
     is_stored: bool = True
     stacked: int | None = None
     stored_as: Literal["log", "inverse-log", "softplus"] | None = None
+    row_gains: tuple[tuple[int, float], ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -341,13 +343,16 @@ def feed_forward_norm(spec: DecoderSpec, layer: int) -> str:
 
 def _layer(spec: DecoderSpec, layer: int) -> Iterator[View]:
     hidden, inner = spec.hidden, spec.of_layer(layer).intermediate
-    for name in _norms(spec):
+    for name in _norms(spec, layer):
         of_residual = _norm(spec, layer, name, hidden, "norm", gain=_post_gain(spec, name))
         yield of_residual
         if spec.norm_biases:
             yield _norm_bias(spec, of_residual.name, layer)
     mixers = {"attention": _attention, "convolution": _convolution, "delta_rule": _delta_rule}
-    yield from mixers[spec.mixer(layer)](spec, layer)
+    for kind in spec.mixers(layer):
+        yield from mixers[kind](spec, layer)
+    if not spec.has_feed_forward(layer):
+        return
     if spec.experts is not None and spec.has_experts(layer):
         yield from _experts(spec, spec.experts, layer)
         return
@@ -461,7 +466,8 @@ def _delta_rule(spec: DecoderSpec, layer: int) -> Iterator[View]:
     fused = None if rule.corrects else "linear_attn.in_proj"
     yield from _projections(spec, layer, {name: widths[name] for name in delta_inputs(rule)}, hidden, fused, norm=norm)
     name = delta_kernel(layer)
-    yield View(name, (rule.channels, 1, rule.kernel), name, rule.channels, "kernel", layer)
+    kernels = View(name, (rule.channels, 1, rule.kernel), name, rule.channels, "kernel", layer)
+    yield kernels if rule.corrects else replace(kernels, row_gains=_channel_gains(spec, rule))
     if rule.kernel_bias:
         name = delta_kernel_bias(layer)
         yield View(name, (rule.channels,), name, rule.channels, "kernel_bias", layer)
@@ -474,8 +480,9 @@ def _delta_rule(spec: DecoderSpec, layer: int) -> Iterator[View]:
         of_channels = replace(of_channels, repeats=rule.value_dim)
         yield of_channels
         yield replace(of_channels, name=delta_spans(layer), key=rates, stored_as="inverse-log")
-    gated, width = f"{prefix}linear_attn.norm.weight", rule.value_dim if rule.corrects else rule.values
-    yield View(gated, (width,), gated, width, "delta_norm", layer)
+    if rule.norm is not None:
+        gated, width = f"{prefix}linear_attn.norm.weight", rule.value_dim if rule.corrects else rule.values
+        yield View(gated, (width,), gated, width, "delta_norm", layer)
     yield from _projections(spec, layer, {"linear_attn.out_proj": hidden}, rule.values, gain=_branch_gain(spec))
 
 
@@ -484,7 +491,7 @@ def norms_of_residual(spec: DecoderSpec) -> set[str]:
     return {FINAL_NORM, *(view.norm for view in views(spec) if view.norm is not None)}
 
 
-def _norms(spec: DecoderSpec) -> tuple[str, ...]:
+def _norms(spec: DecoderSpec, layer: int) -> tuple[str, ...]:
     """The norms of the residual and of the outputs added to it, by Hugging Face's names.
 
     `post_attention_layernorm` normalizes the output of attention if there are post-norms, else the input of the
@@ -493,7 +500,8 @@ def _norms(spec: DecoderSpec) -> tuple[str, ...]:
     if spec.parallel == "one-norm":
         return ("input_layernorm",)
     if not spec.post_norms:
-        return ("input_layernorm", "post_attention_layernorm")
+        of_mixer = ("input_layernorm",) if spec.mixers(layer) else ()
+        return (*of_mixer, "post_attention_layernorm") if spec.has_feed_forward(layer) else of_mixer
     if not spec.pre_norms:
         return _POST_NORMS
     return ("input_layernorm", _POST_NORMS[0], "pre_feedforward_layernorm", _POST_NORMS[1])
@@ -538,7 +546,7 @@ def _projections(
         for kind, shape in shapes.items():
             read = norm if kind == "weight" else None
             name, key = f"{prefix}{part}.{kind}", f"{prefix}{stored}.{kind}"
-            view = View(name, shape, key, rows, _ROLES[part], layer, read, first, gain=gain)
+            view = View(name, shape, key, rows, _ROLES[part], layer, read, first, gain=gain * spec.gain_of(part))
             yield _bias(spec, view, norm) if kind == "bias" else view
         first += width if fused else 0
 
@@ -556,6 +564,16 @@ def _bias(spec: DecoderSpec, view: View, norm: str | None) -> View:
     if not any(f".{projection}." in f".{view.name}" for projection in spec.made_biases):
         return replace(view, norm_bias=of_norm)
     return replace(view, norm_bias=of_norm, key=of_norm, rows=spec.hidden, first=0)
+
+
+def _channel_gains(spec: DecoderSpec, rule: DeltaRule) -> tuple[tuple[int, float], ...]:
+    """What multiplies the channels that a convolution in front of Mamba-2 reads, by parts; empty if nothing does.
+
+    It is linear, so that its kernels can have them.
+    """
+    parts = (("linear_attn.values", rule.values), ("linear_attn.keys", rule.keys), ("linear_attn.queries", rule.keys))
+    gains = tuple((width, spec.gain_of(name)) for name, width in parts)
+    return gains if any(gain != 1.0 for _, gain in gains) else ()
 
 
 def matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:

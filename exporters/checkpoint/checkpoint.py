@@ -419,6 +419,9 @@ class Checkpoint:
             values += np.float32(view.offset)
         if view.gain != 1.0:
             values *= np.float32(view.gain)
+        if view.row_gains:
+            gains = np.concatenate([np.full(count, gain, np.float32) for count, gain in view.row_gains])[rows]
+            values *= gains.reshape(-1, *[1] * (values.ndim - 1))
         return values
 
     def _of_pictures(self, key: str, rows: Rows) -> Floats:

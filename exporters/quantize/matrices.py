@@ -31,7 +31,7 @@ from edgekv.graphs.decoder import (
 from edgekv.kv import KvTensor
 from edgekv.plan import window_bytes
 from edgekv.spec import TARGET_OUT_RESULT, DecoderInterface
-from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.decoder import DecoderSpec, Mixer
 from edgekv.spec.lora import LoraGroup, lora_reach
 from edgekv.spec.tensors import (
     CONVOLUTION_INPUTS,
@@ -48,6 +48,7 @@ from edgekv.spec.tensors import (
     delta_inputs,
     expert_of,
     expert_projection,
+    layer_of,
 )
 from exporters.checkpoint.columns import blocks_of_rows
 from exporters.checkpoint.tensors import Tensors
@@ -56,7 +57,7 @@ from exporters.quantize.encodings import decoder_results
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import NO_CHANGES, WINDOWS_AT_ONCE, Changes, Floats, NumpyOps, Weights
 from exporters.quantize.table import Table, rounded_rows
-from exporters.quantize.windows import ChosenRows, Difference, Room, TokenRows, Windows
+from exporters.quantize.windows import ChosenRows, Difference, OwnColumns, Room, TokenRows, Windows
 from quant import (
     FITTED,
     LARGEST,
@@ -77,6 +78,12 @@ FEED_FORWARD_END = 4
 """The group of matrices behind the feed-forward."""
 
 _OWN_CACHE = ("self_attn.k_proj", "self_attn.v_proj")
+BEHIND_MIXER: Mapping[Mixer, str] = {
+    "attention": "self_attn.o_proj",
+    "convolution": "conv.out_proj",
+    "delta_rule": "linear_attn.out_proj",
+}
+"""The projections back to the residual."""
 ADDED_GROUPS = (1, 3)
 """Those whose outputs are added to the residual."""
 
@@ -97,21 +104,19 @@ def groups(spec: DecoderSpec) -> int:
 def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
     """Names of the matrices of a layer that have the same inputs; groups are in the order of computation.
 
-    Of experts, those of one group read the inputs of the router, or parts of the joined inner products.
+    Of experts, those of one group read the inputs of the router, or parts of the joined inner products; behind two
+    mixers, parts of what both give. Groups of what a layer has not are empty.
     """
-    mixer_group: tuple[Sequence[str], ...]
-    mixer = spec.mixer(layer)
-    if mixer == "convolution":
-        mixer_group = (CONVOLUTION_INPUTS, ("conv.out_proj",))
-    elif mixer == "delta_rule":
-        assert spec.delta_rule is not None, "the layer has one"
-        mixer_group = (delta_inputs(spec.delta_rule), ("linear_attn.out_proj",))
-    else:
-        own = _OWN_CACHE if spec.owns_cache(layer) else ()
-        gates = ("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ()
-        mixer_group = (("self_attn.q_proj", *own, *gates), ("self_attn.o_proj",))
+    read_by_mixers, behind_mixers = list[str](), list[str]()
+    for kind in spec.mixers(layer):
+        reads, writes = _mixer_matrices(spec, layer, kind)
+        read_by_mixers += reads
+        behind_mixers.append(writes)
+    mixer_group: tuple[Sequence[str], ...] = read_by_mixers, behind_mixers
     feed_forward_groups: tuple[Sequence[str], ...]
     feed_forward_groups = ((*(("mlp.gate_proj",) if spec.gated else ()), "mlp.up_proj"), ("mlp.down_proj",))
+    if not spec.has_feed_forward(layer):
+        feed_forward_groups = (), ()
     if spec.experts is not None and spec.has_experts(layer):
         read, *written = (
             [expert_projection(expert, each) for expert in range(spec.experts.count) for each in projections]
@@ -122,9 +127,20 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
     return [f"model.layers.{layer}.{projection}.weight" for projection in projections]
 
 
+def _mixer_matrices(spec: DecoderSpec, layer: int, kind: Mixer) -> tuple[Sequence[str], str]:
+    """The matrices that read the input of a mixer, and the one behind it."""
+    if kind == "convolution":
+        return CONVOLUTION_INPUTS, BEHIND_MIXER[kind]
+    if kind == "delta_rule" and spec.delta_rule is not None:
+        return delta_inputs(spec.delta_rule), BEHIND_MIXER[kind]
+    own = _OWN_CACHE if spec.owns_cache(layer) else ()
+    gates = ("self_attn.g_proj",) if spec.head_gates or spec.output_gates else ()
+    return ("self_attn.q_proj", *own, *gates), BEHIND_MIXER[kind]
+
+
 def lora_groups(spec: DecoderSpec, layer: int) -> tuple[LoraGroup, ...]:
     """The projections of an adapter that read the inputs of each group of matrices; none read those of later groups."""
-    if spec.mixer(layer) == "convolution":
+    if spec.mixers(layer) == ("convolution",):
         return "conv_in", "conv_out", "gate_up", "down"
     return "qkv", "o", "gate_up", "down"
 
@@ -373,12 +389,13 @@ class Quantizer:
         """Run the residual through the next layer; yields its matrices by name."""
         x = self.run_to(layer, 0)
         for group in range(groups(self._spec)):
-            inputs = self.inputs(x, group)
-            for name in names(self._spec, layer, group):
-                weight = self.quantized(name, self._inputs_of(name, inputs, x), x)
-                self.use(name, weight)
-                yield name, weight
-            del inputs, weight  # their memory is for the next results
+            if group_names := names(self._spec, layer, group):
+                inputs = self.inputs(x, group)
+                for name in group_names:
+                    weight = self.quantized(name, self._inputs_of(name, inputs, x), x)
+                    self.use(name, weight)
+                    yield name, weight
+                del inputs, weight  # their memory is for the next results
             x = self.run_to(layer, group + 1, x)
 
     def run_to(self, layer: int, group: int, x: Windows | None = None) -> Windows:
@@ -434,12 +451,14 @@ class Quantizer:
     def _inputs_of(self, name: str, inputs: LayerInputs, x: Windows) -> LayerInputs | None:
         """The inputs of a matrix among those of its group: of an expert's, those of the tokens that have chosen it.
 
+        Of one behind two mixers, the columns of its own.
+
         Returns:
             None for an expert that no token has chosen.
         """
         expert, experts = expert_of(name), self._spec.experts
         if expert is None or experts is None:
-            return inputs
+            return self._own_columns(name, inputs, x)
         layer = int(name.split(".")[2])
         if self._routes[0] != layer:
             self._routes = layer, self._tokens_of_experts(layer, experts.count, x)
@@ -455,6 +474,20 @@ class Quantizer:
             columns = slice(expert * width, (expert + 1) * width)
         exact, *quantized = (ChosenRows(rows, tokens, columns, width) for rows in self._measured(x))
         return LayerInputs(exact, quantized[0] if quantized else exact)
+
+    def _own_columns(self, name: str, inputs: LayerInputs, x: Windows) -> LayerInputs:
+        """The inputs of a matrix; behind two mixers they are columns of what both give, and compensate nothing else."""
+        layer = layer_of(name)
+        kinds = () if layer is None else self._spec.mixers(layer)
+        behind = [kind for kind in kinds if name.endswith(f".{BEHIND_MIXER[kind]}.weight")]
+        if layer is None or len(kinds) < 2 or not behind:
+            return inputs
+        widths = [self._spec.mixer_width(layer, kind) for kind in kinds]
+        at = kinds.index(behind[0])
+        first, width = sum(widths[:at]), widths[at]
+        exact, *quantized = self._measured(x)
+        columns = [OwnColumns(rows, first, width) for rows in (exact, *quantized)]
+        return LayerInputs(columns[0], columns[-1])
 
     def _tokens_of_experts(self, layer: int, experts: int, x: Windows) -> list[NDArray[np.intp]]:
         """The tokens, of those that count, that choose each expert of the exact decoder; the router is in use."""
@@ -498,14 +531,15 @@ class Quantizer:
         """The matrices of the next layer by name and type; the residual runs through the exact ones."""
         found, x = {}, self.run_to(layer, 0)
         for group in range(groups(self._spec)):
-            inputs = self.inputs(x, group)
-            for name in names(self._spec, layer, group):
-                weight, method = by_inputs(self._ops.exact[name]), self._quick_method(name)
-                own = self._inputs_of(name, inputs, x)
-                method = "nearest" if own is None else method
-                found[name] = {dtype: quantize(weight, dtype, method, own) for dtype in types[name]}
-                self.use(name, None)
-            del inputs
+            if group_names := names(self._spec, layer, group):
+                inputs = self.inputs(x, group)
+                for name in group_names:
+                    weight, method = by_inputs(self._ops.exact[name]), self._quick_method(name)
+                    own = self._inputs_of(name, inputs, x)
+                    method = "nearest" if own is None else method
+                    found[name] = {dtype: quantize(weight, dtype, method, own) for dtype in types[name]}
+                    self.use(name, None)
+                del inputs
             x = self.run_to(layer, group + 1, x)
         self.take_ranges()
         return found

@@ -203,6 +203,29 @@ class ChosenRows:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnColumns:
+    """Some columns of rows, `[tokens, width]`.
+
+    Attributes:
+        rows: with all columns.
+        first: the first of them.
+        width: their number.
+    """
+
+    rows: TokenRows
+    first: int
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`[tokens, width]`."""
+        return self.rows.shape[0], self.width
+
+    def __getitem__(self, tokens: slice) -> Floats:
+        return self.rows[tokens][:, self.first : self.first + self.width]
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """Rows `[tokens, width]`: one less another, times a factor."""
 
