@@ -253,7 +253,7 @@ class Checkpoint:
         config = hugging_face_config(file)
         spec = describe(Config(config, path.name))
         # GGUF stores norms with the offset added, and the rows of all queries first; names are the decoder's own.
-        fused = frozenset("attention" if part == "heads" else part for part in spec.fused)
+        fused = frozenset("attention" if part == "heads" else part for part in spec.fused - {"experts"})
         spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=(), fused=fused)
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))

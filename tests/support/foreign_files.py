@@ -8,7 +8,7 @@ GGUF files are as llama.cpp's converter writes them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 from edgekv.spec import Config, DecoderSpec, describe, views
+from edgekv.spec.decoder import Experts
 from exporters.checkpoint.stored import tensors_of
 
 Arrays = dict[str, np.ndarray]
@@ -271,6 +272,7 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
     "conv.in_proj": "shortconv.in_proj",
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
@@ -309,11 +311,13 @@ GGUF_ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "gpt_neox": "gptneox",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "lfm2_moe": "lfm2moe",
     "olmo3": "olmo2",
     "phi": "phi2",
     "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe",
 }
-INTERLEAVED = ("arcee", "llama", "granite", "olmo", "smollm3")
+INTERLEAVED = ("arcee", "llama", "granite", "granitemoe", "olmo", "smollm3")
 GGUF_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
 GGUF_SPECIAL = {
     **dict.fromkeys(("exaone4", "gemma2", "gemma3", "glm4", "olmo2"), GGUF_POST_NORMS),
@@ -364,6 +368,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors)
     fields = {key.format(arch=architecture): value for key, value in gguf_metadata(config, architecture, spec).items()}
     fields |= tokenizer_fields(checkpoint, config, architecture)
+    of_matrices, experts = gguf.GGMLQuantizationType[kind], dict[tuple[str, int], np.ndarray]()
     for shard in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(shard, "numpy") as file:
             for key in file.keys():  # noqa: SIM118  (not a dict)
@@ -371,12 +376,18 @@ def write_gguf(
                 if ".act_fn." in key:
                     fields.setdefault(f"xielu.{key.rsplit('.', 1)[1]}", []).append(float(values.reshape(())))
                     continue
-                name, values = converted(names.get(key, key), values, config, architecture)
+                if ".mlp.experts." in (own_name := names.get(key, key)):
+                    experts.update(expert_matrices(own_name, values))
+                    continue
+                name, values = converted(own_name, values, config, architecture)
                 is_matrix = values.ndim == 2 and "conv" not in name.replace("shortconv.in", "").replace(
                     "shortconv.out", ""
                 )
-                kept = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
+                kept = gguf.GGMLQuantizationType[kind if is_matrix and "ffn_gate_inp" not in name else "F32"]
                 writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
+    for name in dict.fromkeys(name for name, _ in experts):
+        together = np.stack([experts[name, expert] for expert in range(spec.experts.count)])
+        writer.add_tensor(name, quantize(together, of_matrices), raw_dtype=of_matrices)
     if architecture == "gemma4":
         half = config["global_head_dim"] // 2
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * (half // 4) + [1e30] * (half - half // 4), np.float32))
@@ -434,7 +445,9 @@ def gguf_metadata(config: dict[str, Any], architecture: str, spec: DecoderSpec) 
         fields["{arch}.final_logit_softcapping"] = config["final_logit_softcapping"]
     if architecture == "gemma4":
         fields |= gemma4_metadata(config)
-    if architecture == "lfm2":
+    if spec.experts is not None:
+        fields |= expert_metadata(config, architecture, spec.experts)
+    if architecture in ("lfm2", "lfm2moe"):
         kinds = config["layer_types"]
         fields["{arch}.attention.head_count_kv"] = [config["num_key_value_heads"] * (kind != "conv") for kind in kinds]
         fields["{arch}.shortconv.l_cache"] = config.get("conv_L_cache", 3)
@@ -456,11 +469,22 @@ def gguf_metadata(config: dict[str, Any], architecture: str, spec: DecoderSpec) 
         fields["{arch}.logit_scale"] = config["logit_scale"]
     if architecture in ("gptneox", "stablelm"):
         fields["{arch}.use_parallel_residual"] = spec.parallel is not None
-    if architecture == "granite":
+    if architecture in ("granite", "granitemoe"):
         fields["{arch}.embedding_scale"] = config["embedding_multiplier"]
         fields["{arch}.residual_scale"] = config["residual_multiplier"]
         fields["{arch}.attention.scale"] = config["attention_multiplier"]
         fields["{arch}.logit_scale"] = config["logits_scaling"]
+    return fields
+
+
+def expert_metadata(config: dict[str, Any], architecture: str, experts: Experts) -> dict[str, Any]:
+    """What the converter writes of a mixture of experts."""
+    fields = {"{arch}.expert_count": experts.count, "{arch}.expert_used_count": experts.used}
+    if "moe_intermediate_size" in config:
+        fields["{arch}.expert_feed_forward_length"] = experts.intermediate
+    if architecture == "lfm2moe":
+        fields["{arch}.expert_gating_func"] = int(gguf.ExpertGatingFuncType.SIGMOID)
+        fields["{arch}.leading_dense_block_count"] = config["num_dense_layers"]
     return fields
 
 
@@ -532,10 +556,12 @@ def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture
         return f"blk.{key.split('.')[2]}.ssm_dt.bias", values
     if key.endswith("conv1d.weight"):
         values = values[:, 0]
-    if architecture == "lfm2" and key == "model.norm.weight":
+    if architecture in ("lfm2", "lfm2moe") and key == "model.norm.weight":
         return "token_embd_norm.weight", values
     if key.endswith("conv.conv.weight"):
         values = values[:, 0]
+    if key.endswith("router.correction"):
+        return f"blk.{key.split('.')[2]}.exp_probs_b.bias", values
     if key.endswith("layer_scalar"):
         return f"blk.{key.split('.')[2]}.layer_output_scale.weight", values
     if (table := GGUF_TABLES.get(key.rsplit(".", 1)[0])) is not None:
@@ -552,6 +578,19 @@ def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
     return f"blk.{layer}.{names[part]}.{suffix}", values
+
+
+def expert_matrices(key: str, values: np.ndarray) -> Iterator[tuple[tuple[str, int], np.ndarray]]:
+    """Matrices of experts by the tensor of the file that has them and their number: of one, or of all of a layer."""
+    layer, rest = key.split(".")[2], key.split(".mlp.experts.")[1]
+    if rest == "gate_up_proj":
+        for name, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+            yield from (((f"blk.{layer}.ffn_{name}_exps.weight", expert), one) for expert, one in enumerate(half))
+    elif rest == "down_proj":
+        yield from (((f"blk.{layer}.ffn_down_exps.weight", expert), one) for expert, one in enumerate(values))
+    else:
+        expert, projection, _ = rest.split(".")
+        yield (f"blk.{layer}.ffn_{projection.removesuffix('_proj')}_exps.weight", int(expert)), values
 
 
 def tiled(key: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:

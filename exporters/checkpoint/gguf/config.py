@@ -25,6 +25,8 @@ _TAKES_MEAN = {  # architectures with LayerNorm, and the field of its epsilon; n
     "starcoder2": "norm_epsilon",
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_WITH_STATES = ("lfm2", "lfm2moe")  # in place of attention, in layers without key heads
+_ROUTERS = ("none", "softmax", "sigmoid")  # what llama.cpp's numbers of them mean
 
 
 def hugging_face_config(file: GgufFile) -> Fields:
@@ -105,7 +107,7 @@ def _epsilon(file: GgufFile) -> Fields:
 def _key_heads(file: GgufFile, layers: int, heads: int) -> int:
     """Heads of keys in the layers with attention; the others have a 0."""
     key = ".attention.head_count_kv"
-    found = {each for each in file.sizes(key, layers, heads, least=0) if each or file.architecture != "lfm2"}
+    found = {each for each in file.sizes(key, layers, heads, least=0) if each or file.architecture not in _WITH_STATES}
     if len(found) != 1 or 0 in found:
         raise file.refusal(key, "the same number above 0 for all layers with attention", sorted(found))
     return found.pop()
@@ -319,6 +321,55 @@ def _lfm2(file: GgufFile) -> Fields:
     }
 
 
+def _experts(file: GgufFile, *, count: str, width: str, score: str = "softmax") -> Fields:
+    """The fields of a mixture of experts.
+
+    Args:
+        file: without the width of an expert, that of the feed-forward is theirs.
+        count: name of the field of their number.
+        width: name of the field of their width.
+        score: what the architecture's router computes; files may leave it out.
+    """
+    gating = file.size(key := ".expert_gating_func", 0, least=0)
+    if gating and gating != _ROUTERS.index(score):
+        raise file.refusal(key, f"{_ROUTERS.index(score)}, a {score}", gating)
+    layers = file.size(".block_count")
+    return {
+        count: file.size(".expert_count"),
+        "num_experts_per_tok": file.shared_size(".expert_used_count", layers),
+        width: file.shared_size(
+            ".expert_feed_forward_length", layers, file.shared_size(".feed_forward_length", layers)
+        ),
+        "shared_intermediate_size": file.size(".expert_shared_feed_forward_length", 0, least=0),
+    }
+
+
+def _granitemoe(file: GgufFile) -> Fields:
+    mixture = _experts(file, count="num_local_experts", width="intermediate_size")
+    return _granite(file) | {"model_type": "granitemoe"} | mixture
+
+
+def _olmoe(file: GgufFile) -> Fields:
+    """As in llama.cpp, a softmax over all experts weighs the chosen ones."""
+    mixture = _experts(file, count="num_experts", width="intermediate_size")
+    return _plain("olmoe", hidden_act="silu", norm_topk_prob=False)(file) | mixture
+
+
+def _qwen3moe(file: GgufFile) -> Fields:
+    """As in llama.cpp, every layer has experts, and the weights of a token's are divided by their sum."""
+    mixture = _experts(file, count="num_experts", width="moe_intermediate_size")
+    return _qwen3(file) | {"model_type": "qwen3_moe", "norm_topk_prob": True} | mixture
+
+
+def _lfm2moe(file: GgufFile) -> Fields:
+    """As in llama.cpp, the weights of a token's experts are divided by their sum, and have no factor."""
+    mixture = _experts(file, count="num_experts", width="moe_intermediate_size", score="sigmoid")
+    dense = file.size(".leading_dense_block_count", 0, least=0)
+    corrected = f"blk.{dense}.exp_probs_b.bias" in file.blocks
+    fields = {"model_type": "lfm2_moe", "num_dense_layers": dense, "use_expert_bias": corrected}
+    return _lfm2(file) | fields | {"norm_topk_prob": True} | mixture
+
+
 def _olmo2(file: GgufFile) -> Fields:
     """OLMo 2, and OLMo 3, whose files differ by a window."""
     fields = {"model_type": "olmo2", "hidden_act": "silu", "attention_bias": False}
@@ -479,17 +530,21 @@ _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
     "glm4": _plain("glm4"),
     "gptneox": _gptneox,
     "granite": _granite,
+    "granitemoe": _granitemoe,
     "hunyuan-dense": _plain("hunyuan_v1_dense"),
     "jais2": _with_mlp_bias("jais2", hidden_act="relu2"),
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2moe,
     "llama": _llama,
     "nemotron": _with_mlp_bias("nemotron", hidden_act="relu2"),
     "olmo": _olmo,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
     "phi2": _phi2,
     "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
     "qwen35": _qwen35,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,

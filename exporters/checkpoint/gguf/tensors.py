@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
-from edgekv.spec.tensors import LAYER_TABLE, LAYER_TABLE_NORM, LAYER_TABLE_PROJECTION
+from edgekv.spec.tensors import LAYER_TABLE, LAYER_TABLE_NORM, LAYER_TABLE_PROJECTION, expert_projection
 from exporters.checkpoint.gguf.config import further_layers
 from exporters.checkpoint.gguf.file import GgufFile
 from exporters.checkpoint.gguf.part import Block
@@ -46,6 +46,8 @@ _PARTS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.router",
+    "exp_probs_b": "mlp.router.correction",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
@@ -74,7 +76,18 @@ _DELTA_RULE = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_VECTORS = ("linear_attn.dt_bias", "linear_attn.A_log", "layer_scalar")  # Hugging Face's names of these have no ending
+_EXPERTS = {  # all experts of a layer as one tensor: the projections whose rows follow each other
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
+}
+_VECTORS = (
+    "linear_attn.dt_bias",
+    "linear_attn.A_log",
+    "layer_scalar",
+    "mlp.router.correction",
+)  # Hugging Face's names of these have no ending
 _SPECIAL = {
     "exaone4": _POST_NORMS,
     "glm4": _GLM4,
@@ -88,7 +101,7 @@ _SPECIAL = {
 }
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 # llama.cpp stores q and k of these with interleaved rotary pairs; Hugging Face splits a head into halves.
-_INTERLEAVED = frozenset({"arcee", "llama", "granite", "olmo", "smollm3"})
+_INTERLEAVED = frozenset({"arcee", "llama", "granite", "granitemoe", "olmo", "smollm3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +194,9 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
                 expected=" or ".join(TYPES),
                 fix="Take a file with one of these types; Q8_0 or F16 keep the most quality.",
             )
+        if (experts := _of_experts(file, name, block)) is not None:
+            found |= experts
+            continue
         if (key := _name(file, name)) is None:
             continue
         shape = block.shape
@@ -198,6 +214,34 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
     return found
 
 
+def _of_experts(file: GgufFile, name: str, block: Block) -> dict[str, GgufTensor] | None:
+    """The matrices of each expert in a tensor `[E, rows, in]` of all; None if it is another one.
+
+    Raises:
+        CheckpointError: it has other axes.
+    """
+    match = _LAYER.fullmatch(name)
+    projections = _EXPERTS.get(match[2]) if match else None
+    if match is None or projections is None:
+        return None
+    count, width = file.size(".expert_count"), block.shape[-1]
+    if match[3] != "weight" or len(block.shape) != 3 or block.shape[0] != count or block.shape[1] % len(projections):
+        raise CheckpointError(
+            f"{file.path.name}: {name}",
+            got=f"shape {list(block.shape)}",
+            expected=f"the matrices of {count} experts, as expert_count says",
+            fix="Convert the model again with a current llama.cpp, or start from its safetensors.",
+        )
+    rows = block.shape[1] // len(projections)
+    found = {}
+    for expert, matrices in enumerate(block.data):
+        for place, projection in enumerate(projections):
+            own = Block(matrices[place * rows : (place + 1) * rows], block.type, (rows, width), block.file)
+            key = f"model.layers.{match[1]}.{expert_projection(expert, projection)}.weight"
+            found[key] = GgufTensor(block.file, own.shape, own)
+    return found
+
+
 def _name(file: GgufFile, name: str) -> str | None:
     """The Hugging Face name of a tensor; None if it belongs to no layer of the decoder."""
     if name in _TABLES:
@@ -212,7 +256,7 @@ def _name(file: GgufFile, name: str) -> str | None:
             f"{file.path.name}: {name}",
             got="a tensor that edgekv does not know",
             expected=f"the tensors of the architecture {file.architecture}",
-            fix="Merge adapters first; models with experts or of other architectures cannot be exported.",
+            fix="Merge adapters first; experts that all tokens share and other architectures cannot be exported.",
         )
     return f"model.layers.{match[1]}.{part}" + ("" if part in _VECTORS else f".{match[3]}")
 

@@ -37,6 +37,7 @@ SAME = [
     "qwen2",
     "qwen3",
     "granite",
+    "granitemoe",
     "olmo2",
     "olmo3",
     "gemma4",
@@ -51,6 +52,7 @@ SAME = [
     "jais2",
     "nemotron",
     "olmo",
+    "olmoe",
     "phi",
     "seed_oss",
     "stablelm",
@@ -64,6 +66,8 @@ ALTERED = {  # what a GGUF file says of these, where the test's checkpoint says 
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]},
     "mistral-0.3": {"model_type": "llama"},
     "lfm2": {"norm_eps": 3e-5},
+    "lfm2_moe": {"norm_eps": 3e-5, "routed_scaling_factor": 1.0},
+    "qwen3_moe": {"mlp_only_layers": []},
     "apertus": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "cohere2": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "exaone": {"rope_scaling": None},
@@ -212,6 +216,67 @@ def test_every_k_type_is_read_as_its_layout_says(kind: str, size: int) -> None:
     tensor = GgufTensor(Path("x"), (3, 512), Block(stored, kind, (3, 512), Path("x")))
     expected = np.stack([k_block(kind, each) for each in stored.reshape(-1, size)]).reshape(3, 512)
     np.testing.assert_allclose(tensor.read(slice(None)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_quantized_experts_of_a_layer_are_read_each_by_itself(tmp_path: Path, kind: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["olmoe"])
+    exact = Checkpoint.open(str(folder))
+    found = Checkpoint.open(str(write_gguf(folder, tmp_path / "model.gguf", kind)))
+    stored, experts = gguf.GGMLQuantizationType[kind], [each for each in views(exact.spec) if "expert_" in each.role]
+    assert len(experts) == exact.spec.layers * 8 * 3
+    for view in experts:
+        expected = dequantize(quantize(exact.tensor(view.name), stored), stored)
+        np.testing.assert_array_equal(found.tensor(view.name), expected)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("Q4_K", 144), ("Q6_K", 210)])
+def test_experts_of_k_types_are_read_each_by_itself(llama: Path, tmp_path: Path, kind: str, size: int) -> None:
+    stored = np.random.default_rng(2).integers(0, 256, (4, 6, size)).astype(np.uint8)  # experts, gate and up, a block
+    for row in stored.reshape(-1, size):  # finite block scales
+        place = slice(208, 210) if kind == "Q6_K" else slice(0, 4)
+        row[place] = np.array([0.01, 0.02][: (place.stop - place.start) // 2], np.float16).view(np.uint8)
+    file = GgufFile(write_gguf(llama, tmp_path / "model.gguf", **{"llama.expert_count": 4}))
+    file.blocks = {"blk.1.ffn_gate_up_exps.weight": Block(stored, kind, (4, 6, 256), Path("x"))}
+    found = gguf_tensors(file)
+    for expert, matrices in enumerate(stored):
+        for name, rows in (("gate_proj", matrices[:3]), ("up_proj", matrices[3:])):
+            tensor = found.pop(f"model.layers.1.mlp.experts.{expert}.{name}.weight")
+            expected = np.stack([k_block(kind, row) for row in rows])
+            np.testing.assert_allclose(tensor.read(slice(1, 3)), expected[1:], rtol=1e-5, atol=1e-6)
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "refusal"),
+    [
+        ("olmoe", {"olmoe.expert_count": 7}, r"ffn_\w+_exps.weight: got shape \[8, .*matrices of 7 experts"),
+        ("olmoe", {"olmoe.expert_used_count": 9}, "num_experts_per_tok: got 9; expected at most num_experts = 8"),
+        ("granitemoe", {"granitemoe.expert_shared_feed_forward_length": 96}, "shared_intermediate_size: got 96"),
+        ("granitemoe", {"granitemoe.expert_used_count": [3, 2]}, r"expert_used_count: got \[3, 2\]; expected the same"),
+        ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "expert_gating_func: got 2; expected 1, a softmax"),
+        ("qwen3_moe", {"qwen3moe.expert_feed_forward_length": 16}, r"gate_proj.weight: got shape \[32, 64\]"),
+        ("qwen3_moe", {"qwen3moe.expert_weights_scale": 2.5}, "expert_weights_scale: got 2.5"),
+        ("qwen3_moe", {"qwen3moe.expert_group_count": 2}, "expert_group_count: got 2"),
+        ("lfm2_moe", {"lfm2moe.leading_dense_block_count": 4}, "num_dense_layers: got 4; expected fewer"),
+        ("lfm2_moe", {"lfm2moe.expert_gating_func": 1}, "expert_gating_func: got 1; expected 2, a sigmoid"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused_by_field(tmp_path: Path, name: str, changes, refusal: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[name] | ALTERED.get(name, {}))
+    with pytest.raises(CheckpointError, match=refusal):
+        Checkpoint.open(str(write_gguf(folder, tmp_path / "model.gguf", **changes)))
+
+
+def test_experts_that_tokens_share_and_lost_ones_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["olmoe"])
+    shared = {"blk.0.ffn_gate_shexp.weight": np.zeros((32, 64), np.float32)}
+    with pytest.raises(CheckpointError, match=r"blk.0.ffn_gate_shexp.weight: got a tensor .* experts that all tokens"):
+        Checkpoint.open(str(write_gguf(folder, tmp_path / "shared.gguf", extra=shared)))
+    whole = write_gguf(folder, tmp_path / "model.gguf", tensors=8)
+    next(tmp_path.glob("model-00002-of-*.gguf")).unlink()
+    with pytest.raises(CheckpointError, match="model-00002-of-"):
+        Checkpoint.open(str(whole))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ FILES = {  # a checkpoint of each architecture that can be exported
     "llama": "llama-2",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "qwen35": "qwen3_5",
     "phi3": "phi3",
     "gemma2": "gemma2",
@@ -35,8 +36,11 @@ FILES = {  # a checkpoint of each architecture that can be exported
     "gemma4": "gemma4",
     "smollm3": "smollm3",
     "granite": "granite",
+    "granitemoe": "granitemoe",
     "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
     "olmo2": "olmo3",
+    "olmoe": "olmoe",
     "apertus": "apertus",
     "arcee": "arcee",
     "cohere2": "cohere2",
@@ -116,6 +120,14 @@ YARN = {
     ".rope.scaling.yarn_log_multiplier",
 }
 WINDOWS = {".attention.sliding_window_pattern", ".rope.freq_base_swa"}
+EXPERTS = {
+    ".expert_count",
+    ".expert_feed_forward_length",
+    ".expert_gating_func",
+    ".expert_shared_feed_forward_length",
+    ".expert_used_count",
+}
+GRANITE = {".attention.scale", ".embedding_scale", ".logit_scale", ".residual_scale", ".rope.scaling.finetuned"}
 READ_BY = {
     **dict.fromkeys(("jais2", "nemotron", "olmo", "phi2", "starcoder2"), EPSILON),
     **dict.fromkeys(("gptneox", "stablelm"), EPSILON | {".use_parallel_residual"}),
@@ -132,8 +144,12 @@ READ_BY = {
         ".final_logit_softcapping",
         *WINDOWS,
     },
-    "granite": {".attention.scale", ".embedding_scale", ".logit_scale", ".residual_scale", ".rope.scaling.finetuned"},
+    "granite": GRANITE,
+    "granitemoe": GRANITE | EXPERTS,
     "lfm2": {".shortconv.l_cache"},
+    "lfm2moe": EXPERTS | {".shortconv.l_cache", ".leading_dense_block_count"},
+    "olmoe": EXPERTS,
+    "qwen3moe": EXPERTS,
     "olmo2": YARN | WINDOWS,
     "qwen35": {
         ".attention.recurrent_layers",
