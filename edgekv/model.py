@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+    from edgekv.runtime import ExpertStats
+
 
 def _are_texts(prompt: object) -> TypeGuard[abc.Sequence[str]]:
     """Whether a prompt is several."""
@@ -134,6 +136,11 @@ class Model:
     def verify_rows(self) -> abc.Sequence[int]:
         """Tokens per inference of the graphs that check drafts, ascending; none if the bundle has no such graph."""
         return self.engine.verify_rows
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """What became of experts since the model was loaded; None without `expert_budget`."""
+        return self.engine.graphs.expert_stats
 
     # Those of caches raise UsageError once the model is closed.
 

@@ -80,7 +80,8 @@ def generate(
         record = model.bundle.manifest.generation
         try:
             tiles = waiting_tiles(pictures)
-            print_stream(result, output, [] if record is None else record.ignored)
+            ignored = [] if record is None else record.ignored
+            print_stream(result, output, ignored, lambda: model.expert_stats)
             if image:
                 output.note(encoder_line(pictures, tiles))
         finally:  # after Ctrl-C too

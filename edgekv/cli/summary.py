@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgekv.machine.system import format_bytes
+
 if TYPE_CHECKING:
     from edgekv.engine import BeamStats, CacheUse, GenerationStats
+    from edgekv.runtime import ExpertStats
 
 
 def engine_and_mode(engine: str) -> str:
@@ -31,6 +34,17 @@ def summary(stats: GenerationStats) -> str:
         f"prefill {times.prefill_ms:.0f} ms{first}{decode}, host {times.host_us_per_step:.0f} us/step; "
         f"KV {setup.kv_update}{reserve}{mode}: {cache.bytes_held:,} bytes held{growth}, "
         f"{cache.bytes_copied:,} copied{_eviction(cache)}{seed}{speculation_summary(stats)}]"
+    )
+
+
+def expert_line(stats: ExpertStats) -> str:
+    """What became of the experts that passes have read."""
+    held, budget, most, read = map(
+        format_bytes, (stats.held_bytes, stats.budget_bytes, stats.max_pass_bytes, stats.read_bytes)
+    )
+    return (
+        f"[experts: {stats.hits:,} of {stats.hits + stats.misses:,} were in memory, {read} read from files; "
+        f"{held} of {budget} kept between passes, {most} at most in one]"
     )
 
 

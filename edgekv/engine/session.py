@@ -19,7 +19,8 @@ from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureRows, PositionOffsets, RowsBehind
 from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_rows, whole_texts
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.engine import appending_decode_of, run_by, wide_prefill_of
+from edgekv.runtime.engine import appending_decode_of, expert_stats_of, run_by, wide_prefill_of
+from edgekv.runtime.expert_memory import ExpertStats
 from edgekv.runtime.graph import Embeddings, HostTables, rope_tables
 from edgekv.spec import FINAL_NORM_RESULT, LAYER_INPUTS_PORT
 from quant import Encoding
@@ -152,6 +153,11 @@ class Graphs:
     def times(self) -> StepTimes:
         """Sums since the graphs were loaded."""
         return replace(self.clock)
+
+    @property
+    def expert_stats(self) -> ExpertStats | None:
+        """See `expert_stats_of`."""
+        return expert_stats_of(self._engine)
 
     @property
     def loaded(self) -> list[StaticGraph]:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from onnx import TensorProto
+import onnx
+from onnx import TensorProto, helper
 
 from edgekv.bundle import BundleWeights, Extent
 from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.decoder import expert_inner, query_gain, routed
 from edgekv.graphs.products import Products, Rows, beside
-from edgekv.graphs.source import PartSource
+from edgekv.graphs.source import CHOSEN, PartSource
 from edgekv.graphs.stacked_decoder import StackedOps
 from edgekv.graphs.stacks import View
 from edgekv.graphs.weight_file import WeightFile
@@ -101,6 +102,8 @@ class FloatOps(StackedOps):
         """Sums that no node computes yet: the norm that reads one may."""
         self._turning: set[str] = set()
         """Stacks of queries and keys."""
+        self._chosen: list[str] = []
+        """By layer, 1 for each expert that a row has chosen, `[E]`."""
 
     def _table(self) -> tuple[str, Extent, Extent]:
         integers, scales = self._weights.by_rows(table_key(self.spec))
@@ -244,6 +247,7 @@ class FloatOps(StackedOps):
         nodes, name = self._nodes, f"layers.{layer}.down"
         weights, chosen = routed(self, spec, layer, x)
         rows = nodes.add("ReduceMax", [chosen.tensor, nodes.integers([0, 1])], f"{chosen.tensor}.any", keepdims=0)
+        self._chosen.append(rows)
         flags = nodes.split(
             nodes.add("Cast", [rows], f"{rows}.flags", to=TensorProto.BOOL), [1] * spec.experts.count, 0
         )
@@ -264,6 +268,16 @@ class FloatOps(StackedOps):
             self._made, self._products.made = made, of_products  # a branch sees nothing of another one
             total = nodes.either(flag, taken, added, total, name)
         return View(total)
+
+    def finish(self) -> onnx.ModelProto:
+        if not self._source.tells_experts:
+            return super().finish()
+        assert self.spec.experts is not None, "a layer has some"
+        shape = [len(self._chosen), self.spec.experts.count]
+        self._nodes.write("Concat", [self._nodes.reshape(rows, [1, -1]) for rows in self._chosen], [CHOSEN], axis=0)
+        model = super().finish()
+        model.graph.output.append(helper.make_tensor_value_info(CHOSEN, TensorProto.FLOAT, shape))
+        return model
 
     def _places(self, chosen: View, expert: int) -> str:
         """The rows that have chosen an expert, `[rows]`."""

@@ -15,6 +15,8 @@ from quant import Encoding
 
 WIDE_ROWS = 256
 """Most tokens of a step: from here on, attention takes as much longer as all else gets shorter."""
+CHOSEN = "experts_chosen"
+"""An output `[layers with experts, E]`, float32: 1 for each expert that a row has chosen, else 0."""
 BUILT_KEYS: KeyLayout = "rows"
 """Key layout of graphs that are built here, whatever the bundle's is: a step can then read the rows in use alone, where
 columns have a stride for each number of past tokens."""
@@ -33,6 +35,7 @@ class PartSource:
         part: the part.
         takes_fewer: whether steps can have fewer tokens than AR.
         appends: whether it writes new keys and values directly behind the past ones, in the memory of these.
+        tells_experts: whether it has the output `CHOSEN`.
     """
 
     folder: Path
@@ -41,6 +44,7 @@ class PartSource:
     part: PartRecord
     takes_fewer: bool = False
     appends: bool = False
+    tells_experts: bool = False
 
     @classmethod
     def of(
@@ -84,12 +88,17 @@ class PartSource:
         return self.folder / self.part.file
 
     @property
+    def expert_layers(self) -> list[int]:
+        """The layers of the part that have experts."""
+        return [layer for layer in self.part.layers if self.manifest.model.has_experts(layer)]
+
+    @property
     def content(self) -> bytes:
         """All that a graph is built from, but for the content of weights: equal for equal graphs."""
         manifest, graph = self.manifest, self.graph
         said = (manifest.model, manifest.encodings, manifest.weights, manifest.lora)
         cache = manifest.context, manifest.kv_dtype, manifest.key_layout
-        sizes = graph.ar, graph.context, graph.role, self.takes_fewer, self.appends
+        sizes = graph.ar, graph.context, graph.role, self.takes_fewer, self.appends, self.tells_experts
         return msgspec.json.encode((said, cache, sizes, self.part), order="deterministic")
 
 

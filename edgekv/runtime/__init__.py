@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         find_engines as find_engines,
         make_engine as make_engine,
     )
+    from edgekv.runtime.expert_memory import ExpertStats as ExpertStats
     from edgekv.runtime.graph import (
         Row as Row,
         StaticGraph as StaticGraph,

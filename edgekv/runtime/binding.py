@@ -16,8 +16,10 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgekv.errors import BundleError
+from edgekv.graphs.source import CHOSEN
 from edgekv.kv import Arena, CacheGroup, KVCache, RowArena, Window
 from edgekv.runtime.adapter import AdapterMemory
+from edgekv.runtime.expert_memory import PartExperts
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.shared_memory import SharedAllocator, shared_device
 from edgekv.spec import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, PartRecord, Port, cache_stack
@@ -456,9 +458,18 @@ class MemoryBinding:
         session: ort.InferenceSession,
         weights: MappedWeights | None = None,
         shared: SharedAllocator | None = None,
+        experts: PartExperts | None = None,
     ) -> None:
-        """Args: session: to bind. weights: that it maps, if they are known. shared: memory that is bound as shared."""
+        """Prepare to bind.
+
+        Args:
+            session: to bind.
+            weights: that it maps, if they are known.
+            shared: memory that is bound as shared.
+            experts: what it reads of them is noted; its graph has the output `CHOSEN`.
+        """
         self._session = session
+        self._experts = experts
         self._weights = weights
         self._shared = shared
         self._bound = _BindingSet(session, shared)
@@ -466,6 +477,8 @@ class MemoryBinding:
         self._wanted: _Places = {}
         self._last: _Places = {}
         self._run_ns = 0
+        if experts is not None:
+            self.outputs([CHOSEN], experts.chosen.dtype, experts.chosen.shape, [experts.chosen.ctypes.data])
 
     @property
     def reads_used_rows(self) -> bool:
@@ -480,7 +493,8 @@ class MemoryBinding:
 
     @property
     def interface(self) -> GraphInterface:
-        return GraphInterface(_ports(self._session.get_inputs()), _ports(self._session.get_outputs()))
+        outputs = [arg for arg in self._session.get_outputs() if arg.name != CHOSEN]
+        return GraphInterface(_ports(self._session.get_inputs()), _ports(outputs))
 
     def inputs(
         self,
@@ -513,6 +527,8 @@ class MemoryBinding:
         began = perf_counter_ns()
         self._session.run_with_iobinding(bound.io)
         self._run_ns = perf_counter_ns() - began
+        if self._experts is not None:
+            self._experts.note()
 
     def release(self) -> None:
         if self._weights is not None:

@@ -28,9 +28,10 @@ from edgekv.machine.graph_file import loadable
 from edgekv.machine.steps import step
 from edgekv.machine.system import format_bytes, free_memory_bytes, return_freed_memory
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
+from edgekv.runtime.expert_memory import ExpertMemory, PartExperts
 from edgekv.runtime.mapped import MappedWeights
 
-_Loaded = tuple[ort.InferenceSession, MappedWeights | None]
+_Loaded = tuple[ort.InferenceSession, MappedWeights | None, PartExperts | None]
 
 _MIN_GROWTH = 2  # of 16-bit integers as float32; those of 4 bits grow eightfold
 
@@ -44,6 +45,7 @@ class CpuEngine:
         mode: how it computes.
         batch_invariant: whether decode steps have the bits of rows of larger steps, for bundles whose drafts are
             verified. Only graphs that are built here do, on x86: kernels for Arm were seen to differ in the last bit.
+        experts: which of a mixture stay in memory; None for as many as the system keeps.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
@@ -51,6 +53,7 @@ class CpuEngine:
     threads: int | None = None
     mode: CpuMode = "emulate"
     batch_invariant: bool = False
+    experts: ExpertMemory | None = None
     _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
     _manifests: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -75,6 +78,17 @@ class CpuEngine:
     def in_mode(self, mode: CpuMode) -> CpuEngine:
         """An engine with another mode."""
         return replace(self, mode=mode)
+
+    def with_expert_budget(self, manifest: Manifest, budget_bytes: int) -> CpuEngine:
+        """An engine that keeps so many bytes of experts in memory.
+
+        Raises:
+            UsageError: the mode computes all experts, or see `ExpertMemory.of`.
+        """
+        if self.mode == "emulate":
+            got = "the mode emulate, which computes every expert"
+            raise UsageError("expert_budget", got=got, expected="fast or exact16", fix="Add --cpu-mode fast.")
+        return replace(self, experts=ExpertMemory.of(manifest, budget_bytes))
 
     @property
     def name(self) -> str:
@@ -115,7 +129,8 @@ class CpuEngine:
         if file not in self._sessions:
             with step(f"load {file.name} on {self.name}"):
                 self._sessions[file] = self._load(file)
-        return MemoryBinding(*self._sessions[file])
+        session, weights, experts = self._sessions[file]
+        return MemoryBinding(session, weights, experts=experts)
 
     def encoder(self, file: Path) -> Binding:
         """A vision encoder: in `emulate` its graph as it is, else one that is built for the mode.
@@ -126,12 +141,13 @@ class CpuEngine:
         if file not in self._sessions:
             with step(f"load {file.name} on {self.name}"):
                 self._sessions[file] = self._load_encoder(file)
-        return MemoryBinding(*self._sessions[file])
+        session, weights, _ = self._sessions[file]
+        return MemoryBinding(session, weights)
 
     def _load_encoder(self, file: Path) -> _Loaded:
         vision = self._manifest(file.parent).vision
         if self.mode == "emulate" or vision is None:
-            return self.session(file), None
+            return self.session(file), None, None
         return self._rendered(file, EncoderSource(file.parent, vision), self.mode)
 
     def session(self, graph: Path) -> ort.InferenceSession:
@@ -149,7 +165,8 @@ class CpuEngine:
             self._check_memory(source)
         if self.mode != "emulate":
             return self._rendered(file, source, self.mode, has_shapes=not source.takes_fewer)
-        return self._session(file, emulated_bytes(source, batch_invariant=self.batch_invariant), file.parent), None
+        content = emulated_bytes(source, batch_invariant=self.batch_invariant)
+        return self._session(file, content, file.parent), None, None
 
     def _rendered(self, file: Path, source: Source, mode: RenderedMode, *, has_shapes: bool = True) -> _Loaded:
         """A session of the graph that is built for a mode, and the weights that it maps."""
@@ -159,7 +176,12 @@ class CpuEngine:
                 session = self._session(file, content, folder, has_shapes=has_shapes, is_optimized=True)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
-            return session, weights
+            experts = None
+            if self.experts is not None and isinstance(source, PartSource) and source.tells_experts:
+                assert source.manifest.model.experts is not None, "its layers have some"
+                experts = PartExperts(self.experts, source.expert_layers, source.manifest.model.experts.count)
+                self.experts.add(content, folder, weights)
+            return session, weights, experts
         except EdgeKVError:
             raise
         except Exception as error:  # what the runtime raises while it packs weights has no common base
@@ -169,7 +191,8 @@ class CpuEngine:
         """What a bundle's manifest says of a file."""
         manifest = self.as_run(self._manifest(file.parent))
         own = self.wide_prefill(manifest), self.appending_decode(manifest)
-        return PartSource.of(file.parent, manifest, file.name, *own)
+        source = PartSource.of(file.parent, manifest, file.name, *own)
+        return replace(source, tells_experts=self.experts is not None and bool(source.expert_layers))
 
     def _manifest(self, folder: Path) -> Manifest:
         if folder not in self._manifests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +10,9 @@ from typing import Protocol
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
+from edgekv.machine.system import parse_bytes
 from edgekv.runtime.binding import BatchInvariance, Binding
+from edgekv.runtime.expert_memory import ExpertStats
 from edgekv.runtime.load_options import EngineOptions
 
 GROUP = "edgekv.engines"
@@ -84,6 +87,12 @@ def open_encoder(engine: Engine, file: Path) -> Binding:
     return binding
 
 
+def expert_stats_of(engine: Engine) -> ExpertStats | None:
+    """What became of experts that an engine reads within a budget, since it was made; None without one."""
+    memory = getattr(engine, "experts", None)
+    return None if memory is None else replace(memory.stats)
+
+
 class EngineType(Protocol):
     """The object that an entry point of `edgekv.engines` names: usually the engine's class."""
 
@@ -142,18 +151,28 @@ def make_engine(bundle: Bundle, options: EngineOptions) -> Engine:
             expected=runnable,
             fix=f"Use {runnable}, or export with --format {kind.graph_format}.",
         )
+    budget_bytes = _read_budget(name, options.expert_budget)
     engine = kind.open(bundle, threads)
     if htp is not None:
         from edgekv.runtime.htp import HtpEngine
 
         assert isinstance(engine, HtpEngine), "no other engine has them"
         return engine.with_options(htp)
-    if mode is None:
+    if mode is None and budget_bytes is None:
         return engine
     from edgekv.runtime.cpu import CpuEngine
 
-    assert isinstance(engine, CpuEngine), "no other engine has modes"
-    return engine.in_mode(mode)
+    assert isinstance(engine, CpuEngine), "no other engine has modes or a budget"
+    engine = engine.in_mode(mode or engine.mode)
+    return engine if budget_bytes is None else engine.with_expert_budget(bundle.manifest, budget_bytes)
+
+
+def _read_budget(engine: str, budget: str | int | None) -> int | None:
+    if budget is None:
+        return None
+    if engine != "cpu":
+        raise UsageError("expert_budget", got=f"it with the engine {engine}", expected="none", fix="Leave it out.")
+    return parse_bytes("expert_budget", budget) if isinstance(budget, str) else budget
 
 
 def _read_mode(engine: str, text: str | None) -> CpuMode | None:

@@ -49,6 +49,15 @@ class EngineOptions:
             shown="fast to generate, emulate to compare",
         ),
     ] = None
+    expert_budget: Annotated[
+        str | int | None,
+        Option(
+            "Memory for the experts of a mixture that stay between two passes, such as 512MiB, in the modes fast and "
+            "exact16; a pass reads others from files.",
+            shown="as much as is free",
+            subjects=("expert budget",),
+        ),
+    ] = None
     htp: Annotated[
         HtpOptions | None,
         Option(

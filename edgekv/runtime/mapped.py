@@ -20,7 +20,7 @@ class MappedWeights:
     """The parts of this process's memory that a session maps from a folder's files; none where Linux does not tell."""
 
     def __init__(self) -> None:
-        self._places: set[tuple[int, int]] = set()
+        self._places: dict[str, list[tuple[int, int]]] = {}
 
     @classmethod
     @contextmanager
@@ -29,18 +29,24 @@ class MappedWeights:
         weights, before = cls(), _mapped(folder)
         yield weights
         # Pages that were written to are no longer the file's.
-        weights._places = {place for place in _mapped(folder) - before if _is_as_in_file(*place)}
+        for name, start, length in _mapped(folder) - before:
+            if _is_as_in_file(start, length):
+                weights._places.setdefault(name, []).append((start, length))
 
-    def release(self) -> None:
-        """Let the system take the pages. What other sessions and processes map of the same files stays."""
+    def release(self, name: str | None = None) -> None:
+        """Let the system take the pages, of one file or of all.
+
+        What other sessions and processes map of the same files stays.
+        """
+        names = self._places if name is None else [name] if name in self._places else []
         with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no library without a name
             advise = ctypes.CDLL(None).madvise
-            for start, length in self._places:
+            for start, length in (place for each in names for place in self._places[each]):
                 advise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED))
 
 
-def _mapped(folder: Path) -> set[tuple[int, int]]:
-    """Start and length of each private mapping of a file in the folder."""
+def _mapped(folder: Path) -> set[tuple[str, int, int]]:
+    """Name, start and length of each private mapping of a file in the folder."""
     prefix, mapped = os.fsencode(f"{folder.resolve()}{os.sep}"), set()
     with suppress(OSError):
         for line in (_PROCESS / "maps").read_bytes().splitlines():
@@ -48,7 +54,7 @@ def _mapped(folder: Path) -> set[tuple[int, int]]:
                 span, rights, *_, path = line.split(maxsplit=5)
                 if rights.endswith(b"p") and path.startswith(prefix):
                     start, end = (int(address, 16) for address in span.split(b"-"))
-                    mapped.add((start, end - start))
+                    mapped.add((os.fsdecode(path.removeprefix(prefix)), start, end - start))
     return mapped
 
 
