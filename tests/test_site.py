@@ -126,7 +126,7 @@ def test_the_file_of_results_is_as_commands_write_it(tmp_path: Path) -> None:
 def test_a_row_takes_what_eval_and_compare_measured(bundle: Path, embedded: Path, capfd: pytest.CaptureFixture) -> None:
     """And it keeps what they do not measure."""
     text = ["--text", str(embedded / "heldout.txt"), "--tokens", "60", "--json"]
-    for command in (["eval", str(bundle), *text], ["compare", str(bundle), str(embedded), "--new", "0", *text]):
+    for command in (["eval", str(bundle), *text], ["compare", str(bundle), str(embedded), "--new-tokens", "0", *text]):
         capfd.readouterr()
         assert run(command) == 0
         measured = capfd.readouterr().out.encode()

@@ -78,8 +78,8 @@ def eval_(
 
     content = read_text_file(text, "--text")
     if size_budget is not None and suggest_recipe is None:
-        wanted, fix = "--suggest-recipe, whose recipe it limits", "Leave it out, or add --suggest-recipe FILE.json."
-        raise UsageError("--size-budget", got="it alone", expected=wanted, fix=fix)
+        expected, fix = "--suggest-recipe, whose recipe it limits", "Leave it out, or add --suggest-recipe FILE.json."
+        raise UsageError("--size-budget", got="it alone", expected=expected, fix=fix)
     budget = parse_budget("--size-budget", size_budget or _BUDGET)
     if suggest_recipe is not None:
         check_recipe_path(suggest_recipe)

@@ -35,7 +35,7 @@ def export(
         ),
     ],
     target: Annotated[Path, Option("The bundle's folder; must not exist yet.", "-o --output", group="Target")],
-    given: Annotated[Given[ExportOptions], OptionGroup("Target")],
+    chosen: Annotated[Given[ExportOptions], OptionGroup("Target")],
     run: Annotated[RunOptions, OptionGroup("Run", only=_RUN)],
     output: Output,
     lora: Annotated[
@@ -86,13 +86,13 @@ def export(
         if estimate:
             raise UsageError("--estimate", got="it with --draft-for", expected="edgekv estimate", fix="Leave it out.")
         if task is not None:
-            wanted = "a drafter, which writes text"
-            raise UsageError("--task", got=f"{task} with --draft-for", expected=wanted, fix="Leave one of them out.")
-        _export_drafter(checkpoint, draft_for, target, given, run, output, lora=lora, force=force)
+            expected = "a drafter, which writes text"
+            raise UsageError("--task", got=f"{task} with --draft-for", expected=expected, fix="Leave one of them out.")
+        _export_drafter(checkpoint, draft_for, target, chosen, run, output, lora=lora, force=force)
         return
-    if "device" not in given:
-        given = _for_cpu(given, estimate=estimate)
-    options = ExportOptions(**given)
+    if "device" not in chosen:
+        chosen = _for_cpu(chosen, estimate=estimate)
+    options = ExportOptions(**chosen)
     run = ready_to_run(run)
     check_first(checkpoint, options)
     with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
@@ -118,7 +118,7 @@ def export(
         return
     for line in export_lines(target, manifest, opened):
         click.echo(line)
-    if "device" not in given:
+    if "device" not in chosen:
         click.echo("  for the CPU; edgekv compile --device DEVICE checks and compiles it for a chip")
     if options.compile:
         compiled = open_compiled(open_bundle(target, verify=False), manifest.device, qnn.compiler())
@@ -126,27 +126,27 @@ def export(
         show_compiled(compiled.path, compiled.manifest, peaks)
     if estimated is not None:
         show_estimate(estimated)
-    click.echo(next_line(target, manifest, is_compiled=options.compile, for_cpu="device" not in given))
+    click.echo(next_line(target, manifest, is_compiled=options.compile, for_cpu="device" not in chosen))
 
 
-def _for_cpu(given: Given[ExportOptions], *, estimate: bool) -> Given[ExportOptions]:
+def _for_cpu(options: Given[ExportOptions], *, estimate: bool) -> Given[ExportOptions]:
     """The options of an export without a chip.
 
     Raises:
         UsageError: one of them needs a chip.
     """
-    needing = {"--compile": given.get("compile"), "--estimate": estimate, "--allow-float": given.get("allow_float")}
-    needing["--target-tokens-per-s"] = given.get("target_tokens_per_s")
+    needing = {"--compile": options.get("compile"), "--estimate": estimate, "--allow-float": options.get("allow_float")}
+    needing["--target-tokens-per-s"] = options.get("target_tokens_per_s")
     if option := next((name for name, value in needing.items() if value), None):
         raise UsageError("--device", got=f"none with {option}", expected=COMMON_CHIPS, fix="Add --device.")
-    return Given({**given, "check_on_htp": False})
+    return Given({**options, "check_on_htp": False})
 
 
 def _export_drafter(
     checkpoint: str,
     draft_for: Path,
     folder: Path,
-    given: Given[ExportOptions],
+    options: Given[ExportOptions],
     run: RunOptions,
     output: Output,
     *,
@@ -160,11 +160,11 @@ def _export_drafter(
 
     if lora:
         raise UsageError("lora", got="it with --draft-for", expected="what the target has", fix="Leave it out.")
-    check_given(given)
+    check_given(options)
     run = ready_to_run(run)
     with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
         drafter = Drafter.open(checkpoint, open_bundle(draft_for))
-        manifest = export_drafter(drafter, folder, ExportOptions(**given), run, force=force, progress=progress)
+        manifest = export_drafter(drafter, folder, ExportOptions(**options), run, force=force, progress=progress)
     if output.as_json:
         print_json(manifest)
         return

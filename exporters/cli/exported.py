@@ -36,8 +36,8 @@ def export_lines(output: Path, manifest: Manifest, checkpoint: Checkpoint) -> It
     if checkpoint.predicts_further:
         yield "  layers that predict further tokens (mtp) are left out: export them for this bundle with --draft-for"
     source = manifest.source
-    given = source.calibration_tokens - source.generated_tokens
-    yield f"  calibrated on {given:,} tokens of {source.calibration} text"
+    text_tokens = source.calibration_tokens - source.generated_tokens
+    yield f"  calibrated on {text_tokens:,} tokens of {source.calibration} text"
     if source.generated_tokens:
         yield f"  rounding learned on {source.generated_tokens:,} more tokens, written by the model itself"
     for adapter in manifest.source.adapters:
@@ -96,11 +96,11 @@ def export_warnings(manifest: Manifest) -> Iterator[str]:
     if (fitted := [weight.tensor for weight in manifest.recipe.weights if weight.method in FITTED]) != []:
         shapes = matrices(manifest.model)
         widest = max(fitted, key=lambda name: shapes[name][1])
-        wanted, tokens = _TOKENS_PER_INPUT * shapes[widest][1], manifest.source.calibration_tokens
-        if tokens < wanted:
+        expected, tokens = _TOKENS_PER_INPUT * shapes[widest][1], manifest.source.calibration_tokens
+        if tokens < expected:
             yield (
-                f"calibration: got {tokens:,} tokens; expected at least {wanted:,}, {_TOKENS_PER_INPUT} for each input "
-                f"of {widest}: its integers fit this text, and other text worse. Give a longer --calibration"
+                f"calibration: got {tokens:,} tokens; expected at least {expected:,}, {_TOKENS_PER_INPUT} for each "
+                f"input of {widest}: its integers fit this text, and other text worse. Give a longer --calibration"
             )
     if (most := manifest.model.shorter_texts(manifest.context)) is not None:
         measured = "".join(f" ({record})" for record in manifest.quality if record.text == "short")

@@ -39,12 +39,12 @@ def compare_(
 
     content = read_text_file(text, "--text")
     engine = interactive(engine)
-    options = ContenderOptions(engine.engine, engine.cpu_mode, engine.threads, plan.most_tokens)
+    options = ContenderOptions(engine.engine, engine.cpu_mode, engine.threads, plan.max_tokens)
     with closing(open_contender(a, options)) as first, closing(open_contender(b, options)) as second:
         with progress_bars(output.is_quiet) as progress:
-            found = compare(first, second, content, text.name, plan, progress)
+            comparison = compare(first, second, content, text.name, plan, progress)
         if output.as_json:
-            print_json(found)
+            print_json(comparison)
             return
-        for line in comparison_lines(found):
+        for line in comparison_lines(comparison):
             click.echo(line)

@@ -96,8 +96,8 @@ def compare(
     chat = _chat(a, b, plan)
     speeds = _speeds([a, b], plan, progress)
     sides = [
-        Side(model=each.described, perplexity=perplexity, prefill_tokens_per_s=prefill, decode_tokens_per_s=decode)
-        for each, perplexity, (prefill, decode) in zip(
+        Side(model=contender.described, perplexity=perplexity, prefill_tokens_per_s=prefill, decode_tokens_per_s=decode)
+        for contender, perplexity, (prefill, decode) in zip(
             (a, b), (result.reference_perplexity, result.perplexity), speeds, strict=True
         )
     ]
@@ -123,8 +123,8 @@ def text_windows(a: Contender, b: Contender, text: str, plan: ComparePlan) -> li
     Raises:
         UsageError: as `compare`.
     """
-    tokenizers = [each.tokenizer for each in (a, b) if each.tokenizer is not None]
-    encoded = [encode(each, text, field="text", add_special_tokens=False) for each in tokenizers]
+    tokenizers = [contender.tokenizer for contender in (a, b) if contender.tokenizer is not None]
+    encoded = [encode(tokenizer, text, field="text", add_special_tokens=False) for tokenizer in tokenizers]
     if not encoded:
         raise UsageError(
             "tokenizer.json",
@@ -150,16 +150,18 @@ def text_windows(a: Contender, b: Contender, text: str, plan: ComparePlan) -> li
 
 def _chat(a: Contender, b: Contender, plan: ComparePlan) -> tuple[QualityRecord, ...]:
     """On a conversation; nothing if neither has a chat template, or its tokens are unknown."""
-    found = next((each for each in (a, b) if each.chat is not None and each.tokenizer is not None), None)
-    if found is None or found.tokenizer is None:
+    chatting = next(
+        (contender for contender in (a, b) if contender.chat is not None and contender.tokenizer is not None), None
+    )
+    if chatting is None or chatting.tokenizer is None:
         return ()
-    chat = HeldOutChat.of(found.tokenizer, found.chat)
+    chat = HeldOutChat.of(chatting.tokenizer, chatting.chat)
     if chat is None:
         return ()
     windows = chat.windows(_length(a, b, plan), _first(a, b), min(plan.tokens, MEASURED_TOKENS["chat"]))
-    inputs = [each.window.inputs for each in windows]
+    inputs = [window.window.inputs for window in windows]
     logits = zip(a.logits(inputs), b.logits(inputs), strict=True)
-    return measure_chat(windows, (_same_width(*each, b.described.path) for each in logits))
+    return measure_chat(windows, (_same_width(*logit, b.described.path) for logit in logits))
 
 
 def _length(a: Contender, b: Contender, plan: ComparePlan) -> int:
@@ -169,7 +171,7 @@ def _length(a: Contender, b: Contender, plan: ComparePlan) -> int:
 
 def _first(a: Contender, b: Contender) -> Sequence[int]:
     """The tokens that every window begins with."""
-    needed = [each for each in (a, b) if each.must_begin]
+    needed = [contender for contender in (a, b) if contender.must_begin]
     if len(needed) == 2 and list(a.first) != list(b.first):
         raise UsageError(
             b.described.path,
@@ -194,14 +196,15 @@ def _same_width(ours: Floats, theirs: Floats, path: str) -> tuple[Floats, Floats
 
 
 def _check_room(a: Contender, b: Contender, plan: ComparePlan) -> None:
-    if not plan.new:
+    if not plan.new_tokens:
         return
-    for each in (a, b):
-        if isinstance(each, TimedContender) and plan.prompt + plan.new + 1 > each.described.context:
+    for contender in (a, b):
+        described = contender.described
+        if isinstance(contender, TimedContender) and plan.prompt_tokens + plan.new_tokens + 1 > described.context:
             raise UsageError(
-                "--prompt and --new",
-                got=f"{plan.prompt} and {plan.new} tokens",
-                expected=f"at most {each.described.context - 1} together, the context of {each.described.path}",
+                "--prompt-tokens and --new-tokens",
+                got=f"{plan.prompt_tokens} and {plan.new_tokens} tokens",
+                expected=f"at most {described.context - 1} together, the context of {described.path}",
                 fix="Use smaller ones.",
             )
 
@@ -210,30 +213,32 @@ def _speeds(
     contenders: Sequence[Contender], plan: ComparePlan, progress: Progress
 ) -> list[tuple[float | None, float | None]]:
     """Tokens per second in prefill and in decode, of each model that is timed. No prompt comes twice."""
-    timed = [each for each in contenders if plan.new and isinstance(each, TimedContender)]
+    timed = [contender for contender in contenders if plan.new_tokens and isinstance(contender, TimedContender)]
     random = np.random.default_rng(plan.seed)
-    timings: dict[int, list[Timing]] = {id(each): [] for each in timed}
+    timings: dict[int, list[Timing]] = {id(contender): [] for contender in timed}
     turns = plan.turns + _WARM_UP if timed else 0
     for turn in range(turns):
         progress("time", turn, turns)
-        for each in timed:
-            timing = each.time(_prompt(each, plan, random), 1 + plan.new)
+        for contender in timed:
+            timing = contender.time(_prompt(contender, plan, random), 1 + plan.new_tokens)
             if turn >= _WARM_UP:
-                timings[id(each)].append(timing)
+                timings[id(contender)].append(timing)
     if turns:
         progress("time", turns, turns)
-    return [_speed(timings[id(each)], plan) if id(each) in timings else (None, None) for each in contenders]
+    return [
+        _speed(timings[id(contender)], plan) if id(contender) in timings else (None, None) for contender in contenders
+    ]
 
 
 def _speed(timings: Sequence[Timing], plan: ComparePlan) -> tuple[float, float]:
-    first_s, rest_s = median(each.first_s for each in timings), median(each.rest_s for each in timings)
-    return plan.prompt / first_s, plan.new / rest_s
+    first_s, rest_s = median(timing.first_s for timing in timings), median(timing.rest_s for timing in timings)
+    return plan.prompt_tokens / first_s, plan.new_tokens / rest_s
 
 
 def _prompt(contender: Contender, plan: ComparePlan, random: np.random.Generator) -> list[int]:
     """Random tokens, after those that a text must begin with."""
     tokenizer = contender.tokenizer
     vocab = tokenizer.get_vocab_size(with_added_tokens=False) if tokenizer is not None else _SMALL_VOCABULARY
-    drawn: list[int] = random.integers(vocab, size=plan.prompt).tolist()
+    drawn: list[int] = random.integers(vocab, size=plan.prompt_tokens).tolist()
     first = list(contender.first) if contender.must_begin else []
     return [*first, *drawn[len(first) :]]

@@ -101,5 +101,5 @@ class TimedContender(Contender, Protocol):
 
 def bytes_on_disk(folder: Path) -> int:
     """The size of all files of a folder, or of one file."""
-    files = [folder] if folder.is_file() else [each for each in folder.rglob("*") if each.is_file()]
-    return sum(each.stat().st_size for each in files)
+    files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

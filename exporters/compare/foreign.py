@@ -68,12 +68,12 @@ class ForeignContender:
             self._child = child
         return self._child
 
-    def _ask(self, child: Child, function: Callable[[Job], Reply], job: Job, wanted: str) -> Reply:
+    def _ask(self, child: Child, function: Callable[[Job], Reply], job: Job, expected: str) -> Reply:
         try:
             return child.call(function, job)
         except ChildEndedError as error:
-            found = error.ending
+            got = error.ending
         except CallFailedError as error:  # each runtime raises its own
-            found = str(error)
+            got = str(error)
         fix = "Check that the runtime itself runs the model."
-        raise EngineError(f"{self._open.runtime} on {self._open.path}", got=found, expected=wanted, fix=fix)
+        raise EngineError(f"{self._open.runtime} on {self._open.path}", got=got, expected=expected, fix=fix)

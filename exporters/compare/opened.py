@@ -71,18 +71,18 @@ def open_contender(path: Path, options: ContenderOptions) -> Contender:
     """
     if path.is_dir() and (path / _OPENVINO).is_file():
         return _openvino(path, options)
-    found = identify(path)
-    if found is not None and found.kind == "genai":
+    record = identify(path)
+    if record is not None and record.kind == "genai":
         return _genai(path, options)
-    if found is not None and found.kind == "bundle" and path.is_dir():
+    if record is not None and record.kind == "bundle" and path.is_dir():
         return BundleContender(path, options.engine, options.cpu_mode, options.threads)
     if is_gguf(path):
         return _gguf(path, options)
-    if found is not None and found.kind == "checkpoint":
+    if record is not None and record.kind == "checkpoint":
         opened = Checkpoint.open(str(path))
         return ReferenceContender(opened, "checkpoint", bytes_on_disk(opened.folder))
-    what = "no such file or folder" if not path.exists() else "an unknown format" if found is None else found.what
-    fix = "Check the path." if found is None else found.as_bundle.format(path=path) or found.as_checkpoint
+    what = "no such file or folder" if not path.exists() else "an unknown format" if record is None else record.what
+    fix = "Check the path." if record is None else record.as_bundle.format(path=path) or record.as_checkpoint
     raise UsageError(str(path), got=what, expected=_WANTED, fix=fix)
 
 

@@ -21,17 +21,22 @@ class ComparePlan:
     window: Annotated[
         int, Option("Most tokens of a window, at most the smaller context; the text is cut without overlap.")
     ] = 1024
-    prompt: Annotated[int, Option("Tokens of the timed prompts.")] = 128
-    new: Annotated[int, Option("Tokens generated after each of them; 0 measures no speed.")] = 32
+    prompt_tokens: Annotated[int, Option("Tokens of the timed prompts.")] = 128
+    new_tokens: Annotated[int, Option("Tokens generated after each of them; 0 measures no speed.")] = 32
     turns: Annotated[int, Option("Timed turns of each model, which alternate.")] = 3
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field, least in (("tokens", 1), ("window", 2), ("prompt", 1), ("new", 0), ("turns", 1)):
-            if (found := getattr(self, field)) < least:
-                raise UsageError(f"--{field}", got=found, expected=f"at least {least}", fix=f"Use {least} or more.")
+        for field, least in (("tokens", 1), ("window", 2), ("prompt_tokens", 1), ("new_tokens", 0), ("turns", 1)):
+            if (number := getattr(self, field)) < least:
+                raise UsageError(
+                    f"--{field.replace('_', '-')}",
+                    got=number,
+                    expected=f"at least {least}",
+                    fix=f"Use {least} or more.",
+                )
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self.window, self.prompt + self.new + 2)
+        return max(self.window, self.prompt_tokens + self.new_tokens + 2)

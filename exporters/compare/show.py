@@ -10,16 +10,16 @@ from exporters.inspect.show import chat_figure
 _LABEL, _COLUMN = 16, 34
 
 
-def comparison_lines(found: Comparison) -> Iterator[str]:
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
     """Both models side by side, then how far apart they are."""
-    a, b = found.a, found.b
-    yield f"{found.tokens} tokens of {found.text}, in windows of {found.window}"
+    a, b = comparison.a, comparison.b
+    yield f"{comparison.tokens} tokens of {comparison.text}, in windows of {comparison.window}"
     yield _row("", "A", "B", "B / A")
     yield _row("model", a.model.path, b.model.path)
     yield _row("format", a.model.kind, b.model.kind)
     yield _row("runs on", a.model.engine, b.model.engine)
     yield _row("size", _size(a), _size(b), f"{b.model.bytes / max(a.model.bytes, 1):.2f}")
-    ratio = f"{found.perplexity_ratio:.5f} +- {found.perplexity_ratio_error:.5f}"
+    ratio = f"{comparison.perplexity_ratio:.5f} +- {comparison.perplexity_ratio_error:.5f}"
     yield _row("perplexity", f"{a.perplexity:.4f}", f"{b.perplexity:.4f}", ratio)
     for label, ours, theirs in (
         ("prefill", a.prefill_tokens_per_s, b.prefill_tokens_per_s),
@@ -28,12 +28,12 @@ def comparison_lines(found: Comparison) -> Iterator[str]:
         if ours is not None or theirs is not None:
             yield _row(label, _speed(ours), _speed(theirs), f"{theirs / ours:.2f}" if ours and theirs else "")
     yield (
-        f"  {'KL divergence':<{_LABEL}}{found.kl_nats:.5f} nats a token of A's distribution from B's; "
-        f"99 % of tokens at most {found.kl_99_nats:.4f}, all at most {found.kl_most_nats:.4f}"
+        f"  {'KL divergence':<{_LABEL}}{comparison.kl_nats:.5f} nats a token of A's distribution from B's; "
+        f"99 % of tokens at most {comparison.kl_99_nats:.4f}, all at most {comparison.kl_most_nats:.4f}"
     )
-    yield f"  {'top-1 agreement':<{_LABEL}}{found.top1_agreement:.2%}"
-    for each in found.chat:
-        yield f"  {chat_figure(each)}"
+    yield f"  {'top-1 agreement':<{_LABEL}}{comparison.top1_agreement:.2%}"
+    for record in comparison.chat:
+        yield f"  {chat_figure(record)}"
 
 
 def _row(label: str, a: str, b: str, ratio: str = "") -> str:

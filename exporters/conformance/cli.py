@@ -121,16 +121,16 @@ def show(
     """What ran, where it differs, and how fast it is beside what was expected."""
     from edgekv.conformance.show import lines_of, open_report
 
-    found = open_report(report)
+    opened = open_report(report)
     if html is not None:
         check_extra("--html", "edgekv", "export")
         from exporters.conformance.page import write_page
 
-        write_page(html, found)
+        write_page(html, opened)
     if printed.as_json:
-        print_json(found)
+        print_json(opened)
         return
-    for line in lines_of(found):
+    for line in lines_of(opened):
         click.echo(line)
     if html is not None:
         click.echo(html)

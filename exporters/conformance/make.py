@@ -115,33 +115,33 @@ def make_kit(
         BundleError: the bundle is damaged, or the kit is larger than 60 MB.
     """
     check_new(output, force=force, marker=KIT)
-    wanted = _wanted(parts)
-    checkpoint = _checkpoint(model, EMBEDDED) if "decode" in wanted else None
+    chosen = _wanted(parts)
+    checkpoint = _checkpoint(model, EMBEDDED) if "decode" in chosen else None
     pictures = MODELS / PICTURES
-    if _VISION in wanted and not pictures.is_dir():
+    if _VISION in chosen and not pictures.is_dir():
         raise _missing(PICTURES)
     left_out = dict[str, str]()
-    if _VISION in wanted and not device.supports_kv("s16"):
+    if _VISION in chosen and not device.supports_kv("s16"):
         if _VISION in parts:
             fix = "Use a later device, such as SM8550."
             raise UsageError("--device", got=f"{device.soc} (V{device.arch})", expected=_WIDE_PRODUCTS, fix=fix)
-        wanted.remove(_VISION)
+        chosen.remove(_VISION)
         left_out[_VISION] = f"it needs {_WIDE_PRODUCTS}"
-    families = [name for name in FAMILIES if f"{_FAMILIES}/{name}" in wanted or _operations(name, wanted)]
+    families = [name for name in FAMILIES if f"{_FAMILIES}/{name}" in chosen or _operations(name, chosen)]
     user = None if bundle is None else _users_bundle(bundle, device, checkpoint)
     with atomic_directory(output, force=force, marker=KIT) as folder, scratch_folder("kit") as scratch:
         made, models, predictions = list[KitPart](), list[KitModel](), list[Prediction]()
-        steps = len(families) + (_VISION in wanted) + (checkpoint is not None) + (user is not None)
+        steps = len(families) + (_VISION in chosen) + (checkpoint is not None) + (user is not None)
         for done, name in enumerate(families):
             progress(f"{_FAMILIES}/{name}", done, steps)
             try:
-                made += Family(name, device, folder, scratch / name).parts(wanted)
+                made += Family(name, device, folder, scratch / name).parts(chosen)
             except UsageError as error:
-                own = {f"{_FAMILIES}/{name}", *(f"{_GRAPHS}/{each}" for each in _operations(name, wanted))}
+                own = {f"{_FAMILIES}/{name}", *(f"{_GRAPHS}/{operation}" for operation in _operations(name, chosen))}
                 if error.field != "--device" or own & {*parts}:
                     raise
-                left_out |= dict.fromkeys(sorted(own & wanted), f"it needs {error.expected}")
-        if _VISION in wanted:
+                left_out |= dict.fromkeys(sorted(own & chosen), f"it needs {error.expected}")
+        if _VISION in chosen:
             progress(_VISION, len(families), steps)
             made.append(_encoder(device, folder, scratch / _VISION, pictures))
         if checkpoint is not None:
@@ -193,21 +193,23 @@ def _wanted(parts: Sequence[str]) -> set[str]:
     return chosen
 
 
-def _operations(family: str, wanted: Collection[str]) -> list[str]:
-    return [name for name, each in OPERATIONS.items() if each.family == family and f"{_GRAPHS}/{name}" in wanted]
+def _operations(family: str, chosen: Collection[str]) -> list[str]:
+    return [
+        name for name, operation in OPERATIONS.items() if operation.family == family and f"{_GRAPHS}/{name}" in chosen
+    ]
 
 
-def _checkpoint(given: Path | None, name: str) -> Path:
-    found = given or MODELS / name
-    if not found.exists():
+def _checkpoint(folder: Path | None, name: str) -> Path:
+    checkpoint = folder or MODELS / name
+    if not checkpoint.exists():
         raise (
             _missing(name)
-            if given is None
+            if folder is None
             else UsageError(
-                "--checkpoint", got=f"no {given}", expected="a checkpoint", fix="Leave it out for the embedded model."
+                "--checkpoint", got=f"no {folder}", expected="a checkpoint", fix="Leave it out for the embedded model."
             )
         )
-    return found
+    return checkpoint
 
 
 def _missing(name: str) -> UsageError:
@@ -259,9 +261,9 @@ class Family:
         self._scratch = scratch
         scratch.mkdir(parents=True)
 
-    def parts(self, wanted: Collection[str]) -> list[KitPart]:
+    def parts(self, chosen: Collection[str]) -> list[KitPart]:
         """Its graph and its operations, as far as they are wanted."""
-        graphs = self.graphs(wanted)
+        graphs = self.graphs(chosen)
         wrappers = self.compiled(graphs)
         orders = {
             name: order_of(onnx.load(graphs.models[name], load_external_data=False))
@@ -295,17 +297,17 @@ class Family:
             )
             for name in graphs.models
         }
-        found = [KitPart(name=f"{_GRAPHS}/{name}", kind="operation", graph=entries[name]) for name in graphs.cuts]
-        if f"{_FAMILIES}/{self._name}" in wanted:
+        parts = [KitPart(name=f"{_GRAPHS}/{name}", kind="operation", graph=entries[name]) for name in graphs.cuts]
+        if f"{_FAMILIES}/{self._name}" in chosen:
             layers = [entries[name] for name in graphs.layers]
             whole = KitPart(name=f"{_FAMILIES}/{self._name}", kind="family", graph=entries["whole"], layers=layers)
-            return [*found, whole]
+            return [*parts, whole]
         for name in ("whole", *graphs.layers):
             for file in graph_files(entries[name]):
                 (self._folder / file).unlink()
-        return found
+        return parts
 
-    def graphs(self, wanted: Collection[str]) -> FamilyGraphs:
+    def graphs(self, chosen: Collection[str]) -> FamilyGraphs:
         """Export the model, and write the graphs of its layers and of the wanted operations."""
         bundle = self._export()
         record, prefill = bundle.manifest.graph("score"), bundle.manifest.graph("prefill")
@@ -320,7 +322,7 @@ class Family:
             onnx.save(model, path)
             layers[built.part.name] = model
         cuts = dict[str, str]()
-        for name in _operations(self._name, wanted):
+        for name in _operations(self._name, chosen):
             layer = [*layers][OPERATIONS[name].layer]
             small = cut(layers[layer], OPERATIONS[name])
             onnx.save(small, folder / f"{name}.onnx")
@@ -416,7 +418,7 @@ def _export_model(checkpoint: Path, device: Device, target: Path, scratch: Path)
     """Export and compile the model that a kit decodes with."""
     opened = Checkpoint.open(str(checkpoint))
     longest = opened.spec.max_positions or _MODEL_CONTEXTS[-1]
-    contexts = tuple(each for each in _MODEL_CONTEXTS if each <= longest) or (longest,)
+    contexts = tuple(context for context in _MODEL_CONTEXTS if context <= longest) or (longest,)
     options = ExportOptions(
         device,
         read_recipe("w4a16-lpbq32" if opened.spec.hidden % 32 == 0 else "w8a16"),
@@ -489,18 +491,18 @@ def _predictions(name: str, bundle: Bundle, device: Device) -> list[Prediction]:
     """What `edgekv plan` and the compiler's simulation expect of a bundle."""
     low, high = make_plan(bundle.path, device).speed.tokens_per_s
     context = bundle.manifest.context
-    found = [Prediction(source="plan", model=name, ar=1, context=context, low=low, high=high)]
+    predictions = [Prediction(source="plan", model=name, ar=1, context=context, low=low, high=high)]
     try:
         proxies_for(device)
     except NoProxyError:
-        return found
+        return predictions
     speeds = dict[tuple[int, int], list[float]]()
     for graph in estimate_bundle(bundle, device).graphs:
         if graph.tokens_per_s is not None and graph.role != "encoder":
             speeds.setdefault((graph.ar, graph.context), []).append(graph.tokens_per_s)
-    return found + [
-        Prediction(source="estimate", model=name, ar=ar, context=context, low=min(each), high=max(each))
-        for (ar, context), each in speeds.items()
+    return predictions + [
+        Prediction(source="estimate", model=name, ar=ar, context=context, low=min(tokens_per_s), high=max(tokens_per_s))
+        for (ar, context), tokens_per_s in speeds.items()
     ]
 
 

@@ -103,9 +103,9 @@ def cut(model: onnx.ModelProto, operation: Operation) -> onnx.ModelProto:
         [shapes[result]],
         [constants[name] for name in used],
     )
-    found = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
-    found.producer_name = model.producer_name
-    return found
+    cut = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    cut.producer_name = model.producer_name
+    return cut
 
 
 def _is_begin(name: str, node: onnx.NodeProto, operation: Operation) -> bool:

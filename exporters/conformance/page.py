@@ -24,8 +24,12 @@ def write_page(file: Path, report: Report) -> None:
 
 def render_page(report: Report) -> str:
     """The page as text."""
-    heat = [Point(each.at_s, each.celsius, f"{each.celsius:.1f} C") for each in report.samples if each.celsius]
-    speed = [Point(each.at_s, each.tokens_per_s, f"{each.tokens_per_s:.1f} tokens/s") for each in report.samples]
+    heat = [
+        Point(sample.at_s, sample.celsius, f"{sample.celsius:.1f} C") for sample in report.samples if sample.celsius
+    ]
+    speed = [
+        Point(sample.at_s, sample.tokens_per_s, f"{sample.tokens_per_s:.1f} tokens/s") for sample in report.samples
+    ]
     return find_template("exporters.conformance", "page.html.j2").render(
         report=report,
         generator=GENERATOR,

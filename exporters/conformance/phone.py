@@ -99,12 +99,12 @@ class PhoneRunner:
             self._name = phone.name
             check_chip(kit, phone.chip(self.chip).soc)
             arch, binaries = kit.manifest.arch, _unpacked(kit, scratch)
-            found = find_qairt(self.qairt, arch, NET_RUN, scratch)
-            check_version(found, binaries.values())
-            libraries = library_folder(self.folder, found, arch)
+            sdk = find_qairt(self.qairt, arch, NET_RUN, scratch)
+            check_version(sdk, binaries.values())
+            libraries = library_folder(self.folder, sdk, arch)
             self._there = f"{self.folder}/conformance"
             pushes = [
-                Push.plan(self.adb, libraries, found.files),
+                Push.plan(self.adb, libraries, sdk.files),
                 Push.plan(self.adb, self._there, binaries),
             ]
             check_room(self.adb, self.folder, pushes)
@@ -112,7 +112,7 @@ class PhoneRunner:
                 push.run(self.adb, progress=self.progress)
             check_program(self.adb, f"{libraries}/{NET_RUN}")
         self._net_run = NetRun(self.adb, libraries, self.folder)
-        version = format_version(found.version)
+        version = format_version(sdk.version)
         self._versions = Versions(
             edgekv=metadata.version("edgekv"),
             runtime=f"{NET_RUN} {version}".strip(),
@@ -133,8 +133,8 @@ class PhoneRunner:
     def decode(self, kit: Kit, model: KitModel, strategy: str, allowed_steps: int) -> DecodeResult:
         job = ModelJob(folder=str(kit.path), model=model, strategy=strategy, allowed_steps=allowed_steps)
         with _losing():
-            found = decode_on(lambda bundle: _PhoneEngine(self._net_run, self._binaries(kit, model, bundle)), job)
-        return replace(found, load_ms=0.0)  # a graph is loaded by each start of the program
+            result = decode_on(lambda bundle: _PhoneEngine(self._net_run, self._binaries(kit, model, bundle)), job)
+        return replace(result, load_ms=0.0)  # a graph is loaded by each start of the program
 
     def speeds(self, kit: Kit, model: KitModel, strategy: str) -> list[SpeedResult]:
         with _losing(), opened_model(kit.path, model) as bundle:
@@ -143,7 +143,7 @@ class PhoneRunner:
     def watch(self, kit: Kit, model: KitModel, seconds: float, take: Callable[[Sample], None]) -> None:
         at_s, began, steps = 0.0, monotonic(), _STEPS
         with _losing(), opened_model(kit.path, model) as bundle:
-            record = min((each for each in bundle.manifest.graphs if each.ar == 1), key=lambda each: each.context)
+            record = min((graph for graph in bundle.manifest.graphs if graph.ar == 1), key=lambda graph: graph.context)
             while at_s < seconds:
                 _, step_s = self._times_s(self._binaries(kit, model, bundle), bundle, record, steps)
                 at_s, sensors = monotonic() - began, self._sensors()
@@ -195,18 +195,18 @@ class PhoneRunner:
 
 def _unpacked(kit: Kit, scratch: Path) -> dict[str, Path]:
     """The context binaries of a kit by their places on the phone."""
-    found = dict[str, Path]()
+    binaries = dict[str, Path]()
     for name in sorted(kit.manifest.files):
         if name.endswith(f".bin{PACKED}"):
-            found[name.removesuffix(PACKED)] = unpack(kit.path / name, scratch)
+            binaries[name.removesuffix(PACKED)] = unpack(kit.path / name, scratch)
         elif name.endswith(".bin"):
-            found[name] = kit.path / name
+            binaries[name] = kit.path / name
     for model in kit.manifest.models:
         if model.binaries:
             (folder := scratch / model.folder).mkdir()
             names = unpack_binaries(kit.path / model.binaries, folder)
-            found |= {f"{model.folder}/{name}": folder / name for name in names if name.endswith(".bin")}
-    return found
+            binaries |= {f"{model.folder}/{name}": folder / name for name in names if name.endswith(".bin")}
+    return binaries
 
 
 @contextmanager
@@ -306,8 +306,8 @@ class _PhoneBinding:
         self._outputs |= _bound(names, dtype, shape, addresses, offset_bytes)
 
     def run(self) -> None:
-        (found,) = self._net_run.run(self._binary, [self._inputs], [self._outputs])
-        for name, values in found.items():
+        (computed,) = self._net_run.run(self._binary, [self._inputs], [self._outputs])
+        for name, values in computed.items():
             held = self._outputs[name]
             if values.shape != held.shape:
                 got = f"{values.nbytes} bytes of {name}"
@@ -324,4 +324,4 @@ def _bound(
     """Arrays on bound memory."""
     size = dtype.itemsize * math.prod(shape)
     memory = (memoryview((ctypes.c_uint8 * size).from_address(at + offset_bytes)) for at in addresses)
-    return {name: np.frombuffer(each, dtype).reshape(shape) for name, each in zip(names, memory, strict=True)}
+    return {name: np.frombuffer(buffer, dtype).reshape(shape) for name, buffer in zip(names, memory, strict=True)}

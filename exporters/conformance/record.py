@@ -101,9 +101,9 @@ class _Recorder(HtpEngine):
         return engine
 
     def session(self, graph: Path) -> Any:
-        found = _Recorded(create_session(Path(self.wrappers[graph.stem]), self.device))
-        self.recorded[graph.stem] = found
-        return found
+        session = _Recorded(create_session(Path(self.wrappers[graph.stem]), self.device))
+        self.recorded[graph.stem] = session
+        return session
 
 
 def record_family(job: FamilyJob) -> dict[str, list[str]]:
@@ -130,13 +130,13 @@ def record_family(job: FamilyJob) -> dict[str, list[str]]:
         wider = ort.InferenceSession(cut.wider, session_options(Path(cut.wider).parent), providers=PROVIDERS)
         session = create_session(Path(cut.wrapper), device)
         names = [port.name for port in session.get_inputs()]
-        found = list[tuple[Arrays, Arrays]]()
+        cases = list[tuple[Arrays, Arrays]]()
         for feeds, _ in runs[cut.layer]:
             computed = [name for name in names if name not in feeds]
             values = dict(zip(computed, wider.run(computed, feeds), strict=True)) if computed else {}
-            given = {name: feeds[name] if name in feeds else values[name] for name in names}
-            found.append((given, _run(session, given)))
-        written[cut.cases] = _write(cut.cases, found)
+            inputs = {name: feeds[name] if name in feeds else values[name] for name in names}
+            cases.append((inputs, _run(session, inputs)))
+        written[cut.cases] = _write(cut.cases, cases)
     return written
 
 
@@ -144,15 +144,15 @@ def _whole_runs(
     whole: ort.InferenceSession, runs: Mapping[str, list[tuple[Arrays, Arrays]]]
 ) -> list[tuple[Arrays, Arrays]]:
     """The steps of the layers, in the graph of all of them."""
-    found, ports = list[tuple[Arrays, Arrays]](), {port.name: port for port in whole.get_inputs()}
+    recorded, ports = list[tuple[Arrays, Arrays]](), {port.name: port for port in whole.get_inputs()}
     for case in range(CASES):
         feeds: Arrays = {}
         for steps in runs.values():
             feeds |= {name: array for name, array in steps[case][0].items() if name in ports}
         if _LAST_ROW in ports:
             feeds[_LAST_ROW] = np.full(ports[_LAST_ROW].shape, _rows(feeds) - 1, np.int32)
-        found.append((feeds, _run(whole, feeds)))
-    return found
+        recorded.append((feeds, _run(whole, feeds)))
+    return recorded
 
 
 def _rows(feeds: Arrays) -> int:

@@ -343,11 +343,11 @@ def _simulated(
         names = tuple(path.name for path in binary.files.values())
         hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in binary.files.values()]
         # Not the weights: their values change no schedule.
-        given = plan.give(_nothing, "graphs", names, hashes)
-        inputs.adopt(given, next(iter(binary.files.values())).parent)
+        names_and_hashes = plan.give(_nothing, "graphs", names, hashes)
+        inputs.adopt(names_and_hashes, next(iter(binary.files.values())).parent)
         for proxy in proxies:
             on_proxy = with_level(options_on(proxy, device, options))
-            piece = EstimatePiece(given, names, proxy.soc, compiler, on_proxy)
+            piece = EstimatePiece(names_and_hashes, names, proxy.soc, compiler, on_proxy)
             planned.append((proxy, binary, plan.put(piece, compiler_bytes([*binary.files.values()]))))
     run_serial(plan, [name for _, _, name in planned], inputs, progress, resume=True)
     simulated = list[tuple[GraphEstimate, Sequence[Event]]]()

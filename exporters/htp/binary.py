@@ -59,13 +59,13 @@ def _mapped(binary: Path) -> Iterator[mmap.mmap | bytes]:
 
 def check_chip(binary: Path, device: Device, vtcm_mb: int | None = None) -> None:
     """Reject a binary that does not state this device as its target, with this VTCM; None for all of the device's."""
-    found = read_target(binary)
-    wanted = BinaryTarget(device.soc, device.arch, (vtcm_mb or device.vtcm_mb) * MIB)
-    if found != wanted:
+    stated = read_target(binary)
+    expected = BinaryTarget(device.soc, device.arch, (vtcm_mb or device.vtcm_mb) * MIB)
+    if stated != expected:
         raise EngineError(
             f"target of {binary.name}",
-            got="no soc_type in the binary" if found is None else _in_words(found),
-            expected=_in_words(wanted),
+            got="no soc_type in the binary" if stated is None else _in_words(stated),
+            expected=_in_words(expected),
             fix="The compiler did not take the target: use the tested version, `pip install edgekv[htp]`.",
         )
 

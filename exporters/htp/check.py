@@ -34,13 +34,13 @@ def run_steps(device: Device | Proxy, steps: Sequence[HtpStep]) -> int:
     try:
         return call(create_sessions, job)
     except ChildEndedError as error:
-        found = f"the HTP compiler ended with {error.ending}"
+        failure = f"the HTP compiler ended with {error.ending}"
     except EngineError as error:
-        found = str(error)
+        failure = str(error)
     names = ", ".join(Path(step.model).name for step in steps)
     raise EngineError(
         f"compiling {names} for {device.soc}",
-        got=found,
+        got=failure,
         expected="graphs that the HTP compiler accepts whole",
         fix="Install the tested compiler with `pip install edgekv[htp]`; if it is, please report this graph.",
     )
@@ -55,26 +55,26 @@ def floating_nodes(models: Sequence[Path], device: Device) -> list[str]:
     Raises:
         EngineError: the compiler is missing or refused a graph.
     """
-    _, found = run_and_lint(device, [HtpStep(model=str(model)) for model in models])
-    return [node for nodes in found for node in nodes]
+    _, nodes_of_graphs = run_and_lint(device, [HtpStep(model=str(model)) for model in models])
+    return [node for nodes in nodes_of_graphs for node in nodes]
 
 
-def float_verdict(found: Sequence[str], *, allow_float: bool) -> tuple[HtpCheck, list[str]]:
+def float_verdict(float_nodes: Sequence[str], *, allow_float: bool) -> tuple[HtpCheck, list[str]]:
     """The outcome of the check that found these float nodes, and the nodes.
 
     Raises:
         EngineError: there are some, and they are not allowed.
     """
-    if not found:
+    if not float_nodes:
         return "integers-only", []
     if not allow_float:
         raise EngineError(
             "float check",
-            got=f"{len(found)} nodes that compute in float, the first: {', '.join(found[:3])}",
+            got=f"{len(float_nodes)} nodes that compute in float, the first: {', '.join(float_nodes[:3])}",
             expected="integers only",
             fix="Report this model, or accept the slow nodes with --allow-float.",
         )
-    return "float-allowed", list(found)
+    return "float-allowed", list(float_nodes)
 
 
 def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[list[str]]]:
@@ -94,11 +94,11 @@ def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[li
             options = step.provider_options | {"dump_json_qnn_graph": "1", "json_qnn_graph_dir": str(folder)}
             dumping.append(msgspec.structs.replace(step, provider_options=options))
         peak_bytes = run_steps(device, dumping)
-        found = [
+        nodes_of_graphs = [
             [f"{Path(step.model).stem}: {node}" for node in _floating_in(folder)]
             for step, folder in zip(steps, folders, strict=True)
         ]
-    return peak_bytes, found
+    return peak_bytes, nodes_of_graphs
 
 
 def _floating_in(folder: Path) -> list[str]:
@@ -110,7 +110,7 @@ def _floating_in(folder: Path) -> list[str]:
             expected="one from the HTP compiler",
             fix="Use the tested onnxruntime-qnn, `pip install edgekv[htp]`.",
         )
-    found = []
+    nodes = []
     for path in dumps:
         graph = json.loads(path.read_text("utf-8"))["graph"]
         types = {name: tensor["data_type"] for name, tensor in graph["tensors"].items()}
@@ -118,5 +118,5 @@ def _floating_in(folder: Path) -> list[str]:
             touched = {types.get(tensor) for tensor in (*node["input_names"], *node["output_names"])}
             floats = [text for code, text in _FLOAT_TYPES.items() if code in touched]
             if floats:
-                found.append(f"{name} ({node['type']}, {' and '.join(floats)})")
-    return found
+                nodes.append(f"{name} ({node['type']}, {' and '.join(floats)})")
+    return nodes

@@ -84,7 +84,7 @@ def context_steps(models: Sequence[Path], wrappers: Sequence[str], folder: Path,
 
     The provider writes a shared binary at the last session, named after the first.
     """
-    given = dict(with_level(options).provider_options)
+    provider_options = dict(with_level(options).provider_options)
     steps = []
     for number, (model, wrapper) in enumerate(zip(models, wrappers, strict=True), 1):
         config = context_config(folder.absolute() / wrapper)  # the worker changes its folder
@@ -92,7 +92,7 @@ def context_steps(models: Sequence[Path], wrappers: Sequence[str], folder: Path,
             config["ep.share_ep_contexts"] = "1"
             if number == len(models):
                 config["ep.stop_share_ep_contexts"] = "1"
-        steps.append(HtpStep(model=str(model), session_config=config, provider_options=given))
+        steps.append(HtpStep(model=str(model), session_config=config, provider_options=provider_options))
     return steps
 
 

@@ -83,8 +83,8 @@ def compile_tflite(source: Path, target: Path, graphs: Sequence[str], device: De
         raise _refusal(device, cause or done.ending, "a context binary")
     for name, operators in _operators(target).items():
         if operators != [_DISPATCH]:
-            found = f"{len(operators)} operators left in {name}" + (f"; {cause}" if cause else "")
-            raise _refusal(device, found, "all operators in one partition")
+            got = f"{len(operators)} operators left in {name}" + (f"; {cause}" if cause else "")
+            raise _refusal(device, got, "all operators in one partition")
 
 
 def compiler() -> str:
@@ -129,10 +129,10 @@ def _for_htp(source: Path, graphs: Sequence[str]) -> bytes:
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(source.read_bytes(), 0))
-    kept = [each for each in model.signatureDefs if each.signatureKey.decode() in graphs]
-    model.subgraphs = [model.subgraphs[each.subgraphIndex] for each in kept]
-    for index, each in enumerate(kept):
-        each.subgraphIndex = index
+    kept = [signature for signature in model.signatureDefs if signature.signatureKey.decode() in graphs]
+    model.subgraphs = [model.subgraphs[signature.subgraphIndex] for signature in kept]
+    for index, signature in enumerate(kept):
+        signature.subgraphIndex = index
     model.signatureDefs = kept
     for code in model.operatorCodes:
         if code.builtinCode == schema.BuiltinOperator.CAST:
@@ -147,12 +147,12 @@ def _operators(file: Path) -> dict[str, list[Any]]:
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.Model.GetRootAs(file.read_bytes(), 0)
-    found: dict[str, list[Any]] = {}
+    operators: dict[str, list[Any]] = {}
     for index in range(model.SubgraphsLength()):
         subgraph = model.Subgraphs(index)
         codes = [model.OperatorCodes(subgraph.Operators(i).OpcodeIndex()) for i in range(subgraph.OperatorsLength())]
-        found[subgraph.Name().decode()] = [code.CustomCode() or code.BuiltinCode() for code in codes]
-    return found
+        operators[subgraph.Name().decode()] = [code.CustomCode() or code.BuiltinCode() for code in codes]
+    return operators
 
 
 def _cause(log: str) -> str:
@@ -160,13 +160,13 @@ def _cause(log: str) -> str:
     refused = list(dict.fromkeys(_REFUSED.findall(log)))
     if refused:
         return f"refused: {', '.join(refused)}"
-    return "; ".join(list(dict.fromkeys(" ".join(each.split()) for each in _ERROR.findall(log)))[:_SHOWN])
+    return "; ".join(list(dict.fromkeys(" ".join(line.split()) for line in _ERROR.findall(log)))[:_SHOWN])
 
 
-def _refusal(device: Device, found: str, wanted: str) -> EngineError:
+def _refusal(device: Device, got: str, expected: str) -> EngineError:
     return EngineError(
         f"compiling TFLite graphs for {device.soc}",
-        got=found,
-        expected=wanted,
+        got=got,
+        expected=expected,
         fix='Install the tested compiler with `pip install "edgekv[litert,htp]"`; if it is, please report this.',
     )

@@ -61,13 +61,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 T = TypeVar("T")
 
 
-def each_once(found: Sequence[T], graphs: int) -> list[T] | None:
+def each_once(repeated: Sequence[T], graphs: int) -> list[T] | None:
     """What the compiler writes of several graphs of one binary: each but the last is there twice, one after the other.
 
     Returns:
         Each once; None if it wrote another number of them.
     """
-    return [*found[1::2], found[-1]] if graphs and len(found) == 2 * graphs - 1 else None
+    return [*repeated[1::2], repeated[-1]] if graphs and len(repeated) == 2 * graphs - 1 else None
 
 
 def read_costs(profile: Path, graphs: int) -> list[Costs]:
@@ -98,8 +98,8 @@ def read_costs(profile: Path, graphs: int) -> list[Costs]:
         if _FIRST in names:
             blocks.append({})
         for name in names & _LINES.keys():
-            field, wanted = _LINES[name]
-            if not blocks or row[unit] != wanted or not row[number].isdecimal():
+            field, expected = _LINES[name]
+            if not blocks or row[unit] != expected or not row[number].isdecimal():
                 raise _other_form(f"{name}: {row[number]} {row[unit]}")
             blocks[-1][field] = int(row[number])
     fields = {field for field, _ in _LINES.values()}

@@ -50,19 +50,19 @@ def simulate(models: Sequence[Path], proxy: Proxy, options: HtpOptions = COMPILE
             wrappers = [f"{number}.onnx" for number in range(len(models))]
             steps = context_steps(models, wrappers, folder, options)
         else:
-            given = dict(with_level(options).provider_options)
-            steps = [HtpStep(model=str(model), provider_options=given) for model in models]
+            level = dict(with_level(options).provider_options)
+            steps = [HtpStep(model=str(model), provider_options=level) for model in models]
         places, profiled = [], []
         for number, step in enumerate(steps):
             places.append(place := folder.absolute() / str(number))
             place.mkdir()
-            wanted = {
+            profiling = {
                 "profiling_level": "optrace",
                 "profiling_file_path": str(place / _PROFILE),
                 "dump_json_qnn_graph": "1",
                 "json_qnn_graph_dir": str(place),
             }
-            options_of = step.provider_options | wanted
+            options_of = step.provider_options | profiling
             profiled.append(
                 msgspec.structs.replace(
                     step, model=str(Path(step.model).absolute()), folder=str(place), provider_options=options_of

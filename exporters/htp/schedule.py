@@ -110,7 +110,7 @@ class Schedule(msgspec.Struct, frozen=True):
             return ()
         at = sorted(begins)[(len(begins) - 1) // 2]
         first, last = begins[at], begins.get(at + 1, self.cycles)
-        return tuple(each for each in self.events if each.start < last and each.start + each.cycles > first)
+        return tuple(one for one in self.events if one.start < last and one.start + one.cycles > first)
 
     def shares(self, field: Literal["kind", "part"]) -> dict[str, float]:
         """The share of time of each kind of operation or part of the model, largest first; they add up to 1.
@@ -124,21 +124,21 @@ class Schedule(msgspec.Struct, frozen=True):
             if event.cycles and event.unit != "issue"
             for edge in ((event.start, 1, at), (event.start + event.cycles, 0, at))
         )
-        running, found, last = set[int](), defaultdict[str, float](float), 0
+        running, cycles, last = set[int](), defaultdict[str, float](float), 0
         for moment, begins, at in edges:
             if moment > last:
-                computing = [each for each in running if self.events[each].unit != "DMA"]
+                computing = [number for number in running if self.events[number].unit != "DMA"]
                 counted = computing or [*running]
-                for each in counted:
-                    found[getattr(self.events[each], field)] += (moment - last) / len(counted)
+                for number in counted:
+                    cycles[getattr(self.events[number], field)] += (moment - last) / len(counted)
                 if not counted:
-                    found["waiting"] += moment - last
+                    cycles["waiting"] += moment - last
                 last = moment
             (running.add if begins else running.discard)(at)
         if self.cycles > last:
-            found["waiting"] += self.cycles - last
-        total = sum(found.values()) or 1.0
-        return {name: found[name] / total for name in sorted(found, key=lambda name: -found[name])}
+            cycles["waiting"] += self.cycles - last
+        total = sum(cycles.values()) or 1.0
+        return {name: cycles[name] / total for name in sorted(cycles, key=lambda name: -cycles[name])}
 
 
 class _Arguments(msgspec.Struct):
@@ -183,17 +183,17 @@ def read_schedules(log: Path, graphs: Sequence[Path]) -> list[Schedule]:
         raise _other_form(f"{type(error).__name__}: {error}") from None
     if (once := each_once(traces, len(graphs))) is None:
         raise _other_form(f"traces of {len(traces)} graphs for {len(graphs)}")
-    found = []
+    schedules = []
     for trace, nodes in zip(once, orders, strict=True):
-        found.append(_schedule(trace, nodes))
-    return found
+        schedules.append(_schedule(trace, nodes))
+    return schedules
 
 
 def _traces(content: bytes) -> Iterator[_Trace]:
     """The Chrome traces in a log: JSON among binary fields."""
     decoder, at = DECODERS[_Trace], 0
-    while (found := content.find(_STARTS, at)) >= 0:
-        start = content.rfind(b"{", 0, found)
+    while (begin := content.find(_STARTS, at)) >= 0:
+        start = content.rfind(b"{", 0, begin)
         end = content.find(b"\0", start)
         end = content.rfind(b"}", start, end if end >= 0 else len(content)) + 1
         yield decoder.decode(content[start:end])
@@ -236,9 +236,9 @@ def _schedule(trace: _Trace, nodes: Sequence[tuple[str, str]]) -> Schedule:
             units[event.tid] = _UNITS[match[1]], max(0, int(match[2] or 0) - (match[1] in ("HVX", "HMX")))
     timed = [event for event in trace.events if event.ph == "X"]
     arguments = [DECODERS[_Arguments].decode(event.args) for event in timed]
-    operations = [int(each.id, 16) & 0xFFFFFFFF for each in arguments]
+    operations = [int(argument.id, 16) & 0xFFFFFFFF for argument in arguments]
     parts = _parts_of(operations, [event.name for event in timed], nodes)
-    found = []
+    events = []
     for event, arguments_, operation in zip(timed, arguments, operations, strict=True):
         if event.tid not in units:
             raise _other_form(f"an event of thread {event.tid}, which has no name")
@@ -250,9 +250,9 @@ def _schedule(trace: _Trace, nodes: Sequence[tuple[str, str]]) -> Schedule:
         kind = kind.removeprefix("q::").removeprefix("*")
         moved = arguments_.dmabytes if unit == "DMA" else 0
         part, layer = _BORDER if operation in _BORDERS else parts[operation]
-        found.append(Event(unit, thread, event.ts, event.dur, kind, part, layer, moved))
+        events.append(Event(unit, thread, event.ts, event.dur, kind, part, layer, moved))
     threads = sum(unit == "HVX" for unit, _ in units.values())
-    return Schedule(tuple(sorted(found, key=lambda event: event.start)), threads)
+    return Schedule(tuple(sorted(events, key=lambda event: event.start)), threads)
 
 
 def _parts_of(operations: Sequence[int], names: Sequence[str], nodes: Sequence[tuple[str, str]]) -> dict[int, _Place]:
@@ -267,10 +267,10 @@ def _parts_of(operations: Sequence[int], names: Sequence[str], nodes: Sequence[t
             if pattern.match(name):
                 seen[kind].add(operation)
     marks = [(0, -1)]
-    for kind, found in seen.items():
+    for kind, operations_of_kind in seen.items():
         marked = [at for at, (_, node_kind) in enumerate(nodes) if node_kind == kind]
-        if len(marked) == len(found):
-            marks += zip(sorted(found), marked, strict=True)
+        if len(marked) == len(operations_of_kind):
+            marks += zip(sorted(operations_of_kind), marked, strict=True)
     marks.sort()
     marks.append((max(operations, default=0) + 1, len(nodes)))
     if any(node > after for (_, node), (_, after) in pairwise(marks)):
@@ -283,7 +283,7 @@ def _parts_of(operations: Sequence[int], names: Sequence[str], nodes: Sequence[t
         if operation == number and node >= 0:
             result[operation] = places[node] or _UNKNOWN
             continue
-        between = [each for each in places[node + 1 : node_after] if each is not None]
+        between = [place for place in places[node + 1 : node_after] if place is not None]
         if not between:
             result[operation] = _UNKNOWN
             continue

@@ -74,15 +74,15 @@ def check_fits(adapter: Adapter, base: Base, slots: LoraSlots) -> None:
 
 def _check_base(adapter: Adapter, bundle: Bundle) -> None:
     """Compare the base model's weights with the bundle's, if the adapter names their hash or has them at hand."""
-    wanted, named, field = bundle.manifest.source.weights_sha256, adapter.config.base_sha256, "base_weights_sha256"
+    base_sha256, named, field = bundle.manifest.source.weights_sha256, adapter.config.base_sha256, "base_weights_sha256"
     base = adapter.config.base
     if not named and base and Path(base).is_dir():
         named, field = Checkpoint.open(base).weights_sha256(), f"base_model_name_or_path: {base}"
-    if named and named != wanted:
+    if named and named != base_sha256:
         raise CheckpointError(
             f"{adapter.folder}: {field}",
             got=f"weights with the hash {named}",
-            expected=f"{wanted}, those of {bundle.manifest.source.checkpoint}",
+            expected=f"{base_sha256}, those of {bundle.manifest.source.checkpoint}",
             fix="Use it with the model that it was trained on.",
         )
 

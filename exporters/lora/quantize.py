@@ -138,7 +138,7 @@ def _balanced(factors: Factors, most_right: float, most_left: float) -> Factors:
         most_left: the same of B.
     """
     tiny = np.finfo(np.float32).tiny
-    wanted = np.abs(factors.left).max(axis=0) / most_left
+    needed = np.abs(factors.left).max(axis=0) / most_left
     room = np.minimum(_ROOM, most_right / np.maximum(np.abs(factors.right).max(axis=1), tiny))
-    moved = np.clip(wanted, 1, np.maximum(room, 1)).astype(np.float32)
+    moved = np.clip(needed, 1, np.maximum(room, 1)).astype(np.float32)
     return Factors(factors.left / moved, factors.right * moved[:, None])

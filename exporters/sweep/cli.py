@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 PAGE = "sweep.html"
 _SWEPT = ("device", "recipe", "context", "kv_dtype", "splits", "graph_format", "compile", "lora")
 _GOALS = ("target_mb", "max_kl", "target_tokens_per_s")
-_COMMON = tuple(each.name for each in fields(ExportOptions) if each.name not in _SWEPT + _GOALS)
+_COMMON = tuple(option.name for option in fields(ExportOptions) if option.name not in _SWEPT + _GOALS)
 _LOCAL = Cluster(LOCAL)
 _DEFAULTS = SweepOptions()
 
 
 def _listed(option: str, text: str) -> list[str]:
-    names = [each.strip() for each in text.split(",")]
+    names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise UsageError(option, got=repr(text), expected="names, comma-separated", fix="Correct the list.")
     return [*dict.fromkeys(names)]
@@ -51,12 +51,12 @@ def _chosen(option: str, text: str, *, known: tuple[str, ...]) -> list[str]:
 
 
 def _recipes(option: str, text: str) -> list[tuple[str, Recipe]]:
-    found = [(name, read_recipe(name)) for name in _listed(option, text)]
-    if wrong := [name for name, recipe in found if recipe.mean_bits is not None]:
-        wanted = "recipes that say the type of each matrix"
+    recipes = [(name, read_recipe(name)) for name in _listed(option, text)]
+    if wrong := [name for name, recipe in recipes if recipe.mean_bits is not None]:
+        expected = "recipes that say the type of each matrix"
         fix = f"Export with --recipe {wrong[0]} by itself."
-        raise UsageError(option, got=wrong[0], expected=wanted, fix=fix)
-    return found
+        raise UsageError(option, got=wrong[0], expected=expected, fix=fix)
+    return recipes
 
 
 def _devices(option: str, text: str) -> list[Device]:
@@ -70,7 +70,7 @@ def _rotations(option: str, text: str) -> list[str]:
 
 
 def _contexts(option: str, text: str) -> list[tuple[int, ...]]:
-    return [parse_numbers(option, each.replace("+", ",")) for each in _listed(option, text)]
+    return [parse_numbers(option, numbers.replace("+", ",")) for numbers in _listed(option, text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +143,13 @@ def sweep(
     if (calibration := common.get("calibration")) is not None:
         common["calibration"] = calibration.absolute()
     template = ExportOptions(**{"device": axes.devices[0], "compile": compiles, **common})
-    wanted = combinations(axes.recipes, axes.kv, axes.devices, axes.contexts, axes.splits, axes.rotations)
+    chosen = combinations(axes.recipes, axes.kv, axes.devices, axes.contexts, axes.splits, axes.rotations)
     content = read_text_file(text, "--text")
     _make_folder(folder)
     with progress_bars(output.is_quiet) as progress:
         report = run_sweep(
             checkpoint,
-            [*wanted],
+            [*chosen],
             Text(text.name, content, tokens),
             folder,
             template,

@@ -81,17 +81,17 @@ def combinations(
     rotations: Sequence[RotationName | None] = (None,),
 ) -> Iterator[Combination]:
     """All combinations, those that share the most next to each other."""
-    for (given, recipe), rotation, dtype, lengths, parts, device in product(
+    for (recipe_name, recipe), rotation, dtype, lengths, parts, device in product(
         recipes, rotations, kv, contexts, splits, devices
     ):
         chosen = recipe
         if rotation is not None:
             chosen = msgspec.structs.replace(recipe, name=f"{recipe.name}-{rotation}", rotation=rotation)
-        yield Combination(chosen, given, dtype, device, lengths, parts, rotation)
+        yield Combination(chosen, recipe_name, dtype, device, lengths, parts, rotation)
 
 
 def sort_out(
-    wanted: Sequence[Combination], checkpoint: Checkpoint, template: ExportOptions
+    chosen: Sequence[Combination], checkpoint: Checkpoint, template: ExportOptions
 ) -> tuple[list[tuple[Combination, ExportPlan]], list[Refusal]]:
     """The combinations that can be exported, and the others with the reason, before any work.
 
@@ -99,16 +99,16 @@ def sort_out(
         EngineError: the HTP compiler is wanted and not installed.
     """
     possible, refused, seen = list[tuple[Combination, ExportPlan]](), list[Refusal](), set[str]()
-    for each in wanted:
-        if each.name in seen:
+    for combination in chosen:
+        if combination.name in seen:
             continue
-        seen.add(each.name)
+        seen.add(combination.name)
         try:
-            options = each.options(template)
+            options = combination.options(template)
             export = plan_export(checkpoint, options)
         except EdgeKVError as error:
-            refused.append(Refusal(name=each.name, reason=str(error)))
+            refused.append(Refusal(name=combination.name, reason=str(error)))
             continue
         check_compiler(options)
-        possible.append((each, export))
+        possible.append((combination, export))
     return possible, refused

@@ -68,8 +68,8 @@ class Scatter:
         cls, devices: Sequence[str], results: Sequence[Result], recipes: Sequence[str], chosen: set[str]
     ) -> Scatter:
         """Against bytes: the combinations of the first of these chips, and the front."""
-        front = {each.name for each in results if each.on_front}
-        sizes = [each.bytes / 1e6 for each in results]
+        front = {result.name for result in results if result.on_front}
+        sizes = [result.bytes / 1e6 for result in results]
         return cls._of(devices, results, sizes, "bundle, MB", front, recipes, chosen)
 
     @classmethod
@@ -80,23 +80,23 @@ class Scatter:
 
         On the front, no other has less KL divergence and is as fast, to what the simulation tells apart.
         """
-        found = [(each, each.simulated.span("decode")) for each in results if each.simulated is not None]
-        known = [(each, span[0]) for each, span in found if span is not None]
+        spans = [(spans, spans.simulated.span("decode")) for spans in results if spans.simulated is not None]
+        known = [(result, span[0]) for result, span in spans if span is not None]
         if not known:
             return None
         front = {
-            each.name
-            for each, speed in known
+            result.name
+            for result, speed in known
             if not any(
-                other.evaluation.kl_nats < each.evaluation.kl_nats and other_speed > speed * (1 - EQUAL_SHARE)
+                other.evaluation.kl_nats < result.evaluation.kl_nats and other_speed > speed * (1 - EQUAL_SHARE)
                 for other, other_speed in known
             )
         }
         speeds = [speed for _, speed in known]
         label = "tokens a second, simulated"
-        chart = cls._of(devices, [each for each, _ in known], speeds, label, front, recipes, chosen)
-        largest = max(each.bytes for each, _ in known)
-        areas = (_LARGEST_DOT * math.sqrt(each.bytes / largest) for each, _ in known)
+        chart = cls._of(devices, [result for result, _ in known], speeds, label, front, recipes, chosen)
+        largest = max(result.bytes for result, _ in known)
+        areas = (_LARGEST_DOT * math.sqrt(result.bytes / largest) for result, _ in known)
         return replace(chart, dots=[replace(dot, radius=round(r, 1)) for dot, r in zip(chart.dots, areas, strict=True)])
 
     @classmethod
@@ -110,7 +110,7 @@ class Scatter:
         recipes: Sequence[str],
         chosen: set[str],
     ) -> Scatter:
-        losses = [_log(each.evaluation.kl_nats) for each in results]
+        losses = [_log(result.evaluation.kl_nats) for result in results]
         step = round_step(max(amounts) - min(amounts) or max(amounts), 6)
         low_x, high_x = step * math.floor(min(amounts) / step), step * (math.floor(max(amounts) / step) + 1)
         levels = _levels(10 ** min(losses), 10 ** max(losses))
@@ -127,12 +127,12 @@ class Scatter:
             Dot(
                 x(amount),
                 y(loss),
-                each.name in on_front,
-                each.name in chosen,
-                _title(each),
-                recipes.index(each.recipe),
+                result.name in on_front,
+                result.name in chosen,
+                _title(result),
+                recipes.index(result.recipe),
             )
-            for each, amount, loss in zip(results, amounts, losses, strict=True)
+            for result, amount, loss in zip(results, amounts, losses, strict=True)
         ]
         front = sorted((dot.x, dot.y) for dot in dots if dot.on_front)
         columns = [low_x + step * number for number in range(round((high_x - low_x) / step) + 1)]
@@ -166,17 +166,17 @@ def write_page(file: Path, report: SweepReport) -> None:
 
 def render_page(report: SweepReport) -> str:
     """The page as text."""
-    recipes, groups = [*dict.fromkeys(each.recipe for each in report.results)], _by_chips(report.results)
-    chosen = {each.name for each in report.recommended if each.name is not None}
+    recipes, groups = [*dict.fromkeys(result.recipe for result in report.results)], _by_chips(report.results)
+    chosen = {best.name for best in report.recommended if best.name is not None}
     return find_template("exporters.sweep", "page.html.j2").render(
         report=report,
         recipes=recipes,
         colors=_COLORS,
         chosen=chosen,
-        scatters=[Scatter.of_bytes(devices, found, recipes, chosen) for devices, found in groups],
+        scatters=[Scatter.of_bytes(devices, of_devices, recipes, chosen) for devices, of_devices in groups],
         speeds=[
             chart
-            for device in dict.fromkeys(each.device for each in report.results)
+            for device in dict.fromkeys(result.device for result in report.results)
             if (chart := Scatter.of_speed([device], _of(report.results, device), recipes, chosen)) is not None
         ],
         errors=_errors(report.results),
@@ -184,33 +184,35 @@ def render_page(report: SweepReport) -> str:
 
 
 def _of(results: Sequence[Result], device: str) -> list[Result]:
-    return [each for each in results if each.device == device]
+    return [result for result in results if result.device == device]
 
 
 def _errors(results: Sequence[Result]) -> LineChart | None:
     """Mean SQNR of each layer's activations; chips have the same, so one line for each other choice."""
     series: dict[str, Series] = {}
-    for each in results:
-        name = each.name.replace(f"-{each.device}", "")
+    for result in results:
+        name = result.name.replace(f"-{result.device}", "")
         points = [
             Point(int(loss.place), loss.levels[_ERRORS_OF].mean_db, f"{name}, layer {loss.place}")
-            for loss in each.layers
+            for loss in result.layers
             if loss.place.isdecimal() and _ERRORS_OF in loss.levels
         ]
         series.setdefault(name, Series(name, points))
-    found = [each for each in series.values() if each.points]
-    return LineChart.of(found) if found else None
+    lines = [lines for lines in series.values() if lines.points]
+    return LineChart.of(lines) if lines else None
 
 
 def _by_chips(results: Sequence[Result]) -> list[tuple[list[str], list[Result]]]:
     """The results of each chip; chips whose bundles have the same sizes and quality stand together."""
     by_device: dict[str, list[Result]] = {}
-    for each in results:
-        by_device.setdefault(each.device, []).append(each)
+    for result in results:
+        by_device.setdefault(result.device, []).append(result)
     groups: dict[object, tuple[list[str], list[Result]]] = {}
-    for device, found in by_device.items():
-        shown = tuple((each.name.replace(f"-{device}", ""), each.bytes, each.evaluation.kl_nats) for each in found)
-        groups.setdefault(shown, ([], found))[0].append(device)
+    for device, of_device in by_device.items():
+        shown = tuple(
+            (result.name.replace(f"-{device}", ""), result.bytes, result.evaluation.kl_nats) for result in of_device
+        )
+        groups.setdefault(shown, ([], of_device))[0].append(device)
     return [*groups.values()]
 
 
@@ -220,9 +222,9 @@ def _levels(low: float, high: float) -> list[float]:
     every = [float(f"{factor}e{decade}") for decade in decades for factor in (1, 2, 5)]
     first = max(number for number, level in enumerate(every) if level <= low)
     last = min(number for number, level in enumerate(every) if level > high)
-    found = every[first : last + 1]
-    if len(found) <= _MOST_LEVELS:
-        return found
+    levels = every[first : last + 1]
+    if len(levels) <= _MOST_LEVELS:
+        return levels
     return [float(f"1e{decade}") for decade in decades]
 
 

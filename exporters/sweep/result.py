@@ -69,15 +69,15 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     def simulated_speed(self, role: Role) -> str:
         """Simulated tokens a second of a role's graph, over all proxies; a dash if they are not known."""
-        found = None if self.simulated is None else self.simulated.span(role)
-        if found is None:
+        speeds = None if self.simulated is None else self.simulated.span(role)
+        if speeds is None:
             return "-"
-        low, high = (f"{each:,.0f}" for each in found)
+        low, high = (f"{speed:,.0f}" for speed in speeds)
         return low if low == high else f"{low} to {high}"
 
     def lost_on(self, text: Literal["prose", "chat", "template"]) -> str:
         """KL divergence on a text that the export measured, in nats a token; a dash if it did not."""
-        return next((f"{each.kl_nats:.2g}" for each in self.quality if each.text == text), "-")
+        return next((f"{record.kl_nats:.2g}" for record in self.quality if record.text == text), "-")
 
 
 class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,29 +132,31 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
 def with_front(results: Sequence[Result]) -> list[Result]:
     """The results with the front marked, for each chip and its contexts: none has less KL divergence in fewer bytes."""
     return [
-        msgspec.structs.replace(each, on_front=not any(_dominates(other, each) for other in results))
-        for each in results
+        msgspec.structs.replace(result, on_front=not any(_dominates(other, result) for other in results))
+        for result in results
     ]
 
 
 def recommend(results: Sequence[Result], budget_bytes: int | None) -> list[Recommendation]:
     """A recommendation for each chip: the least KL divergence within the budget, that is, the largest bundle of use."""
-    found = []
-    for device in dict.fromkeys(each.device for each in results):
-        of_device = [each for each in results if each.device == device]
-        fitting = [each for each in of_device if budget_bytes is None or each.bytes <= budget_bytes]
+    recommendations = []
+    for device in dict.fromkeys(result.device for result in results):
+        of_device = [result for result in results if result.device == device]
+        fitting = [result for result in of_device if budget_bytes is None or result.bytes <= budget_bytes]
         bend = knee(of_device)
         name = None if bend is None else bend.name
         if not fitting:
-            least = min(of_device, key=lambda each: each.bytes)
+            least = min(of_device, key=lambda result: result.bytes)
             reason = f"none within the budget; the smallest is {least.name} with {least.bytes:,} bytes"
-            found.append(Recommendation(device=device, name=None, command=None, reason=reason, knee=name))
+            recommendations.append(Recommendation(device=device, name=None, command=None, reason=reason, knee=name))
             continue
-        best = min(fitting, key=lambda each: (each.evaluation.kl_nats, each.bytes))
+        best = min(fitting, key=lambda result: (result.evaluation.kl_nats, result.bytes))
         limit = "of all, as no budget is given" if budget_bytes is None else f"of the {len(fitting)} within the budget"
         reason = f"least KL divergence {limit}: {best.evaluation.kl_nats:.5f} nats a token"
-        found.append(Recommendation(device=device, name=best.name, command=best.command, reason=reason, knee=name))
-    return found
+        recommendations.append(
+            Recommendation(device=device, name=best.name, command=best.command, reason=reason, knee=name)
+        )
+    return recommendations
 
 
 def knee(results: Sequence[Result]) -> Result | None:
@@ -166,20 +168,20 @@ def knee(results: Sequence[Result]) -> Result | None:
     Returns:
         None if no combination is further below the line than a tenth of an axis.
     """
-    front = [each for each in results if not any(_dominates(other, each, in_all=True) for other in results)]
+    front = [result for result in results if not any(_dominates(other, result, in_all=True) for other in results)]
     if len(front) < 3:
         return None
-    smallest, best = min(front, key=lambda each: each.bytes), max(front, key=lambda each: each.bytes)
+    smallest, best = min(front, key=lambda result: result.bytes), max(front, key=lambda result: result.bytes)
     if smallest.bytes == best.bytes:
         return None
 
-    def depth(each: Result) -> float:
-        along = (each.bytes - smallest.bytes) / (best.bytes - smallest.bytes)
-        fallen = (_log_kl(smallest) - _log_kl(each)) / (_log_kl(smallest) - _log_kl(best))
+    def depth(result: Result) -> float:
+        along = (result.bytes - smallest.bytes) / (best.bytes - smallest.bytes)
+        fallen = (_log_kl(smallest) - _log_kl(result)) / (_log_kl(smallest) - _log_kl(best))
         return fallen - along
 
-    found = max(front, key=depth)
-    return found if depth(found) > _LEAST_BEND else None
+    bend = max(front, key=depth)
+    return bend if depth(bend) > _LEAST_BEND else None
 
 
 def _log_kl(result: Result) -> float:

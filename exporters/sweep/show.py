@@ -27,22 +27,22 @@ _HEADS = (
 def lines(report: SweepReport) -> Iterator[str]:
     """A line for each combination, then what was refused and what is recommended."""
     rows = [_HEADS]
-    for each in report.results:
-        quality = each.evaluation
+    for result in report.results:
+        quality = result.evaluation
         rows.append(
             (
-                "*" if each.on_front else "",
-                each.name,
+                "*" if result.on_front else "",
+                result.name,
                 f"{quality.kl_nats:.5f}",
-                each.lost_on("chat"),
-                each.lost_on("template"),
+                result.lost_on("chat"),
+                result.lost_on("template"),
                 f"{quality.top1_agreement:.2%}",
                 f"{quality.perplexity_ratio:.4f} +- {quality.perplexity_ratio_error:.4f}",
-                format_bytes(each.bytes),
-                format_bytes(each.ram_bytes),
-                f"{each.export_seconds:.0f} s",
-                span(*each.tokens_per_s),
-                each.simulated_speed("decode"),
+                format_bytes(result.bytes),
+                format_bytes(result.ram_bytes),
+                f"{result.export_seconds:.0f} s",
+                span(*result.tokens_per_s),
+                result.simulated_speed("decode"),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]

@@ -63,7 +63,7 @@ class Member:
 
 def run_sweep(
     checkpoint: str,
-    wanted: Sequence[Combination],
+    combinations: Sequence[Combination],
     text: Text,
     folder: Path,
     template: ExportOptions,
@@ -75,7 +75,7 @@ def run_sweep(
 
     Args:
         checkpoint: a path or fsspec URL that all workers see, or a hub id.
-        wanted: the combinations.
+        combinations: in any order.
         text: on which quality is measured.
         folder: of results and bundles.
         template: options of all exports, for what is not combined.
@@ -90,14 +90,14 @@ def run_sweep(
     """
     start = time.monotonic()
     opened = open_checkpoint(checkpoint)
-    possible, refused = sort_out(wanted, opened, template)
+    possible, refused = sort_out(combinations, opened, template)
     for refusal in refused:
         cluster.say(f"refused: {refusal.name}: {refusal.reason}")
     if refused and not (cluster.keep_going and possible):
         raise UsageError(
             "combinations",
             got=f"{len(refused)} of {len(possible) + len(refused)} that cannot be: "
-            + ", ".join(each.name for each in refused),
+            + ", ".join(left_out.name for left_out in refused),
             expected="combinations that can be exported",
             fix="Leave them out, or go on with the others with --keep-going.",
         )

@@ -27,9 +27,9 @@ class GenaiModel:
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         generator = self._generator()
         generator.append_tokens(np.array(tokens, np.int32))
-        found: NDArray[np.float32] = generator.get_output("logits")[0]
-        if len(found) == len(tokens):
-            return found
+        logits: NDArray[np.float32] = generator.get_output("logits")[0]
+        if len(logits) == len(tokens):
+            return logits
         generator, rows = self._generator(), []  # the graph gives the last token's logits alone
         for token in tokens:
             generator.append_tokens(np.array([token], np.int32))

@@ -43,14 +43,14 @@ class OpenvinoModel:
 
     def _run(self, tokens: Sequence[int], past: int) -> NDArray[np.float32]:
         count = len(tokens)
-        given: dict[str, NDArray[Any]] = {
+        inputs: dict[str, NDArray[Any]] = {
             "input_ids": np.array([tokens], np.int64),
             "attention_mask": np.ones((1, past + count), np.int64),
             "position_ids": np.arange(past, past + count, dtype=np.int64)[None],
             "beam_idx": np.zeros(1, np.int32),
         }
-        wanted = {name for port in self._request.model_inputs for name in port.get_names()}
-        results = self._request.infer({name: value for name, value in given.items() if name in wanted})
+        names = {name for port in self._request.model_inputs for name in port.get_names()}
+        results = self._request.infer({name: value for name, value in inputs.items() if name in names})
         logits: NDArray[np.float32] = results["logits"]
         return logits
 

@@ -339,7 +339,9 @@ def test_windows_without_room_behind_the_sink_are_refused(
     assert refused(*short, "256,40") == message("--calibration-tokens", 2, 3)
     assert refused(*short, "256,40,41") == message("--calibration-tokens", 2, 4)
     (text := tmp_path / "text").write_text("Some text.")
-    assert refused("compare", several, several, "--text", text, "--window", 2, "--new", 0) == message("--window", 2, 4)
+    assert refused("compare", several, several, "--text", text, "--window", 2, "--new-tokens", 0) == message(
+        "--window", 2, 4
+    )
     moved = ["--checkpoint", checkpoint, "--tokens", 3]
     traced = refused("trace", several, "-o", tmp_path / "t.npz", "--text", text, *moved)
     assert traced == message("--tokens", 3, 4)

@@ -24,7 +24,7 @@ from tests.support.foreign_files import write_gguf
 ROOT = Path(__file__).parents[3]
 EMBEDDED = ROOT / "models" / "stdlib-4m"
 TEXT = (EMBEDDED / "heldout.txt").read_text()
-UNTIMED = ComparePlan(tokens=300, window=128, new=0)
+UNTIMED = ComparePlan(tokens=300, window=128, new_tokens=0)
 VOCAB, WIDTH = 4096, 8
 
 
@@ -95,7 +95,7 @@ def test_binaries_of_chips_are_not_counted(bundle: Path, tmp_path: Path):
 
 
 def test_speeds_of_both(bundle: Path):
-    found = measured(bundle, bundle, ComparePlan(tokens=20, prompt=8, new=2, turns=1))
+    found = measured(bundle, bundle, ComparePlan(tokens=20, prompt_tokens=8, new_tokens=2, turns=1))
     for side in (found.a, found.b):
         assert side.prefill_tokens_per_s > 0
         assert side.decode_tokens_per_s > 0
@@ -116,7 +116,7 @@ def test_a_gguf_file_computes_what_its_checkpoint_does(tmp_path: Path):
 @pytest.mark.thorough
 def test_an_openvino_folder(bundle: Path, tmp_path: Path):
     folder = write_bigrams(tmp_path / "bigrams")
-    found = measured(bundle, folder, ComparePlan(tokens=100, window=64, prompt=16, new=4, turns=1))
+    found = measured(bundle, folder, ComparePlan(tokens=100, window=64, prompt_tokens=16, new_tokens=4, turns=1))
     assert found.b.model.engine.startswith("openvino 20")
     assert found.kl_nats > 1
     assert found.b.decode_tokens_per_s > 0
@@ -146,13 +146,13 @@ def test_an_onnxruntime_genai_folder(bundle: Path, tmp_path: Path):
     folder = tmp_path / "genai"
     folder.mkdir()
     write_genai_folder(spec_of(edgekv.load(bundle).bundle), 256, folder)
-    found = measured(bundle, folder, ComparePlan(tokens=60, prompt=16, new=4, turns=1))
+    found = measured(bundle, folder, ComparePlan(tokens=60, prompt_tokens=16, new_tokens=4, turns=1))
     assert found.b.model.context == 256
     assert found.b.model.engine.startswith("onnxruntime-genai")
     assert found.kl_nats > 1, "its weights are random"
     assert found.b.prefill_tokens_per_s > 0
     shutil.copy(EMBEDDED / "tokenizer.json", folder)
-    assert measured(folder, folder, ComparePlan(tokens=60, window=32, new=0)).kl_most_nats == 0
+    assert measured(folder, folder, ComparePlan(tokens=60, window=32, new_tokens=0)).kl_most_nats == 0
 
 
 def test_a_runtime_that_fails_is_an_error(bundle: Path, tmp_path: Path):
@@ -230,18 +230,18 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path: Path):
 
 
 def test_timed_tokens_must_fit(bundle: Path):
-    with pytest.raises(UsageError, match="--prompt and --new: got 500 and 100 tokens"):
-        measured(bundle, bundle, ComparePlan(prompt=500, new=100))
+    with pytest.raises(UsageError, match="--prompt-tokens and --new-tokens: got 500 and 100 tokens"):
+        measured(bundle, bundle, ComparePlan(prompt_tokens=500, new_tokens=100))
 
 
 def test_the_command(bundle: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["compare", str(EMBEDDED), str(bundle), "--text", str(EMBEDDED / "heldout.txt"), "--tokens", "50"]
-    assert run([*arguments, "--new", "0"]) == 0
+    assert run([*arguments, "--new-tokens", "0"]) == 0
     shown = capsys.readouterr().out
     assert "50 tokens of heldout.txt" in shown
     assert "top-1 agreement" in shown
     assert "tokens/s" not in shown
-    assert run([*arguments, "--prompt", "4", "--new", "2", "--turns", "1", "--json"]) == 0
+    assert run([*arguments, "--prompt-tokens", "4", "--new-tokens", "2", "--turns", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["a"]["decode_tokens_per_s"] is None
     assert report["b"]["decode_tokens_per_s"] > 0

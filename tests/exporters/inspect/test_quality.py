@@ -99,7 +99,7 @@ def test_eval_and_compare_have_rows_for_chats(talker: Path, tmp_path: Path, caps
                 str(text),
                 "--window",
                 "64",
-                "--new",
+                "--new-tokens",
                 "0",
                 "--json",
                 "--cpu-mode",
