@@ -89,7 +89,7 @@ def test_a_phone_computes_what_the_emulator_does(kit: Kit, phone: Phone, tmp_pat
     wrappers, (model,) = Path(shutil.copytree(copy.path, tmp_path / "wrappers")), copy.manifest.models
     unpack_binaries(copy.path / model.binaries, wrappers / model.folder)
     (phone.folder / "kit").write_text(str(wrappers))
-    program(phone, f"#!{sys.executable}\n" + (ROOT / "tests/support/net_runner.py").read_text())
+    program(phone, f"#!{sys.executable}\n" + (ROOT / "tests/support/phone_programs.py").read_text())
     assert on_phone(copy.path, output, "family", "operation", f"decode/{name}/pointer-shift") == 0
     found = read_report(output)
     assert {result.name: result.verdict for result in found.graphs} == {

@@ -25,7 +25,7 @@ from exporters.pipeline.dask.limit import within
 from exporters.pipeline.dask.run import check_workers, run_on
 from exporters.pipeline.piece import Piece, Plan
 from exporters.pipeline.store import PieceStore
-from tests.support.machines import WAIT_S, Die, Hold, Sleep, Waiting, machines
+from tests.support.processes import WAIT_S, Die, Hold, Sleep, Waiting, machines
 
 GB = 10**9
 

@@ -19,8 +19,7 @@ from edgekv.errors import BundleError, ServiceError, UsageError
 from exporters.pipeline.dask.limit import within
 from exporters.pipeline.pieces import read_compiled, read_manifest
 from exporters.pipeline.store import MissingPieceError, PieceStore
-from tests.support.machines import WAIT_S
-from tests.support.processes import contents, left_by_a_killed_process
+from tests.support.processes import WAIT_S, contents, left_by_a_killed_process
 
 
 def test_a_piece_is_complete_or_not_there(tmp_path):

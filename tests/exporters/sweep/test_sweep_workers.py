@@ -12,8 +12,7 @@ from edgekv.errors import ServiceError, UsageError
 from exporters.sweep.result import SweepReport
 from tests.exporters.sweep.test_sweep import swept, wanted
 from tests.support.checkpoints import NEWER, write_checkpoint
-from tests.support.machines import WAIT_S, Machines, machines
-from tests.support.processes import contents
+from tests.support.processes import WAIT_S, Machines, contents, machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

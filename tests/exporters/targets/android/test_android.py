@@ -434,7 +434,7 @@ def test_genie_answers_there_as_here(
     folder = sinking_genie_folder if sink else genie_folder
     sdk = write_sdk(tmp_path / "sdk", "")
     for name in ("genie-t2t-run", "genie-app"):
-        program = f"#!{sys.executable}\n" + (ROOT / "tests/support/genie_runner.py").read_text()
+        program = f"#!{sys.executable}\n" + (ROOT / "tests/support/phone_programs.py").read_text()
         (sdk / "bin/aarch64-android" / name).write_text(program)
     monkeypatch.setenv("QAIRT_SDK_ROOT", str(sdk))
     settings = {"library": str(find_library()), "folder": str(folder.path)}
