@@ -1,5 +1,6 @@
-"""The layout of a GGUF file, checked before the package `gguf` reads it: that trusts every count and offset.
+"""The metadata of a GGUF file, and where its tensors are, read with a check of every count and offset.
 
+The package `gguf` trusts them, and takes seconds for the strings of a vocabulary: it makes an array of each.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the format. All numbers are little-endian.
 """
 
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _HEADER_BYTES = 24
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes, by the number of the type
+_NAMES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {kind: np.dtype(name) for kind, name in _NAMES.items()}  # by the number of the type
+_WHOLE_NUMBER = 4  # uint32
 _STRING, _ARRAY = 8, 9
 _MOST_ELEMENTS = 1 << 23  # of all arrays: ten times the tokens and merges of the largest vocabularies
 _DEEPEST = 4
@@ -44,8 +49,23 @@ class TensorPlace:
     offset: int
 
 
-def check_layout(path: Path, block_sizes: Mapping[Any, tuple[int, int]]) -> None:
-    """Check that counts are what the file can hold, and that tensors lie within the data and apart.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a file says of itself.
+
+    Attributes:
+        fields: its metadata: numbers, texts, and lists of them; a list of lists is a tuple, which no reader accepts.
+        places: of its tensors, in the order of the file.
+        start: of the data, in bytes from the beginning of the file.
+    """
+
+    fields: Mapping[str, Any]
+    places: list[TensorPlace]
+    start: int
+
+
+def read_layout(path: Path, block_sizes: Mapping[Any, tuple[int, int]]) -> Layout:
+    """Read the metadata; counts are what the file can hold, and tensors lie within the data and apart.
 
     Args:
         path: the file, with a header that was checked.
@@ -53,28 +73,35 @@ def check_layout(path: Path, block_sizes: Mapping[Any, tuple[int, int]]) -> None
 
     Raises:
         LayoutError: naming what is impossible.
+        UnicodeDecodeError: a text is not UTF-8.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         walk = _Walk(content)
-        tensors, fields = walk.number(_U64, at=8), walk.number(_U64, at=16)
-        alignment = 32
-        for _ in range(fields):
+        tensors, count = walk.number(_U64, at=8), walk.number(_U64, at=16)
+        fields: dict[str, Any] = {}
+        for _ in range(count):
             key = walk.text()
             kind = walk.number(_U32)
-            if key == _ALIGNMENT and kind == 4:
-                alignment = walk.number(_U32, at=walk.position)
-            walk.skip(kind, key)
+            if key in fields:
+                raise LayoutError(f"the field {key} twice")
+            if key == _ALIGNMENT and kind != _WHOLE_NUMBER:
+                raise LayoutError(f"{_ALIGNMENT} of type {kind}")
+            fields[key] = walk.value(kind, key)
+        alignment = fields.get(_ALIGNMENT, 32)
         if alignment == 0 or alignment & (alignment - 1):
             raise LayoutError(f"{_ALIGNMENT} {alignment}, which is no power of two")
         places = [walk.tensor() for _ in range(tensors)]
         data = -(-walk.position // alignment) * alignment
         _check_places(places, len(content) - data, alignment, block_sizes)
+        return Layout(fields, places, data)
 
 
 def _check_places(
     places: list[TensorPlace], data_bytes: int, alignment: int, block_sizes: Mapping[Any, tuple[int, int]]
 ) -> None:
     end, before = 0, ""
+    if len({place.name for place in places}) < len(places):
+        raise LayoutError("two tensors of one name")
     for place in sorted(places, key=lambda each: each.offset):
         if place.type not in block_sizes:
             raise LayoutError(f"the tensor {place.name} of the unknown type {place.type}")
@@ -112,26 +139,25 @@ class _Walk:
         length = self.number(_U64)
         self._check(self.position + length, f"a string of {length:,} bytes")
         start, self.position = self.position, self.position + length
-        return self._content[start : self.position].decode("utf-8", "replace")
+        return self._content[start : self.position].decode()
 
-    def skip(self, kind: int, key: str, depth: int = 0) -> None:
-        """Skip a value of this type."""
+    def value(self, kind: int, key: str, depth: int = 0) -> Any:
+        """The next value, of this type."""
         if kind == _STRING:
-            self.text()
-        elif kind != _ARRAY:
-            self._advance(self._scalar(kind, key), f"the value of {key}")
-        elif depth == _DEEPEST:
+            return self.text()
+        if kind != _ARRAY:
+            return self._numbers(kind, 1, f"the value of {key}", key)[0]
+        if depth == _DEEPEST:
             raise LayoutError(f"{key}: arrays nested more than {_DEEPEST} deep")
-        else:
-            inner, count = self.number(_U32), self.number(_U64)
-            self._elements += count
-            if self._elements > _MOST_ELEMENTS:
-                raise LayoutError(f"{key}: arrays of {self._elements:,} elements, more than {_MOST_ELEMENTS:,}")
-            if inner not in (_STRING, _ARRAY):
-                self._advance(count * self._scalar(inner, key), f"{key}: an array of {count:,} elements")
-                return
-            for _ in range(count):
-                self.skip(inner, key, depth + 1)
+        inner, count = self.number(_U32), self.number(_U64)
+        self._elements += count
+        if self._elements > _MOST_ELEMENTS:
+            raise LayoutError(f"{key}: arrays of {self._elements:,} elements, more than {_MOST_ELEMENTS:,}")
+        if inner == _STRING:
+            return [self.text() for _ in range(count)]
+        if inner == _ARRAY:
+            return tuple(self.value(inner, key, depth + 1) for _ in range(count))
+        return self._numbers(inner, count, f"{key}: an array of {count:,} elements", key)
 
     def tensor(self) -> TensorPlace:
         """The next tensor's entry."""
@@ -143,15 +169,14 @@ class _Walk:
             raise LayoutError(f"the tensor {name} of shape {list(dimensions[::-1])}")
         return TensorPlace(name, dimensions, self.number(_U32), self.number(_U64))
 
-    @staticmethod
-    def _scalar(kind: int, key: str) -> int:
+    def _numbers(self, kind: int, count: int, what: str, key: str) -> list[Any]:
         if kind not in _SCALARS:
             raise LayoutError(f"{key}: the unknown type {kind}")
-        return _SCALARS[kind]
-
-    def _advance(self, count: int, what: str) -> None:
-        self._check(self.position + count, what)
-        self.position += count
+        dtype = _SCALARS[kind]
+        self._check(self.position + count * dtype.itemsize, what)
+        start, self.position = self.position, self.position + count * dtype.itemsize
+        found: list[Any] = np.frombuffer(self._content[start : self.position], dtype).tolist()
+        return found
 
     def _check(self, end: int, what: str) -> None:
         if end > len(self._content):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
-from exporters.checkpoint.gguf.layout import LayoutError, check_layout
+from exporters.checkpoint.gguf.layout import LayoutError, TensorPlace, read_layout
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _HEADER = struct.Struct("<4sIQQ")
+_NUMBERS = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 _LEAST_ENTRY_BYTES = 13  # a key of one character, its type, and one byte
 _TRUNCATED = "It is truncated or damaged: download it again."
 
@@ -68,7 +71,7 @@ def open_part(path: Path) -> Part:
     """
     _check_header(path)
     try:
-        from gguf import GGML_QUANT_SIZES, GGUFReader
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError:
         raise CheckpointError(
             str(path),
@@ -77,27 +80,29 @@ def open_part(path: Path) -> Part:
             fix='Install it: pip install "edgekv[export]".',
         ) from None
     try:
-        check_layout(path, GGML_QUANT_SIZES)
-        reader = GGUFReader(path)
-        fields = {name: _contents(field) for name, field in reader.fields.items()}
-        blocks = {
-            tensor.name: Block(tensor.data, tensor.tensor_type.name, tuple(int(n) for n in tensor.shape)[::-1], path)
-            for tensor in reader.tensors
-        }
+        layout = read_layout(path, GGML_QUANT_SIZES)
     except LayoutError as error:
         raise CheckpointError(str(path), got=error, expected="a layout that can be", fix=_TRUNCATED) from None
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error) as error:
+    except (ValueError, OverflowError, MemoryError) as error:
         raise CheckpointError(
             str(path), got=f"a broken file ({error})", expected="a whole GGUF file", fix=_TRUNCATED
         ) from None
-    return Part(path, fields, blocks)
+    data = np.memmap(path, np.uint8, "r", layout.start).view(np.ndarray)
+    blocks = {}
+    for place in layout.places:
+        kind = GGMLQuantizationType(place.type)
+        blocks[place.name] = _block(path, data, place, kind.name, GGML_QUANT_SIZES[kind])
+    return Part(path, layout.fields, blocks)
 
 
-def _contents(field: Any) -> Any:
-    """A value of the metadata; a list of lists, which the package flattens, as a tuple, which no reader accepts."""
-    is_nested = len(field.types) > 1 and field.types[0] == field.types[1]
-    value = field.contents()
-    return tuple(value) if is_nested else value
+def _block(path: Path, data: NDArray[np.uint8], place: TensorPlace, kind: str, block: tuple[int, int]) -> Block:
+    """A tensor; `block` has the elements and the bytes of a block of its type."""
+    shape, (elements, block_bytes) = place.dimensions[::-1], block
+    rows = *shape[:-1], shape[-1] // elements * block_bytes
+    found = data[place.offset : place.offset + math.prod(rows)]
+    return Block(
+        found.view(_NUMBERS[kind]).reshape(shape) if kind in _NUMBERS else found.reshape(rows), kind, shape, path
+    )
 
 
 def _check_header(path: Path) -> None:

@@ -52,7 +52,7 @@ def _check(parts: tuple[Part, ...]) -> None:
             if (value := _number(part, key)) != wanted:
                 raise _refusal(f"{part.path.name}: {key}", value, f"{wanted}, as its name says")
         for key, value in part.fields.items():
-            if not key.startswith("GGUF.") and key not in KEYS and first.fields.get(key) != value:
+            if key not in KEYS and first.fields.get(key) != value:
                 expected = f"what {first.path.name} says"
                 raise _refusal(f"{part.path.name}: {key}", repr(value)[:80], expected)
         for name in part.blocks:

@@ -22,7 +22,7 @@ from edgekv.errors import CheckpointError, EdgeKVWarning
 from edgekv.spec import views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.gguf import GgufFile, gguf_tensors, rebuild_tokenizer
-from exporters.checkpoint.gguf.part import Block
+from exporters.checkpoint.gguf.part import Block, open_part
 from exporters.checkpoint.gguf.tensors import TYPES, GgufTensor
 from exporters.checkpoint.gguf.tokenizer import _SPLITTERS, _scored_merges
 from exporters.quantize.reference import Reference
@@ -701,6 +701,9 @@ LAYOUTS: dict[str, tuple[list[bytes], list[bytes], str]] = {
     "a string longer than the file": ([_field("a", 8, struct.pack("<Q", 1 << 40))], [], "beyond the end of the file"),
     "arrays 20,000 deep": ([_field("a", 9, _nested(20_000))], [], "a: arrays nested more than 4 deep"),
     "a value of an unknown type": ([_field("a", 77, b"")], [], "a: the unknown type 77"),
+    "a field twice": ([_field("a", 0, b"1"), _field("a", 0, b"1")], [], "the field a twice"),
+    "tensors of one name": ([], [_tensor("t", (32,), 0), _tensor("t", (32,), 128)], "two tensors of one name"),
+    "an alignment as text": ([_field("general.alignment", 8, _text("32"))], [], "general.alignment of type 8"),
     "an alignment of 0": ([_field("general.alignment", 4, bytes(4))], [], "general.alignment 0, which is no power"),
     "a tensor without dimensions": ([], [_tensor("t", (), 0)], "the tensor t of 0 dimensions"),
     "a tensor without elements": ([], [_tensor("t", (4, 0), 0)], r"the tensor t of shape \[0, 4\]"),
@@ -720,6 +723,18 @@ def test_an_impossible_layout_is_refused_at_once(tmp_path: Path, name: str) -> N
     (tmp_path / "model.gguf").write_bytes(head + bytes(-len(head) % 32 + 512))
     with pytest.raises(CheckpointError, match=rf"got {message}|got .*{message}"):
         GgufFile(tmp_path / "model.gguf")
+
+
+def test_metadata_and_tensors_are_those_that_the_package_reads(llama: Path, tmp_path: Path) -> None:
+    part = open_part(write_gguf(llama, tmp_path / "model.gguf", **{"general.tags": ["é", ""], "general.share": 0.1}))
+    reader = gguf.GGUFReader(part.path)
+    known = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert part.fields == known
+    assert {*map(type, part.fields.values())} == {str, int, float, list, bool}
+    for tensor in reader.tensors:
+        block = part.blocks[tensor.name]
+        assert (block.type, block.data.dtype) == (tensor.tensor_type.name, tensor.data.dtype)
+        assert np.array_equal(block.data, tensor.data)
 
 
 @pytest.mark.parametrize("unknown", [-1, 10**6])
