@@ -29,8 +29,9 @@ from exporters.pipeline.write import ExportResult, assemble
 from exporters.plan import ExportPlan, plan_export
 from exporters.preconditions import check_compiler
 from exporters.progress import Progress, one_step, silent
+from exporters.quantize.matrices import needs_quantized_pass
 from exporters.quantize.windows import Room
-from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, stage_bytes
+from exporters.resources import bundle_bytes, check_disk, check_ram, full_disk_named, residual_every, stage_bytes
 
 _PLAIN = RunOptions()
 _ATTEMPTS = 5
@@ -76,12 +77,12 @@ def export_bundle(
     with one_step("prepare", progress):
         export = plan_export(checkpoint, options)
     store = open_store(run)
-    disk_bytes, room_bytes = _check_resources(export, target, store, run)
+    disk_bytes, room_bytes, every = _check_resources(export, target, store, run)
     identity = Identity.of(checkpoint, partial(progress, "hash weights"))
     planner = Planner(identity)
     remember(checkpoint, identity)
     place = Place.of(checkpoint)
-    work = _Work(checkpoint, planner.plan, place, identity, run, store, progress, disk_bytes, room_bytes)
+    work = _Work(checkpoint, planner.plan, place, identity, run, store, progress, disk_bytes, room_bytes, every)
     if options.allocates:
         speed = None if options.target_tokens_per_s is None else decode_speed(export, run, progress)
         export = allocated(checkpoint, options, export, planner, work.finished, speed)
@@ -149,6 +150,7 @@ class _Work:
         progress: called for each step.
         bundle_bytes: estimated size of the bundle; workers need twice as much space.
         room_bytes: RAM for the values of calibration windows.
+        residual_every: see `Inputs`.
     """
 
     checkpoint: Checkpoint
@@ -160,11 +162,19 @@ class _Work:
     progress: Progress
     bundle_bytes: int
     room_bytes: int
+    residual_every: int = 1
     _inputs: Inputs = field(init=False)
     _resumes: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._inputs = Inputs(self.store, self.place, self.progress, keeps_files=True, room=Room(self.room_bytes))
+        self._inputs = Inputs(
+            self.store,
+            self.place,
+            self.progress,
+            keeps_files=True,
+            room=Room(self.room_bytes),
+            residual_every=self.residual_every,
+        )
         self._resumes = self.run.resume
 
     def bundle(
@@ -217,11 +227,12 @@ class _Work:
         run_on(cluster, self.plan, names, self.store, self.place, self.identity, self.progress, disk_bytes=most)
 
 
-def _check_resources(export: ExportPlan, target: Path, store: PieceStore, run: RunOptions) -> tuple[int, int]:
+def _check_resources(export: ExportPlan, target: Path, store: PieceStore, run: RunOptions) -> tuple[int, int, int]:
     """Refuse an export that needs more RAM or disk space than there is.
 
     Returns:
-        The size of its bundle, and the RAM that is left for the values of calibration windows.
+        The size of its bundle, the RAM that is left for the values of calibration windows, and of how many layers one
+        stores its residual.
 
     Raises:
         UsageError: more RAM is needed than allowed.
@@ -244,5 +255,7 @@ def _check_resources(export: ExportPlan, target: Path, store: PieceStore, run: R
         quality_bytes=quality_bytes(spec) if options.check_quality else 0,
         encoder=encoder,
     )
-    check_disk({target: disk_bytes + encoder_bytes, store.folder: stage_bytes(spec, tokens) + encoder_bytes})
-    return disk_bytes + encoder_bytes, room_bytes
+    decoders = 2 if needs_quantized_pass(options.recipe) else 1
+    every = residual_every(spec, tokens, decoders, disk_bytes) if run.cluster is None else 1
+    check_disk({target: disk_bytes + encoder_bytes, store.folder: stage_bytes(spec, tokens, every) + encoder_bytes})
+    return disk_bytes + encoder_bytes, room_bytes, every

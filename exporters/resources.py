@@ -25,6 +25,7 @@ _ENGINE_COPIES = 4  # of a bundle
 _BLOCKS = 1.1  # of a graph's file: matrices in blocks have more nodes
 _RECORDS = 0.45  # of a graph's file
 _SHARE_OF_FREE = 4
+_RESIDUALS_BYTES = 500_000_000  # that an export may write to be resumed, whatever the size of its bundle
 _MEASURING = "measuring what the bundle lost"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -125,14 +126,28 @@ def generated_bytes(spec: DecoderSpec, window: int) -> int:
     return _PROCESS_BYTES + 4 * (parameters + cache + 8 * WINDOWS_AT_ONCE * sizes.vocab)
 
 
-def stage_bytes(spec: DecoderSpec, tokens: int) -> int:
-    """Disk space of the stages of an export: one byte per weight, the residual after every layer, and the values of a
-    layer while it is quantized.
+def residual_every(spec: DecoderSpec, tokens: int, decoders: int, size_bytes: int) -> int:
+    """Of how many layers one stores the residual after it, so that those of an export take no more than its bundle.
+
+    Args:
+        spec: the decoder.
+        tokens: of the calibration text.
+        decoders: 2 if the quantized one runs beside the exact one, else 1.
+        size_bytes: of the bundle.
+    """
+    residuals = spec.sizes.layers * decoders * 4 * tokens * spec.sizes.hidden
+    return max(1, -(-residuals // max(size_bytes, _RESIDUALS_BYTES)))
+
+
+def stage_bytes(spec: DecoderSpec, tokens: int, every: int = 1) -> int:
+    """Disk space of the stages of an export: one byte per weight, the residual after one layer of `every` and the last
+    one, and the values of a layer while it is quantized.
     """
     sizes = spec.sizes
     residual = 2 * 4 * tokens * sizes.hidden
     values = 2 * residual + 2 * 4 * tokens * sizes.intermediate
-    return sizes.all_layer_parameters + sizes.layers * residual + values + sizes.table_parameters
+    stored = min(sizes.layers, sizes.layers // every + 1)
+    return sizes.all_layer_parameters + stored * residual + values + sizes.table_parameters
 
 
 def engine_bytes(size_bytes: int) -> int:

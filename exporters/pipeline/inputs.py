@@ -170,6 +170,8 @@ class Inputs:
         keeps_residual: keep the residual of the last layer in memory; for a process that does one piece at a time.
         threads: of an engine that runs a bundle; None for all cores.
         room: in memory for the values of calibration windows; None for none.
+        residual_every: of so many layers one stores its residual, and the last; if work goes on behind another one, it
+            is done again from there.
     """
 
     def __init__(
@@ -182,11 +184,13 @@ class Inputs:
         keeps_residual: bool = True,
         threads: int | None = None,
         room: Room | None = None,
+        residual_every: int = 1,
     ) -> None:
         self.store = store
         self.progress = progress
         self.threads = threads
         self._room = room
+        self._residual_every = residual_every
         self._place = place
         self._keeps_files = keeps_files
         self._keeps_residual = keeps_residual
@@ -428,6 +432,10 @@ class Inputs:
             self._quantizer = name, quantizer
         if self._keeps_files and os.name != "nt":  # Windows renames no folder with an open file
             self._layers[name] = LayerFile.open(folder / LAYER)
+
+    def stores_residual(self, layer: int, layers: int) -> bool:
+        """Whether a layer of so many stores the residual after it."""
+        return (layer + 1) % self._residual_every == 0 or layer + 1 == layers
 
     def release(self) -> None:
         """Free the memory of the last layer."""

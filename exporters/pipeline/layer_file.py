@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import BundleWeights, WeightPlaces, is_plain_path
-from edgekv.errors import UsageError
+from edgekv.errors import EdgeKVError, UsageError
 from edgekv.machine.json_file import read_json
 from exporters.quantize.reference import Floats
 from exporters.quantize.shards import Streamed, write_shard
@@ -46,6 +46,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     places: WeightPlaces
     ranges: dict[str, _Extremes]
     tensors: dict[str, _Tensor]
+    has_residual: bool
     unreached: tuple[str, ...] = ()
 
 
@@ -98,7 +99,7 @@ class LayerFile:
             folder: the folder.
             places: of the weights there.
             ranges: of the results of the layer.
-            hidden: the residual after it; None after the head.
+            hidden: the residual after it; None after the head, or to leave it out.
             shared: its keys and values that later layers read.
             unreached: see `Quantizer.unreached`.
         """
@@ -110,6 +111,7 @@ class LayerFile:
         extents = write_shard(folder / _TENSORS, tensors)
         record = _Record(
             places=places,
+            has_residual=hidden is not None,
             unreached=tuple(unreached),
             ranges={name: _Extremes(low=seen.low, high=seen.high) for name, seen in ranges.items()},
             tensors={
@@ -118,6 +120,14 @@ class LayerFile:
             },
         )
         (folder / _RECORD).write_bytes(msgspec.json.encode(record))
+
+    @staticmethod
+    def leaves_out_residual(folder: Path) -> bool:
+        """Whether a layer, if there is one in a folder, was written without the residual after it."""
+        try:
+            return not read_json(folder / _RECORD, _Record, expected="", fix="").has_residual
+        except EdgeKVError:
+            return False
 
     def check(self, asked: WeightPlaces) -> None:
         """Check that it has the weights that graphs ask for, wherever they are.

@@ -44,6 +44,10 @@ class Piece(ABC):
     def needs(self) -> tuple[str, ...]:
         """Names of the pieces that it reads."""
 
+    def unusable(self, store: PieceStore) -> str | None:
+        """Name of a finished piece that left out what this one reads; None if there is none."""
+        return None
+
     @abstractmethod
     def make(self, folder: Path, inputs: Inputs) -> object:
         """Write files into a folder, and return what was found, for JSON."""
@@ -98,15 +102,24 @@ class Plan:
         return found
 
     def unfinished(self, store: PieceStore, targets: Iterable[str]) -> dict[str, Planned]:
-        """The pieces to do for these targets: without what is finished, and without all that only it needs."""
+        """The pieces to do for these targets: without what is finished, and without all that only it needs.
+
+        A finished piece that left out what one of them reads is removed, and done again.
+        """
         wanted, waiting, known = set[str](), [*targets], set[str]()
         while waiting:
             name = waiting.pop()
-            if name not in known and name in self.pieces:
-                known.add(name)
-                if store.find(name) is None:
-                    wanted.add(name)
-                    waiting += self.pieces[name].piece.needs
+            if name in known or name not in self.pieces:
+                continue
+            known.add(name)
+            if store.find(name) is not None:
+                continue
+            wanted.add(name)
+            piece = self.pieces[name].piece
+            waiting += piece.needs
+            if (before := piece.unusable(store)) is not None:
+                store.remove([before])
+                known.discard(before)
         return {name: each for name, each in self.pieces.items() if name in wanted}
 
     def kinds(self, names: Iterable[str]) -> Iterator[str]:

@@ -156,6 +156,9 @@ class LayerPiece(Piece):
     def needs(self) -> tuple[str, ...]:
         return (*self.decoder.needs, *(() if self.before is None else (self.before,)), *self.shared)
 
+    def unusable(self, store: PieceStore) -> str | None:
+        return _without_residual(store, self.before)
+
     def make(self, folder: Path, inputs: Inputs) -> object:
         quantizer = inputs.take_quantizer(self.decoder, recipe_of(self.rules), self.before, follows=self.follows)
         for name in self.shared:
@@ -171,7 +174,8 @@ class LayerPiece(Piece):
         place.mkdir()
         places = write_layer(inputs.folded(self.decoder), matrices, self.layer, place)
         unreached = [each for each in quantizer.unreached if each.startswith(f"{self.layer}.")]
-        LayerFile.write(place, places, ranges, quantizer.hidden, shared, unreached)
+        hidden = quantizer.hidden if inputs.stores_residual(self.layer, self.decoder.spec.layers) else None
+        LayerFile.write(place, places, ranges, hidden, shared, unreached)
         inputs.keep(self.name, folder, quantizer)
         return None
 
@@ -190,6 +194,9 @@ class HeadPiece(Piece):
     @property
     def needs(self) -> tuple[str, ...]:
         return (*self.decoder.needs, self.before)
+
+    def unusable(self, store: PieceStore) -> str | None:
+        return _without_residual(store, self.before)
 
     def make(self, folder: Path, inputs: Inputs) -> object:
         quantizer = inputs.take_quantizer(self.decoder, recipe_of(self.rules), self.before, follows=self.follows)
@@ -384,6 +391,12 @@ class CompileTflitePiece(Piece):
             floating={},
             peak_bytes=None,
         )
+
+
+def _without_residual(store: PieceStore, layer: str | None) -> str | None:
+    """The name of a finished layer if it left out the residual after it."""
+    left_out = layer is not None and LayerFile.leaves_out_residual(store.folder / layer / LAYER)
+    return layer if left_out else None
 
 
 def recipe_of(rules: Iterable[WeightRecord]) -> Recipe:

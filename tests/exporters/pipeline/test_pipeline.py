@@ -31,7 +31,7 @@ from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
 from exporters.quantize.reference import Reference
 from exporters.quantize.windows import Room
-from exporters.resources import full_disk_named
+from exporters.resources import full_disk_named, residual_every
 from quant import products
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import contents
@@ -71,7 +71,7 @@ class Workplace:
     folder: object
     steps: list = field(default_factory=list)
 
-    def export(self, name="bundle", recipe=RECIPE, stop_after=None, **run) -> Manifest:
+    def export(self, name="bundle", recipe=RECIPE, stop_after=None, force=False, **run) -> Manifest:
         """Export; `steps` is then the layers done, from the first that was told of."""
         self.steps = []
 
@@ -82,7 +82,8 @@ class Workplace:
                     raise KeyboardInterrupt
 
         chosen = RunOptions(cache_dir=self.folder / "cache", **run)
-        return export_bundle(self.checkpoint, self.folder / name, options(recipe), chosen, progress=progress)
+        target = self.folder / name
+        return export_bundle(self.checkpoint, target, options(recipe), chosen, force=force, progress=progress)
 
     @property
     def pieces(self):
@@ -108,6 +109,25 @@ def test_an_export_that_was_stopped_goes_on_where_it_was(work):
     assert len(work.of_kind("layer")) == 2 and not (work.folder / "bundle").exists()
     assert work.export(resume=True) == whole
     assert work.steps == [2, 3] and work.pieces == []
+
+
+@pytest.mark.slow
+def test_a_layer_that_left_out_its_residual_is_done_again(work, monkeypatch):
+    monkeypatch.setattr("exporters.export.residual_every", lambda *_: 2)
+    whole = work.export("whole")
+    for stopped, steps in ((1, [0, 1, 2, 3]), (2, [2, 3])):
+        with pytest.raises(KeyboardInterrupt):
+            work.export(stop_after=stopped)
+        assert work.export("resumed", resume=True, force=stopped > 1) == whole and work.steps == steps
+        assert contents(work.folder / "resumed") == contents(work.folder / "whole")
+
+
+def test_the_residuals_of_an_export_take_half_a_gigabyte_or_as_much_as_its_bundle(checkpoint):
+    spec = checkpoint.spec
+    layer = 4 * spec.hidden
+    assert residual_every(spec, 1024, 1, 0) == 1
+    assert residual_every(spec, 2 * 500_000_000 // layer, 1, 0) == 2 * LAYERS
+    assert residual_every(spec, 2 * 500_000_000 // layer, 2, 2_000_000_000) == LAYERS
 
 
 KILLED = """
