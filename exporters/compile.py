@@ -79,19 +79,19 @@ def compile_bundle(
     target = bundle.path / "compiled" / device.soc
     check_new(target, force=force, marker=COMPILED)
     parts, plan, store = device_parts(bundle.manifest.graphs, bundle.path), Plan(), open_store(run)
-    given = give_bundle(plan, bundle)
+    bundle_files = give_bundle(plan, bundle)
     vision = bundle.manifest.vision
     encoder = [] if vision is None else [{ENCODER: bundle.path / vision.file}]
     if bundle.manifest.graph_format == "tflite":
         compiler = tflite_compiler()
-        names = [plan_tflite(plan, given, models, device, compiler) for models in (parts[0], *encoder)]
+        names = [plan_tflite(plan, bundle_files, models, device, compiler) for models in (parts[0], *encoder)]
     else:
         alone, compiler = bundle.manifest.is_whole if per_graph_binaries is None else per_graph_binaries, qnn.compiler()
         sets = [*binary_sets(parts, per_graph_binaries=alone), *encoder]
         names = []
         for models in sets:
             chosen = _with_found_level(bundle, device, [*models], run, progress, options)
-            names += plan_binaries(plan, given, [models], device, compiler, chosen)
+            names += plan_binaries(plan, bundle_files, [models], device, compiler, chosen)
     if run.cluster is not None:
         from exporters.pipeline.dask.run import run_on  # its packages are optional
 
@@ -99,7 +99,7 @@ def compile_bundle(
         run_on(run.cluster, plan, names, store, None, None, progress, disk_bytes=bundle_bytes)
     else:
         inputs = Inputs(store, None, progress)
-        inputs.adopt(given, bundle.path)
+        inputs.adopt(bundle_files, bundle.path)
         run_serial(plan, names, inputs, progress, resume=run.resume)
     floating = floating_in([read_compiled(store, name) for name in names])
     ENGINE.check_nodes(bundle, floating)
@@ -110,7 +110,7 @@ def compile_bundle(
                 folder, device, binaries, compiler, bundle.path / MANIFEST, options, floating=floating
             )
     if run.removes_pieces:
-        store.remove([*names, given])
+        store.remove([*names, bundle_files])
     return compiled
 
 
@@ -165,9 +165,9 @@ def compile_folder(
         files = sorted({*(file.name for file in models.values()), *weights})
         with file_hashes() as known:
             hashes = [(name, known.sha256_of(source / name)) for name in files]
-        given = plan.give(lambda folder: None, "graphs", hashes)
-        inputs.adopt(given, source)
-        names += plan_binaries(plan, given, [models], device, compiler, COMPILER_DEFAULTS, prefix)
+        graph_files = plan.give(lambda folder: None, "graphs", hashes)
+        inputs.adopt(graph_files, source)
+        names += plan_binaries(plan, graph_files, [models], device, compiler, COMPILER_DEFAULTS, prefix)
     run_serial(plan, names, inputs, progress, resume=run.resume)
     binaries = [read_compiled(store, name) for name in names]
     target.check_nodes(bundle, floating_in(binaries))
@@ -219,7 +219,7 @@ def open_store(run: RunOptions) -> PieceStore:
     else:
         store = PieceStore(run.store, None if run.cache_dir is None else run.cache_dir / "pieces")
         if run.cache_dir is not None and not store.is_remote:
-            wanted = "one of them: pieces of a folder are used in place"
-            raise UsageError("--cache-dir", got="it with a folder as --store", expected=wanted, fix="Leave it out.")
+            expected = "one of them: pieces of a folder are used in place"
+            raise UsageError("--cache-dir", got="it with a folder as --store", expected=expected, fix="Leave it out.")
     store.check()
     return store

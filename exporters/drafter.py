@@ -126,8 +126,8 @@ class Drafter:
         if folded and not drafter.is_cached_apart:
             names = ", ".join(sorted(folded))
             fix = 'Export the target with a recipe whose heads are "aligned" or "none", and nothing else rotated.'
-            wanted = "one with neither rotation nor scaling"
-            raise UsageError(at, got=f"a recipe with {names}", expected=wanted, fix=fix)
+            expected = "one with neither rotation nor scaling"
+            raise UsageError(at, got=f"a recipe with {names}", expected=expected, fix=fix)
         return drafter
 
     @property
@@ -209,12 +209,12 @@ def _other_text(folder: Path, got: object) -> UsageError:
 
 def _frame(bundle: Bundle, source: Checkpoint) -> Floats:
     """From the hidden states that a bundle's graphs give to those of its checkpoint, `[H, H]`."""
-    given = transformed_as(bundle, source)
+    target = transformed_as(bundle, source)
     exact = np.diag(source.tensor(FINAL_NORM))
     name = bundle.manifest.recipe.rotation
     if name != "none":
         exact = ResidualRotation(source.spec, source.tensor, name).rotated(exact)
-    weights = given.tensor(FINAL_NORM)[: source.spec.hidden] * np.float32(given.spec.head_gain)
+    weights = target.tensor(FINAL_NORM)[: source.spec.hidden] * np.float32(target.spec.head_gain)
     return np.asarray(exact / weights, np.float32)
 
 
@@ -229,10 +229,10 @@ def check_given(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in _READ:
-            wanted = "what the target has" if name in _TARGETS_OWN else "a model of its own"
+            expected = "what the target has" if name in _TARGETS_OWN else "a model of its own"
             fix = "Leave it out, and run edgekv compile on the bundle." if name == "compile" else "Leave it out."
             field = "--lora-slots" if name == "lora" else name
-            raise UsageError(field, got="it with --draft-for", expected=wanted, fix=fix)
+            raise UsageError(field, got="it with --draft-for", expected=expected, fix=fix)
 
 
 def check_options(options: ExportOptions) -> None:

@@ -84,8 +84,8 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
     if checkpoint.task is not None:
         _check_task(checkpoint.task, options)
     if options.state_bits != 16 and not spec.has_states:
-        got, wanted = f"{options.state_bits} for a checkpoint without states", "one with short convolutions"
-        raise UsageError("--state-bits", got=got, expected=wanted, fix="Leave it out.")
+        got, expected = f"{options.state_bits} for a checkpoint without states", "one with short convolutions"
+        raise UsageError("--state-bits", got=got, expected=expected, fix="Leave it out.")
     check_cache(spec, options)
     if spec.delta_rule is not None:
         _check_delta_rule(options, spec.delta_rule.noun)
@@ -131,8 +131,8 @@ def _check_task(task: Task, options: ExportOptions) -> None:
         "--lora-slots": options.lora is not None,
     }
     if refused := [option for option, is_given in asked.items() if is_given]:
-        wanted = "a checkpoint that writes text"
-        raise UsageError(refused[0], got=f"it, for {task.noun}", expected=wanted, fix="Leave it out.")
+        expected = "a checkpoint that writes text"
+        raise UsageError(refused[0], got=f"it, for {task.noun}", expected=expected, fix="Leave it out.")
 
 
 def _check_whole_texts(options: ExportOptions) -> None:

@@ -143,8 +143,8 @@ class QdqBlocks:
         block quantization as integers. Zero points are explicit for 4 bits: without them the HTP silently reads other
         integers.
         """
-        found = self._weights.matrix(key, head=head, gain=gain)
-        integers, scales, block_scales, dtype, columns, blocks, by_outputs = found
+        stored = self._weights.matrix(key, head=head, gain=gain)
+        integers, scales, block_scales, dtype, columns, blocks, by_outputs = stored
         self._stored[integers] = self._stored[scales] = None
         target, kind = integers + "_dq", WEIGHT_TYPES[dtype]
         if target in self._dequantized:

@@ -29,20 +29,20 @@ class NodeWriter:
 
     def constant(self, name: str, value: NDArray[Any]) -> ir.Value:
         """The graph's initializer of this name; added with this value if there is none."""
-        found = self._graph.initializers.get(name)
-        if found is None:
+        known = self._graph.initializers.get(name)
+        if known is None:
             tensor = ir.tensor(value, name=name)
             kind = ir.TensorType(tensor.dtype)
-            found = ir.Value(name=name, shape=ir.Shape(value.shape), type=kind, const_value=tensor)
-            self._graph.register_initializer(found)
-        return found
+            known = ir.Value(name=name, shape=ir.Shape(value.shape), type=kind, const_value=tensor)
+            self._graph.register_initializer(known)
+        return known
 
     def node(self, op: str, inputs: Sequence[ir.Value], output: str, **attributes: Any) -> ir.Value:
         """A node with one result."""
         result = ir.Value(name=output)
-        given = ir.convenience.convert_attributes(attributes)
+        converted = ir.convenience.convert_attributes(attributes)
         name = None if op in QUANTIZERS else f"{output}_node"
-        self.nodes.append(ir.Node("", op, inputs, given, outputs=[result], name=name))
+        self.nodes.append(ir.Node("", op, inputs, converted, outputs=[result], name=name))
         return result
 
     def quantize(self, source: ir.Value, name: str, encoding: Encoding) -> ir.Value:
@@ -91,7 +91,7 @@ def declare(value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str]) -> 
 def sizes(value: ir.Value) -> list[int]:
     """The static shape of an input or output."""
     assert value.shape is not None, "inputs and outputs have shapes"
-    return [each for each in value.shape if isinstance(each, int)]
+    return [size for size in value.shape if isinstance(size, int)]
 
 
 def number(value: ir.Value) -> NDArray[Any]:
@@ -114,10 +114,10 @@ def _is_scalar(value: ir.Value | None) -> TypeGuard[ir.Value]:
 
 def encoding(node: ir.Node) -> Encoding | None:
     """The encoding of a node that quantizes or dequantizes whole tensors; None for any other node."""
-    found = parameters(node)
-    if found is None:
+    scale_and_zero = parameters(node)
+    if scale_and_zero is None:
         return None
-    scale, zero = (number(each) for each in found)
+    scale, zero = (number(tensor) for tensor in scale_and_zero)
     return Encoding(_DTYPES[zero.dtype.name], float(scale), int(zero))
 
 

@@ -238,13 +238,13 @@ def write_graphs(
         builders = [QdqOps(graph, part, decoder, spec, encodings, weights) for graph, part in parts.values()]
         hidden = [drafter_input(ops, spec, ops.entry) for ops in builders]
         for layer in layers:
-            hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]
+            hidden = [decoder_layer(ops, spec, layer, state) for ops, state in zip(builders, hidden, strict=True)]
             if progress is not None:
                 progress(layer + 1)
-        for ops, each, (graph, part) in zip(builders, hidden, parts.values(), strict=True):
-            end_part(ops, graph, part, each)
+        for ops, state, (graph, part) in zip(builders, hidden, parts.values(), strict=True):
+            end_part(ops, graph, part, state)
             if not part.head:
-                encodings[part.exit] = each.encoding  # the next part reads it
+                encodings[part.exit] = state.encoding  # the next part reads it
         for ops, (_, part) in zip(builders, parts.values(), strict=True):
             write_graph(ops.finish().SerializeToString(), folder / part.file)
     return encodings, places
@@ -252,15 +252,15 @@ def write_graphs(
 
 def _places_in(places: WeightPlaces, file: str) -> WeightPlaces:
     return WeightPlaces(
-        matrices={key: each for key, each in places.matrices.items() if each.file == file},
-        tensors={key: each for key, each in places.tensors.items() if each.file == file},
+        matrices={key: place for key, place in places.matrices.items() if place.file == file},
+        tensors={key: place for key, place in places.tensors.items() if place.file == file},
     )
 
 
 def joined_places(parts: Iterable[WeightPlaces]) -> WeightPlaces:
     """All of them, in this order."""
-    found = WeightPlaces()
+    joined = WeightPlaces()
     for places in parts:
-        found.matrices.update(places.matrices)
-        found.tensors.update(places.tensors)
-    return found
+        joined.matrices.update(places.matrices)
+        joined.tensors.update(places.tensors)
+    return joined

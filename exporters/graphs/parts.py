@@ -96,5 +96,5 @@ def save_part(part: QdqOps, path: Path, weights: Path) -> None:
 
 def weight_files(model: onnx.ModelProto) -> list[str]:
     """The names of the files with a model's weights, sorted."""
-    stored = (entry for each in model.graph.initializer for entry in each.external_data)
+    stored = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
     return sorted({entry.value for entry in stored if entry.key == "location"})

@@ -502,8 +502,8 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def decays(self, sums: Tensor, name: str) -> tuple[Tensor, Tensor]:
         count = CHECKPOINT_TOKENS + self._ar
-        found = self._nodes.emit("Exp", [sums.name], name)
-        rows, start = self._slice(found, 0, count, WIDTH), self._slice(found, count, count + 1, WIDTH)
+        exponentials = self._nodes.emit("Exp", [sums.name], name)
+        rows, start = self._slice(exponentials, 0, count, WIDTH), self._slice(exponentials, count, count + 1, WIDTH)
         if self._ar > 1:
             seen = self._matrix_of_ones("seen", count)
             rows = self._nodes.emit("Mul", [rows.name, seen], name + ".seen", rows.encoding)
@@ -637,7 +637,9 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
         These have a row for each token, and are no signs.
         """
-        return {name: each for name, each in self._nodes.quantized.items() if not _NOT_TRACED.search(name)}
+        return {
+            name: quantization for name, quantization in self._nodes.quantized.items() if not _NOT_TRACED.search(name)
+        }
 
     def give_residual(self, hidden: Tensor) -> None:
         """Make the integers of a result the last output."""
@@ -652,7 +654,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def finish(self) -> onnx.ModelProto:
         """The model. Flush the store first."""
-        stored = [self._weights.initializer(each) for each in self._stored]
+        stored = [self._weights.initializer(name) for name in self._stored]
         constants = [*self._nodes.constants, *stored]
         inputs, outputs = ([_value_info(port) for port in ports] for ports in self._formed())
         return make_model(self._part.name, self._nodes.nodes, inputs, outputs, constants)
@@ -675,7 +677,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
 
     def _stacked(self, ports: Sequence[Port], tensors: Mapping[str, KvTensor]) -> list[Port]:
         """With one port for all heads of a layer; `tensors` are those of the cache by the names of their encodings."""
-        found: dict[str, Port] = {}
+        stacked: dict[str, Port] = {}
         for port in ports:
             if port.kind in ("past", "new"):
                 assert port.encoding is not None, "a port of the cache"
@@ -684,10 +686,10 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
                     name_of(tensor.kind, tensor.layer),
                     (self._spec.of_layer(tensor.layer).kv_heads, *port.shape[1:]),
                 )
-                found.setdefault(name, replace(port, name=name, shape=shape))
+                stacked.setdefault(name, replace(port, name=name, shape=shape))
             else:
-                found[port.name] = port
-        return [*found.values()]
+                stacked[port.name] = port
+        return [*stacked.values()]
 
     # ------------------------------------------------------------------ inputs and constants
 

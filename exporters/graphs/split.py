@@ -105,8 +105,8 @@ def choose_split(
 
 def layer_bytes(spec: DecoderSpec, recipe: Recipe, count: Callable[[WeightType, int, int], int]) -> Sequence[int]:
     """Bytes of the matrices of each layer; `count` gives the bytes of one matrix."""
-    found = [0] * spec.layers
+    bytes_of_layers = [0] * spec.layers
     for name, (columns, rows) in matrices(spec).items():
         if name.startswith("model.layers."):
-            found[int(name.split(".")[2])] += count(WEIGHT_TYPES[recipe.rule(name).dtype], rows, columns)
-    return found
+            bytes_of_layers[int(name.split(".")[2])] += count(WEIGHT_TYPES[recipe.rule(name).dtype], rows, columns)
+    return bytes_of_layers

@@ -343,7 +343,7 @@ def _table_place(vocab: int, width: int) -> MatrixPlace:
 
 def _matrix_initializers(key: str, place: MatrixPlace) -> dict[str, onnx.TensorProto]:
     """The tensors of each head of a matrix, by name."""
-    found = {}
+    initializers = {}
     for head in range(place.heads):
         whole = (place.columns, place.rows) if place.by_outputs else (place.rows, place.width)
         shapes = whole, (place.width,), (place.blocks, place.width)
@@ -351,8 +351,8 @@ def _matrix_initializers(key: str, place: MatrixPlace) -> dict[str, onnx.TensorP
         parts = zip(_names(key, place, head), dtypes, shapes, place.head_extents(head), strict=False)
         for name, dtype, shape, extent in parts:
             assert name is not None, "blocks have scales"
-            found[name] = _initializer(name, dtype, shape, place.file, extent)
-    return found
+            initializers[name] = _initializer(name, dtype, shape, place.file, extent)
+    return initializers
 
 
 def _table_initializer(place: MatrixPlace) -> onnx.TensorProto:

@@ -115,8 +115,8 @@ def plan_drafter(plan: Plan, drafter: Drafter, options: ExportOptions, identity:
     ends = list(record.weights)
     for layer in spec.own_layers:
         at = (f"model.layers.{layer}.", *(_ENTRY if not layers else ()))
-        rules = tuple(each for each in record.weights if each.tensor.startswith(at))
-        ends = [each for each in ends if each not in rules]
+        rules = tuple(weight for weight in record.weights if weight.tensor.startswith(at))
+        ends = [end for end in ends if end not in rules]
         owner = spec.cache_layer(layer)
         shared = (layers[owner - spec.first_layer],) if spec.first_layer <= owner < layer else ()
         piece = LayerPiece(key, layer, rules, follows, layers[-1] if layers else None, shared)

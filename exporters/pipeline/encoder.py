@@ -98,22 +98,22 @@ class EncoderPiece(Piece):
         steps = self.encoder.layers + 1
         told = partial(inputs.progress, "encoder")
         activations: Literal["u16", "s16"] = "u16" if self.graph_format == "onnx" else "s16"
-        found = quantize_encoder(
+        quantized = quantize_encoder(
             tensors, self.pictures, shown, activations, self.method, done=lambda layers: told(layers, steps)
         )
         target, places = folder / ENCODER_FILES[self.graph_format], WeightPlaces()
         if self.graph_format == "tflite":
             from exporters.graphs.tflite.encoder import write_tflite_encoder  # its package is optional
 
-            write_tflite_encoder(tensors, found.matrices, found.encodings, target)
+            write_tflite_encoder(tensors, quantized.matrices, quantized.encodings, target)
         else:
-            store = ShardWriter(tensors.tensor, lambda _: self.encoder.head_dim, found.matrices)
-            graph = QdqEncoder(self.encoder, found.encodings, store)
+            store = ShardWriter(tensors.tensor, lambda _: self.encoder.head_dim, quantized.matrices)
+            graph = QdqEncoder(self.encoder, quantized.encodings, store)
             outputs = graph.build()
             store.write(folder / SHARD)
             onnx.save(graph.finish(outputs), target)
             places = store.places
-        rows = np.concatenate(found.rows)
+        rows = np.concatenate(quantized.rows)
         if turn is not None:  # its inverse is its transpose
             rows = (rows.reshape(-1, len(turn)) @ turn).reshape(rows.shape)
         in_pictures = np.concatenate([row_places(*self.encoder.grid_of(*tile.shape[1::-1])) for tile in tiles])
@@ -123,14 +123,14 @@ class EncoderPiece(Piece):
             file=target.name,
             encoder=self.encoder,
             pictures=self.pictures,
-            encodings=found.encodings,
+            encodings=quantized.encodings,
             weights=places,
             calibration=self.calibration,
             calibration_tiles=len(tiles),
-            low=found.reach[0],
-            high=found.reach[1],
-            behind_low=found.behind[0],
-            behind_high=found.behind[1],
+            low=quantized.reach[0],
+            high=quantized.reach[1],
+            behind_low=quantized.behind[0],
+            behind_high=quantized.behind[1],
         )
 
 

@@ -57,12 +57,12 @@ def side_by_side(jobs: Sequence[Job[T]], stage: str, progress: Progress) -> Iter
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         running = [pool.submit(run, job) for job in jobs]
         try:
-            for done, each in enumerate(running, start=1):
-                yield each.result()
+            for done, future in enumerate(running, start=1):
+                yield future.result()
                 progress(stage, done, len(jobs))
         finally:
-            for each in running:
-                each.cancel()
+            for future in running:
+                future.cancel()
 
 
 def compiler_bytes(models: Sequence[Path]) -> int:

@@ -95,7 +95,7 @@ class Place:
         """The place of an open checkpoint, and of the bundle that it drafts for."""
         is_hub_id = "://" not in checkpoint.name and not Path(checkpoint.name).exists()
         name = checkpoint.name if is_hub_id or "://" in checkpoint.name else str(Path(checkpoint.name).absolute())
-        adapters = tuple(AdapterChoice(each.folder.absolute(), each.scale) for each in checkpoint.adapters)
+        adapters = tuple(AdapterChoice(adapter.folder.absolute(), adapter.scale) for adapter in checkpoint.adapters)
         bundle = None if target is None else target.path.absolute()
         return cls(name, checkpoint.folder.name if is_hub_id else None, adapters, bundle, checkpoint.ranks)
 
@@ -113,30 +113,30 @@ class Place:
             return self.name
         return str(_fetched(self.name) if self.revision is None else locate(self.name, self.revision))
 
-    def proven(self, **wanted: str) -> Checkpoint:
+    def proven(self, **hashes: str) -> Checkpoint:
         """The checkpoint that lies there, opened and hashed once in a process, and compared with what a piece reads.
 
         Args:
-            wanted: hashes by the fields of `Identity`.
+            hashes: by the fields of `Identity`.
 
         Raises:
             CheckpointError: it cannot be read, or is another one here.
         """
-        return self._proven(wanted).checkpoint
+        return self._proven(hashes).checkpoint
 
-    def drafter(self, **wanted: str) -> Drafter:
+    def drafter(self, **hashes: str) -> Drafter:
         """The same, with its target.
 
         Raises:
             CheckpointError: it or its target cannot be read, or is another one here.
         """
-        found = self._proven(wanted).drafter
-        assert found is not None, "the place names a target"
-        return found
+        known = self._proven(hashes).drafter
+        assert known is not None, "the place names a target"
+        return known
 
-    def _proven(self, wanted: Mapping[str, str]) -> _Known:
+    def _proven(self, hashes: Mapping[str, str]) -> _Known:
         known = _known.get(self)
-        if known is None or known.stamps != known.now or known.misses(wanted):
+        if known is None or known.stamps != known.now or known.misses(hashes):
             if self.target is None:
                 known = _Known.of(self.open())
             else:
@@ -144,11 +144,11 @@ class Place:
                 opened = replace(drafter.checkpoint, name=self.name)
                 known = _Known.of(opened, replace(drafter, checkpoint=opened))
             _known[self] = known
-        if other := known.misses(wanted):
+        if other := known.misses(hashes):
             raise CheckpointError(
                 f"checkpoint {self.name}",
                 got=f"another one, whose {other[0]} differ",
-                expected=f"{other[0]} with the hash {wanted[other[0]]}, as the command has",
+                expected=f"{other[0]} with the hash {hashes[other[0]]}, as the command has",
                 fix="Give all workers the same files.",
             )
         return known
@@ -186,8 +186,8 @@ class _Known:
         """What `stamps` would be now."""
         return _stamps(self.checkpoint, self.drafter)
 
-    def misses(self, wanted: Mapping[str, str]) -> list[str]:
-        return [part for part, sha256 in wanted.items() if getattr(self.identity, part) != sha256]
+    def misses(self, hashes: Mapping[str, str]) -> list[str]:
+        return [part for part, sha256 in hashes.items() if getattr(self.identity, part) != sha256]
 
 
 _known: dict[Place, _Known] = {}
@@ -195,7 +195,7 @@ _known: dict[Place, _Known] = {}
 
 def _stamps(checkpoint: Checkpoint, drafter: Drafter | None) -> list[tuple[str, int, int]]:
     """Size and time of change of each file, so that a file that changes while a worker lives is hashed again."""
-    folders = [checkpoint.folder, *(each.folder for each in checkpoint.adapters)]
+    folders = [checkpoint.folder, *(adapter.folder for adapter in checkpoint.adapters)]
     files = [file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())]
     files += [file for file in checkpoint.files if file not in files]
     files += [] if drafter is None else [drafter.target.path / MANIFEST]
@@ -212,23 +212,23 @@ def _fetched(url: str) -> Path:
 
     try:
         system, root = fsspec.core.url_to_fs(url)
-        found = {place.removeprefix(root).strip("/"): info for place, info in system.find(root, detail=True).items()}
-        known = sorted((file, info["size"], str(info.get("ETag", info.get("mtime")))) for file, info in found.items())
+        files = {place.removeprefix(root).strip("/"): info for place, info in system.find(root, detail=True).items()}
+        known = sorted((file, info["size"], str(info.get("ETag", info.get("mtime")))) for file, info in files.items())
         folder = cache_folder() / "checkpoints" / hashlib.sha256(repr((url, known)).encode()).hexdigest()[:32]
-        if strange := [file for file in found if file and not is_plain_path(file)]:
+        if strange := [file for file in files if file and not is_plain_path(file)]:
             raise ValueError(f"it lists {strange[0]!r}, which leads out of the folder")
         with _fetching:
-            if found and not folder.exists():
-                _fetch(system, root, list(found), folder)
+            if files and not folder.exists():
+                _fetch(system, root, list(files), folder)
     except Exception as error:  # each file system has errors of its own
-        found = {}
+        files = {}
         reason = f"{type(error).__name__}: {error}"
     else:
         reason = "no file there"
-    if not found:
+    if not files:
         fix = "Check the URL and the credentials, and that its package is installed, such as s3fs."
         raise CheckpointError(f"checkpoint {url}", got=reason, expected="a folder or a GGUF file", fix=fix)
-    return folder / Path(root).name if "" in found else folder
+    return folder / Path(root).name if "" in files else folder
 
 
 def _fetch(system: Any, root: str, files: Sequence[str], folder: Path) -> None:

@@ -107,12 +107,12 @@ class Planner:
         surveyed = replace(pictured, survey=self.plan.put(survey, ram_bytes), sink=sink, first=first)
         has_heads = recipe.heads != "none"
         adapters = _adapters(export) if has_heads else ()
-        surveys = (replace(survey, adapter=each) for each in adapters)
+        surveys = (replace(survey, adapter=adapter) for adapter in adapters)
         return replace(
             surveyed,
             transforms=msgspec.structs.replace(recipe, name="", weights=[], outlier_channels="keep"),
             kv_dtype=options.cache_dtype if has_heads else None,
-            adapted=tuple(self.plan.put(each, ram_bytes) for each in surveys),
+            adapted=tuple(self.plan.put(piece, ram_bytes) for piece in surveys),
             tokens=(give_tokens(self.plan, export.survey_tokens), give_tokens(self.plan, export.plain_tokens)),
             learned=self._learned(surveyed.of_text, export),
         )
@@ -138,15 +138,15 @@ class Planner:
     def _layers(self, export: ExportPlan, decoder: DecoderKey) -> tuple[str, ...]:
         spec, recipe, ram_bytes = export.checkpoint.spec, export.recipe, quantizing_bytes(export)
         follows = needs_quantized_pass(export.options.recipe)
-        found = list[str]()
+        names = list[str]()
         for layer in range(spec.layers):
-            rules = tuple(each for each in recipe.weights if each.tensor.startswith(f"model.layers.{layer}."))
+            rules = tuple(weight for weight in recipe.weights if weight.tensor.startswith(f"model.layers.{layer}."))
             owner = spec.cache_layer(layer)
-            shared = () if owner == layer else (found[owner],)
-            piece = LayerPiece(decoder, layer, rules, follows, found[-1] if found else None, shared)
-            found.append(self.plan.put(piece, ram_bytes))
-        ends = tuple(each for each in recipe.weights if each.tensor in (HEAD, HEAD_TURN))
-        return *found, self.plan.put(HeadPiece(decoder, ends, follows, found[-1]), ram_bytes)
+            shared = () if owner == layer else (names[owner],)
+            piece = LayerPiece(decoder, layer, rules, follows, names[-1] if names else None, shared)
+            names.append(self.plan.put(piece, ram_bytes))
+        ends = tuple(weight for weight in recipe.weights if weight.tensor in (HEAD, HEAD_TURN))
+        return *names, self.plan.put(HeadPiece(decoder, ends, follows, names[-1]), ram_bytes)
 
     def _encoder(self, export: ExportPlan, exact: DecoderKey) -> str | None:
         """The vision encoder; None if the checkpoint has none."""
@@ -171,7 +171,7 @@ class Planner:
             manifest=self._manifest(export),
             lora=export.options.lora,
             adapters=adapters,
-            adapted=tuple(self.plan.put(RangesPiece(decoder, each), ram_bytes) for each in adapters),
+            adapted=tuple(self.plan.put(RangesPiece(decoder, adapter), ram_bytes) for adapter in adapters),
             layers=layers,
             encoder=decoder.pictures,
         )
@@ -283,12 +283,12 @@ def plan_binaries(
         options: of the compiler.
         prefix: of the names of binaries of several graphs.
     """
-    found = []
+    names = []
     for models in sets:
         files = tuple((name, path.name) for name, path in models.items())
         piece: Piece = CompilePiece(bundle, files, device.soc, compiler, options, prefix)
-        found.append(plan.put(piece, compiler_bytes([*models.values()])))
-    return found
+        names.append(plan.put(piece, compiler_bytes([*models.values()])))
+    return names
 
 
 def plan_tflite(plan: Plan, bundle: str, models: Mapping[str, Path], device: Device, compiler: str) -> str:

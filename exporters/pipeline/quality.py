@@ -139,10 +139,10 @@ class ReferencePiece(Piece):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        return tuple(name for each in self.measured for name in each.needs)
+        return tuple(name for quality in self.measured for name in quality.needs)
 
     def make(self, folder: Path, inputs: Inputs) -> object:
-        windows = [window.inputs for each in self.measured for window in each.windows(inputs)]
+        windows = [window.inputs for quality in self.measured for window in quality.windows(inputs)]
         measured = self.measured[0]
         reference, vocab = (
             Reference(inputs.exact(measured.decoder), measured.context),
@@ -153,16 +153,16 @@ class ReferencePiece(Piece):
         for number, window in enumerate(windows):
             file, shape = folder / f"{number}.npy", (len(window), vocab)
             mapped.append(open_memmap(file, "w+", np.float32, shape))  # type: ignore[no-untyped-call]
-        for rows, found in zip(blocks_of_rows(vocab), reference.head_blocks(states), strict=True):
-            for logits, each in zip(mapped, found, strict=True):
-                logits[:, rows] = each
+        for rows, blocks in zip(blocks_of_rows(vocab), reference.head_blocks(states), strict=True):
+            for logits, block in zip(mapped, blocks, strict=True):
+                logits[:, rows] = block
         return None
 
 
 def store_logits(logits: Iterable[Floats], folder: Path) -> None:
     """Write the logits of windows, a file for each."""
-    for number, each in enumerate(logits):
-        np.save(folder / f"{number}.npy", each)
+    for number, rows in enumerate(logits):
+        np.save(folder / f"{number}.npy", rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class StoredLogits:
     def blocks(self, windows: Sequence[NDArray[np.int64]], vocab: int) -> Iterator[list[Floats]]:
         """The logits `[T, rows]` of every window, for some rows of the vocabulary after the others."""
         mapped = [np.load(self.folder / f"{number}.npy", mmap_mode="r") for number in range(len(windows))]
-        return ([np.array(each[:, rows]) for each in mapped] for rows in blocks_of_rows(vocab))
+        return ([np.array(memory[:, rows]) for memory in mapped] for rows in blocks_of_rows(vocab))
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,22 +217,22 @@ class QualityPiece(Piece):
     @property
     def needs(self) -> tuple[str, ...]:
         shared = () if self.reference is None else (self.reference,)
-        measured = [each for _, each in self.texts] + ([] if self.by_layer is None else [self.by_layer])
-        return self.bundle, *shared, *(name for each in measured for name in each.needs)
+        measured = [text for _, text in self.texts] + ([] if self.by_layer is None else [self.by_layer])
+        return self.bundle, *shared, *(name for text in measured for name in text.needs)
 
     def make(self, folder: Path, inputs: Inputs) -> Quality:
-        prose = [window for name, each in self.texts if name == "prose" for window in each.windows(inputs)]
-        chat = [window for name, each in self.texts if name == "chat" for window in each.chat_windows(inputs)]
-        every = [*prose, *(each.window for each in chat)]
-        windows, sums = [each.inputs for each in every], [TokenSums(each) for each in every]
+        prose = [window for name, text in self.texts if name == "prose" for window in text.windows(inputs)]
+        chat = [window for name, text in self.texts if name == "chat" for window in text.chat_windows(inputs)]
+        every = [*prose, *(read.window for read in chat)]
+        windows, sums = [part.inputs for part in every], [TokenSums(part) for part in every]
         bundle = open_bundle(inputs.bundle(self.bundle), verify=False)
         run = TracedRun(bundle, inputs.threads, *self._by_layer(bundle, inputs))
         with scratch_folder("quality") as scratch:
             exact = self._exact(windows, bundle, inputs) if windows else ()
-            found = run.blocks(windows, scratch)
-            for expected, actual in zip(exact, found, strict=True):
-                for each, one, other in zip(sums, expected, actual, strict=True):
-                    each.add(one, other)
+            actual_blocks = run.blocks(windows, scratch)
+            for expected, actual in zip(exact, actual_blocks, strict=True):
+                for token_sums, one, other in zip(sums, expected, actual, strict=True):
+                    token_sums.add(one, other)
         self._told(inputs, bundle, 2 * bundle.manifest.model.layers)
         tally, of_chat = Tally(), ChatTally()
         for of_prose in sums[: len(prose)]:
@@ -248,16 +248,16 @@ class QualityPiece(Piece):
         most = bundle.manifest.model.shorter_texts(bundle.manifest.context)
         if most is None or not windows:
             return ()
-        cut = [Window(each.inputs[:most], each.targets[: most - each.first], each.first) for each in windows]
-        ids, exact = [each.inputs for each in cut], inputs.exact(self.texts[0][1].decoder)
+        cut = [Window(window.inputs[:most], window.targets[: most - window.first], window.first) for window in windows]
+        ids, exact = [window.inputs for window in cut], inputs.exact(self.texts[0][1].decoder)
         by_length = (Reference(exact, context) for context in (most, bundle.manifest.context))
-        tally, sums = Tally(), [TokenSums(each) for each in cut]
+        tally, sums = Tally(), [TokenSums(window) for window in cut]
         blocks = (reference.head_blocks(reference.states(ids)) for reference in by_length)
         for expected, actual in zip(*blocks, strict=True):
-            for each, one, other in zip(sums, expected, actual, strict=True):
-                each.add(one, other)
-        for each in sums:
-            tally.add_sums(each)
+            for token_sums, one, other in zip(sums, expected, actual, strict=True):
+                token_sums.add(one, other)
+        for token_sums in sums:
+            tally.add_sums(token_sums)
         return (tally.record("short"),)
 
     def _exact(self, windows: Sequence[NDArray[np.int64]], bundle: Bundle, inputs: Inputs) -> Iterator[list[Floats]]:
@@ -337,10 +337,10 @@ class TracedRun:
         states = list[Floats]()
         stages = probe.stages([*(window.inputs for window in measured), *windows])
         for stage in range(spec.layers + 1):
-            found = [*islice(stages, len(measured))]
+            traces = [*islice(stages, len(measured))]
             if meter is not None:
-                meter.add(found)
-            del found
+                meter.add(traces)
+            del traces
             if stage == spec.layers:
                 break  # the head's graph holds all of it
             for trace in islice(stages, len(windows)):

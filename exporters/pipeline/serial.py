@@ -43,31 +43,31 @@ def run_serial(plan: Plan, targets: Sequence[str], inputs: Inputs, progress: Pro
     for name, write in plan.given.items():
         if name not in inputs.adopted:
             store.make(name, "given", write)
-    wanted = {name: each for name, each in plan.pieces.items() if name in under}
+    unfinished = {name: planned for name, planned in plan.pieces.items() if name in under}
     if resume:
-        wanted = plan.unfinished(store, targets)
+        unfinished = plan.unfinished(store, targets)
     for attempt in range(_ATTEMPTS):
         try:
-            _run(plan, under, wanted, inputs, progress, resume=resume or attempt > 0)
+            _run(plan, under, unfinished, inputs, progress, resume=resume or attempt > 0)
             return
         except MissingPieceError:  # somebody has cleared the store meanwhile
             if attempt == _ATTEMPTS - 1:
                 raise
-            wanted = plan.unfinished(store, targets)
+            unfinished = plan.unfinished(store, targets)
 
 
 def _run(
-    plan: Plan, under: set[str], wanted: Mapping[str, Planned], inputs: Inputs, progress: Progress, *, resume: bool
+    plan: Plan, under: set[str], unfinished: Mapping[str, Planned], inputs: Inputs, progress: Progress, *, resume: bool
 ) -> None:
     def do(name: str) -> PieceRecord:
-        piece = wanted[name].piece
+        piece = unfinished[name].piece
         return inputs.store.make(name, piece.kind, partial(piece.make, inputs=inputs), anew=not resume)
 
     totals = Counter(plan.kinds(under))
-    done = totals - Counter(plan.kinds(wanted))
-    for (kind, in_child), names in _groups(wanted):
+    done = totals - Counter(plan.kinds(unfinished))
+    for (kind, in_child), names in _groups(unfinished):
         if in_child:
-            jobs = [Job(partial(do, name), wanted[name].ram_bytes) for name in names]
+            jobs = [Job(partial(do, name), unfinished[name].ram_bytes) for name in names]
             for _ in side_by_side(jobs, _TOLD[kind], progress):
                 pass
             continue
@@ -81,7 +81,7 @@ def _run(
                 progress(stage, done[kind], totals[kind])
 
 
-def _groups(wanted: Mapping[str, Planned]) -> Iterator[tuple[tuple[str, bool], list[str]]]:
+def _groups(unfinished: Mapping[str, Planned]) -> Iterator[tuple[tuple[str, bool], list[str]]]:
     """Names of pieces of one kind that follow each other."""
-    for key, names in groupby(wanted, lambda name: (wanted[name].piece.kind, wanted[name].piece.in_child)):
+    for key, names in groupby(unfinished, lambda name: (unfinished[name].piece.kind, unfinished[name].piece.in_child)):
         yield key, [*names]

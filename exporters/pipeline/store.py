@@ -59,8 +59,8 @@ class PieceRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in self.files:
             if not is_plain_path(name):
                 raise ValueError(f"files: got {name!r}; expected plain paths inside the piece")
-        if self.sha256 != (wanted := self._seal(self.name, self.kind, self.seconds, self.files, self.answer)):
-            raise ValueError(f"sha256: got {self.sha256!r}; expected {wanted}, for the other fields")
+        if self.sha256 != (seal := self._seal(self.name, self.kind, self.seconds, self.files, self.answer)):
+            raise ValueError(f"sha256: got {self.sha256!r}; expected {seal}, for the other fields")
 
     @classmethod
     def of(cls, folder: Path, name: str, kind: str, seconds: float, answer: object) -> PieceRecord:
@@ -150,8 +150,8 @@ class PieceStore:
             if _intact(partial, name) is None:
                 with suppress(Exception):  # each file system has errors of its own
                     system.rm_file(f"{root}/{RECORD}")
-                found = f"damaged files in {self.place}"
-                raise ServiceError(f"piece {name}", got=found, expected="those of its record", fix=_AGAIN)
+                got = f"damaged files in {self.place}"
+                raise ServiceError(f"piece {name}", got=got, expected="those of its record", fix=_AGAIN)
             _put(partial, folder, name)
         return folder
 
@@ -191,8 +191,8 @@ class PieceStore:
         """
         folder = self.folder / name
         if not anew:
-            if (found := self.find(name)) is not None and found.kind == kind:
-                return found
+            if (earlier := self.find(name)) is not None and earlier.kind == kind:
+                return earlier
             if (kept := _intact(folder, name)) is not None and kept.kind == kind:  # made for another place
                 self._publish(name, folder, kept)
                 return kept
@@ -351,11 +351,11 @@ def _intact(folder: Path, name: str) -> PieceRecord | None:
 
 def _stamps(folder: Path, record: PieceRecord) -> list[tuple[str, int, int, int]]:
     """Hash, size and times of each file; writing to a file sets both times."""
-    found = []
+    stamps = []
     for name, file in record.files.items():
         status = (folder / name).stat()
-        found.append((file.sha256, status.st_size, status.st_mtime_ns, status.st_ino))
-    return found
+        stamps.append((file.sha256, status.st_size, status.st_mtime_ns, status.st_ino))
+    return stamps
 
 
 def _put(partial: Path, folder: Path, name: str) -> None:

@@ -18,15 +18,15 @@ from exporters.quantize.survey import Outlier, Survey
 _TENSORS, _OUTLIER = "survey.safetensors", "outlier.json"
 
 
-def write_survey(found: Survey, folder: Path) -> None:
+def write_survey(survey: Survey, folder: Path) -> None:
     """Write a survey into a folder."""
-    tensors: dict[str, NDArray[Any]] = {tensor.past: rows for tensor, rows in found.rows.items()}
-    tensors["logits"] = found.logits
-    for (layer, head), reach in found.reach.items():
+    tensors: dict[str, NDArray[Any]] = {tensor.past: rows for tensor, rows in survey.rows.items()}
+    tensors["logits"] = survey.logits
+    for (layer, head), reach in survey.reach.items():
         at = f"reach.{layer}.{head}"
         tensors |= {f"{at}.pairs": reach.pairs, f"{at}.rest": reach.rest, f"{at}.value": np.array([reach.value])}
     save_file({name: np.ascontiguousarray(values) for name, values in tensors.items()}, folder / _TENSORS)
-    (folder / _OUTLIER).write_bytes(msgspec.json.encode(found.outlier))
+    (folder / _OUTLIER).write_bytes(msgspec.json.encode(survey.outlier))
 
 
 def read_survey(folder: Path, spec: DecoderSpec) -> Survey | None:

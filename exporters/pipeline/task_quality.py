@@ -73,13 +73,13 @@ class TaskQualityPiece(Piece):
         reference = Reference(inputs.exact(self.exact), self.context)
         exact = _rows(reference.head_blocks(reference.states(windows, progress=told)))
         with scratch_folder("quality") as scratch:
-            found = _rows(TracedRun(bundle, inputs.threads, None, []).blocks(windows, scratch))
+            actual = _rows(TracedRun(bundle, inputs.threads, None, []).blocks(windows, scratch))
         told(2 * layers)
         task = self.task
         if isinstance(task, EmbeddingTask):
-            return compared(*(np.stack([pooled(task, each) for each in rows]) for rows in (exact, found)))
-        scores = [np.array([activated(task, float(each[-1, 0])) for each in rows]) for rows in (exact, found)]
-        return compared_scores(*(each.reshape(_QUERIES, -1) for each in scores))
+            return compared(*(np.stack([pooled(task, row) for row in rows]) for rows in (exact, actual)))
+        scores = [np.array([activated(task, float(row[-1, 0])) for row in rows]) for rows in (exact, actual)]
+        return compared_scores(*(score.reshape(_QUERIES, -1) for score in scores))
 
     def _texts(self, checkpoint: Checkpoint) -> Iterator[list[int]]:
         """The tokens of each text."""
@@ -100,19 +100,19 @@ def _rows(blocks: Iterator[list[Floats]]) -> list[Floats]:
 
 def search_texts(prose: str) -> list[str]:
     """Sentences of a text, and behind them the second half of each."""
-    sentences = [each for each in _SENTENCE.split(prose) if len(each.split()) >= _LEAST_WORDS]
-    return [*sentences, *(" ".join(each.split()[len(each.split()) // 2 :]) for each in sentences)]
+    sentences = [sentence for sentence in _SENTENCE.split(prose) if len(sentence.split()) >= _LEAST_WORDS]
+    return [*sentences, *(" ".join(sentence.split()[len(sentence.split()) // 2 :]) for sentence in sentences)]
 
 
-def compared(exact: Floats, found: Floats) -> EmbeddingQuality:
+def compared(exact: Floats, actual: Floats) -> EmbeddingQuality:
     """How close embeddings `[texts, width]` are to exact ones; the second half of them looks for the first.
 
     An embedding of zeros, or one that is not finite, has no direction: its cosine is 0.
     """
-    exact, found = _unit(exact), _unit(found)
-    cosines = (exact * found).sum(-1)
+    exact, actual = _unit(exact), _unit(actual)
+    cosines = (exact * actual).sum(-1)
     half = len(exact) // 2
-    firsts = [(each[half:] @ each[:half].T).argmax(-1) for each in (exact, found)]
+    firsts = [(embeddings[half:] @ embeddings[:half].T).argmax(-1) for embeddings in (exact, actual)]
     return EmbeddingQuality(
         texts=len(exact),
         cosine=float(cosines.mean()),
@@ -121,19 +121,19 @@ def compared(exact: Floats, found: Floats) -> EmbeddingQuality:
     )
 
 
-def compared_scores(exact: Doubles, found: Doubles) -> RankingQuality:
+def compared_scores(exact: Doubles, actual: Doubles) -> RankingQuality:
     """How close scores `[queries, documents]` are to exact ones. One that is not finite differs by 1."""
-    apart = np.nan_to_num(np.abs(exact - found), nan=1.0, posinf=1.0)
+    apart = np.nan_to_num(np.abs(exact - actual), nan=1.0, posinf=1.0)
     return RankingQuality(
         pairs=exact.size,
         difference=float(apart.mean()),
         most_difference=float(apart.max()),
-        same_first=float((exact.argmax(-1) == found.argmax(-1)).mean()),
+        same_first=float((exact.argmax(-1) == actual.argmax(-1)).mean()),
     )
 
 
 def _unit(vectors: Floats) -> Floats:
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
     with np.errstate(all="ignore"):
-        found: Floats = np.nan_to_num(vectors / lengths, nan=0.0, posinf=0.0, neginf=0.0)
-    return found
+        normalized: Floats = np.nan_to_num(vectors / lengths, nan=0.0, posinf=0.0, neginf=0.0)
+    return normalized

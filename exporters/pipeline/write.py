@@ -223,23 +223,23 @@ class WritePiece(Piece):
             encodings |= {tensor.past: target.encodings[tensor.past] for tensor in target.cache_geometry.names()}
         del ranges
         graphs = self.manifest.graphs
-        given = self.manifest.interface, encodings, graphs, bundle, done
+        written = self.manifest.interface, encodings, graphs, bundle, done
         if self.manifest.graph_format == "tflite":
             from exporters.graphs.tflite.graphs import write_tflite  # its package is optional
 
-            encodings, places = write_tflite(tensors, LayerMatrices(layers), *given, embedded=embedded)
+            encodings, places = write_tflite(tensors, LayerMatrices(layers), *written, embedded=embedded)
         else:
             for name in self.layers:
                 inputs.give_weights(name, bundle)
             places = joined_places(layer.places for layer in layers)
-            encodings, places = write_graphs(tensors, places, *given, embedded=embedded)
+            encodings, places = write_graphs(tensors, places, *written, embedded=embedded)
         self._write_beside(checkpoint, tensors, survey, encodings, bundle)
         done(steps)
         source = msgspec.structs.replace(
             self.manifest.source,
             calibration_tokens=survey.tokens.size,
             stored=stored,
-            unreached_experts=[each for layer in layers for each in layer.unreached],
+            unreached_experts=[expert for layer in layers for expert in layer.unreached],
             generated_tokens=sum(inputs.tokens(name).size for name in self.decoder.learned),
         )
         sink = None
@@ -368,7 +368,7 @@ def assemble(
             compiled = folder / "compiled" / device.soc
             compiled.mkdir(parents=True)
             take_binaries(exported.binaries, store, compiled, watch)
-            plain = [_plain(each) for each in binaries]
+            plain = [_plain(binary) for binary in binaries]
             write_compiled(compiled, device, plain, qnn.compiler(), folder / MANIFEST, floating=nodes)
     return changed
 
@@ -381,15 +381,15 @@ def take_binaries(
     Raises:
         UsageError: a piece is missing, damaged, or holds something else.
     """
-    found = []
+    binaries = []
     for name in names:
         binary = read_compiled(store, name)
         for file, path in store.files(name).items():
             link_or_copy(path, folder / file)
         if binary.peak_bytes is not None:
             watch(binary.file, binary.peak_bytes)
-        found.append(_plain(binary))
-    return found
+        binaries.append(_plain(binary))
+    return binaries
 
 
 def _plain(binary: CompiledBinary) -> CompiledBinary:

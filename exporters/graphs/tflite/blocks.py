@@ -141,8 +141,8 @@ class TfliteBlocks:
         return result
 
     def _reshape(self, x: Tensor, shape: Sequence[int], name: str) -> Tensor:
-        wanted = self._integers(_named("shape", shape), shape)
-        return self._emit("RESHAPE", [x, wanted], name, shape, x.encoding, "ReshapeOptions", newShape=list(shape))
+        shape_tensor = self._integers(_named("shape", shape), shape)
+        return self._emit("RESHAPE", [x, shape_tensor], name, shape, x.encoding, "ReshapeOptions", newShape=list(shape))
 
     def _dequantize(self, x: Tensor, name: str) -> Tensor:
         result = self._graph.result(name + ".real", "f32", x.shape)

@@ -85,9 +85,9 @@ class TfliteFile:
                 schema.OperatorCodeT(deprecatedBuiltinCode=min(code, _LARGEST_OLD_CODE), builtinCode=code, version=1)
                 for code in self._codes
             ],
-            subgraphs=[each.finished() for each in self._subgraphs],
+            subgraphs=[subgraph.finished() for subgraph in self._subgraphs],
             buffers=self._buffers,
-            signatureDefs=[each.signature(index) for index, each in enumerate(self._subgraphs)],
+            signatureDefs=[subgraph.signature(index) for index, subgraph in enumerate(self._subgraphs)],
         )
         builder = flatbuffers.Builder(sum(len(b.data) for b in self._buffers if b.data is not None) + (1 << 20))
         builder.Finish(model.Pack(builder), _IDENTIFIER)
@@ -151,8 +151,8 @@ class Subgraph:
         """Append an operator with the options of a table of the schema; None is an omitted input."""
         made = schema.OperatorT(
             opcodeIndex=self._file.code(operator),
-            inputs=[-1 if each is None else each.index for each in inputs],
-            outputs=[each.index for each in outputs],
+            inputs=[-1 if tensor is None else tensor.index for tensor in inputs],
+            outputs=[tensor.index for tensor in outputs],
         )
         if kind is not None:
             made.builtinOptionsType = getattr(schema.BuiltinOptions, kind)
@@ -169,8 +169,8 @@ class Subgraph:
             name=self.name,
             tensors=self._tensors,
             operators=self._operators,
-            inputs=[each.index for each in self._inputs.values()],
-            outputs=[each.index for each in self._outputs.values()],
+            inputs=[tensor.index for tensor in self._inputs.values()],
+            outputs=[tensor.index for tensor in self._outputs.values()],
         )
 
     def signature(self, index: int) -> Any:
@@ -178,8 +178,8 @@ class Subgraph:
         return schema.SignatureDefT(
             signatureKey=self.name,
             subgraphIndex=index,
-            inputs=[schema.TensorMapT(name=name, tensorIndex=each.index) for name, each in self._inputs.items()],
-            outputs=[schema.TensorMapT(name=name, tensorIndex=each.index) for name, each in self._outputs.items()],
+            inputs=[schema.TensorMapT(name=name, tensorIndex=tensor.index) for name, tensor in self._inputs.items()],
+            outputs=[schema.TensorMapT(name=name, tensorIndex=tensor.index) for name, tensor in self._outputs.items()],
         )
 
     def _tensor(self, name: str, element: ElementType, shape: Sequence[int], encoding: Encoding | None) -> Tensor:

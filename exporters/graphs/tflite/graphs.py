@@ -63,12 +63,12 @@ def write_tflite(
     builders = [TfliteOps(file.subgraph(g.name), g, decoder, spec, encodings, weights) for g in graphs]
     hidden = [ops.embed("model.embed_tokens.weight", "embedding") for ops in builders]
     for layer in range(spec.layers):
-        hidden = [decoder_layer(ops, spec, layer, each) for ops, each in zip(builders, hidden, strict=True)]
+        hidden = [decoder_layer(ops, spec, layer, state) for ops, state in zip(builders, hidden, strict=True)]
         weights.forget()
         if progress is not None:
             progress(layer + 1)
-    for ops, each, graph in zip(builders, hidden, graphs, strict=True):
-        rows = ops.select(each) if graph.role == "prefill" else each
+    for ops, state, graph in zip(builders, hidden, graphs, strict=True):
+        rows = ops.select(state) if graph.role == "prefill" else state
         ops.finish(logits(ops, spec, rows))
     file.save(folder / target)
     return encodings, places

@@ -36,8 +36,8 @@ _SHARE = 1_000_000  # of the mark of a fit worker; each piece takes one
 
 def versions() -> dict[str, str]:
     """The versions of `PACKAGES` in this process, and a hash of edgekv's program."""
-    found = {package: _version(package) for package in PACKAGES}
-    return found | {"edgekv's program": program_sha256(*_MAKERS)[:12]}
+    installed = {package: _version(package) for package in PACKAGES}
+    return installed | {"edgekv's program": program_sha256(*_MAKERS)[:12]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class WorkerRequirements:
         return await asyncio.to_thread(self.problems)
 
     def _problems(self) -> Iterator[str]:
-        for package, found in versions().items():
-            if found != self.versions[package]:
-                yield f"{package} {found}; expected {self.versions[package]}"
+        for package, installed in versions().items():
+            if installed != self.versions[package]:
+                yield f"{package} {installed}; expected {self.versions[package]}"
         try:
             if self.place is not None and self.identity is not None:
                 self.place.proven(**{name: getattr(self.identity, name) for name in Identity.__slots__})
@@ -105,14 +105,14 @@ class FitWorkers(WorkerPlugin):  # type: ignore[misc]
             problems = await self._requirements.look()
         except Exception as error:  # of file systems
             problems = [f"{type(error).__name__}: {error}"]
-        given = {looking(self.name): 0}
+        resources = {looking(self.name): 0}
         if problems:
             worker.log_event(TOPIC, {"worker": worker.address, "problems": problems})
         else:
-            given[self.name] = _SHARE
+            resources[self.name] = _SHARE
             if RAM not in worker.state.total_resources:
-                given[RAM] = worker.memory_manager.memory_limit or self._ram_bytes
-        await worker.set_resources(**given)
+                resources[RAM] = worker.memory_manager.memory_limit or self._ram_bytes
+        await worker.set_resources(**resources)
         # A scheduler gives waiting pieces to workers that join or go on, not to those that have become able to do them.
         worker.status = Status.paused
         worker.status = Status.running

@@ -85,18 +85,20 @@ def run_on(
     """
     for name, write in plan.given.items():
         store.make(name, "given", write)
-    wanted = plan.unfinished(store, targets)
-    if not wanted:
+    unfinished = plan.unfinished(store, targets)
+    if not unfinished:
         return {}
     probe = hashed("probe", uuid4().hex)  # of this command, which removes it
     store.make(probe, "probe", lambda folder: None)
     requirements = WorkerRequirements(versions(), place, identity, store, probe, disk_bytes)
-    largest_bytes = max(each.ram_bytes for each in wanted.values())
+    largest_bytes = max(planned.ram_bytes for planned in unfinished.values())
     try:
         with connected(cluster.scheduler, cluster.workers, largest_bytes) as client:
-            cluster.say(f"{len(wanted)} of {len(plan.under(targets))} pieces to do; dashboard: {client.dashboard_link}")
+            cluster.say(
+                f"{len(unfinished)} of {len(plan.under(targets))} pieces to do; dashboard: {client.dashboard_link}"
+            )
             check_workers(client, requirements, largest_bytes, keep_going=cluster.keep_going, say=cluster.say)
-            return run_pieces(client, wanted, requirements, progress, cluster.say, keep_going=cluster.keep_going)
+            return run_pieces(client, unfinished, requirements, progress, cluster.say, keep_going=cluster.keep_going)
     finally:
         store.remove([probe])
 
@@ -120,12 +122,12 @@ def check_workers(
         ) from None
     for line in within(_ANSWER_S, "scheduler", partial(_other_versions, client), fix=_AGAIN):
         say(line)
-    found = within(
+    problems = within(
         _LOOK_AT_S, "workers", lambda: client.run(requirements.look, on_error="return"), fix="Stop those that hang."
     )
-    wrong = {address: each for address, each in found.items() if isinstance(each, BaseException) or each}
-    lines = [f"worker {address}: {_reasons(each)}" for address, each in wrong.items()]
-    if lines and (not keep_going or len(wrong) == len(found)):
+    wrong = {address: problem for address, problem in problems.items() if isinstance(problem, BaseException) or problem}
+    lines = [f"worker {address}: {_reasons(problem)}" for address, problem in wrong.items()]
+    if lines and (not keep_going or len(wrong) == len(problems)):
         raise UsageError(
             "workers",
             got="; ".join(lines),
@@ -134,7 +136,7 @@ def check_workers(
         )
     for line in lines:
         say(f"{line}; it gets no work")
-    rams = [each["resources"].get(RAM, each["memory_limit"] or largest_bytes) for each in _workers(client).values()]
+    rams = [info["resources"].get(RAM, info["memory_limit"] or largest_bytes) for info in _workers(client).values()]
     if max(rams, default=0) < largest_bytes:
         raise UsageError(
             "RAM of workers",
@@ -149,12 +151,12 @@ def _other_versions(client: Client) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         client.get_versions(check=True)
-    return [str(each.message) for each in caught if "versions" in str(each.message)]
+    return [str(warning.message) for warning in caught if "versions" in str(warning.message)]
 
 
 def run_pieces(
     client: Client,
-    wanted: Mapping[str, Planned],
+    unfinished: Mapping[str, Planned],
     requirements: WorkerRequirements,
     progress: Progress,
     say: Say,
@@ -165,7 +167,7 @@ def run_pieces(
 
     Args:
         client: of the scheduler.
-        wanted: by name, each after those that it needs.
+        unfinished: by name, each after those that it needs.
         requirements: what workers need.
         progress: called for each kind of piece.
         say: called with what happens to workers.
@@ -179,53 +181,55 @@ def run_pieces(
         EdgeKVError: a piece failed.
     """
     mark = f"edgekv-{hashed(repr(requirements))[:12]}"
-    largest_bytes = max(each.ram_bytes for each in wanted.values())
+    largest_bytes = max(planned.ram_bytes for planned in unfinished.values())
     client.subscribe_topic(TOPIC, lambda event: say(f"worker {event[1]['worker']}: {_reasons(event[1]['problems'])}"))
     plugin = FitWorkers(requirements, mark, largest_bytes)
     within(_LOOK_AT_S, "workers", lambda: client.register_plugin(plugin), fix="Stop those that hang.")
     told: SimpleQueue[str] = SimpleQueue()
     done_topic = f"{mark}-done"
     client.subscribe_topic(done_topic, lambda event: told.put(event[1]))
-    chains = {chain[-1]: chain for chain in find_chains({name: each.piece for name, each in wanted.items()})}
+    chains = {chain[-1]: chain for chain in find_chains({name: planned.piece for name, planned in unfinished.items()})}
     chain_of = {name: last for last, chain in chains.items() for name in chain}
     futures: dict[str, Future] = {}
     for last, chain in chains.items():
-        before = {chain_of[need] for name in chain for need in wanted[name].piece.needs if need in wanted} - {last}
+        before = {chain_of[need] for name in chain for need in unfinished[name].piece.needs if need in unfinished} - {
+            last
+        }
         futures[last] = client.submit(
             do_chain,
-            [wanted[name].piece for name in chain],
+            [unfinished[name].piece for name in chain],
             requirements.store,
             requirements.place,
             done_topic,
-            [futures[each] for each in before],
-            key=f"{wanted[last].piece.kind}-{last}",
-            resources={RAM: max(wanted[name].ram_bytes for name in chain), mark: 1},
+            [futures[needed] for needed in before],
+            key=f"{unfinished[last].piece.kind}-{last}",
+            resources={RAM: max(unfinished[name].ram_bytes for name in chain), mark: 1},
             retries=_RETRIES if requirements.store.is_remote else 0,
             priority=len(chain),  # the longest first: short ones fill the end
         )
     lasts = {future.key: last for last, future in futures.items()}
-    totals, done = Counter(each.piece.kind for each in wanted.values()), Counter[str]()
+    totals, done = Counter(planned.piece.kind for planned in unfinished.values()), Counter[str]()
     failed: dict[str, Failure] = {}
-    left, ended = {*wanted}, as_completed(futures.values(), loop=client.loop)
+    left, ended = {*unfinished}, as_completed(futures.values(), loop=client.loop)
     watch = _Watch(client, mark, say)
 
     def least_bytes() -> int:
         """RAM of the smallest piece that could run now."""
-        ready = [wanted[name] for name in left if left.isdisjoint(wanted[name].piece.needs)]
-        return min((each.ram_bytes for each in ready), default=0)
+        ready = [unfinished[name] for name in left if left.isdisjoint(unfinished[name].piece.needs)]
+        return min((planned.ram_bytes for planned in ready), default=0)
 
     def finished(names: Iterable[str]) -> None:
         for name in names:
             if name in left:
                 left.discard(name)
-                kind = wanted[name].piece.kind
+                kind = unfinished[name].piece.kind
                 done[kind] += 1
                 progress(kind, done[kind], totals[kind])
 
     try:
         while not ended.is_empty():
             time.sleep(_POLL_S)
-            watch.look(len(wanted) - len(left), len(wanted), least_bytes)
+            watch.look(len(unfinished) - len(left), len(unfinished), least_bytes)
             while not told.empty():
                 finished([told.get()])
             for future in ended.next_batch(block=False):
@@ -233,15 +237,15 @@ def run_pieces(
                 if future.status == "finished":
                     finished(chain)
                 elif future.status == "error":
-                    found = future.exception(timeout=_ANSWER_S)
-                    guilty = chains[lasts[found.task]] if isinstance(found, KilledWorker) else chain
-                    cause, error = _named(wanted, guilty, requirements.store, found)
+                    failure = future.exception(timeout=_ANSWER_S)
+                    guilty = chains[lasts[failure.task]] if isinstance(failure, KilledWorker) else chain
+                    cause, error = _named(unfinished, guilty, requirements.store, failure)
                     if not keep_going:
                         raise error
-                    failed |= dict.fromkeys(left.intersection(chain), Failure(wanted[cause].piece.kind, error))
+                    failed |= dict.fromkeys(left.intersection(chain), Failure(unfinished[cause].piece.kind, error))
                     left.difference_update(chain)
                 else:
-                    raise watch.vanished(len(wanted) - len(left), len(wanted))
+                    raise watch.vanished(len(unfinished) - len(left), len(unfinished))
     finally:
         if not ended.is_empty() and client.status == "running":
             with suppress(Exception):  # the reason why it ends is raised
@@ -318,24 +322,26 @@ class _Watch:
         self._next = now + _LOOK_S
         if self._client.status not in ("running", "connecting"):
             raise self.vanished(done, total)
-        found = _workers(self._client) if self._client.status == "running" else {}
+        workers = _workers(self._client) if self._client.status == "running" else {}
         if self._workers is not None:
-            for lost in sorted(self._workers - found.keys()):
+            for lost in sorted(self._workers - workers.keys()):
                 self._say(f"worker {lost} is lost; others do its pieces again")
-            for come in sorted(found.keys() - self._workers):
+            for come in sorted(workers.keys() - self._workers):
                 self._say(f"worker {come} joined")
-        self._workers = {*found}
+        self._workers = {*workers}
         self._expect_movement(done, total, now)
         ram_bytes = least_bytes()
-        given = [each["resources"] for each in found.values()]
-        is_fit = any(self._mark in each and each.get(RAM, 0) >= ram_bytes for each in given)
-        if is_fit or any(each.get(looking(self._mark)) for each in given):
+        resources_of_workers = [info["resources"] for info in workers.values()]
+        is_fit = any(
+            self._mark in resources and resources.get(RAM, 0) >= ram_bytes for resources in resources_of_workers
+        )
+        if is_fit or any(resources.get(looking(self._mark)) for resources in resources_of_workers):
             self._idle_since = None
             return
         self._idle_since = self._idle_since or now
         if now - self._idle_since <= _PATIENCE_S:
             return
-        if not found:
+        if not workers:
             raise self.vanished(done, total)
         raise ServiceError(
             "workers",
@@ -370,19 +376,19 @@ def _workers(client: Client) -> dict[str, Any]:
     Raises:
         ServiceError: it does not answer.
     """
-    found: dict[str, Any] = within(
+    workers: dict[str, Any] = within(
         _ANSWER_S, "scheduler", lambda: client.scheduler_info(n_workers=_ALL).get("workers", {}), fix=_AGAIN
     )
-    return found
+    return workers
 
 
 def _named(
-    wanted: Mapping[str, Planned], chain: Sequence[str], store: PieceStore, error: BaseException
+    unfinished: Mapping[str, Planned], chain: Sequence[str], store: PieceStore, error: BaseException
 ) -> tuple[str, BaseException]:
     """The piece that failed, and its error; errors of Dask become ones that name the fix."""
     if isinstance(error, PieceError):
         return error.name, error.error
-    name = next((each for each in chain if store.find(each) is None), chain[-1])
+    name = next((link for link in chain if store.find(link) is None), chain[-1])
     if isinstance(error, RuntimeError) and _UNREAD in str(error):
         return name, ServiceError(
             "scheduler",
@@ -392,7 +398,7 @@ def _named(
         )
     if not isinstance(error, KilledWorker):
         return name, error
-    planned = wanted[name]
+    planned = unfinished[name]
     return name, ServiceError(
         f"piece {planned.piece.kind}-{name}",
         got=f"{error.allowed_failures + 1} workers that died of it",
@@ -401,5 +407,5 @@ def _named(
     )
 
 
-def _reasons(found: Any) -> str:
-    return f"{type(found).__name__}: {found}" if isinstance(found, BaseException) else ", ".join(found)
+def _reasons(problem: Any) -> str:
+    return f"{type(problem).__name__}: {problem}" if isinstance(problem, BaseException) else ", ".join(problem)
