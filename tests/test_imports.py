@@ -181,19 +181,41 @@ def test_no_function_but_the_reference_operator_has_more_than_eight_parameters()
     assert found == {"paged_attention"}
 
 
+UNNAMED = {
+    "exporters/capabilities.py",
+    "exporters/checkpoint/checkpoint.py",
+    "exporters/checkpoint/gguf/config.py",
+    "exporters/checkpoint/gguf/layout.py",
+    "exporters/checkpoint/gguf/split.py",
+    "exporters/checkpoint/gguf/tensors.py",
+    "exporters/checkpoint/vision.py",
+    "exporters/graphs/encoder.py",
+    "exporters/pipeline/inputs.py",
+    "exporters/pipeline/layer_file.py",
+    "exporters/pipeline/piece.py",
+    "exporters/pipeline/pieces.py",
+    "exporters/plan.py",
+    "exporters/quantize/encoder.py",
+    "exporters/quantize/encodings.py",
+    "exporters/quantize/matrices.py",
+    "exporters/quantize/reference.py",
+    "exporters/quantize/windows.py",
+}
+"""Files whose variables are still to be named; no other joins them."""
+
+
 def test_variables_are_named_after_their_things():
     """`each` row is a row, what was `found` is a number, what is `wanted` is a limit."""
-    empty_names = {"each", "found", "given", "wanted"}
-    named = {
-        f"{file.relative_to(ROOT)}:{node.lineno}"
+    says_nothing = {"each", "found", "given", "wanted"}
+    files = {
+        file.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for file in (ROOT / package).rglob("*.py")
         for node in ast.walk(_parsed(file))
-        if (isinstance(node, ast.Name) and node.id in empty_names)
-        or (isinstance(node, ast.arg) and node.arg in empty_names)
-        or (isinstance(node, ast.Attribute | ast.FunctionDef) and getattr(node, "attr", None) in empty_names)
+        if (isinstance(node, ast.Name) and node.id in says_nothing)
+        or (isinstance(node, ast.arg) and node.arg in says_nothing)
     }
-    assert sorted(place for place in named if not place.startswith("exporters")) == []
+    assert files <= UNNAMED
 
 
 def test_tests_lie_as_the_packages_do() -> None:

@@ -73,7 +73,7 @@ class AlignedHead:
         half = len(self.pairs)
         shape = (half, *[1] * (stored.ndim - 1))
         scale = np.square(self.pairs).sum(axis=1, keepdims=True) if inverse else np.float32(1)
-        cos, sin = (each.reshape(shape) for each in (self.pairs / scale).T)
+        cos, sin = (part.reshape(shape) for part in (self.pairs / scale).T)
         rest = (1 / self.rest if inverse else self.rest).reshape(-1, *shape[1:])
         first, second, others = stored[:half], stored[half : 2 * half], stored[2 * half :]
         return np.concatenate([cos * first - sin * second, sin * first + cos * second, rest * others])
@@ -180,8 +180,8 @@ def align(
         rotation = value_rotation(spec, head_dim)
         for head in range(spec.of_layer(layer).kv_heads):
             seen = reach[layer, head]
-            for each in (first, *adapted):
-                key, value = (each[KvTensor(layer, kind, head)][int(has_sink) :] for kind in KINDS)
+            for rows_by_tensor in (first, *adapted):
+                key, value = (rows_by_tensor[KvTensor(layer, kind, head)][int(has_sink) :] for kind in KINDS)
                 if len(key):
                     seen = seen.with_keys(key).with_values(np.abs(value @ rotation).max())
             everything.append(seen)
@@ -191,14 +191,18 @@ def align(
             qk_norm = spec.qk_norm_of(layer)
             if qk_norm:  # pairs cannot be turned, and heads may share the weights of the norm
                 shared = everything if qk_norm == "head" else [seen]
-                straight = np.max([each.pairs[:, :1] for each in shared], axis=0)
-                rest = np.max([each.rest for each in shared], axis=0)
+                straight = np.max([head_range.pairs[:, :1] for head_range in shared], axis=0)
+                rest = np.max([head_range.rest for head_range in shared], axis=0)
                 seen = replace(seen, pairs=np.repeat(straight, len(ANGLES), axis=1), rest=rest)
-            rows = [each[KvTensor(layer, "key", head)][0] for each in (first, *adapted)] if snaps else []
+            rows = (
+                [rows_by_tensor[KvTensor(layer, "key", head)][0] for rows_by_tensor in (first, *adapted)]
+                if snaps
+                else []
+            )
             gains, rest = _gains(seen, [] if qk_norm else rows, limit)
             step = np.float32(1 / np.concatenate([np.hypot(*gains.T), rest]).mean())
             if snaps and adapted:
-                value_rows = [each[KvTensor(layer, "value", head)][0] for each in adapted]
+                value_rows = [rows_by_tensor[KvTensor(layer, "value", head)][0] for rows_by_tensor in adapted]
                 turn, value_step = sink_rotations(seen.value, np.stack([value[0], *value_rows]), limit, most)
             else:
                 turn, value_step = sink_rotation(seen.value, value[0] if snaps else None, head_dim, limit, most)
@@ -270,8 +274,8 @@ def _gains(seen: HeadRange, rows: Sequence[Floats], limit: int) -> tuple[Doubles
         best = int(reach.argmin())
         angle, gain = float(ANGLES[best]), most / float(reach[best])
         if rows:
-            each = np.stack([row[[number, number + half]] for row in rows])
-            angle, gain = _on_lattice(reach, each, angle, gain, limit)
+            known_pairs = np.stack([row[[number, number + half]] for row in rows])
+            angle, gain = _on_lattice(reach, known_pairs, angle, gain, limit)
         pairs[number] = gain * np.cos(angle), gain * np.sin(angle)
     rest: Doubles = most / np.maximum(seen.rest.astype(np.float64), least)
     if rows:
@@ -294,7 +298,7 @@ def _on_lattice(reach: Floats, rows: Floats, angle: float, gain: float, limit: i
     if steps < 1:
         return angle, gain
     axis = np.arange(min(int(steps), limit) + 1)
-    across, up = (each.ravel() for each in np.meshgrid(axis, axis))
+    across, up = (grid.ravel() for grid in np.meshgrid(axis, axis))
     norms = np.hypot(across, up)
     near = (norms <= steps) & (norms >= steps * (_LEAST_FINE if steps > _FINE else _MOST_SHRUNK)) & (norms > 0)
     if not near.any():

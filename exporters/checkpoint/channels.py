@@ -43,8 +43,8 @@ class SplitResidual:
         self._pre_norms = spec.pre_norms
         self._after = msgspec.structs.replace(spec, split=tuple(channels))
         self._roots = np.ones(spec.hidden, np.float32)
-        for each in channels:
-            self._roots[each.channel] = np.sqrt(each.parts)
+        for channel in channels:
+            self._roots[channel.channel] = np.sqrt(channel.parts)
 
     @property
     def spec(self) -> DecoderSpec:

@@ -26,25 +26,25 @@ def renamed(tensors: Mapping[str, Stored], name: Callable[[str], str | None]) ->
     Raises:
         CheckpointError: two have the same name then.
     """
-    found: dict[str, Stored] = {}
+    renamed: dict[str, Stored] = {}
     written: dict[str, str] = {}
     for key, stored in tensors.items():
         if (new := name(key)) is None:
             continue
-        if new in found:
+        if new in renamed:
             raise CheckpointError(
                 f"weights: {key}",
                 got=f"it beside {written[new]}",
                 expected="one of both, which mean the same tensor",
                 fix="Fetch the checkpoint again, into an empty folder.",
             )
-        found[new], written[new] = stored, key
-    return found
+        renamed[new], written[new] = stored, key
+    return renamed
 
 
-def without_zero_biases(tensors: Mapping[str, Stored], wanted: Mapping[str, View]) -> dict[str, Stored]:
+def without_zero_biases(tensors: Mapping[str, Stored], read_views: Mapping[str, View]) -> dict[str, Stored]:
     """Without the biases of zeros that some programs add to projections that have none."""
-    extra = {key for key in tensors if key.endswith(".bias")} - {view.key for view in wanted.values()}
+    extra = {key for key in tensors if key.endswith(".bias")} - {view.key for view in read_views.values()}
     extra = {key for key in extra if len(shape := tensors[key].shape) == 1 and shape[0] and not tensors[key].largest()}
     return {key: stored for key, stored in tensors.items() if key not in extra}
 
@@ -57,13 +57,13 @@ _OTHER_HEADS = {
 }
 
 
-def check_purpose(found: Iterable[str]) -> None:
+def check_purpose(names: Iterable[str]) -> None:
     """Check that tensors are not those of a model that gives something else than text.
 
     Raises:
         CheckpointError: they are, by their names.
     """
-    for key in found:
+    for key in names:
         for head, kind in _OTHER_HEADS.items():
             if key.startswith(head):
                 raise CheckpointError(
@@ -81,9 +81,9 @@ def check_purpose(found: Iterable[str]) -> None:
             )
 
 
-def _check_constants(found: Mapping[str, Stored], spec: DecoderSpec) -> None:
+def _check_constants(stored_tensors: Mapping[str, Stored], spec: DecoderSpec) -> None:
     """Check that what files store beside the two numbers of xIELU is what graphs have in their place."""
-    for key, stored in found.items():
+    for key, stored in stored_tensors.items():
         match = _OF_XIELU.fullmatch(key) if spec.activation == "xielu" else None
         if match is None:
             continue
@@ -98,17 +98,17 @@ def _check_constants(found: Mapping[str, Stored], spec: DecoderSpec) -> None:
             )
 
 
-def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: DecoderSpec) -> None:
+def check_tensors(tensors: Mapping[str, Stored], expected_views: Iterable[View], spec: DecoderSpec) -> None:
     """Check that all tensors of the decoder are present, and no others.
 
     Raises:
         CheckpointError: naming the tensor.
     """
-    check_purpose(found)
-    _check_constants(found, spec)
-    shapes = {view.key: view.stored_shape for view in wanted if view.is_stored}
+    check_purpose(tensors)
+    _check_constants(tensors, spec)
+    shapes = {view.key: view.stored_shape for view in expected_views if view.is_stored}
     head, table = stored_name(spec, HEAD), stored_name(spec, EMBEDDING)
-    if head in shapes and head not in found and table in found:
+    if head in shapes and head not in tensors and table in tensors:
         raise CheckpointError(
             f"weights: {head}",
             got="no such tensor",
@@ -116,7 +116,7 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
             fix="Fetch all files of the checkpoint. A base model without a head writes no text.",
         )
     for key, shape in shapes.items():
-        stored = found.get(key)
+        stored = tensors.get(key)
         if stored is None or stored.shape != shape:
             raise CheckpointError(
                 f"weights: {key}",
@@ -124,8 +124,8 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
                 expected=f"shape {list(shape)}, as config.json says",
                 fix="The weights and config.json do not belong together; fetch both again.",
             )
-    for key in sorted(found.keys() - shapes.keys()):
-        if key == head and not same_numbers(found[head], found[table]):
+    for key in sorted(tensors.keys() - shapes.keys()):
+        if key == head and not same_numbers(tensors[head], tensors[table]):
             raise CheckpointError(
                 f"weights: {head}",
                 got="another matrix than the embedding",
@@ -143,9 +143,9 @@ def check_tensors(found: Mapping[str, Stored], wanted: Iterable[View], spec: Dec
 
 def _is_unused(key: str, spec: DecoderSpec) -> bool:
     """Whether files have a tensor that the decoder does without: layers may read the keys and values of another."""
-    found = _KEYS_AND_VALUES.fullmatch(key)
+    match = _KEYS_AND_VALUES.fullmatch(key)
     if spec.activation == "xielu" and _OF_XIELU.fullmatch(key):
         return True
-    if found is None:
+    if match is None:
         return _RECOMPUTED.fullmatch(key) is not None
-    return int(found[1]) < spec.layers and not spec.owns_cache(int(found[1]))
+    return int(match[1]) < spec.layers and not spec.owns_cache(int(match[1]))

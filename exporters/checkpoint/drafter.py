@@ -60,8 +60,8 @@ class _OfTarget(ComputedTensor):
     projection: Floats | None = None
 
     def read(self, rows: Rows) -> Floats:
-        found = self.target.tensor(self.key, rows)
-        return found if self.projection is None else found @ self.projection.T
+        rows_read = self.target.tensor(self.key, rows)
+        return rows_read if self.projection is None else rows_read @ self.projection.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +92,25 @@ def drafter_tensors(stored: Mapping[str, Stored], spec: DecoderSpec, target: Tar
     """
     assert spec.target is not None, "a drafter"
     hidden, width = spec.target.hidden, spec.hidden
-    found = {
-        _LAYER.sub(lambda match: f"model.layers.{spec.first_layer + int(match[1])}.", key): each
-        for key, each in stored.items()
+    renamed = {
+        _LAYER.sub(lambda match: f"model.layers.{spec.first_layer + int(match[1])}.", key): tensor
+        for key, tensor in stored.items()
         if not key.startswith(_CLUSTERS)
     }
     joined, back = (
-        _projection(found, key, shape)
+        _projection(renamed, key, shape)
         for key, shape in ((TARGET_IN, (width, 2 * hidden)), (TARGET_OUT, (hidden, width)))
     )
-    if EMBEDDING not in found:
-        return found  # the check of all tensors names it
-    head = found.pop(EMBEDDING)
-    found.setdefault(HEAD, head)
+    if EMBEDDING not in renamed:
+        return renamed  # the check of all tensors names it
+    head = renamed.pop(EMBEDDING)
+    renamed.setdefault(HEAD, head)
     embedded, read = np.split(joined.read(EVERY), 2, axis=1)
     gains = 1 / target.as_head(np.ones((1, hidden), np.float32))
-    found[EMBEDDING] = _OfTarget(target, EMBEDDING, head.file, (spec.vocab, width), embedded)
-    found[TARGET_IN] = _Matrix(target.as_head(read), joined.file)
-    found[TARGET_OUT] = _Matrix(back.read(EVERY) * gains.T, back.file)
-    return found
+    renamed[EMBEDDING] = _OfTarget(target, EMBEDDING, head.file, (spec.vocab, width), embedded)
+    renamed[TARGET_IN] = _Matrix(target.as_head(read), joined.file)
+    renamed[TARGET_OUT] = _Matrix(back.read(EVERY) * gains.T, back.file)
+    return renamed
 
 
 def is_of_head(stored: str) -> bool:
@@ -133,7 +133,9 @@ def head_tensors(
         CheckpointError: the checkpoint has no such head, that of another model, or a projection of another shape.
     """
     own = {
-        key.removeprefix("model.").removeprefix(FURTHER_TOKENS): each for key, each in stored.items() if is_of_head(key)
+        key.removeprefix("model.").removeprefix(FURTHER_TOKENS): tensor
+        for key, tensor in stored.items()
+        if is_of_head(key)
     }
     if not own:
         raise CheckpointError(
@@ -142,27 +144,27 @@ def head_tensors(
             expected="those of the model's own head for further tokens",
             fix="Give the checkpoint as it was published: other programs leave them out.",
         )
-    table = next((each for key, each in stored.items() if text_tensor(key) == EMBEDDING), None)
+    table = next((tensor for key, tensor in stored.items() if text_tensor(key) == EMBEDDING), None)
     if table is not None and _differs(table, target):
         fix = "Give the checkpoint that the bundle was exported from."
         raise CheckpointError(f"weights: {EMBEDDING}", got="other embeddings", expected="the target's", fix=fix)
-    hidden, found = spec.hidden, dict[str, Stored]()
+    hidden, head = spec.hidden, dict[str, Stored]()
     joined = _projection(own, "fc.weight", (hidden, 2 * hidden))
     of_embedding, of_state = (
         _projection(own, f"pre_fc_norm_{name}.weight", (hidden,)).read(EVERY) + np.float32(spec.norm_offset)
         for name in ("embedding", "hidden")
     )
     taken = ("fc.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
-    found |= {f"model.{key}": each for key, each in own.items() if key not in taken}
+    head |= {f"model.{key}": tensor for key, tensor in own.items() if key not in taken}
     embedded, read = np.split(joined.read(EVERY), 2, axis=1)
-    found[EMBEDDING_IN] = _Matrix(embedded * of_embedding, joined.file)
-    found[TARGET_IN] = _Matrix(read * of_state, joined.file)
-    found[TARGET_FRAME] = _Matrix(frame, joined.file)
-    found[TARGET_OUT] = _Matrix(np.linalg.inv(frame).astype(np.float32), joined.file)
+    head[EMBEDDING_IN] = _Matrix(embedded * of_embedding, joined.file)
+    head[TARGET_IN] = _Matrix(read * of_state, joined.file)
+    head[TARGET_FRAME] = _Matrix(frame, joined.file)
+    head[TARGET_OUT] = _Matrix(np.linalg.inv(frame).astype(np.float32), joined.file)
     shared = EMBEDDING if target.spec.tied_head else HEAD
     for name, key in ((EMBEDDING, EMBEDDING), (HEAD, shared)):
-        found[name] = _OfTarget(target, key, joined.file, (spec.vocab, hidden))
-    return found
+        head[name] = _OfTarget(target, key, joined.file, (spec.vocab, hidden))
+    return head
 
 
 def _differs(table: Stored, target: TargetTensors) -> bool:
@@ -173,8 +175,8 @@ def _differs(table: Stored, target: TargetTensors) -> bool:
     return bool(np.linalg.norm(ours - theirs) > _MOST_DIFFERENCE * np.linalg.norm(theirs))
 
 
-def _projection(found: Mapping[str, Stored], key: str, shape: tuple[int, ...]) -> Stored:
-    stored = found.get(key)
+def _projection(tensors: Mapping[str, Stored], key: str, shape: tuple[int, ...]) -> Stored:
+    stored = tensors.get(key)
     if stored is None or stored.shape != shape:
         raise CheckpointError(
             f"weights: {key}",

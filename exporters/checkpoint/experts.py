@@ -25,9 +25,9 @@ def with_stored_experts(spec: DecoderSpec, tensors: Mapping[str, Stored]) -> Dec
 
 def with_rows_of_experts(tensors: Mapping[str, Stored], views: Iterable[View]) -> dict[str, Stored]:
     """The tensors, those `[E, out, in]` of all experts as `[E * out, in]`."""
-    found = dict(tensors)
+    by_rows = dict(tensors)
     for view in views:
-        stored = found[view.key] if view.stacked is not None else None
+        stored = by_rows[view.key] if view.stacked is not None else None
         if isinstance(stored, StoredTensor):
-            found[view.key] = replace(stored, shape=(view.rows, *view.shape[1:]))
-    return found
+            by_rows[view.key] = replace(stored, shape=(view.rows, *view.shape[1:]))
+    return by_rows

@@ -59,8 +59,8 @@ class FoldedCheckpoint:
     def tensor(self, key: str, rows: Rows = EVERY) -> Floats:
         """As `Checkpoint.tensor`."""
         if key == LAYER_INPUTS and self.spec.picture_layers and self._rotation:
-            found = self._tensors.tensor(key, rows)
-            return self._rotation[0].rotated(found.reshape(-1, self.spec.hidden)).reshape(found.shape)
+            table = self._tensors.tensor(key, rows)
+            return self._rotation[0].rotated(table.reshape(-1, self.spec.hidden)).reshape(table.shape)
         return self._read(key, rows)
 
     def integers(self, key: str, rows: slice = EVERY) -> QuantizedWeight:
@@ -83,7 +83,7 @@ class FoldedCheckpoint:
     @property
     def directions(self) -> Floats | None:
         """See `ResidualRotation.directions`; None without a rotation."""
-        return next((each.directions for each in self._rotation), None)
+        return next((rotation.directions for rotation in self._rotation), None)
 
     def neuron_scales(self, layer: int) -> Floats | None:
         """The factor of each neuron of a layer, `[intermediate]`; None if they are not scaled."""

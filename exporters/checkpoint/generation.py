@@ -61,7 +61,7 @@ def generation_record(config: Mapping[str, Any], file: str = GENERATION_CONFIG) 
     Raises:
         CheckpointError: a value out of range.
     """
-    given = {name: config[name] for name in _SUPPORTED if config.get(name) is not None}
+    fields = {name: config[name] for name in _SUPPORTED if config.get(name) is not None}
     ignored = [
         name
         for name, value in sorted(config.items())
@@ -69,19 +69,19 @@ def generation_record(config: Mapping[str, Any], file: str = GENERATION_CONFIG) 
         and not name.startswith("output_")
         and value not in (None, False, _NEUTRAL.get(name))
     ]
-    do_sample = given.pop("do_sample", False)
+    do_sample = fields.pop("do_sample", False)
     if not isinstance(do_sample, bool):
         _refuse(file, "do_sample", repr(do_sample), "true or false")
-    if given.get("top_k") == 0:
-        del given["top_k"]  # transformers' value for all tokens
-    if given.get("top_p") == 1:
-        del given["top_p"]
+    if fields.get("top_k") == 0:
+        del fields["top_k"]  # transformers' value for all tokens
+    if fields.get("top_p") == 1:
+        del fields["top_p"]
     if do_sample:
-        given.setdefault("temperature", 1.0)
+        fields.setdefault("temperature", 1.0)
     else:
-        given = {name: given[name] for name in ("repetition_penalty", "max_new_tokens") if name in given}
+        fields = {name: fields[name] for name in ("repetition_penalty", "max_new_tokens") if name in fields}
     try:
-        params = SamplingParams(**given)
+        params = SamplingParams(**fields)
     except UsageError as error:
         _refuse(file, error.field, error.got, error.expected)
     record = GenerationRecord(
@@ -90,12 +90,12 @@ def generation_record(config: Mapping[str, Any], file: str = GENERATION_CONFIG) 
         top_p=params.top_p,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
-        max_new_tokens=given.get("max_new_tokens"),
+        max_new_tokens=fields.get("max_new_tokens"),
         ignored=ignored,
     )
     return record if config.get("do_sample") is not None or record != GenerationRecord() else None
 
 
-def _refuse(file: str, name: str, found: object, wanted: object) -> NoReturn:
+def _refuse(file: str, name: str, got: object, expected: object) -> NoReturn:
     fix = f"Correct or remove it in {file}."
-    raise CheckpointError(f"{file}: {name}", got=found, expected=wanted, fix=fix)
+    raise CheckpointError(f"{file}: {name}", got=got, expected=expected, fix=fix)

@@ -132,8 +132,8 @@ def principal_directions(spec: DecoderSpec, read: Read) -> Floats:
     _, ascending = np.linalg.eigh(covariance)
     vectors = np.ascontiguousarray(ascending[:, ::-1])
     mixed = hadamard(min(size & -size, _MIXED))
-    found: Floats = (vectors.reshape(size, -1, len(mixed)) @ mixed).reshape(size, size).astype(np.float32)
-    return found
+    rotated: Floats = (vectors.reshape(size, -1, len(mixed)) @ mixed).reshape(size, size).astype(np.float32)
+    return rotated
 
 
 @lru_cache(maxsize=8)  # the widths of a model's heads
@@ -144,9 +144,9 @@ def hadamard(size: int) -> NDArray[np.float32]:
     matrix = np.ones((1, 1))
     for factor in hadamard_factors(size):
         matrix = np.kron(matrix, factor)
-    found = _float32(matrix)
-    found.flags.writeable = False
-    return found
+    rotation = _float32(matrix)
+    rotation.flags.writeable = False
+    return rotation
 
 
 def hadamard_factors(size: int) -> list[NDArray[np.float32]]:

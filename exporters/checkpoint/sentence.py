@@ -86,8 +86,8 @@ class Dense:
         if activation.rpartition(".")[2] != "Identity":
             _refuse(folder / "config.json", "activation_function", activation, "Identity: the layer is a matrix alone")
         for name, plain in (("bias", False), ("use_residual", False)):
-            if (found := config.get(name, name == "bias")) is not plain:
-                _refuse(folder / "config.json", name, found, "false")
+            if (value := config.get(name, name == "bias")) is not plain:
+                _refuse(folder / "config.json", name, value, "false")
         _check_names(config, folder / "config.json")
         sizes = config.get("out_features"), config.get("in_features")
         file = folder / "model.safetensors"
@@ -95,8 +95,8 @@ class Dense:
             _refuse(file, "", "no such file", "the weights of the dense layer", "Fetch all files of the checkpoint.")
         weight = dict(tensors_of(file)).get("linear.weight")
         if weight is None or weight.shape != sizes:
-            found = "none" if weight is None else f"shape {list(weight.shape)}"
-            _refuse(file, "linear.weight", found, f"shape {list(sizes)}, as its config.json says", "Fetch both again.")
+            value = "none" if weight is None else f"shape {list(weight.shape)}"
+            _refuse(file, "linear.weight", value, f"shape {list(sizes)}, as its config.json says", "Fetch both again.")
         return cls(weight)
 
 
@@ -121,10 +121,10 @@ class _Product(ComputedTensor):
 
     def read(self, rows: Rows) -> Floats:
         if not self._kept:
-            found = np.eye(self.hidden, dtype=np.float32)
+            product = np.eye(self.hidden, dtype=np.float32)
             for layer in self.layers:
-                found = layer.weight.read(slice(None)) @ found
-            self._kept.append(found)
+                product = layer.weight.read(slice(None)) @ product
+            self._kept.append(product)
         return self._kept[0][rows].copy()
 
 
@@ -145,10 +145,10 @@ class _Difference(ComputedTensor):
         return 1, self.head.shape[1]
 
     def read(self, rows: Rows) -> Floats:
-        found = self.head.read(slice(self.yes, self.yes + 1))
+        direction = self.head.read(slice(self.yes, self.yes + 1))
         if self.no is not None:
-            found = found - self.head.read(slice(self.no, self.no + 1))
-        return found[rows]
+            direction = direction - self.head.read(slice(self.no, self.no + 1))
+        return direction[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +172,11 @@ class LogitScore:
         """
         config = _read(file)
         yes, no = config.get("true_token_id"), config.get("false_token_id")
-        for name, found in (("true_token_id", yes), ("false_token_id", no)):
-            if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-                if name == "false_token_id" and found is None:
+        for name, token_id in (("true_token_id", yes), ("false_token_id", no)):
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                if name == "false_token_id" and token_id is None:
                     continue
-                _refuse(file, name, found, "a token id")
+                _refuse(file, name, token_id, "a token id")
         return cls(int(config["true_token_id"]), no)
 
 
@@ -204,14 +204,14 @@ class SentenceModel:
             CheckpointError: the folder is that of another kind of model, or its tokenizer lacks a token.
         """
         if (folder / MODULES).is_file():
-            found, wanted = f"{MODULES}, which says what it is", "a model of text, as transformers writes it"
-            _refuse("--task rerank", "", found, wanted, "Leave --task out.")
+            got, expected = f"{MODULES}, which says what it is", "a model of text, as transformers writes it"
+            _refuse("--task rerank", "", got, expected, "Leave --task out.")
         wanted_tokens = (_YES, _NO, *_SPECIAL)
         ids = {token: number for token in wanted_tokens if (number := tokenizer.token_to_id(token)) is not None}
         if missing := [token for token in wanted_tokens if token not in ids]:
-            wanted = f"the tokens {', '.join(wanted_tokens)} of Qwen3-Reranker's prompt and answer"
+            expected = f"the tokens {', '.join(wanted_tokens)} of Qwen3-Reranker's prompt and answer"
             fix = "Export a checkpoint with modules.json, as sentence-transformers 5.4 writes it."
-            _refuse("--task rerank", "", f"a tokenizer without {', '.join(missing)}", wanted, fix)
+            _refuse("--task rerank", "", f"a tokenizer without {', '.join(missing)}", expected, fix)
         score = LogitScore(ids[_YES], ids[_NO])
         task = RankingTask(
             pieces=(_BEFORE + _INSTRUCTION + _QUERY, _DOCUMENT, _BEHIND),
@@ -234,8 +234,8 @@ class SentenceModel:
         if not path.is_file() and not classifies:
             return None
         modules = _read_list(path) if path.is_file() else [{"type": "Transformer", "path": ""}]
-        kinds = [str(each.get("type", "")).rpartition(".")[2] for each in modules]
-        named = [str(each.get("path", "")) for each in modules]
+        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+        named = [str(module.get("path", "")) for module in modules]
         if outside := [name for name in named[1:] if not is_plain_path(name)]:
             _refuse(path, "path", outside[0][:80], "folders within the checkpoint")
         if named[0] not in ("", "."):
@@ -252,8 +252,8 @@ class SentenceModel:
         behind = [kind for kind in kinds[1:] if kind not in ("Pooling", "Dense", "Normalize")]
         in_order = kinds[:2] == ["Transformer", "Pooling"] and kinds.count("Pooling") == 1
         if behind or not in_order or "Normalize" in kinds[:-1]:
-            wanted = "Transformer, Pooling, and perhaps Dense layers and Normalize; or Transformer and LogitScore"
-            _refuse(path, "type", ", ".join(kinds)[:200], wanted)
+            expected = "Transformer, Pooling, and perhaps Dense layers and Normalize; or Transformer and LogitScore"
+            _refuse(path, "type", ", ".join(kinds)[:200], expected)
         pooling_file = folder / named[1] / "config.json"
         pooling, includes_prompt = _read_pooling(pooling_file)
         dense = [Dense.open(folder / name) for kind, name in zip(kinds, named, strict=True) if kind == "Dense"]
@@ -271,7 +271,7 @@ class SentenceModel:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files of the dense layers' weights."""
-        return tuple(each.weight.file for each in self.dense)
+        return tuple(layer.weight.file for layer in self.dense)
 
     def fitted(self, tensors: Mapping[str, Stored], spec: DecoderSpec) -> tuple[dict[str, Stored], DecoderSpec]:
         """The tensors of a checkpoint with the head that this one needs, and the decoder with it.
@@ -283,14 +283,16 @@ class SentenceModel:
         Raises:
             CheckpointError: a dense layer does not fit the one before, or there is no head of scores.
         """
-        found = {key if key.startswith(("model.", *_HEADS)) else f"model.{key}": each for key, each in tensors.items()}
-        text_head, scores = found.pop(HEAD, None), found.pop(_SCORES, None)
-        if (table := found.get(EMBEDDING)) is None:
-            return found, spec  # what is missing is named later
-        gain, head, own = 1.0, scores, found.pop(_PROJECTION, None) if spec.outputs else None
+        renamed = {
+            key if key.startswith(("model.", *_HEADS)) else f"model.{key}": tensor for key, tensor in tensors.items()
+        }
+        text_head, scores = renamed.pop(HEAD, None), renamed.pop(_SCORES, None)
+        if (table := renamed.get(EMBEDDING)) is None:
+            return renamed, spec  # what is missing is named later
+        gain, head, own = 1.0, scores, renamed.pop(_PROJECTION, None) if spec.outputs else None
         if spec.outputs and (own is None or own.shape != (spec.outputs, spec.hidden)):
-            got, wanted = "none" if own is None else f"shape {list(own.shape)}", [spec.outputs, spec.hidden]
-            _refuse("weights", _PROJECTION, got, f"shape {wanted}", "Fetch all files of the checkpoint.")
+            got, expected = "none" if own is None else f"shape {list(own.shape)}", [spec.outputs, spec.hidden]
+            _refuse("weights", _PROJECTION, got, f"shape {expected}", "Fetch all files of the checkpoint.")
         if isinstance(self.task, EmbeddingTask):
             head = self._product(spec, table.file, own)
         elif self.score is not None:
@@ -307,13 +309,13 @@ class SentenceModel:
             biased=spec.biased - {"lm_head"},
             made_biases=spec.made_biases - {"lm_head"},
         )
-        return {**found, HEAD: head}, plain
+        return {**renamed, HEAD: head}, plain
 
     def _difference(self, spec: DecoderSpec, head: Stored) -> ComputedTensor:
         assert self.score is not None, "it scores by tokens"
         if spec.logits_cap is not None or "lm_head" in spec.biased:
-            found = "a cap of logits" if spec.logits_cap is not None else "a bias of the head"
-            _refuse("LogitScore", "", found, "logits that are a product alone")
+            got = "a cap of logits" if spec.logits_cap is not None else "a bias of the head"
+            _refuse("LogitScore", "", got, "logits that are a product alone")
         for token in (self.score.yes, self.score.no):
             if token is not None and token >= head.shape[0]:
                 _refuse("LogitScore", "", f"the token {token}", f"ids below {head.shape[0]}, the vocabulary")
@@ -350,8 +352,8 @@ class SentenceModel:
         instructed = None if templates is None else _pieces(templates, ("system", "query", "document"))
         if pieces is None and self.score is not None:
             fix = "Take a revision of the checkpoint whose chat_template.jinja has these roles."
-            found = "no template" if templates is None else "one that leaves them out, changes them or swaps them"
-            _refuse(str(folder), "chat template", found, "one with a query and a document in it", fix)
+            got = "no template" if templates is None else "one that leaves them out, changes them or swaps them"
+            _refuse(str(folder), "chat template", got, "one with a query and a document in it", fix)
         if default is not None and not (pieces and instructed):
             _refuse(folder / PROMPTS, "default_prompt_name", default, "none: the template has no place for it")
         return RankingTask(
@@ -377,8 +379,8 @@ def _longest(lengths: Mapping[str, Any], folder: Path) -> int | None:
 
 def _pieces(templates: ChatTemplates, roles: Sequence[str]) -> tuple[str, ...] | None:
     """The text around the contents of messages with these roles; None if a template does more with them."""
-    found = {_around(templates, roles, mark) for mark in _MARKS}
-    return found.pop() if len(found) == 1 else None
+    around = {_around(templates, roles, mark) for mark in _MARKS}
+    return around.pop() if len(around) == 1 else None
 
 
 def _around(templates: ChatTemplates, roles: Sequence[str], mark: str) -> tuple[str, ...] | None:
@@ -393,8 +395,8 @@ def _around(templates: ChatTemplates, roles: Sequence[str], mark: str) -> tuple[
         return None
     pieces = list[str]()
     for content in contents:
-        before, found, rest = rest.partition(content)
-        if not found:
+        before, separator, rest = rest.partition(content)
+        if not separator:
             return None
         pieces.append(before)
     return None if mark in rest or any(mark in piece for piece in pieces) else (*pieces, rest)
@@ -404,17 +406,17 @@ def _read_pooling(path: Path) -> tuple[Pooling, bool]:
     """The pooling, and whether it includes the prompt."""
     config = _read(path)
     named = [mode for flag, mode in _OLDER.items() if config.get(flag)]
-    found = config.get("pooling_mode", named or ["mean"])
-    modes = found if isinstance(found, list) else [found]
+    pooling = config.get("pooling_mode", named or ["mean"])
+    modes = pooling if isinstance(pooling, list) else [pooling]
     if len(modes) != 1 or str(modes[0]) not in _POOLINGS:
-        wanted = f"one of {', '.join(sorted(_POOLINGS))}"
-        _refuse(path, "pooling_mode", ", ".join(map(str, modes))[:200], wanted)
+        expected = f"one of {', '.join(sorted(_POOLINGS))}"
+        _refuse(path, "pooling_mode", ", ".join(map(str, modes))[:200], expected)
     return _POOLINGS[str(modes[0])], config.get("include_prompt", True) is not False
 
 
 def _read_prompts(told: Mapping[str, Any], path: Path) -> tuple[dict[str, str], str | None]:
     prompts, default = told.get("prompts") or {}, told.get("default_prompt_name")
-    if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
         _refuse(path, "prompts", "something else", "a text by name of each task")
     if default is not None and default not in prompts:
         _refuse(path, "default_prompt_name", default, "a name in prompts")
@@ -436,12 +438,12 @@ def _read_list(path: Path) -> Sequence[Mapping[str, Any]]:
     try:
         if path.stat().st_size > _LARGEST_BYTES:
             _refuse(path, "", f"{path.stat().st_size:,} bytes", f"at most {_LARGEST_BYTES:,}")
-        found = json.loads(path.read_bytes())
+        modules = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         _refuse(path, "", str(error)[:200], "a JSON list of modules", "Fetch it again.")
-    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+    if not isinstance(modules, list) or not modules or not all(isinstance(module, dict) for module in modules):
         _refuse(path, "", "something else", "a JSON list of modules", "Fetch it again.")
-    return found
+    return modules
 
 
 def _refuse(path: Path | str, name: str, got: object, expected: str, fix: str = _FIX) -> NoReturn:

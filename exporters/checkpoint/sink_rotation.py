@@ -23,15 +23,15 @@ def sink_rotation(reach: float, row: Floats | None, width: int, limit: int, most
     turn = np.zeros((2, width), np.float32)
     if row is None:
         return turn, step
-    wanted = (row.astype(np.float64) @ hadamard(width)) / float(step)
-    length = float(np.linalg.norm(wanted))
-    tried = [np.clip(np.rint(wanted * share), -limit, limit) for share in np.linspace(0.8, 1.0, 81)]
-    fitting = [each for each in tried if 0.5 * length < np.linalg.norm(each) <= length]
+    target = (row.astype(np.float64) @ hadamard(width)) / float(step)
+    length = float(np.linalg.norm(target))
+    tried = [np.clip(np.rint(target * share), -limit, limit) for share in np.linspace(0.8, 1.0, 81)]
+    fitting = [point for point in tried if 0.5 * length < np.linalg.norm(point) <= length]
     if not fitting:
         return turn, step
-    lattice = max(fitting, key=lambda each: float(np.linalg.norm(each)))
+    lattice = max(fitting, key=lambda point: float(np.linalg.norm(point)))
     step = np.float32(step * length / np.linalg.norm(lattice))
-    return np.stack([wanted / length, lattice / np.linalg.norm(lattice)]).astype(np.float32), step
+    return np.stack([target / length, lattice / np.linalg.norm(lattice)]).astype(np.float32), step
 
 
 def sink_rotations(reach: float, rows: Floats, limit: int, most: float) -> tuple[Floats, np.float32]:
@@ -50,10 +50,10 @@ def sink_rotations(reach: float, rows: Floats, limit: int, most: float) -> tuple
         As `AlignedHead.turn`, and the step.
     """
     step, width = max(reach, 1e-30) / most, rows.shape[1]
-    wanted = (rows[:width].astype(np.float64) @ hadamard(width)) / step
-    found: list[tuple[float, float, Doubles, Doubles]] = []
+    target = (rows[:width].astype(np.float64) @ hadamard(width)) / step
+    candidates: list[tuple[float, float, Doubles, Doubles]] = []
     for share in np.linspace(0.9, 1.0, _SHARES):
-        values = wanted * share
+        values = target * share
         lattice, start, end = np.clip(np.rint(values), -limit, limit), np.eye(width), np.eye(width)
         for _ in range(_ROUNDS):
             start, end = _frames(values, lattice)
@@ -62,8 +62,8 @@ def sink_rotations(reach: float, rows: Floats, limit: int, most: float) -> tuple
                 break
             lattice = again
         error = np.square(lattice - values @ start @ end.T).sum() / share**2
-        found.append((float(error), float(share), start, end))
-    _, share, start, end = min(found, key=lambda each: each[0])
+        candidates.append((float(error), float(share), start, end))
+    _, share, start, end = min(candidates, key=lambda candidate: candidate[0])
     return _turns_between(start, end).astype(np.float32), np.float32(step / share)
 
 
@@ -82,8 +82,8 @@ def _turns_between(start: Doubles, end: Doubles) -> Doubles:
     A turn leaves all vectors alone that are orthogonal to both of its own, and so what earlier ones have reached.
     """
     rotation, pairs = np.eye(len(start)), []
-    for wanted, target in zip(start.T, end.T, strict=True):
-        now = rotation @ wanted
+    for source, target in zip(start.T, end.T, strict=True):
+        now = rotation @ source
         if 1 + now @ target > _OPPOSITE:
             pairs += [now, target]
             rotation = turned(now, target) @ rotation
@@ -92,7 +92,7 @@ def _turns_between(start: Doubles, end: Doubles) -> Doubles:
 
 def turned(start: Doubles, end: Doubles) -> Doubles:
     """The rotation in the plane of two unit vectors that takes the first to the second; the identity for zeros."""
-    start, end = (each / max(float(np.linalg.norm(each)), 1e-30) for each in (start, end))
+    start, end = (vector / max(float(np.linalg.norm(vector)), 1e-30) for vector in (start, end))
     plane = np.outer(end, start) - np.outer(start, end)
     rotation: Doubles = np.eye(len(start)) + plane + plane @ plane / (1 + start @ end)
     return rotation

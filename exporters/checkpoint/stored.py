@@ -175,34 +175,34 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 str(file), got="no regular file", expected="a safetensors file", fix="Download it again."
             )
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for file in files:
         for key, tensor in tensors_of(file):
-            if key in found and key in places:
-                stale = next(each for each in (found[key].file.name, file.name) if each != places[key])
+            if key in stored and key in places:
+                stale = next(shard for shard in (stored[key].file.name, file.name) if shard != places[key])
                 raise CheckpointError(
                     f"{stale}: {key}",
                     got=f"a tensor that {places[key]} has too",
                     expected=f"those that {INDEX} says are in it",
                     fix="It is of another download or version: fetch it again.",
                 )
-            if key in found:
+            if key in stored:
                 raise CheckpointError(
                     f"weights: {key}",
-                    got=f"one in {found[key].file.name} and one in {file.name}",
+                    got=f"one in {stored[key].file.name} and one in {file.name}",
                     expected=f"each tensor once, or {INDEX}",
                     fix="Move the files that do not belong to the checkpoint elsewhere.",
                 )
-            found[key] = tensor
+            stored[key] = tensor
     for key, name in places.items():
-        if key not in found or found[key].file.name != name:
+        if key not in stored or stored[key].file.name != name:
             raise CheckpointError(
                 f"weights: {key}",
                 got=f"no such tensor in {name}",
                 expected=f"what {INDEX} says",
                 fix="The index and the files do not belong together; download both again.",
             )
-    return found
+    return stored
 
 
 def _read_index(folder: Path) -> dict[str, str]:

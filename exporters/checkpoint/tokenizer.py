@@ -116,9 +116,9 @@ class CheckpointTokenizer:
         first, second = (of_processor, of_tokenizer) if reads_pictures else (of_tokenizer, of_processor)
         if not (templates := first() or second()):
             return None
-        found = ChatTemplates(templates=templates, tokens=dict(self.named), reads_parts=reads_pictures)
-        found.check(str(folder))
-        return found
+        chat = ChatTemplates(templates=templates, tokens=dict(self.named), reads_parts=reads_pictures)
+        chat.check(str(folder))
+        return chat
 
 
 class _SpecialTokens:
@@ -172,15 +172,15 @@ class _SpecialTokens:
         names = {str(token) for token in self.named.values()}
         tokenizer.add_tokens([_as_added(token, special=str(token) in names) for token in added])
         for number, token in sorted(declared.items()):
-            found = tokenizer.token_to_id(token.content)
-            if found != number:
-                _refuse(f"{self._where}: {token.content}", f"id {number}", f"{found}, its id in tokenizer.json")
+            stated_id = tokenizer.token_to_id(token.content)
+            if stated_id != number:
+                _refuse(f"{self._where}: {token.content}", f"id {number}", f"{stated_id}, its id in tokenizer.json")
 
-    def _read_decoder(self, found: object, path: Path) -> None:
+    def _read_decoder(self, declared: object, path: Path) -> None:
         field = f"{path}: added_tokens_decoder"
-        if not isinstance(found, dict):
-            _refuse(field, type(found).__name__, "an object of tokens by their ids")
-        for key, value in found.items():
+        if not isinstance(declared, dict):
+            _refuse(field, type(declared).__name__, "an object of tokens by their ids")
+        for key, value in declared.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 9):
                 _refuse(field, repr(key)[:80], "the id of a token")
             token = _token(value, f"{field}: {key}")
@@ -203,18 +203,18 @@ def _read_fields(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if name.endswith("_token") and (token := _optional(value, f"{path}: {name}")) is not None:
             (fields if name in _STANDARD or not isinstance(token, str) else specific)[name] = token
     for name in (_FURTHER, _ADDITIONAL):
-        found = config.get(name)
-        if isinstance(found, dict) and name == _FURTHER:
-            specific |= {key: _token(value, f"{path}: {name}: {key}") for key, value in found.items()}
-        elif isinstance(found, list):
-            fields[name] = [_token(value, f"{path}: {name}") for value in found]
-        elif found is not None:
-            _refuse(f"{path}: {name}", type(found).__name__, "a list of tokens, or an object of named ones")
+        further = config.get(name)
+        if isinstance(further, dict) and name == _FURTHER:
+            specific |= {key: _token(value, f"{path}: {name}: {key}") for key, value in further.items()}
+        elif isinstance(further, list):
+            fields[name] = [_token(value, f"{path}: {name}") for value in further]
+        elif further is not None:
+            _refuse(f"{path}: {name}", type(further).__name__, "a list of tokens, or an object of named ones")
     if not config.get(_FURTHER) and _ADDITIONAL in fields:
         fields[_FURTHER] = fields.pop(_ADDITIONAL)
-    given = config.get(_SPECIFIC)
-    if not specific and isinstance(given, dict):
-        specific = {key: _token(value, f"{path}: {_SPECIFIC}: {key}") for key, value in given.items()}
+    specific_fields = config.get(_SPECIFIC)
+    if not specific and isinstance(specific_fields, dict):
+        specific = {key: _token(value, f"{path}: {_SPECIFIC}: {key}") for key, value in specific_fields.items()}
     return fields | ({_SPECIFIC: specific} if specific else {})
 
 
@@ -227,15 +227,15 @@ def _read_map(before: Mapping[str, Any], path: Path) -> dict[str, Any]:
             if (token := _optional(value, field)) is not None:
                 fields[name] = token if isinstance(token, str) else _as_added(token, special=True)
         elif name == _FURTHER and isinstance(value, dict):
-            specific = {key: _token(each, f"{field}: {key}") for key, each in value.items()}
+            specific = {key: _token(text, f"{field}: {key}") for key, text in value.items()}
             fields[_SPECIFIC] = before.get(_SPECIFIC, {}) | specific
         elif name in (_FURTHER, _ADDITIONAL):
             if not isinstance(value, list):
                 _refuse(field, type(value).__name__, "a list of tokens")
-            found = [_token(each, field) for each in value]
-            marked = [each if isinstance(each, str) else _as_added(each, special=True) for each in found]
+            listed = [_token(text, field) for text in value]
+            marked = [text if isinstance(text, str) else _as_added(text, special=True) for text in listed]
             earlier = before.get(_FURTHER, []) if name == _FURTHER else []
-            fields[name] = [*earlier, *(each for each in marked if each not in earlier)]
+            fields[name] = [*earlier, *(token for token in marked if token not in earlier)]
     return fields
 
 
@@ -293,10 +293,10 @@ def _processor_template(folder: Path) -> dict[str, str]:
             continue
         if name == PROCESSOR_TEMPLATE and any((folder / FURTHER_TEMPLATES).glob("*.jinja")):
             fix = f"Rename {PROCESSOR_TEMPLATE}, or move its template to {TEMPLATE}."
-            found, wanted = f"beside {FURTHER_TEMPLATES}", "one of them, as transformers refuses both"
-            raise CheckpointError(str(folder / name), got=found, expected=wanted, fix=fix)
-        if isinstance(value, dict) and value and all(isinstance(each, str) for each in value.values()):
-            return {str(key): str(each) for key, each in value.items()}
+            got, expected = f"beside {FURTHER_TEMPLATES}", "one of them, as transformers refuses both"
+            raise CheckpointError(str(folder / name), got=got, expected=expected, fix=fix)
+        if isinstance(value, dict) and value and all(isinstance(text, str) for text in value.values()):
+            return {str(key): str(text) for key, text in value.items()}
         return _configured(value, folder / name)
     return {}
 
@@ -308,35 +308,35 @@ def _configured(value: object, path: Path) -> dict[str, str]:
     if isinstance(value, str):
         return {DEFAULT: value}
     entries = value if isinstance(value, list) else []
-    found = {
+    named = {
         entry["name"]: entry["template"]
         for entry in entries
         if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
     }
-    if len(found) != len(entries) or not found:
+    if len(named) != len(entries) or not named:
         raise CheckpointError(
             f"{path}: chat_template",
             got=type(value).__name__,
             expected="a template, or a list of objects with name and template",
             fix="Fetch it again.",
         )
-    return found
+    return named
 
 
-def _refuse(field: str, found: object, wanted: str) -> NoReturn:
-    raise CheckpointError(field, got=found, expected=wanted, fix="Correct the file, or fetch it again.")
+def _refuse(field: str, got: object, expected: str) -> NoReturn:
+    raise CheckpointError(field, got=got, expected=expected, fix="Correct the file, or fetch it again.")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read_text(path))
+        content = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
-        found = error
-    if isinstance(found, dict):
-        return found
-    raise CheckpointError(str(path), got=str(found)[:80], expected="a JSON object", fix="Fetch it again.")
+        content = error
+    if isinstance(content, dict):
+        return content
+    raise CheckpointError(str(path), got=str(content)[:80], expected="a JSON object", fix="Fetch it again.")
 
 
 def _read_text(path: Path) -> str:

@@ -107,16 +107,16 @@ class Front:
             ]
             here = min(choices, key=lambda choice: (choice.bytes, choice.loss))
             smallest.append(here)
-            while better := [each for each in choices if each.bytes > here.bytes and each.loss < here.loss]:
-                best = max(better, key=lambda each: (here.loss - each.loss) / (each.bytes - here.bytes))
+            while better := [choice for choice in choices if choice.bytes > here.bytes and choice.loss < here.loss]:
+                best = max(better, key=lambda larger: (here.loss - larger.loss) / (larger.bytes - here.bytes))
                 changes.append(here.change_to(best))
                 here = best
         changes.sort(key=lambda change: (change.nats + price * change.us) / change.bytes, reverse=True)
         first = Allocation(
-            {each.tensor: each.dtype for each in smallest},
-            sum(each.bytes for each in smallest),
-            sum(each.nats for each in smallest),
-            sum(each.us for each in smallest),
+            {least.tensor: least.dtype for least in smallest},
+            sum(least.bytes for least in smallest),
+            sum(least.nats for least in smallest),
+            sum(least.us for least in smallest),
         )
         return cls(first, changes)
 
@@ -211,9 +211,9 @@ class Fronts:
             return fastest
         for _ in range(_HALVINGS):
             middle = math.sqrt(low * high)
-            found = choice(self.at(middle))
-            if found.us <= max_us:
-                high, chosen = middle, found
+            allocated = choice(self.at(middle))
+            if allocated.us <= max_us:
+                high, chosen = middle, allocated
             else:
                 low = middle
         return chosen
@@ -229,12 +229,12 @@ def type_bytes(spec: DecoderSpec, tensor: str, dtype: WeightDtype) -> int:
     """
     shapes, byte = matrices(spec), WEIGHT_TYPES["int8"]
     outputs, inputs = shapes[tensor]
-    found = WEIGHT_TYPES[dtype].matrix_bytes(inputs, outputs)
+    size_bytes = WEIGHT_TYPES[dtype].matrix_bytes(inputs, outputs)
     if tensor != HEAD:
-        return found
+        return size_bytes
     if not (spec.shares_vocabulary and dtype == "int8"):
-        return found + byte.matrix_bytes(inputs, outputs)
-    return found + (byte.matrix_bytes(*shapes[HEAD_TURN]) if HEAD_TURN in shapes else 0)
+        return size_bytes + byte.matrix_bytes(inputs, outputs)
+    return size_bytes + (byte.matrix_bytes(*shapes[HEAD_TURN]) if HEAD_TURN in shapes else 0)
 
 
 def possible_types(spec: DecoderSpec, engine: str, *, head: bool = False) -> dict[str, tuple[WeightDtype, ...]]:

@@ -24,17 +24,17 @@ def resolve(recipe: Recipe, checkpoint: Checkpoint) -> Recipe:
     storage = {name: checkpoint.storage(name) for name in matrices(checkpoint.spec)}
     if recipe.keep_stored:
         rules = [
-            WeightRule(tensors=name, dtype=each.dtype, method="gptq" if each.obstacle else "stored")
-            for name, each in storage.items()
-            if each is not None
+            WeightRule(tensors=name, dtype=stored.dtype, method="gptq" if stored.obstacle else "stored")
+            for name, stored in storage.items()
+            if stored is not None
         ]
         if not rules:
             raise _refused(recipe, "a checkpoint of floats")
         return msgspec.structs.replace(recipe, weights=(*recipe.weights, *rules), keep_stored=False)
-    for name, found in storage.items():
+    for name, stored in storage.items():
         rule = recipe.rule(name)
-        if rule.method == "stored" and (found is None or found.obstacle or found.dtype != rule.dtype):
-            kind = "floats" if found is None else found.obstacle or found.dtype
+        if rule.method == "stored" and (stored is None or stored.obstacle or stored.dtype != rule.dtype):
+            kind = "floats" if stored is None else stored.obstacle or stored.dtype
             raise _refused(recipe, f"{rule.dtype} for {name}, which is stored as {kind}")
     return recipe
 
@@ -92,10 +92,10 @@ def describe_stored(record: StoredRecord) -> Iterator[str]:
         yield f"{record.format}: {count} matrices dequantized and requantized ({reason})"
 
 
-def _refused(recipe: Recipe, found: str) -> UsageError:
+def _refused(recipe: Recipe, got: str) -> UsageError:
     return UsageError(
         f"--recipe {recipe.name}",
-        got=found,
+        got=got,
         expected="integers of the checkpoint that the bundle can hold",
         fix="Use another recipe, such as w8a16.",
     )

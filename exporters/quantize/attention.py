@@ -40,7 +40,7 @@ def weighed_projections(spec: DecoderSpec) -> list[str]:
     if spec.attention_cap is not None or spec.output_gates or spec.value_norm:
         return []
     owners = [layer for layer in spec.attention_layers if spec.owns_cache(layer) and spec.qk_norm_of(layer) is None]
-    return [projection_name(layer, each) for layer in owners for each in PROJECTIONS]
+    return [projection_name(layer, projection) for layer in owners for projection in PROJECTIONS]
 
 
 def projection_name(layer: int, projection: str) -> str:
@@ -146,6 +146,6 @@ class _Meter(NumpyOps):
         if rope is None:
             return columns
         half = rope.width // 2
-        cos, sin = (each[self._positions, half:, None] for each in self.rotation(self._layer, 1))
+        cos, sin = (table[self._positions, half:, None] for table in self.rotation(self._layer, 1))
         first, second, rest = np.split(columns, (half, 2 * half), axis=1)
         return np.concatenate([cos * first + sin * second, cos * second - sin * first, rest], axis=1)

@@ -112,7 +112,7 @@ def cut_windows(
     Raises:
         UsageError: there are fewer than two tokens, or a window has no room for one behind `first`.
     """
-    return [np.array([*first, *ids[each.start : each.stop]]) for each in cut_ranges(ids, length, first, field)]
+    return [np.array([*first, *ids[part.start : part.stop]]) for part in cut_ranges(ids, length, first, field)]
 
 
 def cut_ranges(ids: Sequence[int], length: int, first: Sequence[int], field: str = "--context") -> list[range]:
@@ -123,19 +123,19 @@ def cut_ranges(ids: Sequence[int], length: int, first: Sequence[int], field: str
     """
     least = max(1, len(first)) + 1
     if length < least:
-        wanted = f"at least {least}: the first {least - 1} of every text, and one more"
-        raise UsageError(field, got=f"{length} tokens", expected=wanted, fix=f"Use {least} or more.")
-    found, at = list[range](), 0
+        expected = f"at least {least}: the first {least - 1} of every text, and one more"
+        raise UsageError(field, got=f"{length} tokens", expected=expected, fix=f"Use {least} or more.")
+    ranges, at = list[range](), 0
     while at < len(ids):
         if begins_with(ids, first, at):
             at += len(first)
-        found.append(range(at, max(at, min(at + length - len(first), len(ids)))))
+        ranges.append(range(at, max(at, min(at + length - len(first), len(ids)))))
         at += length - len(first)
-    if found and len(first) + len(found[-1]) < least:
-        found.pop()
-    if len(ids) < 2 or not found:
+    if ranges and len(first) + len(ranges[-1]) < least:
+        ranges.pop()
+    if len(ids) < 2 or not ranges:
         raise UsageError("text", got=f"{len(ids)} tokens", expected="at least 2", fix="Give a longer text.")
-    return found
+    return ranges
 
 
 def calibration_windows(ids: Sequence[int], length: int, tokens: int, first: Sequence[int]) -> NDArray[np.int64]:

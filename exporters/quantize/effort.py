@@ -57,10 +57,10 @@ class Effort:
         Raises:
             UsageError: no level has this number.
         """
-        found = [effort for effort in EFFORTS if str(effort.level) == text]
-        if not found:
+        efforts = [effort for effort in EFFORTS if str(effort.level) == text]
+        if not efforts:
             raise UsageError(option, got=repr(text), expected=f"0 to {EFFORTS[-1].level}", fix=f"Use {option} 3.")
-        return found[0]
+        return efforts[0]
 
 
 EFFORTS = (

@@ -74,14 +74,14 @@ def generated_windows(
         progress: called with the tokens written to each window.
     """
     spec, random, weights = tensors.spec, np.random.default_rng(number), Weights(tensors)
-    given = beginnings.drawn(windows, random)
+    drawn = beginnings.drawn(windows, random)
     never = np.ones(spec.vocab, bool)
     never[[*beginnings.text, *beginnings.special]] = False
-    longest, least = max(map(len, given)), min(map(len, given))
+    longest, least = max(map(len, drawn)), min(map(len, drawn))
     tokens = np.zeros((windows, max(longest, length)), np.int64)
-    for row, known in zip(tokens, given, strict=True):
+    for row, known in zip(tokens, drawn, strict=True):
         row[: len(known)] = known
-    ends = np.array([*map(len, given)])
+    ends = np.array([*map(len, drawn)])
     ops = _DecodeOps(tensors, weights, windows, length)
     for position in range(length - 1):
         ops.position = position
@@ -148,9 +148,9 @@ class _DecodeOps(NumpyOps):
         """The token continues the tail of its layer."""
         self._tail = self._tails.setdefault(layer, Tail(layer))
         self._tail.open(rule, new.keys[0], 1)
-        found = recall(self, rule, layer, new)
+        values = recall(self, rule, layer, new)
         self._tail.commit(rule)
-        return found
+        return values
 
     def masked(self, scores: Floats, layer: int, name: str) -> Floats:
         return scores
@@ -160,5 +160,5 @@ def _sampled(scores: Floats, random: np.random.Generator) -> NDArray[np.int64]:
     """A token for each row of logits `[sequences, V]`, at temperature 1."""
     sums = np.exp(scores - scores.max(-1, keepdims=True), dtype=np.float64).cumsum(-1)
     drawn = random.random((len(scores), 1)) * sums[:, -1:]
-    found: NDArray[np.int64] = (sums <= drawn).sum(-1)
-    return np.minimum(found, scores.shape[1] - 1)
+    chosen: NDArray[np.int64] = (sums <= drawn).sum(-1)
+    return np.minimum(chosen, scores.shape[1] - 1)

@@ -43,15 +43,20 @@ def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> C
         UsageError: the folder has no pictures or too many, or one cannot be read.
     """
     if folder is None:
-        return CalibrationPictures("drawn", tuple(_drawn_tile(each, spec, edge) for each in range(CALIBRATION_TILES)))
+        return CalibrationPictures(
+            "drawn", tuple(_drawn_tile(number, spec, edge) for number in range(CALIBRATION_TILES))
+        )
     try:
-        files = sorted(each for each in folder.iterdir() if each.suffix.lower() in _SUFFIXES)
+        files = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
     except OSError as error:
         fix = "Check the path."
         raise UsageError(_FIELD, got=error.strerror or error, expected="a folder of pictures", fix=fix) from None
     if not 1 <= len(files) <= _MOST_FILES:
-        wanted, fix = f"1 to {_MOST_FILES} of {', '.join(sorted(_SUFFIXES))}", "Choose some that show what users send."
-        raise UsageError(_FIELD, got=f"{len(files)} pictures in {folder}", expected=wanted, fix=fix)
+        expected, fix = (
+            f"1 to {_MOST_FILES} of {', '.join(sorted(_SUFFIXES))}",
+            "Choose some that show what users send.",
+        )
+        raise UsageError(_FIELD, got=f"{len(files)} pictures in {folder}", expected=expected, fix=fix)
     tiles = list[NDArray[np.uint8]]()
     for file in files:
         cut = open_tiles(file, f"{_FIELD}: {file.name}", spec, edge).tiles
@@ -84,12 +89,12 @@ def with_pictures(tokens: NDArray[np.int64], vocab: int, rows: Sequence[int]) ->
         vocab: the number of tokens.
         rows: of each tile.
     """
-    found, first = tokens.copy(), vocab
-    for count, window in zip(rows, found, strict=False):
+    placed, first = tokens.copy(), vocab
+    for count, window in zip(rows, placed, strict=False):
         place = window[_TOKENS_BEFORE : _TOKENS_BEFORE + count]
         place[:] = first + np.arange(len(place))
         first += count
-    return found
+    return placed
 
 
 def drawn_picture(number: int, edge: int) -> NDArray[np.uint8]:
@@ -109,5 +114,5 @@ def drawn_picture(number: int, edge: int) -> NDArray[np.uint8]:
     writing = (random.random((edge, edge)) < 0.5) & (np.sin(y * edge * 0.7) > 0)
     picture[rows][writing[rows]] = random.integers(0, 256, 3)
     picture += random.normal(0, random.uniform(0, 12), picture.shape)
-    found: NDArray[np.uint8] = picture.clip(0, 255).astype(np.uint8)
-    return found
+    pixels: NDArray[np.uint8] = picture.clip(0, 255).astype(np.uint8)
+    return pixels

@@ -98,13 +98,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def of(cls, record: RecipeRecord) -> Recipe:
         """The recipe of a manifest: one rule for what most matrices have, and one for each other matrix."""
-        kinds = Counter((each.dtype, each.method) for each in record.weights)
+        kinds = Counter((weight.dtype, weight.method) for weight in record.weights)
         (dtype, method), _ = kinds.most_common(1)[0]
         rules = [WeightRule(tensors="*", dtype=dtype, method=method)]
         rules += [
-            WeightRule(tensors=each.tensor, dtype=each.dtype, method=each.method)
-            for each in record.weights
-            if (each.dtype, each.method) != (dtype, method)
+            WeightRule(tensors=weight.tensor, dtype=weight.dtype, method=weight.method)
+            for weight in record.weights
+            if (weight.dtype, weight.method) != (dtype, method)
         ]
         return cls(weights=tuple(rules), **{name: getattr(record, name) for name in _RECORDED})
 
@@ -162,15 +162,15 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             else rule
             for rule in self.weights
         )
-        found = msgspec.structs.replace(self, weights=rules)
+        rounded = msgspec.structs.replace(self, weights=rules)
         if not effort.weighs_attention:
-            return found
+            return rounded
         weighed = [
             WeightRule(tensors=name, dtype=rule.dtype, method="attention")
             for name in weighed_projections(spec)
-            if (rule := found.rule(name)).method == "descent"
+            if (rule := rounded.rule(name)).method == "descent"
         ]
-        return msgspec.structs.replace(found, weights=(*rules, *weighed))
+        return msgspec.structs.replace(rounded, weights=(*rules, *weighed))
 
     def for_blocks(self) -> Recipe:
         """With the rotation that gains most where most matrices have block scales, if it has any."""
@@ -210,9 +210,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             UsageError: no rule matches.
         """
-        found = [rule for rule in self.weights if fnmatchcase(tensor, rule.tensors)]
-        if found:
-            return found[-1]
+        rules = [rule for rule in self.weights if fnmatchcase(tensor, rule.tensors)]
+        if rules:
+            return rules[-1]
         raise UsageError(
             f"--recipe {self.name}",
             got=f"no rule for {tensor}",
@@ -236,7 +236,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     fix="Correct it, or leave it out; edgekv eval --layers names the worst.",
                 )
         patterns = (*self.encoder_16bit, TABLE)  # its values are added to each patch, where all later layers see them
-        return tuple(name for name in names if any(fnmatchcase(name, each) for each in patterns))
+        return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
     @property
     def splits_channels(self) -> bool:
@@ -329,8 +329,8 @@ def find_recipe(name: str) -> Recipe:
     elif name.startswith(FRONT):
         return msgspec.structs.replace(find_recipe(_FRONT_BASE), name=name, mean_bits=_front_bits(name))
     else:
-        wanted = " or ".join([*recipe_names(), f"{FRONT}BITS"]) + f", also with {HEAD_MARK}int4 behind it"
-        raise _refused(repr(name), wanted, "Choose one of these, or name a .json file.")
+        expected = " or ".join([*recipe_names(), f"{FRONT}BITS"]) + f", also with {HEAD_MARK}int4 behind it"
+        raise _refused(repr(name), expected, "Choose one of these, or name a .json file.")
     try:
         read = DECODERS[Recipe].decode(content)
     except (ValueError, RecursionError) as error:
@@ -347,8 +347,8 @@ def _with_head(base: Recipe, name: str, dtype: WeightDtype) -> Recipe:
     if head_type(base.name)[0] != base.name:
         raise _refused(name, "one type of the head", f"Use --recipe {base.name}.")
     if base.keep_stored:
-        wanted = "a recipe that chooses the types"
-        raise _refused(name, wanted, "Use --recipe w4a16-head-int4, or a recipe file.")
+        expected = "a recipe that chooses the types"
+        raise _refused(name, expected, "Use --recipe w4a16-head-int4, or a recipe file.")
     return msgspec.structs.replace(base.with_head(dtype), name=name)
 
 
@@ -356,8 +356,8 @@ def _front_bits(name: str) -> float:
     """The bits in the name of a recipe such as `front-4.5`."""
     if (bits := front_bits(name)) is not None:
         return bits
-    wanted = f"{FRONT}BITS, from {MIN_BITS} to {MAX_BITS} bits a weight"
-    raise _refused(repr(name), wanted, f"Use {FRONT}5.")
+    expected = f"{FRONT}BITS, from {MIN_BITS} to {MAX_BITS} bits a weight"
+    raise _refused(repr(name), expected, f"Use {FRONT}5.")
 
 
 def describe_recipe(record: RecipeRecord, split: Sequence[SplitChannel] = ()) -> Iterator[str]:
@@ -382,7 +382,7 @@ def describe_recipe(record: RecipeRecord, split: Sequence[SplitChannel] = ()) ->
     if record.neuron_scaling != "none":
         yield f"scaling of neurons: {record.neuron_scaling}"
     if split:
-        channels = ", ".join(f"{each.channel} into {each.parts}" for each in split)
+        channels = ", ".join(f"{channel.channel} into {channel.parts}" for channel in split)
         yield f"outlier channels of the residual, split: {channels}"
     if record.heads != "none":
         yield f"keys and values of each head: {record.heads}"
@@ -392,5 +392,5 @@ def _folder() -> resources.abc.Traversable:
     return resources.files("exporters.quantize").joinpath("recipes")
 
 
-def _refused(found: str, wanted: str, fix: str) -> UsageError:
-    return UsageError("--recipe", got=found, expected=wanted, fix=fix)
+def _refused(got: str, expected: str, fix: str) -> UsageError:
+    return UsageError("--recipe", got=got, expected=expected, fix=fix)

@@ -46,27 +46,27 @@ class FloatSink:
     def write(self, folder: Path, encodings: Mapping[str, Encoding]) -> None:
         """Write the integers of rows and logits, in the encodings of a bundle, to `SINK_FILE`."""
         values = {**self.rows, LOGITS: self.logits}
-        integers = {name: encodings[name].quantize(each) for name, each in values.items()}
+        integers = {name: encodings[name].quantize(array) for name, array in values.items()}
         (folder / SINK_FILE).write_bytes(encode_tensors(integers))
 
 
-def sink_candidates(checkpoint: Checkpoint, wanted: SinkWanted) -> tuple[int, ...]:
+def sink_candidates(checkpoint: Checkpoint, option: SinkWanted) -> tuple[int, ...]:
     """The tokens at the start of every text: those asked for, or bos, or where texts have none, how chats begin.
 
     Raises:
         UsageError: ids outside of the vocabulary, or not the bos with which texts begin.
     """
     special, vocab = checkpoint.special, checkpoint.spec.vocab
-    if wanted.mode == "none":
+    if option.mode == "none":
         return () if special.bos is None else (special.bos,)
-    if wanted.mode == "tokens":
-        if wrong := [token for token in wanted.tokens if token >= vocab]:
-            found = f"token {wrong[0]}"
-            raise UsageError("--sink", got=found, expected=f"ids below {vocab}", fix="Use the checkpoint's tokens.")
-        if special.bos is not None and wanted.tokens[0] != special.bos:
-            found, expected = f"token {wanted.tokens[0]} first", f"{special.bos}, bos, with which texts begin"
-            raise UsageError("--sink", got=found, expected=expected, fix=f"Use --sink {special.bos}, or auto.")
-        return wanted.tokens
+    if option.mode == "tokens":
+        if wrong := [token for token in option.tokens if token >= vocab]:
+            got = f"token {wrong[0]}"
+            raise UsageError("--sink", got=got, expected=f"ids below {vocab}", fix="Use the checkpoint's tokens.")
+        if special.bos is not None and option.tokens[0] != special.bos:
+            got, expected = f"token {option.tokens[0]} first", f"{special.bos}, bos, with which texts begin"
+            raise UsageError("--sink", got=got, expected=expected, fix=f"Use --sink {special.bos}, or auto.")
+        return option.tokens
     if special.bos is not None:
         return (special.bos,)
     if checkpoint.chat is not None and (opening := _opening(checkpoint)) is not None:
@@ -74,17 +74,17 @@ def sink_candidates(checkpoint: Checkpoint, wanted: SinkWanted) -> tuple[int, ..
     return special.eos[:1]
 
 
-def is_sink(outlier: Outlier, wanted: SinkWanted, tokens: Sequence[int]) -> bool:
+def is_sink(outlier: Outlier, option: SinkWanted, tokens: Sequence[int]) -> bool:
     """Whether the first tokens of all texts become a sink: they are wanted, or they span the ranges of all others.
 
     Args:
         outlier: how far they exceed the others.
-        wanted: the option.
+        option: what `--sink` asks for.
         tokens: those at the start of every text; see `sink_candidates`.
     """
-    if wanted.mode == "none" or not tokens:
+    if option.mode == "none" or not tokens:
         return False
-    return wanted.mode == "tokens" or outlier.ratio > SPANS
+    return option.mode == "tokens" or outlier.ratio > SPANS
 
 
 def _opening(checkpoint: Checkpoint) -> int | None:

@@ -32,7 +32,7 @@ class SinkWanted:
         if text in _MODES:
             return cls(_MODES[text])
         ids = text.split(",")
-        if not all(each.strip().isascii() and each.strip().isdigit() and len(each) < 10 for each in ids):
-            wanted = "auto, none, or token ids such as 1"
-            raise UsageError("--sink", got=repr(text), expected=wanted, fix="Use auto.")
-        return cls("tokens", tuple(int(each) for each in ids))
+        if not all(number.strip().isascii() and number.strip().isdigit() and len(number) < 10 for number in ids):
+            expected = "auto, none, or token ids such as 1"
+            raise UsageError("--sink", got=repr(text), expected=expected, fix="Use auto.")
+        return cls("tokens", tuple(int(number) for number in ids))

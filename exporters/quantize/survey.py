@@ -85,8 +85,8 @@ def survey(
             (window, state), own = numbered, _SeenApart(seen)
             return decoder_layer(ops.of_window(window, windows[window], own.observe), spec, layer, state), own
 
-        found = in_threads(computed, [*enumerate(states)], at_once=WINDOWS_AT_ONCE)
-        for window, (state, own) in enumerate(found):
+        results = in_threads(computed, [*enumerate(states)], at_once=WINDOWS_AT_ONCE)
+        for window, (state, own) in enumerate(results):
             seen.take(own)
             states[window] = state
             progress(layer * len(states) + window, spec.layers * len(states))

@@ -49,7 +49,7 @@ class Table:
         columns = None if turned else outlier_columns(vocab, tensors.tensor)
         blocks = (tensors.tensor(EMBEDDING, rows) for rows in blocks_of_rows(vocab))
         ends = [(values.min(), values.max(), np.abs(_divided(values, columns)).max(axis=1)) for values in blocks]
-        most = np.concatenate([each for *_, each in ends]) / np.float32(_MOST)
+        most = np.concatenate([peak for *_, peak in ends]) / np.float32(_MOST)
         encoding = Encoding.asymmetric(0.0, float(most.max()), _STEPS)
         steps = np.ceil(most / np.float32(encoding.scale)).clip(1, encoding.limits[1])
         reach = min(float(low) for low, *_ in ends), max(float(high) for _, high, _ in ends)
@@ -90,12 +90,12 @@ class Table:
         """The rounded rows of tokens, `[T, hidden]`; those of pictures, beyond the table, are hardly rounded."""
         beyond = tokens >= len(self.steps)
         inside = np.where(beyond, 0, tokens)
-        found: Floats = self.integers(inside) * self.scales[inside, None]
+        rows: Floats = self.integers(inside) * self.scales[inside, None]
         if self.columns is not None:
-            found = found * self.columns
+            rows = rows * self.columns
         if beyond.any():
-            found[beyond] = self.tensors.tensor(EMBEDDING, tokens[beyond])
-        return found
+            rows[beyond] = self.tensors.tensor(EMBEDDING, tokens[beyond])
+        return rows
 
     def blocks(self) -> Iterator[NDArray[np.int8]]:
         """All rows, some at a time."""
@@ -134,8 +134,8 @@ class LayerTable:
 def rounded_rows(rows: Floats) -> Floats:
     """Rows `[T, layers * P]` as a `LayerTable` stores them."""
     integers, scales = _rounded(rows)
-    found: Floats = integers * scales[:, None]
-    return found
+    stored: Floats = integers * scales[:, None]
+    return stored
 
 
 def _rounded(rows: Floats) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

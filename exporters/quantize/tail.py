@@ -55,13 +55,13 @@ class Tail:
         totals = np.cumsum(rows[..., 0], axis=-1, dtype=np.float64)
         own = totals[..., -self.tokens :]
         before = np.concatenate([totals, np.zeros_like(totals[..., :1])], axis=-1)
-        found: Floats = np.minimum(own[..., :, None] - before[..., None, :], 0).astype(np.float32)
-        return found
+        decays: Floats = np.minimum(own[..., :, None] - before[..., None, :], 0).astype(np.float32)
+        return decays
 
     def seen(self, x: Floats) -> Floats:
         """With zeros in the rows after a token."""
-        found: Floats = x * np.tri(self.tokens, x.shape[-1], self.past, dtype=np.float32)
-        return found
+        masked: Floats = x * np.tri(self.tokens, x.shape[-1], self.past, dtype=np.float32)
+        return masked
 
     @property
     def past(self) -> int:

@@ -94,7 +94,7 @@ class GgufFile:
         value = self._value(key, default)
         if not isinstance(value, list):
             return [self.size(key, default, least=least)] * layers
-        if len(value) == layers and all(_is_whole(each) and each >= least for each in value):
+        if len(value) == layers and all(_is_whole(number) and number >= least for number in value):
             return value
         raise self.refusal(key, f"a whole number of at least {least} for each of {layers} layers", value)
 
@@ -104,10 +104,10 @@ class GgufFile:
         Raises:
             CheckpointError: it is missing without a default, of another type, or differs between layers.
         """
-        found = self.sizes(key, layers, default)
-        if len(set(found)) == 1:
-            return found[0]
-        raise self.refusal(key, "the same for all layers", found)
+        sizes = self.sizes(key, layers, default)
+        if len(set(sizes)) == 1:
+            return sizes[0]
+        raise self.refusal(key, "the same for all layers", sizes)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false of the metadata.
@@ -142,10 +142,10 @@ class GgufFile:
         Raises:
             CheckpointError: it is of another type.
         """
-        found = self.entries(key)
-        if all(isinstance(each, str) for each in found):
-            return found
-        raise self.refusal(key, "a list of strings", found)
+        strings = self.entries(key)
+        if all(isinstance(text, str) for text in strings):
+            return strings
+        raise self.refusal(key, "a list of strings", strings)
 
     def flags(self, key: str, layers: int) -> list[bool] | None:
         """True or false of the metadata for each layer; None if it is missing or no list.
@@ -156,7 +156,7 @@ class GgufFile:
         value = self._value(key, None)
         if not isinstance(value, list):
             return None
-        if len(value) == layers and all(isinstance(each, bool) for each in value):
+        if len(value) == layers and all(isinstance(flag, bool) for flag in value):
             return value
         raise self.refusal(key, f"true or false for each of {layers} layers", value)
 

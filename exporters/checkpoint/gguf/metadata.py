@@ -113,11 +113,11 @@ def check_metadata(file: GgufFile) -> None:
             continue
         if name.startswith(_RECURRENT) and file.architecture == "granite":
             continue  # written for layers of Granite 4 that a dense model does not have; their tensors are refused
-        wanted = _NEUTRAL.get(name)
+        neutral = _NEUTRAL.get(name)
         raise CheckpointError(
             f"{file.path.name}: {key}",
             got=short(value),
-            expected="no such field" if wanted is None else f"none, or {' or '.join(map(str, wanted))}",
+            expected="no such field" if neutral is None else f"none, or {' or '.join(map(str, neutral))}",
             fix=f"edgekv does not know what it changes in the architecture {file.architecture}: choose another model.",
         )
 
@@ -127,4 +127,6 @@ def _is_neutral(value: Any, neutral: tuple[object, ...] | None) -> bool:
     if neutral is None:
         return False
     entries = value if isinstance(value, list) else [value]
-    return all(any(each == one and (type(each) is bool) is (type(one) is bool) for one in neutral) for each in entries)
+    return all(
+        any(entry == one and (type(entry) is bool) is (type(one) is bool) for one in neutral) for entry in entries
+    )

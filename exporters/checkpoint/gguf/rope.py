@@ -36,10 +36,10 @@ def rope_parameters(file: GgufFile, head_dim: int) -> Parameters:
     Raises:
         CheckpointError: a field is wrong, contradicts another, or describes what cannot be computed.
     """
-    found: Parameters = {"rope_type": "default", "rope_theta": file.number(".rope.freq_base", 10000.0)}
+    parameters: Parameters = {"rope_type": "default", "rope_theta": file.number(".rope.freq_base", 10000.0)}
     width = file.size(".rope.dimension_count", head_dim)
     if file.architecture in _PARTLY:
-        found["partial_rotary_factor"] = width / head_dim
+        parameters["partial_rotary_factor"] = width / head_dim
     elif width != head_dim:
         raise file.refusal(".rope.dimension_count", f"{head_dim}, the width of heads", width)
     _check_tensors(file)
@@ -51,21 +51,21 @@ def rope_parameters(file: GgufFile, head_dim: int) -> Parameters:
         if kind == "yarn" or (kind != "none" and factor != 1):
             raise file.refusal(f"{_SCALING}type", "none, since the frequencies are in a tensor", kind)
         if tensors == [FREQUENCIES]:
-            return found | _divided(file, width)
+            return parameters | _divided(file, width)
         if FREQUENCIES in tensors:
             raise file.refusal(FREQUENCIES, f"no such tensor beside {LONG}", "one")
         table = {"rope_type": "longrope", "original_max_position_embeddings": original}
         table |= {"long_factor": factors(file, LONG), "short_factor": factors(file, SHORT)}
         if _ATTENTION[0] in file:
             table["attention_factor"] = file.number(_ATTENTION[0])
-        return found | table
+        return parameters | table
     if kind == "yarn":
-        return found | _yarn(file, factor, original)
+        return parameters | _yarn(file, factor, original)
     if kind not in ("none", "linear"):
         raise file.refusal(f"{_SCALING}type", "none, linear, yarn, or longrope with tensors of factors", kind)
     if kind == "linear" and factor != 1:
-        return found | {"rope_type": "linear", "factor": factor}
-    return found
+        return parameters | {"rope_type": "linear", "factor": factor}
+    return parameters
 
 
 def _check_tensors(file: GgufFile) -> None:
@@ -86,13 +86,15 @@ def _yarn(file: GgufFile, factor: float, original: int) -> Parameters:
         CheckpointError: naming the field that cannot be meant, or is given twice.
     """
     table: Parameters = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    given = {key: file.number(key) for key in _ATTENTION if key in file}
-    for key, value in given.items():
+    attention = {key: file.number(key) for key in _ATTENTION if key in file}
+    for key, value in attention.items():
         if value == 1 and factor > 1:
             raise file.refusal(key, "the factor of cosines and sines, or none for yarn's own", value)
         table["attention_factor"] = value
-    if len({*given.values()}) > 1:
-        raise file.refusal(_ATTENTION[1], f"{given[_ATTENTION[0]]:g}, as attn_factor says", given[_ATTENTION[1]])
+    if len({*attention.values()}) > 1:
+        raise file.refusal(
+            _ATTENTION[1], f"{attention[_ATTENTION[0]]:g}, as attn_factor says", attention[_ATTENTION[1]]
+        )
     for name in ("beta_fast", "beta_slow"):
         if (key := f"{_SCALING}yarn_{name}") in file:
             table[name] = file.number(key)
@@ -135,4 +137,4 @@ def factors(file: GgufFile, name: str) -> list[float]:
     block = file.blocks.get(name)
     if block is None or block.type != "F32" or len(block.shape) != 1:
         raise file.refusal(name, "a list of F32 factors", None if block is None else block.type)
-    return [float(each) for each in block.data]
+    return [float(factor) for factor in block.data]

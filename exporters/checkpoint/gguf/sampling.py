@@ -19,12 +19,12 @@ def sampling_fields(file: GgufFile) -> dict[str, Any]:
     Raises:
         CheckpointError: a field is of another type.
     """
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: file.number(_PREFIX + key) for key, name in _NUMBERS.items() if _PREFIX + key in file
     }
     if f"{_PREFIX}top_k" in file:
-        found["top_k"] = file.size(f"{_PREFIX}top_k", least=0)
-    if any(name in found for name in _SAMPLES):
-        found["do_sample"] = found.get("temperature", 1.0) > 0
-    found |= {name: file.number(_PREFIX + name) for name in _UNSUPPORTED if _PREFIX + name in file}
-    return found | {"suppress_tokens": file.entries(_SUPPRESSED)}
+        fields["top_k"] = file.size(f"{_PREFIX}top_k", least=0)
+    if any(name in fields for name in _SAMPLES):
+        fields["do_sample"] = fields.get("temperature", 1.0) > 0
+    fields |= {name: file.number(_PREFIX + name) for name in _UNSUPPORTED if _PREFIX + name in file}
+    return fields | {"suppress_tokens": file.entries(_SUPPRESSED)}

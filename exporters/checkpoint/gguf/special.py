@@ -100,10 +100,10 @@ def _named(file: GgufFile, role: str, count: int, *, is_used: bool = True) -> li
     value = file.one_or_more(key)
     if not value and role in _SENTENCE_PIECE and file.text("tokenizer.ggml.model") == "llama":
         value = [_SENTENCE_PIECE[role]] if _SENTENCE_PIECE[role] < count else []
-    for each in value:
-        is_id = type(each) is int
-        if is_id and not 0 <= each < count and not is_used:
+    for number in value:
+        is_id = type(number) is int
+        if is_id and not 0 <= number < count and not is_used:
             return []
-        if not (is_id and 0 <= each < count):
-            raise file.refusal(key, f"0 to {count - 1}", each)
+        if not (is_id and 0 <= number < count):
+            raise file.refusal(key, f"0 to {count - 1}", number)
     return value

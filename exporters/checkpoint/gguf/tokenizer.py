@@ -145,9 +145,9 @@ def chat_templates(file: GgufFile) -> ChatTemplates | None:
     tokens, ids = file.texts("tokenizer.ggml.tokens"), special_ids(file)
     roles = {"bos_token": ids.bos, "eos_token": ids.eos, "pad_token": ids.pad, "unk_token": ids.unknown}
     special = {name: tokens[number] for name, number in roles.items() if number is not None}
-    found = ChatTemplates(templates=templates, tokens=special)
-    found.check(file.path.name)
-    return found
+    chat = ChatTemplates(templates=templates, tokens=special)
+    chat.check(file.path.name)
+    return chat
 
 
 def _tokens(file: GgufFile) -> list[str]:
@@ -232,16 +232,16 @@ def _scored_merges(file: GgufFile, vocabulary: dict[str, int]) -> list[tuple[str
     """
     scores = _scores(file, len(vocabulary))
     lengths = sorted({len(piece) for piece in vocabulary})  # of all others no half is a piece
-    found: list[tuple[float, int, int, int, tuple[str, str]]] = []
+    merges: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for piece, number in vocabulary.items():
         for at in lengths:
             if at >= len(piece):
                 break
             left, right = vocabulary.get(piece[:at]), vocabulary.get(piece[at:])
             if left is not None and right is not None:
-                found.append((-scores[number], number, left, right, (piece[:at], piece[at:])))
-    found.sort(key=lambda each: each[:4])
-    return [pair for *_, pair in found]
+                merges.append((-scores[number], number, left, right, (piece[:at], piece[at:])))
+    merges.sort(key=lambda merge: merge[:4])
+    return [pair for *_, pair in merges]
 
 
 def _scores(file: GgufFile, count: int) -> list[float]:
@@ -249,7 +249,7 @@ def _scores(file: GgufFile, count: int) -> list[float]:
     scores = file.entries(key)
     if len(scores) != count:
         raise file.refusal(key, f"{count} numbers, one for each token", len(scores))
-    if wrong := [each for each in scores if type(each) not in (int, float) or not math.isfinite(each)]:
+    if wrong := [score for score in scores if type(score) not in (int, float) or not math.isfinite(score)]:
         raise file.refusal(key, "finite numbers", wrong[0])
     return scores
 
@@ -260,7 +260,7 @@ def _add_special(file: GgufFile, tokenizer: Tokenizer, tokens: list[str], specia
     kinds = file.entries(key) or [1] * len(tokens)
     if len(kinds) != len(tokens):
         raise file.refusal(key, f"{len(tokens)} types, one for each token", len(kinds))
-    if wrong := [each for each in kinds if type(each) is not int or each not in _KINDS]:
+    if wrong := [code for code in kinds if type(code) is not int or code not in _KINDS]:
         raise file.refusal(key, f"llama.cpp's types, 0 to {_KINDS[-1]}", wrong[0])
     swallows = file.architecture == "phi3" and file.text("tokenizer.ggml.model") == "llama"
     added = []

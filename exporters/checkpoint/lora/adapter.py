@@ -117,8 +117,8 @@ class Adapter:
             CheckpointError: naming the tensor.
         """
         modules = {key.removesuffix(".weight") for key, stored in tensors.items() if len(stored.shape) == 2}
-        wanted = {module for module in modules if self.config.changes(module)} if self.model_names else set()
-        for module in sorted(wanted - self.products.keys()):
+        changed = {module for module in modules if self.config.changes(module)} if self.model_names else set()
+        for module in sorted(changed - self.products.keys()):
             raise self._refused(f"{module}.lora_A.weight", "no such tensor", "one, as target_modules says")
         for module, product in self.products.items():
             self._check_product(module, product, tensors.get(f"{module}.weight"))
@@ -127,8 +127,8 @@ class Adapter:
             stored = tensors.get(key)
             allowed = self.config.biases if kind == "bias" else key in (EMBEDDING, HEAD) or self.config.replaces(module)
             if stored is None or not allowed:
-                found = "a tensor that the model does not have" if stored is None else "a tensor of the base model"
-                raise self._refused(key, found, "what modules_to_save and bias say")
+                got = "a tensor that the model does not have" if stored is None else "a tensor of the base model"
+                raise self._refused(key, got, "what modules_to_save and bias say")
             if stored.shape != tensor.shape:
                 raise self._refused(key, f"shape {list(tensor.shape)}", f"shape {list(stored.shape)}")
         for name in self.config.saved:
@@ -145,9 +145,11 @@ class Adapter:
             left, right = left[::-1], right[::-1]
         rank = self.config.rank_of(module)
         if (left, right) != ((stored.shape[0], rank), (rank, *stored.shape[1:])):
-            found = f"shapes {list(left)} and {list(right)}"
-            wanted = f"{[stored.shape[0], rank]} and {[rank, *stored.shape[1:]]}, of r = {rank} and the model's matrix"
-            raise self._refused(module, found, wanted)
+            got = f"shapes {list(left)} and {list(right)}"
+            expected = (
+                f"{[stored.shape[0], rank]} and {[rank, *stored.shape[1:]]}, of r = {rank} and the model's matrix"
+            )
+            raise self._refused(module, got, expected)
 
     def _refused(self, key: str, got: str, expected: str) -> CheckpointError:
         return refuse(f"{self.folder}: {key}", got, expected, self.config.base)

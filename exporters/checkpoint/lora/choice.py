@@ -25,18 +25,18 @@ class AdapterChoice:
     scale: float = 1.0
 
     @classmethod
-    def parse(cls, option: str, given: str) -> AdapterChoice:
+    def parse(cls, option: str, text: str) -> AdapterChoice:
         """Parse `DIR` or `DIR=SCALE`.
 
         Raises:
             UsageError: the folder does not exist, or the scale is 0 or above 100 in magnitude.
         """
-        name, equals, number = given.rpartition("=")
-        if Path(given).is_dir() or not equals:
-            name, number = given, "1"
+        name, equals, number = text.rpartition("=")
+        if Path(text).is_dir() or not equals:
+            name, number = text, "1"
         if not Path(check_place(option, name)).is_dir():
             raise UsageError(
-                option, got=f"{given!r}, which is no folder", expected="DIR or DIR=SCALE", fix="Check the path."
+                option, got=f"{text!r}, which is no folder", expected="DIR or DIR=SCALE", fix="Check the path."
             )
         try:
             scale = float(number)

@@ -53,13 +53,13 @@ class ModulePattern:
         Raises:
             CheckpointError: it is no regular expression, or too long.
         """
-        wanted = f"a regular expression of at most {_LONGEST_PATTERN} characters, or a list of names"
+        expected = f"a regular expression of at most {_LONGEST_PATTERN} characters, or a list of names"
         if len(text) > _LONGEST_PATTERN:
-            raise config.refusal(name, wanted, got=f"{len(text)} characters")
+            raise config.refusal(name, expected, got=f"{len(text)} characters")
         try:
             regex.compile(text)
         except (regex.error, RecursionError, OverflowError):
-            raise config.refusal(name, wanted, got=repr(text)[:80]) from None
+            raise config.refusal(name, expected, got=repr(text)[:80]) from None
         return cls(text, name)
 
     def matches(self, module: str) -> bool:
@@ -138,7 +138,7 @@ class LoraConfig:
             raise config.refusal("init_lora_weights", "true, or another start that keeps the base model", fix=fix)
         layers = fields.get("layers_to_transform")
         numbers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-        if not all(type(each) is int for each in numbers):
+        if not all(type(number) is int for number in numbers):
             raise config.refusal("layers_to_transform", "layer numbers")
         ranks, alphas = config.table("rank_pattern"), config.table("alpha_pattern")
         if (bias := config.text("bias", "none")) not in _BIASES:
@@ -162,8 +162,8 @@ class LoraConfig:
         """Whether a module has an adapter, by peft's rules."""
         if _matches(self.excluded, module) or not _matches(self.targets, module):
             return False
-        found = re.search(r"\.(\d+)\.", module)
-        return self.layers is None or (found is not None and int(found[1]) in self.layers)
+        layer = re.search(r"\.(\d+)\.", module)
+        return self.layers is None or (layer is not None and int(layer[1]) in self.layers)
 
     def replaces(self, module: str) -> bool:
         """Whether a module is replaced by the adapter's."""

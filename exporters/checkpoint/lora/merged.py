@@ -54,6 +54,6 @@ class MergedTensor(ComputedTensor):
 
     def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
         values = self.base.read(rows)
-        for each in self.added:
-            values += each.read(rows)
+        for product in self.added:
+            values += product.read(rows)
         return values

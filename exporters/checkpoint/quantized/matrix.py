@@ -62,8 +62,8 @@ def check_shape(
         CheckpointError: it is missing, or has another shape or type.
     """
     if tensor is None or tensor.shape != shape:
-        wanted = f"shape {list(shape)}, as quantization_config and the other parts of the matrix say"
-        raise unreadable(key, wanted, tensor)
+        expected = f"shape {list(shape)}, as quantization_config and the other parts of the matrix say"
+        raise unreadable(key, expected, tensor)
     return check_kind(key, tensor, kind)
 
 

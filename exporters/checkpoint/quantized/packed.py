@@ -155,16 +155,16 @@ class IntegerMatrix(QuantizedMatrix):
         if layout.packed == "in":
             words = stored[:, rows].T if layout.inputs_first else stored[rows]
             return np.ascontiguousarray(self._centred(self._unpacked(words))[:, : self.shape[1]])
-        wanted, in_word = np.arange(self.shape[0])[rows], WORD_BITS // self.bits
-        first = int(wanted.min()) // in_word
-        words = stored[:, first : int(wanted.max()) // in_word + 1]
-        return np.ascontiguousarray(self._centred(self._unpacked(words)[:, wanted - first * in_word].T))
+        chosen, in_word = np.arange(self.shape[0])[rows], WORD_BITS // self.bits
+        first = int(chosen.min()) // in_word
+        words = stored[:, first : int(chosen.max()) // in_word + 1]
+        return np.ascontiguousarray(self._centred(self._unpacked(words)[:, chosen - first * in_word].T))
 
     def scales(self, rows: Rows) -> Floats:
         """`[rows, groups]`."""
         stored = self.scale.open()
-        found: Floats = self._of_rows(stored.T if self.layout.inputs_first else stored)[rows]
-        return np.ascontiguousarray(found, np.float32)
+        scales: Floats = self._of_rows(stored.T if self.layout.inputs_first else stored)[rows]
+        return np.ascontiguousarray(scales, np.float32)
 
     def zero_points(self, rows: Rows) -> Integers | None:
         """`[rows, groups]`, in the range of the integers; None if all are 0."""
@@ -196,7 +196,7 @@ class IntegerMatrix(QuantizedMatrix):
         group = inputs // groups
         dtype: WeightDtype = "int8"
         if self.bits == 4:
-            blocks = (each for each in _BLOCKS if group % (WEIGHT_TYPES[each].block or 1) == 0)
+            blocks = (name for name in _BLOCKS if group % (WEIGHT_TYPES[name].block or 1) == 0)
             dtype = "int4" if groups == 1 else next(blocks, "int8")
         if zeros is not None and zeros.any():
             return Storage(dtype, "asymmetric")
@@ -242,14 +242,14 @@ class IntegerMatrix(QuantizedMatrix):
 
     def _unpacked(self, words: NDArray[Any]) -> NDArray[np.uint8]:
         """Unsigned integers from the last axis of int32: `[..., words * 32 / bits]`."""
-        found = np.ascontiguousarray(words, "<i4").view(np.uint8)
+        integers = np.ascontiguousarray(words, "<i4").view(np.uint8)
         if self.bits == 4:
-            pairs = np.stack((found & np.uint8(15), found >> np.uint8(4)), axis=-1)
-            found = pairs.reshape(*found.shape[:-1], -1)
+            pairs = np.stack((integers & np.uint8(15), integers >> np.uint8(4)), axis=-1)
+            integers = pairs.reshape(*integers.shape[:-1], -1)
         if self.layout.order:
             places = np.argsort(self.layout.order)
-            found = found.reshape(*words.shape, -1)[..., places].reshape(found.shape)
-        return found
+            integers = integers.reshape(*words.shape, -1)[..., places].reshape(integers.shape)
+        return integers
 
     def _of_rows(self, values: NDArray[Any]) -> NDArray[Any]:
         """`[out, groups]`; one value stands for all."""
@@ -282,9 +282,9 @@ def integer_matrix(
     order = np.arange(inputs) // (group or inputs)
     neighbours = groups == 1 or inputs % (group or inputs) == 0
     if layout.groups and (stored := tensors.get(module + layout.groups)) is not None:
-        given = _groups(module + layout.groups, stored, inputs, groups)
-        neighbours &= bool(np.array_equal(given, order))
-        order = given
+        own_order = _groups(module + layout.groups, stored, inputs, groups)
+        neighbours &= bool(np.array_equal(own_order, order))
+        order = own_order
     kept = None if neighbours else order
     return IntegerMatrix(values.file, (outputs, inputs), layout, bits, values, scale, zeros, kept)
 
@@ -306,7 +306,7 @@ def matrix_shape(module: str, tensors: Mapping[str, StoredTensor], layout: Packe
         stored = check_shape(module + layout.shape, tensors.get(module + layout.shape), (2,), "integers")
         if stored.open().min() < 1:
             raise unreadable(module + layout.shape, "two whole numbers above 0", stored)
-        outputs, inputs = (int(each) for each in stored.open())
+        outputs, inputs = (int(size) for size in stored.open())
         return outputs, inputs
     inputs, outputs = values.shape if layout.inputs_first else values.shape[::-1]
     in_word = WORD_BITS // bits
@@ -319,7 +319,9 @@ def _groups(key: str, stored: StoredTensor, inputs: int, groups: int) -> NDArray
     Raises:
         CheckpointError: they are not one integer for each input, from 0 to the last group.
     """
-    given = check_shape(key, stored, (inputs,), "integers").open().astype(np.int64)
-    if given.min() < 0 or given.max() >= groups:
-        raise unreadable(key, f"groups from 0 to {groups - 1}", None, f"groups from {given.min()} to {given.max()}")
-    return given
+    group_of = check_shape(key, stored, (inputs,), "integers").open().astype(np.int64)
+    if group_of.min() < 0 or group_of.max() >= groups:
+        raise unreadable(
+            key, f"groups from 0 to {groups - 1}", None, f"groups from {group_of.min()} to {group_of.max()}"
+        )
+    return group_of

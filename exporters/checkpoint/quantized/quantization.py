@@ -60,14 +60,18 @@ class Quantization:
         endings = {part for layout in self.layouts for part in layout.parts}
         modules = dict.fromkeys(key.rpartition(".")[0] for key in tensors if key.endswith(marks))
         parts = {module + part for module in modules for part in endings}
-        found: dict[str, Stored] = {
+        left: dict[str, Stored] = {
             key: tensor for key, tensor in tensors.items() if key not in parts and not key.endswith(_ACTIVATIONS)
         }
-        return found | {f"{module}.weight": self._matrix(module, tensors) for module in modules}
+        return left | {f"{module}.weight": self._matrix(module, tensors) for module in modules}
 
     def _matrix(self, module: str, tensors: Mapping[str, StoredTensor]) -> QuantizedMatrix:
         layout = next(
-            (each for each in self.layouts if {module + each.integers, module + each.scales} <= tensors.keys()),
+            (
+                candidate
+                for candidate in self.layouts
+                if {module + candidate.integers, module + candidate.scales} <= tensors.keys()
+            ),
             self.layouts[-1],
         )
         shape = matrix_shape(module, tensors, layout, self.schemes[0].bits)
@@ -84,16 +88,16 @@ class Quantization:
         """The one scheme that fits what is stored."""
         if layout.packed is None:
             is_float8 = values.dtype != np.int8
-            found = [each for each in self.schemes if each.floats == is_float8 and each.bits == 8]
+            fitting = [scheme for scheme in self.schemes if scheme.floats == is_float8 and scheme.bits == 8]
         elif layout.shape:
-            found = [each for each in self.schemes if values.shape[1] == -(-shape[1] * each.bits // WORD_BITS)]
+            fitting = [scheme for scheme in self.schemes if values.shape[1] == -(-shape[1] * scheme.bits // WORD_BITS)]
         else:
-            found = [*self.schemes]
-        if len(found) > 1 and scale is not None:
-            found = [each for each in found if scale.shape[1:] == (each.groups(shape[1]),)]
-        if len(found) != 1:
-            raise unreadable(key, "one of the groups of quantization_config", None, f"{len(found)} that fit it")
-        return found[0]
+            fitting = [*self.schemes]
+        if len(fitting) > 1 and scale is not None:
+            fitting = [scheme for scheme in fitting if scale.shape[1:] == (scheme.groups(shape[1]),)]
+        if len(fitting) != 1:
+            raise unreadable(key, "one of the groups of quantization_config", None, f"{len(fitting)} that fit it")
+        return fitting[0]
 
 
 def _gptq(config: Config) -> Quantization:
@@ -120,8 +124,8 @@ def _check_dynamic(config: Config, common: Mapping[str, object]) -> None:
         own = config.table(pattern)
         for name, value in common.items():
             if own.optional_size(name, -1) not in (value, -1):
-                wanted = f"{value}, as of all other modules"
-                raise own.refusal(name, wanted, fix=f"Modules of different {name} cannot be read. {_BEFORE}")
+                expected = f"{value}, as of all other modules"
+                raise own.refusal(name, expected, fix=f"Modules of different {name} cannot be read. {_BEFORE}")
 
 
 def _awq(config: Config) -> Quantization:
@@ -182,7 +186,7 @@ def _block(config: Config, name: str) -> tuple[int, int]:
 
 
 def _quantization(method: str, layouts: tuple[PackedLayout, ...], *schemes: Scheme) -> Quantization:
-    return Quantization(f"{method}, {' and '.join(each.name for each in schemes)}", layouts, schemes)
+    return Quantization(f"{method}, {' and '.join(scheme.name for scheme in schemes)}", layouts, schemes)
 
 
 _UNREAD = """
@@ -218,23 +222,23 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     nested = config.get("text_config")
     tables = [config, nested if isinstance(nested, dict) else {}]
     names = ("quantization_config", "compression_config")
-    name, given = next(
-        ((name, each[name]) for each in tables for name in names if each.get(name) is not None), ("", None)
+    name, fields = next(
+        ((name, table[name]) for table in tables for name in names if table.get(name) is not None), ("", None)
     )
-    if given is None:
+    if fields is None:
         return None
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         raise Config(config).refusal(name, "a JSON object")
-    quantization = Config(_without_ones(given), f"{CONFIG}: {name}")
+    quantization = Config(_without_ones(fields), f"{CONFIG}: {name}")
     if "quant_method" not in quantization and isinstance(config.get("quantization"), dict):
         fix = "Take the checkpoint that it was converted from."
         raise Config(config).refusal("quantization", "weights that transformers reads", got="those of MLX", fix=fix)
     method = quantization.text("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
     if method not in _METHODS:
         raise quantization.refusal("quant_method", " or ".join(_METHODS), fix=_DEQUANTIZE)
-    found = _METHODS[method](quantization)
+    schemes = _METHODS[method](quantization)
     quantization.check_read(_HARMLESS)
-    return found
+    return schemes
 
 
 def _without_ones(fields: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
