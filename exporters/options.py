@@ -509,7 +509,7 @@ class RunOptions:
         ),
     ] = None
     resume: Annotated[bool, Option("Reuse finished pieces of an interrupted run; always on with --scheduler.")] = False
-    keep_stages: Annotated[
+    keep_pieces: Annotated[
         bool,
         Option("Keep finished pieces, so that --resume with another recipe reuses unchanged ones."),
     ] = False
@@ -518,7 +518,7 @@ class RunOptions:
     @property
     def removes_pieces(self) -> bool:
         """Whether pieces are removed when what they are for is complete."""
-        return self.store is None and not self.keep_stages
+        return self.store is None and not self.keep_pieces
 
 
 def _listed(numbers: Sequence[int]) -> str:

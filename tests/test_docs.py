@@ -82,7 +82,7 @@ class Scratch:
         if not line.startswith("edgekv export"):
             return self._run(["bash", "-c", line])
         with quantized_layers("docs") as layers:
-            return self._run(["bash", "-c", f"{line} --resume --keep-stages --cache-dir {shlex.quote(str(layers))}"])
+            return self._run(["bash", "-c", f"{line} --resume --keep-pieces --cache-dir {shlex.quote(str(layers))}"])
 
     def _demo(self) -> dict[str, str]:
         """What the commands of the demonstration print; the bundle is in place then."""

@@ -77,6 +77,13 @@ COMMANDS = (
         "lora", "exporters.cli.lora:lora", "Add, list and remove adapters of a bundle with slots.", _EXPORT, group=RUN
     ),
     Entry(
+        "pieces",
+        "exporters.cli.pieces:pieces",
+        "List or remove the results of interrupted exports.",
+        _EXPORT,
+        group=KEPT,
+    ),
+    Entry(
         "push",
         "exporters.targets.android.cli:push",
         "Copy a folder to an Android phone over adb.",
@@ -84,13 +91,6 @@ COMMANDS = (
         group=DEVICES,
     ),
     Entry("run", "exporters.targets.android.cli:run", "Continue a prompt in Genie on a phone.", _EXPORT, group=DEVICES),
-    Entry(
-        "stages",
-        "exporters.cli.stages:stages",
-        "List or remove the results of interrupted exports.",
-        _EXPORT,
-        group=KEPT,
-    ),
     Entry(
         "sweep",
         "exporters.sweep.cli:sweep",

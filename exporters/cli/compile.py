@@ -17,7 +17,7 @@ from edgekv.qnn.options import HtpOptions
 from exporters.cli.common import DeviceOption, EstimateOption, ForceOption, ready_to_run
 from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line
-from exporters.cli.stages import resumable
+from exporters.cli.pieces import resumable
 from exporters.options import RunOptions
 from exporters.progress import Progress, one_step, progress_bars
 

@@ -18,11 +18,11 @@ from exporters.cli.common import EstimateOption, ForceOption, ready_to_run
 from exporters.cli.compile import show_compiled
 from exporters.cli.estimate import show_estimate
 from exporters.cli.next_step import next_line
-from exporters.cli.stages import resumable
+from exporters.cli.pieces import resumable
 from exporters.options import ExportOptions, RunOptions
 from exporters.progress import progress_bars
 
-_RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_stages", "cluster.scheduler")
+_RUN = ("max_ram_bytes", "cache_dir", "store", "resume", "keep_pieces", "cluster.scheduler")
 
 
 @command

@@ -44,7 +44,7 @@ def options(recipe: str = "w4a16-lpbq32", **changes: object) -> ExportOptions:
 
 
 def export(checkpoint: Checkpoint, folder: Path, cache: Path, **changes: object) -> Manifest:
-    kept = RunOptions(cache_dir=cache, resume=True, keep_stages=True)
+    kept = RunOptions(cache_dir=cache, resume=True, keep_pieces=True)
     return export_bundle(checkpoint, folder, options(**changes), kept, force=True)
 
 

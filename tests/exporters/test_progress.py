@@ -11,7 +11,7 @@ from edgekv.cli import run
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli import next_step
 from exporters.cli.next_step import next_line
-from exporters.cli.stages import resumable
+from exporters.cli.pieces import resumable
 from exporters.export import RunOptions, export_bundle
 from exporters.pipeline import place
 from exporters.progress import one_step, progress_bars, silent

@@ -87,7 +87,7 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
     def make(folder: Path) -> None:
         own = checkpoint if lasting else shutil.copytree(checkpoint, folder / "checkpoint")
         with quantized_layers(source, options.recipe) as layers:
-            run = RunOptions(cache_dir=layers, resume=True, keep_stages=True)
+            run = RunOptions(cache_dir=layers, resume=True, keep_pieces=True)
             export_bundle(Checkpoint.open(str(own)), folder / "bundle", options, run)
         if compiled:
             compile_bundle(open_bundle(folder / "bundle"), options.device)
@@ -97,7 +97,7 @@ def exported(checkpoint: Path, options: ExportOptions, *, compiled: bool = False
 
 @contextmanager
 def quantized_layers(*key: object) -> Iterator[Path]:
-    """A cache directory that exports share, one at a time: with --resume and --keep-stages each layer is made once."""
+    """A cache directory that exports share, one at a time: with --resume and --keep-pieces each layer is made once."""
     layers = platform_folder() / f"layers-{_short(_code(EXPORTS), *key)}"
     with FileLock(layers.with_suffix(".lock")):
         yield layers

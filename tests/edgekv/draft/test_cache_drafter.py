@@ -379,7 +379,7 @@ def test_effort_lets_the_target_write_text_for_its_drafter(
     effort = Effort(3, descent_bits=8, weighs_attention=True, written_tokens=400)
     options = export_options(calibration_tokens=256, effort=effort)
     manifest = export_drafter(
-        drafter, tmp_path / "bundle", options, RunOptions(cache_dir=tmp_path, keep_stages=True, resume=True)
+        drafter, tmp_path / "bundle", options, RunOptions(cache_dir=tmp_path, keep_pieces=True, resume=True)
     )
     kinds = {path: found.kind for path in store.folder.iterdir() if (found := store.find(path.name)) is not None}
     (written,) = (np.load(path / TOKENS) for path, kind in kinds.items() if kind == "text")
@@ -401,7 +401,7 @@ def test_a_damaged_text_of_the_target_is_run_again_and_a_forged_one_refused(
     checkpoints: tuple[Path, Path], target: Path, tmp_path: Path
 ) -> None:
     drafter, options = Drafter.open(str(checkpoints[1]), open_bundle(target)), export_options(calibration_tokens=256)
-    resumed = RunOptions(cache_dir=tmp_path / "cache", resume=True, keep_stages=True)
+    resumed = RunOptions(cache_dir=tmp_path / "cache", resume=True, keep_pieces=True)
     export_drafter(drafter, tmp_path / "bundle", options, resumed)
     whole, store = contents(tmp_path / "bundle"), PieceStore(str(tmp_path / "cache" / "pieces"))
     records = {path.name: store.find(path.name) for path in store.folder.iterdir()}

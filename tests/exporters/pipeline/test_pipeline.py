@@ -160,18 +160,18 @@ def test_an_export_that_is_killed_at_any_moment_goes_on_where_it_was(work):
 
 @pytest.mark.slow
 def test_without_resume_everything_is_done_anew(work):
-    first = work.export(keep_stages=True)
-    assert work.export("again", keep_stages=True) == first
+    first = work.export(keep_pieces=True)
+    assert work.export("again", keep_pieces=True) == first
     assert work.steps == [0, 1, 2, 3] and len(work.of_kind("layer")) == LAYERS
 
 
 @pytest.mark.slow
 def test_another_rule_for_a_layer_redoes_that_layer_and_those_behind_it(work):
-    work.export(keep_stages=True)
+    work.export(keep_pieces=True)
     other = with_rule(RECIPE, WeightRule(tensors=LAST_LAYER, dtype="int8"))
-    changed = work.export("changed", other, resume=True, keep_stages=True)
+    changed = work.export("changed", other, resume=True, keep_pieces=True)
     assert work.steps == [2, 3]
-    assert changed == work.export("whole", other, keep_stages=True)
+    assert changed == work.export("whole", other, keep_pieces=True)
     work.export(
         "head", with_rule(RECIPE, WeightRule(tensors="lm_head.weight", dtype="int8", method="nearest")), resume=True
     )
@@ -180,7 +180,7 @@ def test_another_rule_for_a_layer_redoes_that_layer_and_those_behind_it(work):
 
 @pytest.mark.slow
 def test_a_damaged_piece_is_made_anew(work):
-    first = work.export(keep_stages=True)
+    first = work.export(keep_pieces=True)
     for damage in ("tensors.safetensors", "layer.json"):
         layer = work.of_kind("layer")[1] / "layer" / damage
         content = bytearray(layer.read_bytes())
@@ -188,7 +188,7 @@ def test_a_damaged_piece_is_made_anew(work):
         layer.write_bytes(content)
         (work.of_kind("write")[0] / RECORD).unlink()
         shutil.rmtree(work.folder / "bundle")
-        assert work.export(resume=True, keep_stages=True) == first
+        assert work.export(resume=True, keep_pieces=True) == first
         assert work.steps == [2, 3], "one layer is done again"
 
 
@@ -243,7 +243,7 @@ def test_a_layer_that_was_forged_whole_is_refused_by_name(work):
 
 @pytest.mark.slow
 def test_a_layer_of_another_decoder_is_not_written(work):
-    work.export(keep_stages=True)
+    work.export(keep_pieces=True)
     file, (write,) = work.of_kind("layer")[1] / "layer" / "layer.json", work.of_kind("write")
     content = json.loads(file.read_bytes())
     matrices, tensors = content["places"]["matrices"], content["places"]["tensors"]
@@ -261,7 +261,7 @@ def test_a_layer_of_another_decoder_is_not_written(work):
         file.write_text(json.dumps(content | {"places": content["places"] | damage}))
         seal(file.parent.parent)
         with pytest.raises(UsageError, match=r"got other (matrices|norms).*expected those of its layer.*Remove"):
-            work.export(resume=True, keep_stages=True)
+            work.export(resume=True, keep_pieces=True)
         assert not (work.folder / "bundle").exists() and work.of_kind("write") == []
 
 
@@ -426,14 +426,14 @@ def test_a_disk_that_is_full_for_pieces_is_named_and_nothing_is_left(work):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_the_bundle_is_named_and_the_export_goes_on_later(work):
-    whole = work.export("whole", keep_stages=True)
+    whole = work.export("whole", keep_pieces=True)
     shutil.rmtree(work.of_kind("write")[0])
     graph = max(record.bytes for record in whole.files.values())
     with (
         files_of_at_most(graph - 1),
         pytest.raises(BundleError, match=r"while writing the piece write; expected .*--resume"),
     ):
-        work.export(resume=True, keep_stages=True)
+        work.export(resume=True, keep_pieces=True)
     assert not (work.folder / "bundle").exists() and not [*work.folder.glob(".bundle*")]
     assert work.export(resume=True) == whole and work.steps == []
 
@@ -539,12 +539,12 @@ def invoke(name, capsys, *arguments):
 
 
 def test_the_command_says_what_is_left_and_removes_it(work, capsys):
-    work.export(keep_stages=True)
+    work.export(keep_pieces=True)
     cache = ("--cache-dir", work.folder / "cache")
-    left = json.loads(invoke("stages", capsys, *cache, "--json")[1])
+    left = json.loads(invoke("pieces", capsys, *cache, "--json")[1])
     assert left["pieces"] == len(work.pieces) > LAYERS and left["bytes"] > 100_000 and not left["cleared"]
-    assert "removed" in invoke("stages", capsys, *cache, "--clear")[1]
-    assert json.loads(invoke("stages", capsys, *cache, "--json")[1])["pieces"] == 0
+    assert "removed" in invoke("pieces", capsys, *cache, "--clear")[1]
+    assert json.loads(invoke("pieces", capsys, *cache, "--json")[1])["pieces"] == 0
     assert work.pieces == []
 
 

@@ -1,4 +1,4 @@
-"""`edgekv stages`, and the hint to resume that an interrupted export prints."""
+"""`edgekv pieces`, and the hint to resume that an interrupted export prints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from exporters.options import RunOptions
 from exporters.progress import Progress
 
 _WITHOUT_PIECES = ("prepare", "hash weights", "verify bundle", "seal")
-"""Stages whose results are not kept."""
+"""Steps whose results are not kept."""
 
 
-class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
+class PiecesReport(msgspec.Struct, frozen=True, kw_only=True):
     """The finished pieces in a cache directory.
 
     Attributes:
@@ -36,7 +36,7 @@ class StagesReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @command
-def stages(
+def pieces(
     run: Annotated[RunOptions, OptionGroup("Run", only=("cache_dir",))],
     output: Output,
     clear: Annotated[bool, Option("Remove all of them.")] = False,
@@ -45,7 +45,7 @@ def stages(
     from exporters.pipeline.store import store_in  # slow to import, as in other commands
 
     store = store_in(run.cache_dir)
-    report = StagesReport(folder=str(store.folder), pieces=store.pieces, bytes=store.bytes, cleared=clear)
+    report = PiecesReport(folder=str(store.folder), pieces=store.pieces, bytes=store.bytes, cleared=clear)
     if clear:
         store.clear()
     if output.as_json:
