@@ -43,10 +43,10 @@ HEADROOM_16BIT = 2.0
 """The same for a cache of 16 bits: one bit costs nothing there, a clipped key costs a token."""
 
 _LEAST = 1 / 64  # of the mean range: a floor, so near-zero pairs are not amplified
-_MOST_SHRUNK = 0.6  # least radius of a lattice point, relative to the pair's
+_MAX_SHRUNK = 0.6  # least radius of a lattice point, relative to the pair's
 _FINE = 20.0  # steps; above this radius lattice points lie densely enough for the bound below
-_LEAST_FINE = 0.93
-_LEAST_FOR_ADAPTERS = 0.95  # of the best factor
+_MIN_FINE = 0.93
+_MIN_FOR_ADAPTERS = 0.95  # of the best factor
 
 Doubles = NDArray[np.float64]
 
@@ -300,7 +300,7 @@ def _on_lattice(reach: Floats, rows: Floats, angle: float, gain: float, limit: i
     axis = np.arange(min(int(steps), limit) + 1)
     across, up = (grid.ravel() for grid in np.meshgrid(axis, axis))
     norms = np.hypot(across, up)
-    near = (norms <= steps) & (norms >= steps * (_LEAST_FINE if steps > _FINE else _MOST_SHRUNK)) & (norms > 0)
+    near = (norms <= steps) & (norms >= steps * (_MIN_FINE if steps > _FINE else _MAX_SHRUNK)) & (norms > 0)
     if not near.any():
         return angle, gain
     across, up, norms = across[near], up[near], norms[near]
@@ -312,7 +312,7 @@ def _on_lattice(reach: Floats, rows: Floats, angle: float, gain: float, limit: i
     if not gains[best]:
         return angle, gain
     if len(rows) > 1:
-        close = np.flatnonzero(gains >= _LEAST_FOR_ADAPTERS * gains[best])
+        close = np.flatnonzero(gains >= _MIN_FOR_ADAPTERS * gains[best])
         cos, sin = gains[close] * np.cos(turns[close]), gains[close] * np.sin(turns[close])
         x, y = rows[1:].T[..., None]
         steps = np.stack([cos * x - sin * y, sin * x + cos * y])

@@ -21,7 +21,7 @@ from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 _OUTLIER = 16.0
 """A channel this many times larger than the median one costs the others four of their 16 bits."""
 
-_MOST_COPIES = 8192  # elements that a norm reads besides the residual: 16 KiB for each token
+_MAX_COPIES = 8192  # elements that a norm reads besides the residual: 16 KiB for each token
 _ROWS_AT_ONCE = 8192
 _POST_NORMS = (
     "post_attention_layernorm.weight",
@@ -93,7 +93,7 @@ def outlier_channels(spec: DecoderSpec, read: Read) -> list[SplitChannel]:
     while True:
         largest = int(np.argmax(sizes))
         copies += 3 * 4 ** int(halvings[largest])
-        if not sizes[largest] > most or copies > _MOST_COPIES:  # NaN is refused later, by name
+        if not sizes[largest] > most or copies > _MAX_COPIES:  # NaN is refused later, by name
             break
         sizes[largest] /= 2
         halvings[largest] += 1

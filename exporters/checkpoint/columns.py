@@ -17,7 +17,7 @@ from exporters.checkpoint.fold import Floats, Fold
 _OUTLIER = 4.0
 """A column this many times larger than the median one costs the others two of their 8 bits."""
 
-_MOST_OCTAVES = 15  # between the largest and the smallest factor: 16 bits represent all exactly
+_MAX_OCTAVES = 15  # between the largest and the smallest factor: 16 bits represent all exactly
 _ROWS_AT_ONCE = 8192
 
 
@@ -63,5 +63,5 @@ def outlier_columns(vocab: int, read: Callable[[str, slice], Floats]) -> Floats 
     if not float(sizes.max()) > _OUTLIER * median > 0:
         return None
     octaves = np.rint(np.log2(np.maximum(sizes / median, np.finfo(np.float32).tiny)))
-    factors: Floats = np.exp2(np.maximum(octaves, octaves.max() - _MOST_OCTAVES)).astype(np.float32)
+    factors: Floats = np.exp2(np.maximum(octaves, octaves.max() - _MAX_OCTAVES)).astype(np.float32)
     return factors

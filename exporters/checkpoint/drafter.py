@@ -31,7 +31,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 _COMPARED_ROWS = slice(0, 256)
-_MOST_DIFFERENCE = 0.2
+_MAX_DIFFERENCE = 0.2
 """Of the norm of these embeddings: far above what rounding to 4 bits costs, far below that of two models."""
 
 
@@ -172,7 +172,7 @@ def _differs(table: Stored, target: TargetTensors) -> bool:
     if table.shape != (target.spec.vocab, target.spec.hidden):
         return True
     ours, theirs = table.read(_COMPARED_ROWS), target.tensor(EMBEDDING, _COMPARED_ROWS)
-    return bool(np.linalg.norm(ours - theirs) > _MOST_DIFFERENCE * np.linalg.norm(theirs))
+    return bool(np.linalg.norm(ours - theirs) > _MAX_DIFFERENCE * np.linalg.norm(theirs))
 
 
 def _projection(tensors: Mapping[str, Stored], key: str, shape: tuple[int, ...]) -> Stored:

@@ -21,7 +21,7 @@ from exporters.quantize.calibrate import cut_windows
 from exporters.quantize.reference import Floats
 
 _WARM_UP = 1  # turns that are not counted
-_MOST_PADDING = 1024  # tokens; graphs pad the vocabulary to multiples of 64 to 512
+_MAX_PADDING = 1024  # tokens; graphs pad the vocabulary to multiples of 64 to 512
 _SMALL_VOCABULARY = 1000  # random tokens for a model whose vocabulary is unknown
 _ONE_VOCABULARY = "Compare models with one vocabulary, such as exports of one checkpoint."
 
@@ -185,7 +185,7 @@ def _first(a: Contender, b: Contender) -> Sequence[int]:
 def _same_width(ours: Floats, theirs: Floats, path: str) -> tuple[Floats, Floats]:
     """Logits of the tokens that both have: some runtimes pad the vocabulary."""
     width = min(ours.shape[-1], theirs.shape[-1])
-    if abs(ours.shape[-1] - theirs.shape[-1]) > _MOST_PADDING:
+    if abs(ours.shape[-1] - theirs.shape[-1]) > _MAX_PADDING:
         raise UsageError(
             path,
             got=f"{theirs.shape[-1]} tokens in the vocabulary",

@@ -19,7 +19,7 @@ class ComparePlan:
 
     tokens: Annotated[int, Option("Maximum number of tokens to predict.")] = 4096
     window: Annotated[
-        int, Option("Most tokens of a window, at most the smaller context; the text is cut without overlap.")
+        int, Option("Maximum tokens of a window, up to the smaller context; the text is cut without overlap.")
     ] = 1024
     prompt_tokens: Annotated[int, Option("Tokens of the timed prompts.")] = 128
     new_tokens: Annotated[int, Option("Tokens generated after each of them; 0 measures no speed.")] = 32

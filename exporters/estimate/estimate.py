@@ -59,7 +59,7 @@ from quant import Encoding, Range
 _PLAIN = RunOptions()
 _LEVELS = (1, 2, 3)
 _SLICE_LAYERS = 2
-_LEAST_SHARE = 0.02
+_MIN_SHARE = 0.02
 _REACH = 8.0  # of every result of a decoder that was not calibrated
 _WHOLE_LAYERS = 8
 """Decoders of more are compiled in slices, which have eight layers together: the time grows faster than their number.
@@ -523,7 +523,7 @@ def _mean_shares(simulated: Sequence[tuple[int, Simulation]], field: Literal["ki
         us += times * part.costs.us
         for name, share in part.schedule.shares(field).items():
             shares[name] = shares.get(name, 0.0) + times * part.costs.us * share
-    if min(shares.values(), default=0.0) < -_LEAST_SHARE * us:
+    if min(shares.values(), default=0.0) < -_MIN_SHARE * us:
         return {}
     return {name: max(0.0, shares[name] / us) for name in sorted(shares, key=lambda name: -shares[name])}
 

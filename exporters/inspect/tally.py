@@ -16,7 +16,7 @@ from exporters.quantize.reference import Floats
 Doubles = NDArray[np.float64]
 
 _TINY = 1e-30
-_MOST_NATS = 700.0
+_MAX_NATS = 700.0
 _ROWS = 64  # tokens at a time: sums are float64
 
 
@@ -280,4 +280,4 @@ def _rounded(value: float) -> float:
 
 def _exp(nats: float) -> float:
     """exp; infinite where a float64 has no room, such as the perplexity of a broken model."""
-    return math.exp(nats) if nats < _MOST_NATS else math.inf
+    return math.exp(nats) if nats < _MAX_NATS else math.inf

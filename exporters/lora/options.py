@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from edgekv.spec import DecoderSpec, LoraSlots, LoraTarget
     from exporters.quantize.recipe import Recipe
 
-_MOST_RANK = 256
-_LEAST_ARCH = 73
+_MAX_RANK = 256
+_MIN_ARCH = 73
 """The HTP multiplies activations with int16 from here on."""
 
 
@@ -76,8 +76,8 @@ class LoraOptions:
     ] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rank <= _MOST_RANK:
-            raise UsageError("--lora-slots", got=self.rank, expected=f"1 to {_MOST_RANK}", fix="Use --lora-slots 16.")
+        if not 1 <= self.rank <= _MAX_RANK:
+            raise UsageError("--lora-slots", got=self.rank, expected=f"1 to {_MAX_RANK}", fix="Use --lora-slots 16.")
         if not 0 < self.reach <= 100:
             raise UsageError("--lora-reach", got=self.reach, expected="above 0, at most 100", fix="Use 1.")
 
@@ -94,11 +94,11 @@ class LoraOptions:
         if graph_format == "tflite":
             fix = "Leave it out, or use --format onnx; --lora merges an adapter for good."
             raise UsageError("--lora-slots", got="--format tflite", expected="ONNX graphs", fix=fix)
-        if device.arch < _LEAST_ARCH:
+        if device.arch < _MIN_ARCH:
             raise UsageError(
                 "--lora-slots",
                 got=f"{device.soc} (V{device.arch})",
-                expected=f"V{_LEAST_ARCH} or later, which multiplies by 16-bit inputs",
+                expected=f"V{_MIN_ARCH} or later, which multiplies by 16-bit inputs",
                 fix="Merge the adapter with --lora, or choose a later device.",
             )
 

@@ -27,7 +27,7 @@ from exporters.quantize.reference import Floats, Reference
 MEASURED_TOKENS = 64
 """Of a text, at most."""
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-_LEAST_WORDS = 6
+_MIN_WORDS = 6
 _QUERIES = 8
 
 
@@ -100,7 +100,7 @@ def _rows(blocks: Iterator[list[Floats]]) -> list[Floats]:
 
 def search_texts(prose: str) -> list[str]:
     """Sentences of a text, and behind them the second half of each."""
-    sentences = [sentence for sentence in _SENTENCE.split(prose) if len(sentence.split()) >= _LEAST_WORDS]
+    sentences = [sentence for sentence in _SENTENCE.split(prose) if len(sentence.split()) >= _MIN_WORDS]
     return [*sentences, *(" ".join(sentence.split()[len(sentence.split()) // 2 :]) for sentence in sentences)]
 
 

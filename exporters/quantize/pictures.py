@@ -17,7 +17,7 @@ CALIBRATION_TILES = 6
 """Drawn pictures; the ranges of one more lie within those of these and their headroom."""
 
 _FIELD = "--calibration-pictures"
-_MOST_FILES = 64
+_MAX_FILES = 64
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})
 _SHAPES = 12
 _TOKENS_BEFORE = 8  # of a text, in front of a picture
@@ -51,9 +51,9 @@ def calibration_pictures(folder: Path | None, spec: PictureSpec, edge: int) -> C
     except OSError as error:
         fix = "Check the path."
         raise UsageError(_FIELD, got=error.strerror or error, expected="a folder of pictures", fix=fix) from None
-    if not 1 <= len(files) <= _MOST_FILES:
+    if not 1 <= len(files) <= _MAX_FILES:
         expected, fix = (
-            f"1 to {_MOST_FILES} of {', '.join(sorted(_SUFFIXES))}",
+            f"1 to {_MAX_FILES} of {', '.join(sorted(_SUFFIXES))}",
             "Choose some that show what users send.",
         )
         raise UsageError(_FIELD, got=f"{len(files)} pictures in {folder}", expected=expected, fix=fix)

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from exporters.quantize.calibrate import CalibrationText
 
-_LEAST_SHARE = 0.05  # of the tokens with letters
-_LEAST_SEEN = 1e-3  # of the letters of the text
+_MIN_SHARE = 0.05  # of the tokens with letters
+_MIN_SEEN = 1e-3  # of the letters of the text
 _SAMPLED = 8192
 
 
@@ -42,7 +42,7 @@ def unseen_scripts(text: str, tokens: Iterable[str]) -> dict[str, float]:
     return {
         script: count / known.total()
         for script, count in known.most_common()
-        if count >= _LEAST_SHARE * known.total() and seen[script] < max(1, _LEAST_SEEN * seen.total())
+        if count >= _MIN_SHARE * known.total() and seen[script] < max(1, _MIN_SEEN * seen.total())
     }
 
 

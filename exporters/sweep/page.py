@@ -18,8 +18,8 @@ _WIDTH, _HEIGHT = 960, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 14, 44
 _ERRORS_OF = "activation"
 _COLORS = (1, 2, 3, 4, 5, 7)  # of the style; 6 is grey
-_LEAST_KL = 1e-9  # nats
-_MOST_LEVELS = 10
+_MIN_KL = 1e-9  # nats
+_MAX_LEVELS = 10
 _LARGEST_DOT = 14.0
 
 
@@ -223,10 +223,10 @@ def _levels(low: float, high: float) -> list[float]:
     first = max(number for number, level in enumerate(every) if level <= low)
     last = min(number for number, level in enumerate(every) if level > high)
     levels = every[first : last + 1]
-    if len(levels) <= _MOST_LEVELS:
+    if len(levels) <= _MAX_LEVELS:
         return levels
     return [float(f"1e{decade}") for decade in decades]
 
 
 def _log(nats: float) -> float:
-    return math.log10(max(nats, _LEAST_KL))
+    return math.log10(max(nats, _MIN_KL))

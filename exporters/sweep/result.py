@@ -16,8 +16,8 @@ from exporters.inspect.report import LayerLoss
 from exporters.inspect.tally import Evaluation
 from exporters.sweep.combination import Refusal
 
-_LEAST_KL = 1e-9
-_LEAST_BEND = 0.1
+_MIN_KL = 1e-9
+_MIN_BEND = 0.1
 _SAME_BYTES = 1.005
 
 
@@ -181,11 +181,11 @@ def knee(results: Sequence[Result]) -> Result | None:
         return fallen - along
 
     bend = max(front, key=depth)
-    return bend if depth(bend) > _LEAST_BEND else None
+    return bend if depth(bend) > _MIN_BEND else None
 
 
 def _log_kl(result: Result) -> float:
-    return math.log(max(result.evaluation.kl_nats, _LEAST_KL))
+    return math.log(max(result.evaluation.kl_nats, _MIN_KL))
 
 
 def _dominates(one: Result, other: Result, *, in_all: bool = False) -> bool:

@@ -25,7 +25,7 @@ from exporters.checkpoint.gguf.special import CONTROL, SpecialIds, special_ids
 _UNKNOWN, _USER_DEFINED = 2, 4  # llama.cpp's token types, of which the last is 6
 _KINDS = range(7)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_MOST_CHARACTERS = 1 << 24  # of all tokens: four times the largest vocabularies
+_MAX_CHARACTERS = 1 << 24  # of all tokens: four times the largest vocabularies
 _ADD = "tokenizer.ggml.add_"
 _KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that do not swallow the space after them
 
@@ -162,8 +162,8 @@ def _tokens(file: GgufFile) -> list[str]:
         raise file.refusal(key, "a list of tokens", tokens)
     if len(set(tokens)) != len(tokens):
         raise file.refusal(key, "no token twice", len(tokens) - len(set(tokens)))
-    if (characters := sum(map(len, tokens))) > _MOST_CHARACTERS:
-        raise file.refusal(key, f"at most {_MOST_CHARACTERS} characters in all", characters)
+    if (characters := sum(map(len, tokens))) > _MAX_CHARACTERS:
+        raise file.refusal(key, f"at most {_MAX_CHARACTERS} characters in all", characters)
     return tokens
 
 

@@ -8,7 +8,7 @@ from importlib import util
 from edgekv.errors import EngineError, UsageError
 from exporters.checkpoint.checkpoint import Checkpoint
 
-MOST_BYTES = (1 << 31) - (1 << 24)  # offsets are signed 32-bit numbers; 16 MiB are kept for the rest
+MAX_BYTES = (1 << 31) - (1 << 24)  # offsets are signed 32-bit numbers; 16 MiB are kept for the rest
 
 
 def check_tflite(checkpoint: Checkpoint) -> None:
@@ -45,10 +45,10 @@ def check_tflite(checkpoint: Checkpoint) -> None:
     table = spec.vocab * spec.hidden
     # Matrices in int8; the embedding table in int16 and, if it is also the head, again in int8.
     held_bytes = checkpoint.parameters + table * (2 if spec.tied_head else 1)
-    if (held_bytes := max(held_bytes, encoder_bytes)) > MOST_BYTES:  # each is a file
+    if (held_bytes := max(held_bytes, encoder_bytes)) > MAX_BYTES:  # each is a file
         raise UsageError(
             "--format tflite",
             got=f"{held_bytes / 1e9:.1f} GB of weights",
-            expected=f"at most {MOST_BYTES / 1e9:.1f} GB, what a flatbuffer can address",
+            expected=f"at most {MAX_BYTES / 1e9:.1f} GB, what a flatbuffer can address",
             fix="Use --format onnx, or a smaller model.",
         )

@@ -210,7 +210,7 @@ def test_what_the_kernels_cannot_do_is_refused_before_work_starts(options, messa
 
 
 def test_more_than_a_flatbuffer_can_address_is_refused(tmp_path, embedded, monkeypatch):
-    monkeypatch.setattr(limits, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(limits, "MAX_BYTES", 1_000_000)
     with pytest.raises(UsageError, match=r"--format tflite: got 0.0 GB of weights"):
         export_bundle(Checkpoint.open(str(embedded)), tmp_path / "bundle", export_options(**TFLITE))
     assert not (tmp_path / "bundle").exists()
