@@ -17,7 +17,7 @@ class SweepOptions:
     """
 
     budget_bytes: Annotated[
-        int | None, Option("Size limit of the recommended bundle, such as 600MB.", "--budget", parse=parse_bytes)
+        int | None, Option("Size limit of the recommended bundle, such as 600MB.", "--size-budget", parse=parse_bytes)
     ] = None
     estimate: Annotated[
         bool,

@@ -35,7 +35,7 @@ hub = Group(
 class JobOptions:
     """Where jobs run, and how they are waited for."""
 
-    devices: Annotated[str, Option("Hosted devices or chips, separated by commas.", "--devices --device")]
+    devices: Annotated[str, Option("Hosted devices or chips, separated by commas.", "--devices")]
     profile: ProfileOption = None
     qairt: Annotated[str | None, Option("QAIRT version that the service uses.", "--qairt-version")] = None
     poll_s: Annotated[float, Option("Seconds between polls of the jobs' status.", "--poll", minimum=0.01)] = 10.0

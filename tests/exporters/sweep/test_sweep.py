@@ -212,7 +212,7 @@ def test_the_command_shows_the_answer(checkpoint, done, tmp_path, capsys):
     given = ["--recipes", "w8a16,w4a16", "--kv", "u8,s16", "--devices", "SM8650,SM8750", "--contexts", "64"]
     given += ["--ar", "1,16", "--calibration-tokens", "512", "--skip-htp-check", "--no-quality-check"]
     given += ["--scheduler", "tcp://127.0.0.1:9"]
-    given += ["--text", str(tmp_path / "text.txt"), "--tokens", "200", "-o", str(folder), "--budget", "9MB"]
+    given += ["--text", str(tmp_path / "text.txt"), "--tokens", "200", "-o", str(folder), "--size-budget", "9MB"]
     assert run(["sweep", str(checkpoint), *given, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in shown["results"]] == [each.name for each in report.results]
