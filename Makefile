@@ -19,6 +19,7 @@ BLAS = $(shell OPENBLAS_VERBOSE=2 $(BIN)/python -c "import numpy" 2>&1 | grep -q
 	grep -qs avx512f /proc/cpuinfo && echo OPENBLAS_CORETYPE=SkylakeX)
 SELECT := not numpy2 and not thorough
 TESTS :=
+PIP_OPTIONS :=
 CHECKPOINT := models/stdlib-4m
 BUNDLE := build/stdlib-4m
 DEVICE := SM8650
@@ -104,7 +105,7 @@ golden: .venv-parity/ready .venv-parity/llama.cpp
 
 # The packages of a device's environment together: tflite-runtime holds numpy below 2.
 .venv/test: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[all,htp,genai,hub,litert,openvino,tflite,test]"
+	$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --editable ".[all,htp,genai,hub,litert,openvino,tflite,test]"
 	touch $@ .venv/run
 
 .venv-parity/ready: pyproject.toml

@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from hashlib import sha256
@@ -23,6 +23,7 @@ from edgekv.runtime.htp import HtpEngine
 from tests.support import exports
 from tests.support.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, write_tokenizer
 from tests.support.exports import export_options, exported
+from tests.support.thorough import spread
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -37,6 +38,7 @@ settings.load_profile("edgekv")
 
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+VARIANTS = "EDGEKV_TEST_VARIANTS"
 
 # Vendor libraries hang now and then: a test then fails with the error of the command before its own time limit ends.
 os.environ.setdefault(TIMEOUT_VARIABLE, "200")
@@ -114,6 +116,8 @@ def pytest_configure(config: pytest.Config) -> None:
         exports.prune()
     else:
         ort.SessionOptions = OneThread
+    if VARIANTS in os.environ:
+        config.pluginmanager.register(FewVariants())
     selected = config.getoption("markexpr")
     if "not thorough" in selected:
         settings.load_profile("few")
@@ -141,6 +145,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
         if any(isinstance(value, str) and value == "htp" for value in parameters):
             item.add_marker(pytest.mark.htp)
+
+
+class FewVariants:
+    """Leaves EDGEKV_TEST_VARIANTS variants of each test, among them the first and the last."""
+
+    @pytest.hookimpl(trylast=True)  # of those that are selected
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        variants: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            variants[item.nodeid.partition("[")[0]].append(item)
+        left = {item for alike in variants.values() for item in spread(alike, int(os.environ[VARIANTS]))}
+        config.hook.pytest_deselected(items=[item for item in items if item not in left])
+        items[:] = [item for item in items if item in left]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ import tempfile
 import unicodedata
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,22 @@ from tests.support.foreign_files import sentence_piece  # noqa: E402
 TOLERANCE = 1e-4
 LLAMA_CPP = Path(sys.argv[1] if len(sys.argv) > 1 else Path(sys.prefix) / "llama.cpp").resolve()
 CONVERT = """
-import runpy, sys
+import json, os, runpy, sys
+import torch, transformers  # takes most of the time of a model: once for all of them
 from conversion import base
 from conversion.base import TextModel
-kind, name = sys.argv.pop(), sys.argv.pop()
-if kind == "GPTNeoX":
-    base.AutoConfig = None  # it reads config.json itself then: transformers drops rotary_pct, which it asks for
-TextModel.get_vocab_base_pre = lambda self, tokenizer: name
-runpy.run_path(sys.argv[0], run_name="__main__")
+for line in sys.stdin:
+    name, kind, log, *arguments = json.loads(line)
+    if not (child := os.fork()):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(2, 1)
+        if kind == "GPTNeoX":
+            base.AutoConfig = None  # it reads config.json itself then: transformers drops rotary_pct, which it asks for
+        TextModel.get_vocab_base_pre = lambda self, tokenizer: name
+        sys.argv = ["convert", *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -230,24 +239,36 @@ def written(name: str, folder: Path) -> tuple[Path, Callable[[str], list[int]]]:
     if kind == "GraniteMoeHybrid":  # the same of its layers
         saved.write_text(saved.read_text().replace(f'"{FULL}"', '"attention"'))
     file = folder / f"{name}.gguf"
-    program = str(LLAMA_CPP / "convert_hf_to_gguf.py")
-    path = os.pathsep.join(str(LLAMA_CPP / each) for each in (".", "gguf-py", "packages"))
-    options = [
-        str(folder),
-        "--outfile",
-        str(file),
-        "--outtype",
-        "f32",
-        *(["--no-mtp"] if kind == "Qwen3_5" else []),
-        pre,
-        kind,
-    ]
-    code = CONVERT.replace("sys.argv[0]", repr(program))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code, *options], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{name}: the converter failed: {done.stderr[-2000:]}")
+    options = ["--outfile", str(file), "--outtype", "f32", *(["--no-mtp"] if kind == "Qwen3_5" else [])]
+    log = folder / "log"
+    if code := converter().convert([pre, kind, str(log), str(folder), *options]):
+        sys.exit(f"{name}: the converter failed with {code}: {log.read_text()[-2000:]}")
     return file, encode
+
+
+class Converter:
+    """A process that has llama.cpp's converter and its packages loaded, and runs it for one model at a time."""
+
+    def __init__(self) -> None:
+        program = str(LLAMA_CPP / "convert_hf_to_gguf.py")
+        path = os.pathsep.join(str(LLAMA_CPP / each) for each in (".", "gguf-py", "packages"))
+        code = CONVERT.replace("sys.argv[0]", repr(program))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def convert(self, job: list[str]) -> int:
+        """The exit code of: the pre-tokenizer's name, the model's class, a file for what is said, arguments."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+
+converter = cache(Converter)
 
 
 class Encoder:

@@ -14,13 +14,13 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, lru_cache
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -184,7 +184,7 @@ def platform_folder() -> Path:
     """
     if given := os.environ.get(GIVEN):
         return CACHE / given
-    installed = sorted({f"{each.name}=={each.version}" for each in metadata.distributions()})
+    installed = sorted({path.name for folder in sys.path for path in Path(folder).glob("*.dist-info")})
     return CACHE / _short(platform.python_version(), _processor(), installed)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable
-from typing import Any
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import settings
 
 VARIABLE = "EDGEKV_TEST_CALLS"
+T = TypeVar("T")
 
 
 def calls(usual: int) -> int:
@@ -26,6 +27,13 @@ def variants(values: Iterable[Any], usual: Container[Any]) -> list[ParameterSet]
         )
         for value in values
     ]
+
+
+def spread(values: Sequence[T], count: int) -> list[T]:
+    """So many of the values, two or more, at even distances: the first and the last are among them."""
+    if len(values) <= count:
+        return [*values]
+    return [values[at * (len(values) - 1) // (count - 1)] for at in range(count)]
 
 
 def at_most(examples: int) -> settings:
