@@ -237,9 +237,20 @@ class ResultRecorder(DeltaOps[str]):
         found = super().recall(rule, layer, new)
         for name in {*self.results} - known:
             self.results[name] = replace(self.results[name], by_chunk=True)
+        self._cover_undecayed(rule, layer)
         if not rule.corrects:
             self._keep_integers(layer, new)
         return found
+
+    def _cover_undecayed(self, rule: DeltaRule, layer: int) -> None:
+        """Give what is left of a checkpoint's results, `e^G S^T q`, the range of `S^T q`, which is never smaller.
+
+        Where a head decays fast, few tokens behind a checkpoint have anything left, and calibration sees few of those.
+        """
+        for kind in ("held", "known") if rule.corrects else ("held",):
+            for head in range(rule.value_heads):
+                whole, left = (f"layers.{layer}.delta.{name}.h{head}" for name in (kind, kind + "_left"))
+                self.results[left] = replace(self.results[left], sources=(whole,))
 
     def _keep_integers(self, layer: int, new: DeltaInputs[str]) -> None:
         """Have what Mamba-2 caches computed in its encoding there; that of decays is that of steps times their rate.
