@@ -192,6 +192,10 @@ class Ops(BlockOps[V], Protocol[V]):
         """Give a hidden state beside the logits, as `last_hidden`."""
         raise ValueError("give_hidden: got a model with two outputs; expected logits alone")
 
+    def side_by_side(self, parts: list[V]) -> V:
+        """Concatenated, each in an encoding of its own."""
+        raise ValueError("side_by_side: got a graph; expected floats, which have no encodings")
+
     # What a runtime may have an operation of its own for.
 
     def mixture(self, spec: DecoderSpec, layer: int, x: V) -> V:
@@ -323,7 +327,7 @@ def mixer(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> V:
     Of two mixers both inputs, joined; x if there is none.
     """
     mixed = _mixed(ops, spec, layer, x)
-    return ops.join(mixed, f"layers.{layer}.mixers") if len(mixed) > 1 else mixed[0] if mixed else x
+    return ops.side_by_side(mixed) if len(mixed) > 1 else mixed[0] if mixed else x
 
 
 def _mixed(ops: Ops[V], spec: DecoderSpec, layer: int, x: V) -> list[V]:

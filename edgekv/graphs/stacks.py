@@ -111,7 +111,7 @@ class HeadStacks(ABC):
 
     def split(self, x: View, widths: Sequence[int]) -> list[View]:
         if not x.heads:  # into heads: nothing else that has none is divided
-            stack = self._once(("heads", x.tensor), lambda: self._divided(x.tensor, len(widths), widths[0]))
+            stack = self._once(("heads", x.tensor), lambda: self._divided(self._tensor(x), len(widths), widths[0]))
             return [View(stack, len(widths), head, x.encodings * len(widths)) for head in range(len(widths))]
         parts = self._once(("split", x.tensor, *widths), lambda: self._nodes.split(x.tensor, widths, -1))
         return [replace(x, tensor=part) for part in parts]

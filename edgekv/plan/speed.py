@@ -176,8 +176,7 @@ def macs_per_token(decoder: Decoder, geometry: Geometry) -> int:
     """
     attending = geometry.rows()
     owners = sum(group.layers for group in attending)
-    deltas = 0 if decoder.delta_rule is None else len(decoder.delta_rule.layers)
-    readers = decoder.layers - decoder.convolutions - deltas
+    readers = sum(kind.layers for kind in decoder.layer_kinds if any(matrix.role == "q" for matrix in kind.matrices))
     # Layers that read the cache of another are taken to be of all kinds alike.
     attention = sum(
         readers * group.layers * group.window * 2 * decoder.heads * group.head_dim // owners for group in attending

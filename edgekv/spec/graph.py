@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.geometry import DeltaSpec, KeyLayout, KvDtype, KvTensor, LayerSpec, RowSpec
+from edgekv.spec.geometry import ConvSpec, DeltaSpec, KeyLayout, KvDtype, KvTensor, LayerSpec, RowSpec
 from edgekv.spec.layers import Geometry
 from edgekv.spec.lora import LoraSlots
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord
@@ -236,9 +236,9 @@ class DecoderInterface:
         for tensor in self.tensors(self.borrowed(part)):
             yield self._cached("past", tensor, self._past_rows(tensor.layer, graph))
             yield self._cached("borrowed", tensor, ar)
-        states = [layer for layer in part.layers if layer not in attending]
+        states = [layer for layer in part.layers if layer in self._with_states]
         if states and graph.role == "verify":
-            rows = self._past_rows(states[0], graph) * ar
+            rows = self._with_states[states[0]].state_rows * ar
             yield Port(CONV_ROWS, "int32", (rows,), "conv_rows")
             for tensor in () if self._has_delta_rule else self.tensors(states):
                 yield self._cached("others", tensor, rows)
@@ -273,7 +273,8 @@ class DecoderInterface:
         return Port(name, _TYPE_NAMES[group.kv_dtype], shape, port_kind, tensor.past)
 
     def _past_rows(self, layer: int, graph: GraphRecord) -> int:
-        return self._all_groups[layer][0].past_rows(graph.ar, graph.context) if self.is_cached else 0
+        """Past rows that a layer with attention reads."""
+        return self._attending[layer].past_rows(graph.ar, graph.context) if self.is_cached else 0
 
     def _group_of(self, tensor: KvTensor) -> LayerSpec:
         return next(group for group in self._all_groups[tensor.layer] if tensor.kind in group.kinds)
@@ -290,8 +291,18 @@ class DecoderInterface:
         }
 
     @cached_property
+    def _with_states(self) -> dict[int, ConvSpec]:
+        """The sizes of the layers that have a state of a convolution."""
+        return {
+            layer: group
+            for layer, groups in self._all_groups.items()
+            for group in groups
+            if isinstance(group, ConvSpec)
+        }
+
+    @cached_property
     def _all_groups(self) -> dict[int, list[LayerSpec]]:
-        """The sizes of everything that is kept of each layer, its keys and values or its convolution first."""
+        """The sizes of everything that is kept of each layer."""
         groups: dict[int, list[LayerSpec]] = {}
         for group in self.cache.groups():
             for layer in group.numbers or range(group.layers):

@@ -59,6 +59,12 @@ _MULTIMODAL = (
 )  # fmt: skip
 _OWN: Mapping[str, str] = {
     "bamba": "attn_rotary_emb mamba_chunk_size num_logits_to_keep z_loss_coefficient",
+    "falcon_h1": "mamba_chunk_size num_logits_to_keep mamba_use_mlp mlp_expansion_factor",
+    "nemotron_h": "chunk_size expand residual_in_fp32 rescale_prenorm_residual use_mamba_kernels num_logits_to_keep "
+    "time_step_max time_step_floor time_step_limit mamba_ssm_cache_dtype num_hidden_layers n_routed_experts "
+    "n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size n_group topk_group "
+    "moe_shared_expert_overlap num_experts_per_tok routed_scaling_factor norm_topk_prob num_nextn_predict_layers "
+    "mtp_layers_block_type mtp_hybrid_override_pattern rope_theta partial_rotary_factor",
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "embedding_gemma2": _GEMMA,

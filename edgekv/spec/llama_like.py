@@ -218,8 +218,13 @@ def convolution(config: Config, layers: int, kernel: int, chosen: Collection[int
     return Convolution(frozenset(chosen), kernel) if chosen else None
 
 
-def mamba2(config: Config, layers: frozenset[int]) -> DeltaRule | None:
+def mamba2(config: Config, layers: frozenset[int], width: int | None = None) -> DeltaRule | None:
     """Mamba-2 of some layers; None if there are none: then its sizes, which configurations have too, are not read.
+
+    Args:
+        config: the configuration, with the names of Bamba's.
+        layers: their numbers.
+        width: of the values of all heads, if the architecture does not say it by `mamba_expand`.
 
     Raises:
         CheckpointError: sizes that contradict each other, or biases of projections.
@@ -232,9 +237,11 @@ def mamba2(config: Config, layers: frozenset[int]) -> DeltaRule | None:
     heads, groups = config.size("mamba_n_heads"), config.size("mamba_n_groups")
     if heads % groups:
         raise config.refusal("mamba_n_heads", f"a multiple of mamba_n_groups = {groups}")
-    width = config.size("mamba_expand") * config.size("hidden_size")
+    expanded = config.size("mamba_expand") * config.size("hidden_size")
+    product = f"mamba_expand * hidden_size = {expanded}" if width is None else str(width)
+    width = width or expanded
     if width % heads:
-        raise config.refusal("mamba_n_heads", f"a divisor of mamba_expand * hidden_size = {width}")
+        raise config.refusal("mamba_n_heads", f"a divisor of {product}")
     config.expect("mamba_d_head", width // heads, "auto")
     kernel = config.size("mamba_d_conv")
     if kernel < 2:

@@ -586,6 +586,7 @@ _PREFIXES = (
     ("language_model.", ""),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
+    ("backbone.", "model."),
 )
 FURTHER_TOKENS = "mtp."
 """Start of the names of layers that predict further tokens, in a checkpoint of text or around it."""

@@ -254,6 +254,7 @@ class Checkpoint:
         spec = describe(Config(config, path.name))
         # GGUF stores norms with the offset added, and the rows of all queries first; names are the decoder's own.
         fused = frozenset("attention" if part == "heads" else part for part in spec.fused - {"experts"})
+        fused -= {"mlp"} if "blk.0.ffn_gate.weight" in file.blocks else frozenset()
         spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=(), fused=fused)
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))

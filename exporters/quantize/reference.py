@@ -285,6 +285,9 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         rows = slice(None) if head is None else slice(head * width, (head + 1) * width)
         return self._seen(name, y + (x @ change.right.T) @ change.left[rows].T)
 
+    def side_by_side(self, parts: list[Floats]) -> Floats:
+        return np.concatenate(parts, axis=-1)
+
     def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
         variance = np.square(x).mean(-1, keepdims=True)
         scale = 1 / np.sqrt(variance + np.float32(self._spec.eps))

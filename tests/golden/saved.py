@@ -62,9 +62,14 @@ def saved(scratch: Path, name: str, folder: Path, model: Any) -> dict[str, Any]:
     fresh.load_state_dict(model.state_dict())
     fresh.save_pretrained(into)
     own, found = as_float32(load_file(folder / "model.safetensors")), load_file(into / "model.safetensors")
-    by_value = {value.tobytes(): key for key, value in own.items() if key not in found and np.ptp(value)}
+    by_value: dict[bytes, list[str]] = {}
+    for key, value in own.items():
+        if key not in found and np.ptp(value):
+            by_value.setdefault(value.tobytes(), []).append(key)
     names = {
-        key: by_value[value.tobytes()] for key, value in found.items() if key not in own and value.tobytes() in by_value
+        key: _of_same_layer(key, by_value[value.tobytes()])
+        for key, value in found.items()
+        if key not in own and value.tobytes() in by_value
     }
     for file in folder.iterdir():
         if not (into / file.name).exists():
@@ -72,6 +77,12 @@ def saved(scratch: Path, name: str, folder: Path, model: Any) -> dict[str, Any]:
     if hasattr(model, "get_image_features") and not (processor := into / "preprocessor_config.json").exists():
         processor.write_text("{}")  # all of it has defaults
     return {"config": json.loads((into / "config.json").read_text()), "names": names}
+
+
+def _of_same_layer(key: str, equal: list[str]) -> str:
+    """Which of the tensors with equal values a name stands for: that of its layer, if layers have equal ones."""
+    rest = key.partition(".")[2]
+    return next((name for name in equal if name.partition(".")[2] == rest), equal[0])
 
 
 def difference(scratch: Path, name: str, model: Any) -> float:

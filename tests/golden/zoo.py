@@ -116,6 +116,14 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
         LLAMA_3 | TIED | {"sliding_window": None, "sliding_window_pattern": None, "layer_types": [FULL] * 4},
         LLAMA_3 | {"sliding_window": WINDOW, "sliding_window_pattern": "LLLG", "layer_types": BY_TURNS},
     ),
+    "falcon_h1": (
+        rope(1e11)
+        | {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 24, "head_dim": 16}
+        | {"mamba_rms_norm": False, "mamba_norm_before_gate": False, "embedding_multiplier": 5.6}
+        | {"lm_head_multiplier": 0.02, "attention_out_multiplier": 0.9, "key_multiplier": 0.39}
+        | {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24, "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.32]}
+        | {"mlp_multipliers": [0.88, 0.3]},
+    ),
     "gemma": ({"num_key_value_heads": 1, "head_dim": 32, "hidden_act": "gelu_pytorch_tanh"},),
     "gemma2": (GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},),
     "gemma3": ({"text_config": SIZES | GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},),
@@ -187,6 +195,10 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
     ),
     "nanochat": (WHOLE, {}),
     "nemotron": (rope(1e4, partial_rotary_factor=0.5) | {"head_dim": 16, "hidden_act": "relu2"},),
+    "nemotron_h": (
+        {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "head_dim": 32}
+        | {"layers_block_type": [LINEAR, "mlp", LINEAR, FULL, "mlp", LINEAR, "mlp"]},
+    ),
     "olmo": (WHOLE | TIED | {"clip_qkv": None},),
     "olmo2": (rope(5e5) | WHOLE,),
     "olmoe": (WHOLE | {"num_experts": 8, "num_experts_per_tok": 3}, {"num_experts": 8, "norm_topk_prob": True}),

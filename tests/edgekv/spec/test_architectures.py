@@ -18,7 +18,7 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.errors import CheckpointError, UsageError
 from edgekv.plan import Overrides, find_subject
-from edgekv.spec import DecoderInterface, DeltaSpec, families
+from edgekv.spec import DecoderInterface, DeltaSpec, RowSpec, families
 from edgekv.spec.lacking import LACKING, OTHER_CACHES
 from edgekv.spec.tensors import views
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -103,6 +103,16 @@ def test_the_reference_reads_what_transformers_saves(tmp_path, name):
         ("granite4-h", {"mamba_n_heads": 6}, ["mamba_n_heads", "a divisor of mamba_expand * hidden_size = 128"]),
         ("granite4-h", {"time_step_limit": [0.5, 0.1]}, ["time_step_limit", "ascending order"]),
         ("granite4-h", {"time_step_limit": 1}, ["time_step_limit", "two numbers"]),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, ["ssm_multipliers", "5 numbers"]),
+        ("falcon_h1", {"mamba_d_ssm": 100}, ["mamba_n_heads", "got 6", "a divisor of 100"]),
+        ("falcon_h1", {"projectors_bias": True}, ["projectors_bias", "True", "False"]),
+        ("falcon_h1", {"mamba_rms_norm": True}, ["mamba.norm.weight", "no such tensor"]),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention"] * 2}, ["layers_block_type", "moe", "mlp"]),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp"] * 3}, ["layers_block_type", "one attention at least"]),
+        ("nemotron_h", {"layers_block_type": None}, ["hybrid_override_pattern", "attention, mamba or mlp"]),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-ME*-"}, ["pattern", "moe"]),
+        ("nemotron_h", {"mamba_proj_bias": True}, ["mamba_proj_bias", "True", "False"]),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, ["mlp_hidden_act", "'silu'", "relu2"]),
         ("llama-2", {"model_type": "of_tomorrow"}, ["'of_tomorrow'", "that can be exported", "architectures.md"]),
         ("gemma3-multimodal", {"model_type": "of_tomorrow"}, ["'of_tomorrow'", "without an encoder of pictures"]),
         ("mistral3", {"text_config": {"model_type": "llama4_text"}}, ["text_config: model_type", "'llama4_text'"]),
@@ -198,9 +208,11 @@ def test_size_reads_what_export_reads(tmp_path, name):
     spec, groups = checkpoint.spec, subject.geometry.groups()
     assert groups == DecoderInterface.of(spec, 64, "u8", "columns", "u16").cache.groups()
     assert sum(group.layers for group in groups if not isinstance(group, DeltaSpec)) == sum(
-        map(spec.owns_cache, range(spec.layers))
+        len(spec.mixers(layer)) for layer in range(spec.layers) if spec.owns_cache(layer)
     )
-    of_layers = {layer: group for group in groups for layer in group.numbers or range(group.layers)}
+    of_layers = {
+        layer: group for group in groups if isinstance(group, RowSpec) for layer in group.numbers or range(group.layers)
+    }
     for layer in spec.attention_layers:
         found, sizes = of_layers[spec.cache_layer(layer)], spec.of_layer(layer)
         assert (found.kv_heads, found.head_dim) == (sizes.kv_heads, sizes.head_dim)
