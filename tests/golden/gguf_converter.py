@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,8 +48,9 @@ for line in sys.stdin:
     if not (child := os.fork()):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(2, 1)
-        if kind == "GPTNeoX":
-            base.AutoConfig = None  # it reads config.json itself then: transformers drops rotary_pct, which it asks for
+        if kind in ("GPTNeoX", "NemotronH"):
+            # It reads config.json itself then: transformers drops rotary_pct, which it asks for, and adds fields of experts.
+            base.AutoConfig = None
         TextModel.get_vocab_base_pre = lambda self, tokenizer: name
         sys.argv = ["convert", *arguments]
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -149,6 +151,30 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {  # class, tokenizer,
         {"layer_types": ["conv", "conv", FULL] * 4, "num_dense_layers": 2, "use_expert_bias": True}
         | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
+    "granite-4-h": (
+        "GraniteMoeHybrid",
+        PLAIN,
+        "dbrx",
+        {**SCALES, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
+        | {"layer_types": [*["linear_attention"] * 3, FULL] * 3, "position_embedding_type": "nope"}
+        | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24},
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        PLAIN,
+        "falcon-h1",
+        {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 24, "rope_parameters": THETA}
+        | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.75, "key_multiplier": 0.4, **WHOLE}
+        | {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.7, 0.5, 0.9, 1.1, 0.8]}
+        | {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.9, 0.6]},
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        PLAIN,
+        "llama-bpe",
+        {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24, **WHOLE}
+        | {"hybrid_override_pattern": "M-M*-M-M*-M-", "expand": 1, "rms_norm_eps": 1e-5},
+    ),
     "lfm2": ("Lfm2", PLAIN, "lfm2", {"layer_types": ["conv", "conv", FULL] * 4, "block_auto_adjust_ff_dim": False}),
     "apertus": ("Apertus", PLAIN, "tekken", {"rope_parameters": LLAMA3 | ORIGINAL, **WHOLE}),
     "arcee": ("Arcee", PLAIN, "gpt-4o", {"rope_parameters": YARN | {"attention_factor": 1.3}, "mlp_bias": True}),
@@ -235,6 +261,10 @@ def written(name: str, folder: Path) -> tuple[Path, Callable[[str], list[int]]]:
     model.save_pretrained(folder)
     saved = folder / "config.json"
     config = fields | json.loads(saved.read_text())  # with the older names that the converter knows
+    if kind == "NemotronH":  # the converter takes the pattern, and no experts
+        config |= {"num_hidden_layers": len(config["hybrid_override_pattern"])}
+        config = {key: config[key] for key in config if not re.search("experts?_|_experts|^moe|group|block_type", key)}
+        config |= {"n_groups": fields["n_groups"]}
     saved.write_text(json.dumps(config))
     if kind == "GraniteMoeHybrid":  # the same of its layers
         saved.write_text(saved.read_text().replace(f'"{FULL}"', '"attention"'))

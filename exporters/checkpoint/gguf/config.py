@@ -18,13 +18,15 @@ _GEMMA_LOCAL_THETA = 1e4  # llama.cpp's value; older files do not contain it
 _GEMMA2_WINDOW = 4096
 _BY_LAYER = ("gemma4",)  # architectures that describe sizes and rotary embeddings by layer
 _NOT_ROTATED = 1e20
+_WITH_STATES = ("granitehybrid", "lfm2", "nemotron_h")
+"""Architectures in which the layers without attention have 0 heads of keys."""
 _TAKES_MEAN = {  # architectures with LayerNorm, and the field of its epsilon; none if that is always the same
     **dict.fromkeys(("command-r", "cohere2", "gptneox", "jais2", "phi2", "stablelm"), "layer_norm_eps"),
     "nemotron": "norm_eps",
     "olmo": "",
     "starcoder2": "norm_epsilon",
 }
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _WITH_STATES = ("lfm2", "lfm2moe")  # in place of attention, in layers without key heads
 _ROUTERS = ("none", "softmax", "sigmoid")  # what llama.cpp's numbers of them mean
 
@@ -87,7 +89,7 @@ def _shared(file: GgufFile) -> Fields:
     _expect(file, ".attention.value_length_swa", head_dim)
     _expect(file, ".rope.dimension_count_swa", file.size(".rope.dimension_count", head_dim))
     return fields | {
-        "intermediate_size": file.shared_size(".feed_forward_length", layers),
+        "intermediate_size": _feed_forward(file, layers),
         "num_key_value_heads": _key_heads(file, layers, heads),
         "rope_parameters": rope_parameters(file, head_dim),
     }
@@ -102,6 +104,16 @@ def _epsilon(file: GgufFile) -> Fields:
     if (other := file.number(key, epsilon)) != epsilon:
         raise file.refusal(key, f"{epsilon:g}, as attention.layer_norm_epsilon says", other)
     return {name: epsilon} if name else {}
+
+
+def _feed_forward(file: GgufFile, layers: int) -> int:
+    """Width of the feed-forward; the layers of Nemotron-H without one have a 0."""
+    if file.architecture != "nemotron_h":
+        return file.shared_size(".feed_forward_length", layers)
+    key = ".feed_forward_length"
+    if len(found := {*file.sizes(key, layers, least=0)} - {0}) != 1:
+        raise file.refusal(key, "the same number above 0 for all layers with a feed-forward", sorted(found))
+    return found.pop()
 
 
 def _key_heads(file: GgufFile, layers: int, heads: int) -> int:
@@ -306,6 +318,82 @@ def _granite(file: GgufFile) -> Fields:
         "attention_multiplier": file.number(".attention.scale", 0.0) or head_dim**-0.5,
         "logits_scaling": file.number(".logit_scale"),
     }
+
+
+def _mamba2(file: GgufFile) -> Fields:
+    """The sizes of Mamba-2, under the names that Bamba's configuration has."""
+    heads, width = file.size(".ssm.time_step_rank"), file.size(".ssm.inner_size")
+    if width % heads:
+        raise file.refusal(".ssm.inner_size", f"a multiple of ssm.time_step_rank, {heads}", width)
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": width // heads,
+        "mamba_n_groups": file.size(".ssm.group_count"),
+        "mamba_d_state": file.size(".ssm.state_size"),
+        "mamba_d_conv": file.size(".ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in file.blocks),
+    }
+
+
+def _granite_hybrid(file: GgufFile) -> Fields:
+    """Granite 4 H. Bamba's files have the same architecture, and a rotary embedding that llama.cpp's order breaks."""
+    if file.flag(".rope.scaling.finetuned", True):
+        raise file.refusal(".rope.scaling.finetuned", "false: true stands for Bamba; take its safetensors", True)
+    file.size(".rope.dimension_count", 0, least=0)
+    _without_window(file)
+    layers, hidden = file.size(".block_count"), file.size(".embedding_length")
+    sizes, width, key = _mamba2(file), file.size(".feed_forward_length"), ".expert_shared_feed_forward_length"
+    if (inner := file.size(".ssm.inner_size")) % hidden:
+        raise file.refusal(".ssm.inner_size", f"a multiple of embedding_length, {hidden}", inner)
+    head_dim = file.size(".attention.key_length", _default_head_dim(file))
+    return sizes | {
+        "model_type": "granitemoehybrid",
+        "layer_types": [_FULL if each else _LINEAR for each in file.sizes(".attention.head_count_kv", layers, least=0)],
+        "mamba_expand": inner // hidden,
+        "num_local_experts": 0,
+        "shared_intermediate_size": file.size(key, width, least=0) or width,
+        "position_embedding_type": "nope",
+        "embedding_multiplier": file.number(".embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": file.number(".residual_scale", 0.0) or 1.0,
+        "attention_multiplier": file.number(".attention.scale", 0.0) or head_dim**-0.5,
+        "logits_scaling": file.number(".logit_scale"),
+    }
+
+
+def _falcon_h1(file: GgufFile) -> Fields:
+    """The converter multiplies the tensors by all factors. As in llama.cpp, a norm of results is behind their gate."""
+    _without_window(file)
+    sizes = _mamba2(file)
+    return sizes | {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": file.size(".ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.blocks,
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _nemotron_h(file: GgufFile) -> Fields:
+    """A layer has attention if it has heads of keys, and a feed-forward if that has a width."""
+    _without_window(file)
+    layers = file.size(".block_count")
+    heads = file.sizes(".attention.head_count_kv", layers, least=0)
+    widths = file.sizes(".feed_forward_length", layers, least=0)
+    kinds = ["mlp" if width else _FULL if kv else _LINEAR for kv, width in zip(heads, widths, strict=True)]
+    biased = {name: any(each.endswith(f"{part}.bias") for each in file.blocks) for name, part in _BIASED.items()}
+    epsilon = file.number(".attention.layer_norm_rms_epsilon")
+    return (
+        _mamba2(file)
+        | biased
+        | {
+            "model_type": "nemotron_h",
+            "layers_block_type": kinds,
+            "mlp_hidden_act": "relu2",
+            "layer_norm_epsilon": epsilon,
+        }
+    )
+
+
+_BIASED = {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
 
 
 def _lfm2(file: GgufFile) -> Fields:
@@ -523,6 +611,7 @@ _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
     "ernie4_5": _ernie,
     "exaone": _exaone,
     "exaone4": _exaone4,
+    "falcon-h1": _falcon_h1,
     "gemma": _plain("gemma", hidden_act="gelu_pytorch_tanh"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -530,12 +619,14 @@ _ARCHITECTURES: Mapping[str, Callable[[GgufFile], Fields]] = {
     "glm4": _plain("glm4"),
     "gptneox": _gptneox,
     "granite": _granite,
+    "granitehybrid": _granite_hybrid,
     "granitemoe": _granitemoe,
     "hunyuan-dense": _plain("hunyuan_v1_dense"),
     "jais2": _with_mlp_bias("jais2", hidden_act="relu2"),
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,
     "llama": _llama,
+    "nemotron_h": _nemotron_h,
     "nemotron": _with_mlp_bias("nemotron", hidden_act="relu2"),
     "olmo": _olmo,
     "olmo2": _olmo2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +82,33 @@ _EXPERTS = {  # all experts of a layer as one tensor: the projections whose rows
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
     "ffn_down_exps": ("down_proj",),
 }
-_VECTORS = (
-    "linear_attn.dt_bias",
-    "linear_attn.A_log",
-    "layer_scalar",
-    "mlp.router.correction",
-)  # Hugging Face's names of these have no ending
+_MAMBA = {
+    "ssm_in": "linear_attn.in_proj",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_d": "linear_attn.D",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_VECTORS = ("linear_attn.dt_bias", "linear_attn.A_log", "linear_attn.D", "layer_scalar", "mlp.router.correction")
+"""Those whose Hugging Face names have no ending."""
 _SPECIAL = {
     "exaone4": _POST_NORMS,
+    "falcon-h1": _MAMBA,
     "glm4": _GLM4,
     "gemma2": _POST_NORMS,
     "gemma3": _POST_NORMS,
     "gemma4": _GEMMA4,
+    "granitehybrid": _MAMBA,
+    "nemotron_h": _MAMBA,
     "olmo2": _POST_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen35": _DELTA_RULE,
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
 }
+_FLAT = ("linear_attn.A_log", "linear_attn.D", "linear_attn.norm.weight")
+"""Vectors that files of Mamba-2 have in two dimensions."""
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 # llama.cpp stores q and k of these with interleaved rotary pairs; Hugging Face splits a head into halves.
 _INTERLEAVED = frozenset({"arcee", "llama", "granite", "granitemoe", "olmo", "smollm3"})
@@ -202,6 +212,9 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
         shape = block.shape
         if key.endswith((".conv.conv.weight", ".conv1d.weight")) and len(shape) == 2:
             shape = shape[0], 1, shape[1]  # one input channel for each output channel
+        if key.endswith(_FLAT) and len(shape) == 2:
+            block = replace(block, data=block.data.reshape(-1), shape=(shape[0] * shape[1],))
+            shape = block.shape
         found[key] = GgufTensor(
             block.file,
             shape,
@@ -251,6 +264,8 @@ def _name(file: GgufFile, name: str) -> str | None:
     if match and layers - further_layers(file) <= int(match[1]) < layers:
         return None
     part = (_PARTS | _SPECIAL.get(file.architecture, {})).get(match[2]) if match else None
+    if match and file.architecture == "nemotron_h" and f"blk.{match[1]}.ffn_up.weight" in file.blocks:
+        part = "post_attention_layernorm" if match[2] == "attn_norm" else part  # the only norm of a layer has this name
     if match is None or part is None:
         raise CheckpointError(
             f"{file.path.name}: {name}",
@@ -258,7 +273,8 @@ def _name(file: GgufFile, name: str) -> str | None:
             expected=f"the tensors of the architecture {file.architecture}",
             fix="Merge adapters first; experts that all tokens share and other architectures cannot be exported.",
         )
-    return f"model.layers.{match[1]}.{part}" + ("" if part in _VECTORS else f".{match[3]}")
+    # A norm of Falcon-H1 has no ending.
+    return f"model.layers.{match[1]}.{part}" + ("" if part in _VECTORS else f".{match[3] or 'weight'}")
 
 
 def _tiled(file: GgufFile, key: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
