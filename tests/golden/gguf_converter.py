@@ -49,7 +49,7 @@ for line in sys.stdin:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
         os.dup2(2, 1)
         if kind in ("GPTNeoX", "NemotronH"):
-            # It reads config.json itself then: transformers drops rotary_pct, which it asks for, and adds fields of experts.
+            # It reads config.json itself then: transformers drops rotary_pct, and adds fields of experts.
             base.AutoConfig = None
         TextModel.get_vocab_base_pre = lambda self, tokenizer: name
         sys.argv = ["convert", *arguments]

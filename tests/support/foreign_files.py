@@ -305,7 +305,15 @@ GGUF_GEMMA4 = GGUF_POST_NORMS | {
     "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
 }
+GGUF_MAMBA = {
+    "linear_attn.in_proj": "ssm_in",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+WITH_MAMBA = ("falcon-h1", "nemotron_h")
 GGUF_ARCHITECTURES = {
+    "falcon_h1": "falcon-h1",
     "cohere": "command-r",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
@@ -321,7 +329,9 @@ INTERLEAVED = ("arcee", "llama", "granite", "granitemoe", "olmo", "smollm3")
 GGUF_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
 GGUF_SPECIAL = {
     **dict.fromkeys(("exaone4", "gemma2", "gemma3", "glm4", "olmo2"), GGUF_POST_NORMS),
+    "falcon-h1": GGUF_MAMBA,
     "gemma4": GGUF_GEMMA4,
+    "nemotron_h": GGUF_MAMBA | {"post_attention_layernorm": "attn_norm"},
     "qwen35": GGUF_DELTA_RULE,
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
@@ -380,10 +390,10 @@ def write_gguf(
                     experts.update(expert_matrices(own_name, values))
                     continue
                 name, values = converted(own_name, values, config, architecture)
-                is_matrix = values.ndim == 2 and "conv" not in name.replace("shortconv.in", "").replace(
-                    "shortconv.out", ""
-                )
-                kept = gguf.GGMLQuantizationType[kind if is_matrix and "ffn_gate_inp" not in name else "F32"]
+                rest = name.replace("shortconv.in", "").replace("shortconv.out", "")
+                is_vector = "conv" in rest or name.endswith(("ssm_a", "ssm_d", "ssm_norm.weight"))
+                is_matrix = values.ndim == 2 and not is_vector and "ffn_gate_inp" not in name
+                kept = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
                 writer.add_tensor(name, quantize(values, kept), raw_dtype=kept)
     for name in dict.fromkeys(name for name, _ in experts):
         together = np.stack([experts[name, expert] for expert in range(spec.experts.count)])
@@ -453,6 +463,14 @@ def gguf_metadata(config: dict[str, Any], architecture: str, spec: DecoderSpec) 
         fields["{arch}.shortconv.l_cache"] = config.get("conv_L_cache", 3)
         for width in ("key_length", "value_length"):
             del fields[f"{{arch}}.attention.{width}"]
+    if (rule := spec.delta_rule) is not None and architecture in WITH_MAMBA:
+        sizes = {"conv_kernel": rule.kernel, "group_count": rule.key_heads, "time_step_rank": rule.value_heads}
+        sizes |= {"state_size": rule.key_dim, "inner_size": rule.values}
+        fields |= {f"{{arch}}.ssm.{name}": size for name, size in sizes.items()}
+    if architecture == "nemotron_h":
+        layers = range(spec.layers)
+        fields["{arch}.attention.head_count_kv"] = [spec.kv_heads * spec.has_attention(layer) for layer in layers]
+        fields["{arch}.feed_forward_length"] = [spec.intermediate * spec.has_feed_forward(layer) for layer in layers]
     if architecture == "qwen35":
         heads = config["linear_num_value_heads"]
         fields["{arch}.ssm.conv_kernel"] = 4
@@ -548,7 +566,16 @@ def converted(key: str, values: np.ndarray, config: dict[str, Any], architecture
     """What the converter makes of a tensor: its name, rotary pairs of some architectures, and norms with offset."""
     if architecture in GGUF_OFFSET and key.endswith("norm.weight") and "linear_attn" not in key:
         values = values + 1
-    if ".linear_attn." in key:
+    if architecture in WITH_MAMBA:
+        if key.endswith(("A_log", ".D")):
+            values = values[:, None]
+        elif key.endswith("linear_attn.norm.weight"):
+            values = values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+        if key.endswith(".D"):
+            return f"blk.{key.split('.')[2]}.ssm_d", values
+        if architecture == "falcon-h1" and key.endswith("post_attention_layernorm.weight"):
+            return f"blk.{key.split('.')[2]}.ffn_norm", values
+    elif ".linear_attn." in key:
         values = tiled(key, values, config)
     if key.endswith("A_log"):
         return f"blk.{key.split('.')[2]}.ssm_a", -np.exp(values)

@@ -51,6 +51,7 @@ SAME = [
     "gpt_neox",
     "jais2",
     "nemotron",
+    "nemotron_h",
     "olmo",
     "olmoe",
     "phi",
@@ -71,6 +72,7 @@ ALTERED = {  # what a GGUF file says of these, where the test's checkpoint says 
     "apertus": {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "cohere2": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "exaone": {"rope_scaling": None},
+    "falcon_h1-normed": {"mamba_norm_before_gate": False},
     "gpt_neox-serial": {"hidden_act": "gelu"},
     "hunyuan": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
 }
