@@ -35,6 +35,7 @@ from exporters.graphs.qdq import GraphForm, QdqOps
 from exporters.inspect.trace import Trace, merged
 from exporters.quantize.reference import Floats
 from quant import DTYPES, Encoding
+from quant.products import in_threads
 
 Integers = NDArray[Any]
 
@@ -128,8 +129,13 @@ class Probe:
     runtime. One layer is loaded at a time.
     """
 
-    def __init__(self, bundle: Bundle, engine: Engine) -> None:
+    def __init__(self, bundle: Bundle, engine: Engine, *, at_once: int = 1) -> None:
         """Split the graph into its layers.
+
+        Args:
+            bundle: whose graph it is.
+            engine: where it runs.
+            at_once: windows that `stages` runs at a time, each in a thread; only onnxruntime's CPU sessions can.
 
         Raises:
             BundleError: the bundle has TFLite graphs.
@@ -141,6 +147,7 @@ class Probe:
         assert record is not None, "a bundle without a score graph is not opened"
         self._bundle = bundle
         self._engine = engine
+        self._at_once = at_once
         self._record = record
         # ONNX Runtime would hold a float table; looked up here, the integers are the same.
         host_embeds = manifest.host_embeds or isinstance(engine, CpuEngine)
@@ -206,11 +213,14 @@ class Probe:
         for piece in self._pieces:
             with _folder_beside(self._bundle) as scratch:
                 session = self._engine.session(piece.save(self._bundle, scratch))
-            for number, state in enumerate(states):
+
+            def ran(number: int, piece: LayerGraph = piece, session: ort.InferenceSession = session) -> Trace:
                 tokens = windows[number][first:]
-                trace, states[number] = self._run(session, piece, state, tokens, held[number])
-                yield trace
-            del session
+                trace, states[number] = self._run(session, piece, states[number], tokens, held[number])
+                return trace
+
+            yield from in_threads(ran, range(len(states)), at_once=self._at_once)
+            del session, ran
 
     def _run(
         self,

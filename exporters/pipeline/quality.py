@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import edgekv
 from edgekv.bundle import Bundle, QualityRecord, open_bundle
 from edgekv.graphs.decoder import layer_result
+from edgekv.graphs.processor import processors
 from edgekv.machine.scratch import scratch_folder
 from edgekv.runtime import make_engine
 from edgekv.runtime.load_options import EngineOptions
@@ -34,7 +35,7 @@ from exporters.inspect.wikitext import Window, measured_windows
 from exporters.pipeline.inputs import TOKENS, DecoderKey, Inputs
 from exporters.pipeline.piece import Piece
 from exporters.quantize.calibrate import cut_windows
-from exporters.quantize.reference import Floats, Reference
+from exporters.quantize.reference import WINDOWS_AT_ONCE, Floats, Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +333,10 @@ class TracedRun:
         """What the last layer gives for each window, `[T - first, hidden]`; layers are measured meanwhile."""
         bundle, measured = self._bundle, self._by_layer
         spec = bundle.manifest.model
-        probe = Probe(bundle, make_engine(bundle, EngineOptions(threads=self._threads)))
+        # Threads of one operation wait actively for each other; windows side by side do not.
+        at_once = max(1, min(len(measured) + len(windows), WINDOWS_AT_ONCE))
+        threads = max(1, (self._threads or processors()) // at_once)
+        probe = Probe(bundle, make_engine(bundle, EngineOptions(threads=threads)), at_once=at_once)
         meter = None if self._tensors is None else LayerMeter(bundle, probe.first, self._tensors, measured)
         states = list[Floats]()
         stages = probe.stages([*(window.inputs for window in measured), *windows])
