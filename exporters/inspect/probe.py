@@ -219,7 +219,8 @@ class Probe:
                 trace, states[number] = self._run(session, piece, states[number], tokens, held[number])
                 return trace
 
-            yield from in_threads(ran, range(len(states)), at_once=self._at_once)
+            numbers = range(len(states))
+            yield from map(ran, numbers) if self._at_once == 1 else in_threads(ran, numbers, at_once=self._at_once)
             del session, ran
 
     def _run(
