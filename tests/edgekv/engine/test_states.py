@@ -43,7 +43,7 @@ from tests.support.thorough import calls, variants
 
 CONTEXT = 160
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
-KINDS = ("lfm2", "lfm3", "qwen3_5", "granite4-h")
+KINDS = ("lfm2", "lfm2_moe", "lfm3", "qwen3_5", "granite4-h")
 LONG = SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
@@ -84,7 +84,7 @@ def test_a_graph_reads_the_state_and_gives_a_row_for_each_token(bundle: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "bits", "tokens"),
-    [("lfm2", 16, 60), ("lfm2", 8, 60), ("lfm2-adjusted", 16, 60), ("lfm3", 16, WINDOW)],
+    [("lfm2", 16, 60), ("lfm2", 8, 60), ("lfm2-adjusted", 16, 60), ("lfm2_moe", 16, 60), ("lfm3", 16, WINDOW)],
 )
 def test_every_split_of_a_text_into_steps_gives_the_bits_of_one(
     tmp_path: Path, name: str, bits: int, tokens: int
@@ -267,7 +267,9 @@ def branching(text: list[int], tokens: list[int], seed: int, vocab: int) -> Draf
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize(("name", "bits"), variants([("lfm2", 16), ("lfm2", 8), ("lfm3", 16)], [("lfm2", 16)]))
+@pytest.mark.parametrize(
+    ("name", "bits"), variants([("lfm2", 16), ("lfm2", 8), ("lfm2_moe", 16), ("lfm3", 16)], [("lfm2", 16)])
+)
 def test_the_branches_of_a_tree_read_their_own_ancestors(tmp_path: Path, name: str, bits: int) -> None:
     """On the HTP emulator, where trees are verified: rows of a kernel skip the rows of other branches."""
     prompt = [*range(40, 52)]
@@ -322,7 +324,10 @@ def random_calls(plain: edgekv.Model, model: edgekv.Model, count: int, params: S
     return saved
 
 
-@pytest.mark.parametrize(("name", "strategy"), [("lfm2", "slot"), ("lfm2", "pointer-shift"), ("lfm3", "pointer-shift")])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("lfm2", "slot"), ("lfm2", "pointer-shift"), ("lfm2_moe", "slot"), ("lfm3", "pointer-shift")],
+)
 def test_prefixes_rewinds_and_drafts_change_no_bit(tmp_path: Path, name: str, strategy: str) -> None:
     config, bundle = StoreConfig(tokens_per_block=16, max_bytes=1 << 22), hybrid(tmp_path, name)
     options = {"cpu_mode": "emulate", "kv_update": strategy}

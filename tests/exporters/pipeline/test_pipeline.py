@@ -518,9 +518,17 @@ print(peak_bytes())
 
 
 @pytest.mark.slow
-def test_an_export_holds_the_cap_that_it_accepts(tmp_path):
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192, "num_hidden_layers": 1}
-    folder = write_checkpoint(tmp_path / "checkpoint", sizes)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"intermediate_size": 1536},
+        {"model_type": "olmoe", "intermediate_size": 384, "num_experts": 16, "num_experts_per_tok": 2},
+    ],
+    ids=["dense", "experts"],
+)
+def test_an_export_holds_the_cap_that_it_accepts(tmp_path, sizes):
+    sizes = {"hidden_size": 512, "vocab_size": 8192, "num_hidden_layers": 1, **sizes}
+    folder = write_checkpoint(tmp_path / "checkpoint", sizes, gain=1.0)
     with pytest.raises(UsageError) as caught:
         export_bundle(Checkpoint.open(str(folder)), tmp_path / "x", options(), RunOptions(max_ram_bytes=1))
     most = parse_bytes("--max-ram", caught.value.expected.split()[0])
