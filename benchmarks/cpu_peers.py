@@ -120,11 +120,11 @@ def contenders(args: argparse.Namespace, bundle: Bundle, folder: Path) -> dict[s
     found: dict[str, _Make] = {
         f"edgekv, {mode}": partial(EdgekvRuntime, args.bundle, mode, args.threads) for mode in args.modes.split(",")
     }
-    if find_spec("onnxruntime_genai") is not None:
+    if find_spec("onnxruntime_genai") is not None and bundle.manifest.model.experts is None:  # its graph has none
         context = bundle.manifest.context
         graph = write_genai_folder(spec_of(bundle), context, folder)
         found["onnxruntime-genai, int4"] = partial(GenaiRuntime, graph, context, args.threads)
-    if find_spec("openvino_genai") is not None:
+    if find_spec("openvino_genai") is not None and bundle.manifest.model.experts is None:
         gguf = find_gguf() if args.gguf is None else args.gguf
         found[f"openvino-genai, {gguf.name}"] = partial(OpenvinoRuntime, gguf, args.threads)
     if find_spec("llama_cpp") is not None and args.gguf is not None:

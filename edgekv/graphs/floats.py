@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from edgekv.bundle import BundleWeights, Extent
 from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.decoder import expert_inner, query_gain, routed
-from edgekv.graphs.products import Products, Rows, beside
+from edgekv.graphs.products import ExpertMatrices, Products, Rows, beside
 from edgekv.graphs.source import CHOSEN, PartSource
 from edgekv.graphs.stacked_decoder import StackedOps
 from edgekv.graphs.stacks import View
@@ -239,15 +239,22 @@ class FloatOps(StackedOps):
         return View(total)
 
     def mixture(self, spec: DecoderSpec, layer: int, x: View) -> View:
-        """Experts that no row has chosen are not computed: the others add the same bits as if they were.
+        """Experts that no row has chosen are not computed.
 
-        In graphs of many rows, an expert reads the rows that have chosen it alone.
+        Of a single row in `fast`, one node computes all of a layer. Elsewhere, and where experts leave memory, each is
+        in a branch with files of its own: those that are skipped leave the same bits as if they were computed. In
+        graphs of many rows, an expert reads the rows that have chosen it alone.
         """
         assert spec.experts is not None, "the layer has some"
         nodes, name = self._nodes, f"layers.{layer}.down"
         weights, chosen = routed(self, spec, layer, x)
         rows = nodes.add("ReduceMax", [chosen.tensor, nodes.integers([0, 1])], f"{chosen.tensor}.any", keepdims=0)
         self._chosen.append(rows)
+        if self._products.mixes(self._rows) and not self._source.tells_experts:
+            key, routing = f"model.layers.{layer}.mlp.experts", (chosen.tensor, weights.tensor)
+            matrices = [self._expert_matrices(layer, expert) for expert in range(spec.experts.count)]
+            if (mixed := self._products.mix(self._tensor(x), routing, spec.experts.used, matrices, key)) is not None:
+                return View(mixed)
         flags = nodes.split(
             nodes.add("Cast", [rows], f"{rows}.flags", to=TensorProto.BOOL), [1] * spec.experts.count, 0
         )
@@ -268,6 +275,14 @@ class FloatOps(StackedOps):
             self._made, self._products.made = made, of_products  # a branch sees nothing of another one
             total = nodes.either(flag, taken, added, total, name)
         return View(total)
+
+    def _expert_matrices(self, layer: int, expert: int) -> ExpertMatrices:
+        return ExpertMatrices(
+            *(
+                self._weights.matrix(f"model.layers.{layer}.{expert_projection(expert, name)}.weight")
+                for name in ("gate_proj", "up_proj", "down_proj")
+            )
+        )
 
     def finish(self) -> onnx.ModelProto:
         if not self._source.tells_experts:

@@ -26,6 +26,7 @@ _CONTRIB_OPERATIONS = frozenset(
         "GroupQueryAttention",
         "MatMulIntegerToFloat",
         "MatMulNBits",
+        "QMoE",
         "QuickGelu",
         "RotaryEmbedding",
         "SkipSimplifiedLayerNormalization",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ _MIN_ROWS = 4  # with fewer, reading 4-bit weights is faster
 _LARGE = 1 << 23  # weights: their product takes as long with two rows as with one
 _BITS = 8
 _MIDDLE = 128  # zero point of uint8
+_MIN_BLOCK = 16
 _BLOCK_ROWS = 64  # of matrices with one scale a column; int8 activations get a scale for each block
 _INT8_ACTIVATIONS = 4
 _STEPS = (1 / 127, 1 / 127 / 254)  # of the largest element: the rest is at most half a step, 127 smaller ones
@@ -43,6 +45,14 @@ class Rows:
     count: int
     is_normal: bool
     only_bytes: bool
+
+
+class ExpertMatrices(NamedTuple):
+    """The matrices of an expert."""
+
+    gate: QuantizedWeight
+    up: QuantizedWeight
+    down: QuantizedWeight
 
 
 def beside(matrices: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -85,6 +95,38 @@ def wide(weight: QuantizedWeight) -> NDArray[np.int8] | None:
     if products.min() < -128 or products.max() > 127:
         return None
     return products.astype(np.int8).reshape(weight.integers.shape)
+
+
+def _shared_block(expert: ExpertMatrices) -> int | None:
+    """Length of blocks of all matrices of an expert, as `QMoE` takes it; None if they have none in common."""
+    if own := expert.down.grid.type.block:
+        return own if own >= _MIN_BLOCK and own & (own - 1) == 0 else None
+    common = math.gcd(_BLOCK_ROWS, *(len(matrix.integers) for matrix in expert))
+    return common if common >= _MIN_BLOCK else None
+
+
+def _bytes(weight: QuantizedWeight) -> NDArray[np.uint8]:
+    """The integers as `QMoE` reads them, `[out, bytes]`: as `packed` does, without rows that fill a block."""
+    zero = 1 << (weight.grid.type.bits - 1)
+    unsigned: NDArray[np.uint8] = (weight.integers.T.astype(np.int16) + zero).astype(np.uint8)
+    return unsigned if zero > 8 else (unsigned[:, 0::2] | unsigned[:, 1::2] << 4).astype(np.uint8)
+
+
+def _in_blocks(weight: QuantizedWeight, block: int) -> NDArray[np.float32]:
+    """The scale of each block, `[out, blocks]`."""
+    if weight.grid.block_scales is not None:
+        return scales(weight)
+    return np.repeat(weight.grid.scales[:, None], len(weight.integers) // block, axis=1)
+
+
+def _in_turn(gate: QuantizedWeight, up: QuantizedWeight, block: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Integers and scales of two matrices, an output channel of each in turn."""
+
+    def merged(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
+        together: NDArray[Any] = np.stack([first, second], axis=1).reshape(2 * len(first), -1)
+        return together
+
+    return merged(_bytes(gate), _bytes(up)), merged(_in_blocks(gate, block), _in_blocks(up, block))
 
 
 def _block_rows(grid: Grid) -> int:
@@ -130,6 +172,41 @@ class Products:
     def takes_any(self, count: int) -> bool:
         """Whether a graph of this number of rows has products that take fewer rows too."""
         return not (self._batch_invariant or self._is_scoring or count < _MIN_ROWS)
+
+    def mixes(self, rows: int) -> bool:
+        """Whether one node may compute a layer's experts: for a single row in `fast`."""
+        return self._mode == "fast" and rows == 1 and not (self._batch_invariant or self._is_scoring)
+
+    def mix(
+        self, x: str, routing: tuple[str, str], used: int, experts: Sequence[ExpertMatrices], key: str
+    ) -> str | None:
+        """The weighted sum of a layer's experts, `[1, 1, H]`; None if their types or sizes are none of `QMoE`'s.
+
+        `QMoE` reads the integers of the experts that it chooses alone, and rounds activations to int8 in blocks.
+
+        Args:
+            x: `[1, 1, H]`.
+            routing: names of 1 for each chosen expert, otherwise 0, and of the experts' weights, `[1, 1, E]`.
+            used: experts of a token.
+            experts: gate, up and down of each.
+            key: begins the names of the matrices.
+        """
+        block, types = _shared_block(experts[0]), {matrix.grid.type for expert in experts for matrix in expert}
+        if block is None or len(types) > 1 or not multiplies_integers():
+            return None
+        bits = types.pop().bits
+        read = [_in_turn(expert.gate, expert.up, block) for expert in experts]
+        written = [(_bytes(expert.down), _in_blocks(expert.down, block)) for expert in experts]
+        constants = [
+            self._stored(f"{key}.{name}", np.stack([arrays[place] for arrays in matrices]))
+            for matrices, names in ((read, ("gate_up", "gate_up_scales")), (written, ("down", "down_scales")))
+            for place, name in enumerate(names)
+        ]
+        chosen, weights = (self._nodes.reshape(name, [-1, len(experts)]) for name in routing)
+        inputs = [x, chosen, *constants[:2], "", *constants[2:], *[""] * 7, weights]
+        routes = {"k": used, "normalize_routing_weights": 0, "expert_weight_bits": bits, "block_size": block}
+        swiglu = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
+        return self._nodes.add("QMoE", inputs, f"{key}.mixed", accuracy_level=_INT8_ACTIVATIONS, **routes, **swiglu)
 
     def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
         """The product `[1, rows, out]`; `key` is the name of the matrix."""

@@ -20,6 +20,7 @@ from edgekv.errors import CheckpointError, UsageError
 from edgekv.graphs.decoder import routed
 from edgekv.graphs.floats import FloatOps
 from edgekv.graphs.graph_cache import rendered_graph
+from edgekv.graphs.products import Products
 from edgekv.graphs.stacked_decoder import StackedOps
 from edgekv.plan.export_cost import graph_bytes
 from edgekv.runtime import make_engine
@@ -161,7 +162,7 @@ def calibrated(checkpoint: Checkpoint, folder: Path, **changes) -> Path:
 
 
 def sqnr_db(exact: np.ndarray, found: np.ndarray) -> float:
-    return float(10 * np.log10(np.square(exact).sum() / np.square(exact - found).sum()))
+    return float(10 * np.log10(np.square(exact).sum() / max(np.square(exact - found).sum(), 1e-30)))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -201,19 +202,41 @@ def test_what_is_said_of_a_recipe_names_no_expert_by_itself(tmp_path):
     assert not any("neurons" in line for line in lines), "those of experts are not scaled"
 
 
-def test_the_fast_graph_skips_experts_and_changes_no_bit(tmp_path, monkeypatch):
+def test_branches_skip_experts_and_change_no_bit(tmp_path, monkeypatch):
     checkpoint = opened(tmp_path / "checkpoint", "granitemoe")
     bundle = calibrated(checkpoint, tmp_path)
     tokens, found, branches = [256, *checkpoint.encode(TEXT)][:12], [], []
     for kept, mixture in (tmp_path / "skips", FloatOps.mixture), (tmp_path / "all", StackedOps.mixture):
         monkeypatch.setenv("EDGEKV_CACHE_DIR", str(kept))
         monkeypatch.setattr(FloatOps, "mixture", mixture)
-        with edgekv.load(bundle, cpu_mode="fast") as model:
+        with edgekv.load(bundle, cpu_mode="exact16") as model:
             found.append(np.stack([model.session.feed((token,)).copy() for token in tokens]))
-        with rendered_graph(source_of(bundle, "ar1_cl64.onnx"), "fast") as (content, _):
+        with rendered_graph(source_of(bundle, "ar1_cl64.onnx"), "exact16") as (content, _):
             branches.append([node.op_type for node in onnx.load_from_string(content).graph.node].count("If"))
     assert np.array_equal(*found)
     assert branches == [2 * 8, 0]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("recipe", ["w8a16", "w4a16", "w4a16-lpbq32"])
+def test_one_node_computes_the_experts_of_a_single_row_as_branches_do(tmp_path, monkeypatch, name, recipe):
+    """Both round activations to 8 bits, each in its own blocks."""
+    checkpoint = opened(tmp_path / "checkpoint", name)
+    bundle = calibrated(checkpoint, tmp_path, recipe=recipe)
+    tokens, found, counts = [256, *checkpoint.encode(TEXT)][:40], [], []
+    for kept, mixes in (tmp_path / "node", Products.mixes), (tmp_path / "branches", lambda *_: False):
+        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(kept))
+        monkeypatch.setattr(Products, "mixes", mixes)
+        with edgekv.load(bundle, cpu_mode="fast") as model:
+            logits = model.bundle.manifest.encodings["logits"]
+            found.append(np.stack([logits.dequantize(model.session.feed((token,))) for token in tokens]))
+        with rendered_graph(source_of(bundle, "ar1_cl64.onnx"), "fast") as (content, _):
+            kinds = [node.op_type for node in onnx.load_from_string(content).graph.node]
+            counts.append((kinds.count("QMoE"), kinds.count("If")))
+    layers = len(checkpoint.spec.experts.layers)
+    assert counts == [(layers, 0), (0, layers * checkpoint.spec.experts.count)]
+    losses = [sqnr_db(*rows) for rows in zip(*found, strict=True)]
+    assert np.median(losses) > 25
 
 
 @pytest.mark.htp
