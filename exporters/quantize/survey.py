@@ -24,6 +24,10 @@ _NOT_COMPARED = frozenset({"cache", "state", "scores", "masked"})
 """Kinds whose values at a position also depend on other tokens, or that have ranges of their own."""
 
 
+_OF_EXPERTS = ("gate", "sigmoid", "silu", "up", "mlp", "expert", "down")
+"""Results of a mixture that each expert has one of, with one encoding for all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outlier:
     """How far the first tokens exceed all others.
@@ -107,6 +111,8 @@ class _Seen:
         self._spec = spec
         self._first = first
         self._results = decoder_results(spec)
+        mixtures = () if spec.experts is None else spec.experts.layers
+        self.of_experts = {f"layers.{layer}.{name}" for layer in mixtures for name in _OF_EXPERTS}
         tensors = DecoderInterface.of(spec, spec.max_positions, "u8", "rows", "u16").tensors(range(spec.layers))
         self._cache = {tensor.past: tensor for tensor in tensors}
 
@@ -122,17 +128,24 @@ class _Seen:
 
     def compared(self, name: str, values: Floats) -> Outlier:
         """How far the first tokens exceed the others in a result; 0 if they are not compared."""
+        first, others = self.reached(name, values)
+        return Outlier(name, first / max(others, _TINY))
+
+    def reached(self, name: str, values: Floats) -> tuple[float, float]:
+        """The greatest magnitudes of the first tokens and of the others in a result; 0 if they are not compared."""
         result = self._results[name]
         if result.by_chunk or result.kind in _NOT_COMPARED or not self._first:
-            return Outlier(name, 0.0)
-        return Outlier(name, _largest(values[: self._first]) / max(_largest(values[self._first :]), _TINY))
+            return 0.0, 0.0
+        return _largest(values[: self._first]), _largest(values[self._first :])
 
     def take(self, apart: _SeenApart) -> None:
         """Observe what a window has shown."""
         for name, values in apart.kept:
             self._keep(self._cache[name], values)
-        if apart.outlier.ratio > self.outlier.ratio:
-            self.outlier = apart.outlier
+        of_experts = (Outlier(name, first / max(others, _TINY)) for name, (first, others) in apart.reached.items())
+        for outlier in (apart.outlier, *of_experts):
+            if outlier.ratio > self.outlier.ratio:
+                self.outlier = outlier
 
     def _keep(self, tensor: KvTensor, values: Floats) -> None:
         self.rows.setdefault(tensor, values[: self._first].copy())
@@ -155,16 +168,22 @@ class _SeenApart:
     Attributes:
         kept: keys, values and states by name.
         outlier: see `Survey`.
+        reached: by results that all experts of a layer share, see `_Seen.reached`. One expert's own are 0 for tokens
+            that have not chosen it.
     """
 
     def __init__(self, seen: _Seen) -> None:
         self.kept: list[tuple[str, Floats]] = []
+        self.reached: dict[str, tuple[float, float]] = {}
         self.outlier = Outlier("embedding", 0.0)
         self._seen = seen
 
     def observe(self, name: str, values: Floats) -> None:
         if self._seen.is_kept(name):
             self.kept.append((name, values))
+        elif name in self._seen.of_experts:
+            (first, others), (old_first, old_others) = self._seen.reached(name, values), self.reached.get(name, (0, 0))
+            self.reached[name] = max(first, old_first), max(others, old_others)
         elif (outlier := self._seen.compared(name, values)).ratio > self.outlier.ratio:
             self.outlier = outlier
 

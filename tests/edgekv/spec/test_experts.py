@@ -34,6 +34,7 @@ from exporters.inspect.probe import Probe
 from exporters.lora.options import LoraOptions
 from exporters.quantize.recipe import describe_recipe, find_recipe
 from exporters.quantize.reference import NumpyOps, Reference, Weights
+from exporters.quantize.survey import survey
 from tests.support.bundles import source_of
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
@@ -253,6 +254,14 @@ def test_the_htp_chooses_the_same_experts_in_integers_alone(tmp_path, name):
     alike = np.array([sqnr_db(*rows) for rows in zip(emulated, measured, strict=True)])
     assert np.median(alike) > 35 and (alike > 20).mean() > 0.9
     assert (emulated.argmax(-1) == measured.argmax(-1)).mean() > 0.9
+
+
+def test_an_expert_that_the_first_token_alone_has_chosen_makes_no_sink(tmp_path):
+    """Its results are 0 for all others, but other experts' are not, and have the same encodings."""
+    changes = {"num_hidden_layers": 1, "mlp_only_layers": [], "num_experts": 16}
+    checkpoint = opened(tmp_path / "checkpoint", "qwen3_moe", changes)
+    found = survey(checkpoint, np.array([[256, *[65] * 15]]), 64, 1)
+    assert 0 < found.outlier.ratio < 100
 
 
 @pytest.fixture
