@@ -179,8 +179,8 @@ class CpuEngine:
             experts = None
             if self.experts is not None and isinstance(source, PartSource) and source.tells_experts:
                 assert source.manifest.model.experts is not None, "its layers have some"
-                experts = PartExperts(self.experts, source.expert_layers, source.manifest.model.experts.count)
-                self.experts.add(content, folder, weights)
+                files, count = self.experts.add(content, folder, weights), source.manifest.model.experts.count
+                experts = PartExperts(self.experts, source.expert_layers, count, files)
             return session, weights, experts
         except EdgeKVError:
             raise

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,28 +60,8 @@ class ExpertStats:
     read_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Place:
-    """Where the matrices of an expert are."""
-
-    files: set[_File] = field(default_factory=set)
-    mappings: list[tuple[MappedWeights, str]] = field(default_factory=list)
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(file.used_bytes for file in self.files)
-
-    def release(self) -> None:
-        """Let the system take the pages of all graphs, and what it keeps of the files."""
-        for weights, name in self.mappings:
-            weights.release(name)
-        for file in self.files:
-            with suppress(OSError):
-                opened = os.open(file.path, os.O_RDONLY)
-                try:
-                    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(opened)
+GraphFiles = dict[Expert, set[_File]]
+"""The files of each expert that a graph reads; graphs of other rows may have matrices packed in another way."""
 
 
 class ExpertMemory:
@@ -93,8 +73,9 @@ class ExpertMemory:
 
     def __init__(self, budget_bytes: int) -> None:
         self.stats = ExpertStats(budget_bytes)
-        self._places: dict[Expert, _Place] = {}
-        self._held: dict[Expert, int] = {}
+        self._mappings: dict[_File, list[MappedWeights]] = {}
+        self._held: dict[Expert, set[_File]] = {}
+        self._last: dict[Expert, int] = {}
         """The pass that read each expert last."""
         self._pass = 0
         self._last_layer = -1
@@ -126,8 +107,8 @@ class ExpertMemory:
             raise UsageError("expert_budget", got="another system", expected="Linux", fix=fix)
         return cls(budget_bytes)
 
-    def add(self, model: bytes, folder: Path, weights: MappedWeights) -> None:
-        """Find the experts of a graph that a session has loaded; none of them stays.
+    def add(self, model: bytes, folder: Path, weights: MappedWeights) -> GraphFiles:
+        """The files of the experts of a graph that a session has loaded; none of any graph stays.
 
         Args:
             model: serialized, as it was loaded.
@@ -136,48 +117,65 @@ class ExpertMemory:
         """
         import onnx
 
+        found: GraphFiles = {}
         for tensor in onnx.load_from_string(model).graph.initializer:
             match = _MATRIX.match(tensor.name)
             if match is None or not tensor.external_data:
                 continue
             entries = {entry.key: entry.value for entry in tensor.external_data}
-            place = self._places.setdefault(Expert(int(match[1]), int(match[2])), _Place())
-            place.files.add(_File(folder / entries["location"], _used_bytes(entries)))
-            place.mappings.append((weights, entries["location"]))
-        for place in self._places.values():
-            place.release()
+            file = _File(folder / entries["location"], _used_bytes(entries))
+            found.setdefault(Expert(int(match[1]), int(match[2])), set()).add(file)
+            self._mappings.setdefault(file, []).append(weights)
+        self._release(self._mappings)
         self._held.clear()
         self.stats.held_bytes = 0
+        return found
 
-    def read(self, layers: Iterable[int], chosen: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
+    def read(
+        self, layers: Sequence[int], chosen: np.ndarray[tuple[int, ...], np.dtype[np.float32]], files: GraphFiles
+    ) -> None:
         """Note what a graph has read, and let the oldest leave.
 
         Args:
             layers: with experts, of the graph or of its part.
             chosen: as `edgekv.graphs.source.CHOSEN` gives it.
+            files: of the graph.
         """
-        stats, numbers = self.stats, [*layers]
-        if numbers[0] <= self._last_layer:
+        stats = self.stats
+        if layers[0] <= self._last_layer:
             self._pass += 1
-        self._last_layer = numbers[-1]
+        self._last_layer = layers[-1]
         for row, number in np.argwhere(chosen).tolist():
-            expert = Expert(numbers[row], number)
-            if expert in self._held:
-                stats.hits += 1
-            else:
-                stats.misses += 1
-                stats.read_bytes += self._places[expert].used_bytes
-                stats.held_bytes += self._places[expert].used_bytes
-            self._held[expert] = self._pass
+            expert = Expert(layers[row], number)
+            held = self._held.setdefault(expert, set())
+            missing_bytes = sum(file.used_bytes for file in files[expert] - held)
+            stats.hits += not missing_bytes
+            stats.misses += bool(missing_bytes)
+            stats.read_bytes += missing_bytes
+            stats.held_bytes += missing_bytes
+            held |= files[expert]
+            self._last[expert] = self._pass
         stats.max_pass_bytes = max(stats.max_pass_bytes, stats.held_bytes)
         if stats.held_bytes <= stats.budget_bytes:
             return
-        for expert in sorted(self._held, key=lambda expert: (self._held[expert], -expert.layer)):
-            self._places[expert].release()
-            del self._held[expert]
-            stats.held_bytes -= self._places[expert].used_bytes
+        for expert in sorted(self._held, key=lambda expert: (self._last[expert], -expert.layer)):
+            leaving = self._held.pop(expert)
+            self._release(leaving)
+            stats.held_bytes -= sum(file.used_bytes for file in leaving)
             if stats.held_bytes <= stats.budget_bytes:
                 return
+
+    def _release(self, files: Iterable[_File]) -> None:
+        """Let the system take the pages of all graphs, and what it keeps of the files."""
+        for file in files:
+            for weights in self._mappings[file]:
+                weights.release(file.path.name)
+            with suppress(OSError):
+                opened = os.open(file.path, os.O_RDONLY)
+                try:
+                    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(opened)
 
 
 def _used_bytes(entries: dict[str, str]) -> int:
@@ -194,13 +192,12 @@ class PartExperts:
         chosen: the memory of its output `CHOSEN`.
     """
 
-    __slots__ = ("_layers", "_memory", "chosen")
+    __slots__ = ("_files", "_layers", "_memory", "chosen")
 
-    def __init__(self, memory: ExpertMemory, layers: Iterable[int], count: int) -> None:
-        self._memory = memory
-        self._layers = [*layers]
-        self.chosen = np.zeros((len(self._layers), count), np.float32)
+    def __init__(self, memory: ExpertMemory, layers: Sequence[int], count: int, files: GraphFiles) -> None:
+        self._memory, self._layers, self._files = memory, layers, files
+        self.chosen = np.zeros((len(layers), count), np.float32)
 
     def note(self) -> None:
         """Note what the graph has read in its last run."""
-        self._memory.read(self._layers, self.chosen)
+        self._memory.read(self._layers, self.chosen, self._files)

@@ -14,7 +14,7 @@ import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
-from edgekv.runtime.expert_memory import Expert, ExpertMemory, ExpertStats, _File, _Place
+from edgekv.runtime.expert_memory import Expert, ExpertMemory, ExpertStats, _File
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
 
@@ -74,33 +74,33 @@ def test_a_budget_below_what_a_token_reads_is_kept_and_still_finds_some(bundle: 
     with edgekv.load(bundle, cpu_mode="fast", expert_budget=budget) as model:
         tokens(model)
         stats, memory = model.expert_stats, model.engine.graphs._engine.experts
-        names = {file.path.name for place in memory._places.values() for file in place.files}
+        names = {file.path.name for file in memory._mappings}
         assert 0 < resident_bytes(names) <= budget
     assert stats.held_bytes <= budget == stats.budget_bytes
-    all_bytes = sum(place.used_bytes for place in memory._places.values())
-    assert len(memory._places) == 2 * 8 and all_bytes == stats.max_pass_bytes, "prefill reads all"
+    # Gate and up have two pages, and in decode steps down has two others.
+    assert 16 * 2 * PAGE <= stats.max_pass_bytes <= 16 * 2 * PAGE + budget, "prefill reads all"
     assert stats.hits + stats.misses == READ
-    assert stats.hits > 0 and stats.read_bytes == stats.misses * all_bytes // 16
+    assert stats.hits > 0 and stats.misses * 2 * PAGE <= stats.read_bytes <= stats.misses * 4 * PAGE
 
 
-def test_a_budget_for_all_reads_each_expert_once(bundle: Path) -> None:
+def test_a_budget_for_all_reads_each_file_once(bundle: Path) -> None:
     _, stats = ran(bundle, expert_budget="1GB")
-    assert stats.misses == 16 and stats.hits == READ - 16
+    assert 16 < stats.misses <= 2 * 16 and stats.hits == READ - stats.misses, "steps read what down has for one row"
+    assert stats.read_bytes == 16 * 2 * PAGE + (stats.misses - 16) * 2 * PAGE
     assert stats.held_bytes == stats.read_bytes == stats.max_pass_bytes
 
 
 def test_the_oldest_pass_leaves_first_and_of_one_the_last_layer(bundle: Path) -> None:
     memory = ExpertMemory(2 * 4 * PAGE)
-    for layer in range(3):
-        for number in range(4):
-            memory._places[Expert(layer, number)] = _Place({_File(Path("none"), 4 * PAGE)})
+    files = {Expert(at // 4, at % 4): {_File(Path(f"none{at}"), 4 * PAGE)} for at in range(12)}
+    memory._mappings = {file: [] for (file,) in files.values()}
     flags = np.zeros((3, 4), np.float32)
     flags[[0, 1, 2], [0, 1, 2]] = 1
-    memory.read(range(3), flags)
+    memory.read(range(3), flags, files)
     assert {*memory._held} == {(0, 0), (1, 1)}
-    memory.read(range(3), flags)
+    memory.read(range(3), flags, files)
     assert (memory.stats.hits, memory.stats.misses) == (2, 4)
-    memory.read(range(1), np.eye(1, 4, 3, dtype=np.float32))
+    memory.read(range(1), np.eye(1, 4, 3, dtype=np.float32), files)
     assert {*memory._held} == {(0, 0), (0, 3)}
 
 
