@@ -219,3 +219,25 @@ def test_unused_rows_hold_the_zero_point():
     assert np.all(KVCache(SMALL, ar=[1]).arena.array == 128)
     signed = RowSpec(layers=1, kv_heads=1, head_dim=8, window=8, kv_dtype="s16")
     assert not KVCache(signed, ar=[1]).arena.array.any()
+
+
+def test_the_room_left_is_the_context_without_the_tokens_held():
+    cache = KVCache(geometry_of(8), ar=(1, 3))
+    feed(cache, 3, [1, 2, 3])
+    assert cache.room_tokens == 5
+    assert KVCache(geometry_of(8), ar=(1, 3), policy="sliding-window").room_tokens is None
+
+
+def test_a_graph_that_appends_writes_the_row_behind_those_that_it_reads():
+    cache = KVCache(geometry_of(12), ar=(1, 3), strategy="slot")
+    assert cache.appends and not KVCache(geometry_of(12), ar=(1, 3), strategy="shift-concat").appends
+    feed(cache, 3, [0, 1, 2])
+    for token in range(3, 10):
+        cache.window(1)
+        (window,) = cache.append_in_place()
+        assert (window.in_place, window.new_row) == (True, token)
+        graph = Graph(cache)
+        assert graph.past(window) == [*range(token)]
+        graph.write(window, [token])
+        cache.commit(1)
+    assert held(cache) == [*range(10)]

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from edgekv.errors import UsageError
 from edgekv.kv import KeyDiff, KVCache, RowSpec, Sinks
+from edgekv.kv.policies.text import parse_policy, policy_text
 from quant import Encoding
 from tests.edgekv.kv.test_kv_state import MADE
 from tests.support.kv_graph import rows_of
@@ -199,3 +200,17 @@ def test_a_state_of_another_policy_goes_on():
 def test_numbers_that_leave_no_room_are_refused(policy, message):
     with pytest.raises(UsageError, match=message):
         Model(policy=policy)
+
+
+def test_one_first_and_one_newest_token_are_enough():
+    model = Model(policy=Sinks(1, 1, FREQUENCIES))
+    for _ in range(10):
+        model.step(1, 1)
+    assert model.cache.positions == list(range(model.cache.length))
+
+
+@pytest.mark.parametrize("policy", [Sinks(4, 60, FREQUENCIES), KeyDiff(64, 8)])
+def test_a_policy_is_read_as_it_was_written(policy):
+    assert parse_policy(policy_text(policy), FREQUENCIES) == policy
+    with pytest.raises(UsageError, match=r"context policy: got '.*x\)'"):
+        parse_policy(policy_text(policy).replace(")", "x)"), FREQUENCIES)

@@ -245,3 +245,20 @@ def test_policies_evict_tokens_and_leave_states_alone(policy):
 def test_sizes_that_make_no_state_are_refused(make, field):
     with pytest.raises(ValueError, match=f"{field}: got"):
         make()
+
+
+def test_states_alone_are_put_back_and_read_by_the_next_token():
+    cache, other = filled(KVCache(hybrid(), ar=(1, 4)), 9), filled(filled(KVCache(hybrid(), ar=(1, 4)), 4), 5)
+    states, rows = cache.states(9), other.state.rows
+    assert any((rows[name] != values).any() for name, values in states.items())
+    other.load_states(states)
+    changed = other.state.rows
+    assert all((changed[name] == states.get(name, values)).all() for name, values in rows.items())
+    assert np.array_equal(other.newest_states, np.stack([*states.values()]))
+
+
+def test_the_next_token_reads_the_zero_point_where_no_token_was():
+    cache = filled(KVCache(hybrid(), ar=(1, 4)), 1)
+    newest, rows = cache.newest_states, cache.states(1)
+    assert (newest[:, :-1] == 1 << 15).all()  # u16
+    assert np.array_equal(newest[:, -1:], np.stack([*rows.values()]))

@@ -12,7 +12,7 @@ from tests.support.checkpoints import ARCHITECTURES, EVERY_OPERATION, WINDOW, wr
 from tests.support.foreign_files import write_gguf
 from tests.support.thorough import variants
 
-LENGTH = WINDOW + 16
+LENGTH = WINDOW + 4
 
 
 @pytest.fixture(scope="module")
