@@ -10,7 +10,7 @@ from edgekv.doctor.samples import write_onnx_norm
 from edgekv.errors import UsageError
 from edgekv.machine.scratch import scratch_folder
 from exporters.targets.aihub.account import connect
-from exporters.targets.genai.run import PACKAGE, check_version
+from exporters.targets.genai.folder import PACKAGE, check_version
 from exporters.targets.genie.dialog import find_library
 
 

@@ -1,7 +1,8 @@
-"""What is recorded in every folder that a target writes, and the check of a folder by it."""
+"""What folders of other runtimes have: a record of their files, and the bundle's tokenizer."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,8 @@ from edgekv.errors import BundleError
 from edgekv.machine.json_file import read_json, readable_json
 from edgekv.machine.system import sha256_of
 from edgekv.spec import identify
+from edgekv.spec.chat import DEFAULT, read_bundle_templates
+from edgekv.spec.text import TOKENIZER, TOKENIZER_CONFIG
 
 FORMAT = 3
 Runtime = Literal["genie", "genai"]
@@ -121,3 +124,14 @@ def open_for(runtime: Runtime, kind: type[R], folder: Path, name: str) -> R:
         raise BundleError(str(folder), got=record.what, expected=expected, fix=fix)
     again = f"Write it again: edgekv bundle {runtime} BUNDLE -o {folder} --force"
     return read_record(kind, folder, name, expected=expected, fix=again)
+
+
+def copy_tokenizer(bundle: Bundle, folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`; of several chat templates, the latter has the default one."""
+    shutil.copyfile(bundle.path / TOKENIZER, folder / TOKENIZER)
+    path = bundle.path / TOKENIZER_CONFIG
+    config = read_json(path, dict[str, Any], expected="the file of an export", fix="Export the bundle again.")
+    config.pop("chat_template", None)
+    if (templates := read_bundle_templates(bundle.path)) is not None and DEFAULT in templates.templates:
+        config["chat_template"] = templates.templates[DEFAULT]
+    (folder / TOKENIZER_CONFIG).write_bytes(readable_json(config))

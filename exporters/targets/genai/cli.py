@@ -82,8 +82,7 @@ def run(
     max_new_tokens: Annotated[int, Option("Maximum number of new tokens.", minimum=1)] = DEFAULT_MAX_NEW_TOKENS,
 ) -> None:
     """Continue a prompt in onnxruntime-genai on this machine, greedily."""
-    from exporters.targets.genai.folder import open_genai_folder
-    from exporters.targets.genai.run import run_folder
+    from exporters.targets.genai.folder import open_genai_folder, run_folder
 
     opened = open_genai_folder(folder)
     tokenizer = opened.tokenizer()

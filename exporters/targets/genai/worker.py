@@ -1,4 +1,4 @@
-"""Generation by onnxruntime-genai in a child process, which has no other ONNX Runtime; see `run`."""
+"""Generation by onnxruntime-genai in a child process, which has no other ONNX Runtime; see `run_folder`."""
 
 from __future__ import annotations
 

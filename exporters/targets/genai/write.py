@@ -22,8 +22,7 @@ from exporters.targets.genai.folder import GENAI_MANIFEST, GenaiManifest
 from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.proof import prove_integers
-from exporters.targets.record import write_record
-from exporters.targets.tokenizer import copy_tokenizer
+from exporters.targets.record import copy_tokenizer, write_record
 
 
 def write_genai(

@@ -26,8 +26,7 @@ from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.ports import GeniePort, GeniePorts
 from exporters.targets.genie.write import write_genie
 from exporters.targets.graph_names import GraphName
-from exporters.targets.record import TargetRecord, write_record
-from exporters.targets.tokenizer import copy_tokenizer
+from exporters.targets.record import TargetRecord, copy_tokenizer, write_record
 
 METADATA = "metadata.json"
 FAMILY = "llama_v3_"

@@ -11,9 +11,8 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle
 from edgekv.kv import KvDtype
-from exporters.targets.genai.folder import open_genai_folder
+from exporters.targets.genai.folder import open_genai_folder, run_folder
 from exporters.targets.genai.options import GenaiOptions
-from exporters.targets.genai.run import run_folder
 from exporters.targets.genai.write import write_genai
 from exporters.targets.genie.dialog import GenieDialog
 from exporters.targets.genie.folder import open_genie_folder

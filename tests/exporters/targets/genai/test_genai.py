@@ -18,9 +18,8 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli.app import run
 from edgekv.errors import BundleError, EngineError, UsageError
-from exporters.targets.genai.folder import open_genai_folder
+from exporters.targets.genai.folder import open_genai_folder, run_folder
 from exporters.targets.genai.options import GenaiOptions
-from exporters.targets.genai.run import run_folder
 from exporters.targets.genai.write import choose_graphs, choose_pad_token, write_genai
 from tests.support.checkpoints import NEWER, write_checkpoint, write_sinking
 from tests.support.exports import export_options, exported, kept
