@@ -7,7 +7,7 @@ from collections.abc import Mapping
 _TYPES: Mapping[str, str] = {
     "experts of another kind": """
     afmoe aria_text beam cohere2_moe dbrx dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe gpt_oss
-    granitemoeshared granitemoe_swa hunyuan_v1_moe hy_v3 jetmoe kolibri1 laguna llama4 mellum mimo_v2_flash minimax_m2
+    granitemoeshared granitemoe_swa hunyuan_v1_moe hy_v3 jetmoe kolibri1 laguna llama4 mimo_v2_flash minimax_m2
     minimax_m3_vl_text mixtral phimoe qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_vl_moe qwen3_vl_moe_text sarvam_moe
     solar_open zaya
     """,

@@ -188,6 +188,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "attn_temperature_tuning": False,
         "attention_chunk_size": 192,
     },
+    "mellum": {
+        **_EXPERTS,
+        **_WINDOW,
+        "rope_theta": None,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+    },
     "ministral": {**_WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     "ministral3": {
         "rope_theta": None,

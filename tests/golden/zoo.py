@@ -179,6 +179,16 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
         {"head_dim": 16, "intermediate_size_mlp": 96, "moe_layers": [], "interleave_moe_layer_step": 0, **TIED}
         | {"no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": False},
     ),
+    "mellum": (
+        MIXTURE
+        | {"sliding_window": WINDOW, "layer_types": BY_TURNS, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+        | {
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+                FULL: yarn(8.0, 64, attention_factor=1.2)["rope_parameters"],
+            }
+        },
+    ),
     "ministral": (rope(1e8) | {"sliding_window": WINDOW, "head_dim": 32, "layer_types": [FULL, *BY_TURNS[:3]]},),
     "ministral3": (
         yarn(16.0, 256, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)

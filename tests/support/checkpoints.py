@@ -693,6 +693,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 24,
         "tie_word_embeddings": False,
     },
+    "mellum": {
+        "model_type": "mellum",
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "sliding_window": WINDOW,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
 }
 """A configuration of each architecture, as differences from `CONFIG`; None removes a field."""
 

@@ -39,7 +39,7 @@ from tests.support.bundles import source_of
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
 
-MIXTURES = ("granitemoe", "lfm2_moe", "olmoe", "qwen3_moe")
+MIXTURES = ("granitemoe", "lfm2_moe", "mellum", "olmoe", "qwen3_moe")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 
 
