@@ -311,8 +311,9 @@ GGUF_MAMBA = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
-WITH_MAMBA = ("falcon-h1", "nemotron_h")
+WITH_MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h")
 GGUF_ARCHITECTURES = {
+    "bamba": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "cohere": "command-r",
     "gemma3_text": "gemma3",
@@ -330,6 +331,7 @@ GGUF_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35")
 GGUF_SPECIAL = {
     **dict.fromkeys(("exaone4", "gemma2", "gemma3", "glm4", "olmo2"), GGUF_POST_NORMS),
     "falcon-h1": GGUF_MAMBA,
+    "granitehybrid": GGUF_MAMBA,
     "gemma4": GGUF_GEMMA4,
     "nemotron_h": GGUF_MAMBA | {"post_attention_layernorm": "attn_norm"},
     "qwen35": GGUF_DELTA_RULE,

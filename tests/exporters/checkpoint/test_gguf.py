@@ -25,6 +25,7 @@ from exporters.checkpoint.gguf import GgufFile, gguf_tensors, rebuild_tokenizer
 from exporters.checkpoint.gguf.part import Block, open_part
 from exporters.checkpoint.gguf.tensors import TYPES, GgufTensor
 from exporters.checkpoint.gguf.tokenizer import _SPLITTERS, _scored_merges
+from exporters.conformance.families import FAMILIES
 from exporters.quantize.reference import Reference
 from tests.support.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.support.foreign_files import sentence_piece, write_gguf
@@ -99,6 +100,14 @@ def test_the_decoder_and_its_logits_are_those_of_the_checkpoint(name: str, tmp_p
     exact, found = (next(iter(Reference(each, 64).logits([np.array(PROMPT)]))) for each in (one, other))
     np.testing.assert_allclose(found, exact, rtol=0, atol=1e-4 * np.abs(exact).max())
     assert (other.special.bos, other.special.eos) == (one.special.bos, one.special.eos)
+
+
+def test_a_file_of_bamba_is_refused_by_its_rotary_embedding(tmp_path: Path) -> None:
+    """Its architecture is that of Granite 4 H, whose attention rotates nothing."""
+    folder = write_checkpoint(tmp_path / "checkpoint", {"model_type": "bamba", **FAMILIES["bamba"]})
+    changes = {"granitehybrid.rope.scaling.finetuned": True, "granitehybrid.rope.dimension_count": None}
+    with pytest.raises(CheckpointError, match="finetuned: got True; expected false: true stands for Bamba"):
+        Checkpoint.open(str(write_gguf(folder, tmp_path / "model.gguf", **changes)))
 
 
 @pytest.mark.parametrize("kind", [each for each in TYPES if not each.endswith("_K")])
