@@ -135,8 +135,8 @@ class Overhead:
     """What the server adds to the model in Python: medians in ms, for a client that only waits for bytes.
 
     Attributes:
-        new_headers: from a request, with the connection, to its first byte.
-        open_headers: the same on an open connection.
+        new_headers: from a request, with the connection, to its first byte, right after another request.
+        open_headers: the same on an open connection; which of both comes first alternates.
         first: to the first token, with the connection.
         token: per token.
         token_cpu: processor time per token.
@@ -166,10 +166,13 @@ def overhead(bundle: Path, server: ServerProcess, rounds: int) -> Overhead:
             cpu, before = time.process_time() - cpu, server.cpu_s()
             streamed = stream_times(server.port, prompt, 41)
             spent = (server.cpu_s() - before - cpu) * 1e3 / len(times)
-            opened = stream_times(server.port, prompt, 2, connection).headers_ms
+            headers = {
+                is_open: stream_times(server.port, prompt, 2, connection if is_open else None).headers_ms
+                for is_open in (number % 2 == 0, number % 2 == 1)
+            }
             first, token = streamed.first_ms - alone[0], streamed.token_ms - statistics.fmean(alone[1:])
             if number:  # the first round fills the caches
-                found.append((streamed.headers_ms, opened, first, token, spent))
+                found.append((headers[False], headers[True], first, token, spent))
     return Overhead(*(statistics.median(each) for each in zip(*found, strict=True)))
 
 
