@@ -32,7 +32,7 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
         """
         super().__init__(weights, vision.encoder.inputs)
         self._spec, self._vision = vision.encoder, vision
-        self._products = Products(self._nodes, file, mode, is_scoring=False, batch_invariant=False)
+        self._products = Products(self._nodes, file, mode, is_scoring=False, batch_invariant=False, in_groups=False)
         self._normal: set[str] = set()
         """Results of norms."""
         self.entry = self._rows_of(PIXELS_PORT)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from edgekv.bundle import BundleWeights, Extent
@@ -29,14 +30,16 @@ from edgekv.spec import (
     lora_b,
     table_key,
 )
+from quant import QuantizedWeight
 
-_QUERY, _KEY, _VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+QUERY, _KEY, VALUE = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 _GATE = "self_attn.g_proj"
-QKV: dict[str, LoraTarget] = {_QUERY: "q", _KEY: "k", _VALUE: "v"}
+QKV: dict[str, LoraTarget] = {QUERY: "q", _KEY: "k", VALUE: "v"}
 """The projections to heads, and their slots for adapters."""
-_TOGETHER = ((_QUERY, _KEY, _VALUE), CONVOLUTION_INPUTS, DELTA_INPUTS, ("mlp.gate_proj", "mlp.up_proj"))
+_TOGETHER = ((QUERY, _KEY, VALUE), CONVOLUTION_INPUTS, DELTA_INPUTS, ("mlp.gate_proj", "mlp.up_proj"))
 """Projections of the same activations."""
-_EXPERTS, _GATE_AND_UP = "mlp.experts.", ("gate_proj", "up_proj")
+GATE_AND_UP = "gate_proj", "up_proj"
+_EXPERTS = "mlp.experts."
 
 
 class Projection(NamedTuple):
@@ -60,8 +63,8 @@ class Projection(NamedTuple):
 def _siblings(projection: Projection) -> tuple[Projection, ...]:
     """The projections of the same activations; of an expert, its own alone."""
     expert, _, last = projection.name.rpartition(".")
-    if expert.startswith(_EXPERTS) and last in _GATE_AND_UP:
-        return tuple(Projection(projection.layer, f"{expert}.{name}") for name in _GATE_AND_UP)
+    if expert.startswith(_EXPERTS) and last in GATE_AND_UP:
+        return tuple(Projection(projection.layer, f"{expert}.{name}") for name in GATE_AND_UP)
     names = next((names for names in _TOGETHER if projection.name in names), (projection.name,))
     return tuple(Projection(projection.layer, name) for name in names)
 
@@ -95,7 +98,10 @@ class FloatOps(StackedOps):
         """
         super().__init__(source, weights, batch_invariant=batch_invariant)
         is_scoring = source.part.head and source.graph.logit_rows > 1
-        self._products = Products(self._nodes, file, mode, is_scoring=is_scoring, batch_invariant=batch_invariant)
+        self._products = Products(
+            self._nodes, file, mode, is_scoring=is_scoring, batch_invariant=batch_invariant, in_groups=True
+        )
+        self._mode = mode
         self._file = file
         self._normal: set[str] = set()
         self._sums: dict[str, tuple[str, str]] = {}
@@ -146,7 +152,16 @@ class FloatOps(StackedOps):
         only_bytes = all(matrices[key].dtype == "int8" for key in readers if key in matrices)
         tensor = self._tensor(x)
         rows = Rows(tensor, self._rows, tensor in self._normal or keys[0] == HEAD, only_bytes)
-        return self._products.multiply(rows, beside([self._weights.matrix(key) for key in keys]), keys[0])
+        weight = beside([self._matrix(key) for key in keys])
+        return self._products.multiply(rows, weight, keys[0], self._row_gains(keys[0]))
+
+    def _matrix(self, key: str) -> QuantizedWeight:
+        """A matrix as its product reads it."""
+        return self._weights.matrix(key)
+
+    def _row_gains(self, key: str) -> NDArray[np.float32] | None:
+        """What the rows of a matrix `[in]` are multiplied by besides; None for nothing."""
+        return None
 
     def _together(self, weight: str) -> tuple[Projection, ...]:
         """The projections that one product computes."""
@@ -174,7 +189,7 @@ class FloatOps(StackedOps):
         added = self._nodes.constant(np.concatenate(biases), f"{keys[0]}.biases")
         return self._nodes.add("Add", [product, added], f"{product}.biased")
 
-    def _bias(self, projection: Projection) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    def _bias(self, projection: Projection) -> NDArray[np.float32]:
         """The bias of a projection `[out]`; zeros if it has none."""
         spec, key = self.spec, f"{projection.key}.bias"
         place = self._weights.places.matrices[f"{projection.key}.weight"]
@@ -182,7 +197,7 @@ class FloatOps(StackedOps):
             return np.zeros(place.columns, np.float32)
         if projection.name not in QKV:
             return self._values(key, 1.0)
-        gain = query_gain(spec) if projection.name == _QUERY and spec.qk_norm_of(projection.layer) is None else 1.0
+        gain = query_gain(spec) if projection.name == QUERY and spec.qk_norm_of(projection.layer) is None else 1.0
         heads = range(place.columns // spec.of_layer(projection.layer).head_dim)
         return np.concatenate([self._values(f"{key}.h{head}", gain) for head in heads])
 
@@ -205,7 +220,7 @@ class FloatOps(StackedOps):
             pieces = [lora_b(layer, QKV[name], head) for name, n in zip(names, heads, strict=True) for head in range(n)]
             added = self._multiply(self._reduced(x, layer, QKV[names[0]]), self._adapter(pieces), self._ar)
             stack = self._nodes.add("Add", [stack, added], f"{stack}.adapted")
-        if names[:2] != [_QUERY, _KEY] or spec.qk_norm_of(layer) is not None or spec.rope_of(layer) is None:
+        if names[:2] != [QUERY, _KEY] or spec.qk_norm_of(layer) is not None or spec.rope_of(layer) is None:
             views = [View(part, n) for part, n in zip(self._nodes.split(stack, heads, 0), heads, strict=True)]
         else:
             queries, keys, *values = heads
@@ -219,7 +234,7 @@ class FloatOps(StackedOps):
         """The heads of each projection to queries, keys or values."""
         spec = self.spec
         return [
-            spec.heads if projection.name == _QUERY else spec.of_layer(projection.layer).kv_heads
+            spec.heads if projection.name == QUERY else spec.of_layer(projection.layer).kv_heads
             for projection in projections
         ]
 

@@ -15,15 +15,20 @@ from edgekv.graphs.cpu_mode import RenderedMode
 from edgekv.graphs.nodes import Nodes
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.weight_file import WeightFile
-from quant import Grid, QuantizedWeight
+from quant import Grid, QuantizedWeight, WeightType
 
 _MIN_ROWS = 4  # with fewer, reading 4-bit weights is faster
 _LARGE = 1 << 23  # weights: their product takes as long with two rows as with one
 _BITS = 8
 _MIDDLE = 128  # zero point of uint8
-_MIN_BLOCK = 16
-_BLOCK_ROWS = 64  # of matrices with one scale a column; int8 activations get a scale for each block
+_MIN_BLOCK = 16  # of QMoE
+_MIN_BLOCK_ROWS, _BLOCK_ROWS, _BYTE_BLOCK_ROWS = 32, 64, 128
+"""Of matrices with one scale a column; activations get a scale for each block. Bytes are faster in larger ones, which
+only results of norms fill evenly."""
 _INT8_ACTIVATIONS = 4
+_GROUP_INPUTS = 512  # of activations that share a range, where they are no results of norms
+_MAX_GROUPS = 4  # each has a product of its own
+_GROUP_MULTIPLE = 32
 _STEPS = (1 / 127, 1 / 127 / 254)  # of the largest element: the rest is at most half a step, 127 smaller ones
 _MIN_STEP = 1e-30  # of a row of zeros
 
@@ -63,13 +68,13 @@ def beside(matrices: Sequence[QuantizedWeight]) -> QuantizedWeight:
     return QuantizedWeight(integers, Grid.joined([matrix.grid for matrix in matrices]))
 
 
-def packed(weight: QuantizedWeight) -> NDArray[np.uint8]:
-    """The integers as `MatMulNBits` reads them: `[out, blocks, bytes of a block]`, zero point 8 or 128.
+def packed(weight: QuantizedWeight, block: int) -> NDArray[np.uint8]:
+    """The integers in blocks of rows, as `MatMulNBits` reads them: `[out, blocks, bytes of a block]`.
 
-    Of 4 bits, the low ones come first.
+    The zero point is 8 or 128. Of 4 bits, the low ones come first.
     """
     rows, columns = weight.integers.shape
-    bits, block = weight.grid.type.bits, _block_rows(weight.grid)
+    bits = weight.grid.type.bits
     zero, blocks = 1 << (bits - 1), -(-rows // block)
     unsigned: NDArray[np.uint8] = np.full((columns, blocks * block), zero, np.uint8)
     unsigned[:, :rows] = (weight.integers.T.astype(np.int16) + zero).astype(np.uint8)
@@ -78,12 +83,14 @@ def packed(weight: QuantizedWeight) -> NDArray[np.uint8]:
     return unsigned.reshape(columns, blocks, -1)
 
 
-def scales(weight: QuantizedWeight) -> NDArray[np.float32]:
-    """The scale of each block, `[out, blocks]`."""
+def scales(weight: QuantizedWeight, block: int, row_gains: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """The scale of each block of rows, `[out, blocks]`, times the gain of its rows."""
     steps = weight.grid.scales[:, None]
     if weight.grid.block_scales is None:
-        return np.repeat(steps, -(-len(weight.integers) // _BLOCK_ROWS), axis=1)
-    return weight.grid.block_scales.T * steps
+        by_block = np.repeat(steps, -(-len(weight.integers) // block), axis=1)
+    else:
+        by_block = weight.grid.block_scales.T * steps
+    return by_block if row_gains is None else by_block * row_gains[::block]
 
 
 def wide(weight: QuantizedWeight) -> NDArray[np.int8] | None:
@@ -112,13 +119,6 @@ def _bytes(weight: QuantizedWeight) -> NDArray[np.uint8]:
     return unsigned if zero > 8 else (unsigned[:, 0::2] | unsigned[:, 1::2] << 4).astype(np.uint8)
 
 
-def _in_blocks(weight: QuantizedWeight, block: int) -> NDArray[np.float32]:
-    """The scale of each block, `[out, blocks]`."""
-    if weight.grid.block_scales is not None:
-        return scales(weight)
-    return np.repeat(weight.grid.scales[:, None], len(weight.integers) // block, axis=1)
-
-
 def _in_turn(gate: QuantizedWeight, up: QuantizedWeight, block: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Integers and scales of two matrices, an output channel of each in turn."""
 
@@ -126,20 +126,17 @@ def _in_turn(gate: QuantizedWeight, up: QuantizedWeight, block: int) -> tuple[ND
         together: NDArray[Any] = np.stack([first, second], axis=1).reshape(2 * len(first), -1)
         return together
 
-    return merged(_bytes(gate), _bytes(up)), merged(_in_blocks(gate, block), _in_blocks(up, block))
-
-
-def _block_rows(grid: Grid) -> int:
-    return grid.type.block or _BLOCK_ROWS
+    return merged(_bytes(gate), _bytes(up)), merged(scales(gate, block), scales(up, block))
 
 
 class Products:
     """Writes products of float rows with integer matrices.
 
     Products of at least four rows are products of 8-bit integers. Weights are the bundle's integers times the scales of
-    their blocks: exactly 8 bits. In `fast` the results of norms are rounded to 8 bits, each row over its own range.
-    Other activations have outliers that leave few bits to the rest, and all have in `exact16`: they are rounded over
-    the range of the tensor, and what that left to 8 more bits, in a product of its own.
+    their blocks: exactly 8 bits. In `fast` activations are rounded to 8 bits: results of norms over the range of a row;
+    others, whose outliers leave few bits to the rest, in groups of inputs, each with a product of its own. In encoders
+    and in `exact16` they are rounded over the range of the tensor, and what that left to 8 more bits, in a product of
+    its own.
 
     Of fewer rows, and of all rows in graphs that score texts, only 8-bit matrices are multiplied so: large ones, and
     those whose activations only 8-bit matrices read. There each row has a range of its own. Both parts are rows of one
@@ -151,7 +148,14 @@ class Products:
     """
 
     def __init__(
-        self, nodes: Nodes, weights: WeightFile, mode: RenderedMode, *, is_scoring: bool, batch_invariant: bool
+        self,
+        nodes: Nodes,
+        weights: WeightFile,
+        mode: RenderedMode,
+        *,
+        is_scoring: bool,
+        batch_invariant: bool,
+        in_groups: bool,
     ) -> None:
         """Prepare to multiply.
 
@@ -161,12 +165,14 @@ class Products:
             is_scoring: whether to multiply all rows as few ones.
             batch_invariant: whether the bits of a row must not depend on how many others there are: the kernel of 4-bit
                 weights takes rows in pairs, and a single one differently, so that an odd row is multiplied twice.
+            in_groups: whether `fast` rounds activations with outliers in groups of inputs, not in two parts.
         """
         self._nodes = nodes
         self._weights = weights
         self._mode = mode
         self._is_scoring = is_scoring
         self._batch_invariant = batch_invariant
+        self._in_groups = in_groups
         self.made: dict[tuple[str, object], Any] = {}
 
     def takes_any(self, count: int) -> bool:
@@ -196,7 +202,7 @@ class Products:
             return None
         bits = types.pop().bits
         read = [_in_turn(expert.gate, expert.up, block) for expert in experts]
-        written = [(_bytes(expert.down), _in_blocks(expert.down, block)) for expert in experts]
+        written = [(_bytes(expert.down), scales(expert.down, block)) for expert in experts]
         constants = [
             self._stored(f"{key}.{name}", np.stack([arrays[place] for arrays in matrices]))
             for matrices, names in ((read, ("gate_up", "gate_up_scales")), (written, ("down", "down_scales")))
@@ -208,22 +214,59 @@ class Products:
         swiglu = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
         return self._nodes.add("QMoE", inputs, f"{key}.mixed", accuracy_level=_INT8_ACTIVATIONS, **routes, **swiglu)
 
-    def multiply(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
-        """The product `[1, rows, out]`; `key` is the name of the matrix."""
-        by_row = self._is_scoring or x.count < _MIN_ROWS
-        is_large, is_bytes = weight.integers.size >= _LARGE, weight.grid.type.bits == _BITS
+    def block_rows(self, x: Rows, kind: WeightType, row_gains: NDArray[np.float32] | None = None) -> int | None:
+        """The rows of a block in products of few rows.
+
+        Args:
+            x: the rows that it multiplies.
+            kind: of the matrix.
+            row_gains: what its rows are multiplied by, `[in]`. A block has one scale.
+
+        Returns:
+            None if the rows of a block have several gains.
+        """
+        # The kernel of the larger ones does not compute each row as if it were alone.
+        is_larger = kind.bits == _BITS and x.is_normal and not self._batch_invariant
+        sizes = [kind.block] if kind.block else [_BYTE_BLOCK_ROWS if is_larger else _BLOCK_ROWS, _MIN_BLOCK_ROWS]
+        if row_gains is None:
+            return sizes[0]
+        starts = (np.arange(0, len(row_gains), block) for block in sizes)
+        ranges = (np.maximum.reduceat(row_gains, at) - np.minimum.reduceat(row_gains, at) for at in starts)
+        return next((block for block, spread in zip(sizes, ranges, strict=True) if not spread.any()), None)
+
+    def in_blocks(self, x: Rows, size: int, bits: int) -> bool:
+        """Whether few rows are multiplied by a matrix of this size in its blocks, whose scales can have further gains.
+
+        Args:
+            x: the rows.
+            size: elements of the matrix.
+            bits: of an element.
+        """
         is_shared = x.only_bytes and (x.is_normal or self._mode != "fast")
-        if not multiplies_integers() or (by_row and not (is_bytes and (is_large or is_shared))):
-            return self._multiply_blocks(x, weight, key)
+        return not multiplies_integers() or not (bits == _BITS and (size >= _LARGE or is_shared))
+
+    def multiply(self, x: Rows, weight: QuantizedWeight, key: str, row_gains: NDArray[np.float32] | None = None) -> str:
+        """The product `[1, rows, out]`.
+
+        Args:
+            x: the rows.
+            weight: the matrix.
+            key: its name.
+            row_gains: what its rows are multiplied by besides, `[in]`, if the product is one `in_blocks`.
+        """
+        by_row = self._is_scoring or x.count < _MIN_ROWS
+        if not multiplies_integers() or (by_row and self.in_blocks(x, weight.integers.size, weight.grid.type.bits)):
+            return self._multiply_blocks(x, weight, key, row_gains)
+        assert row_gains is None, "blocks have gains"
         integers = wide(weight)
         if integers is None:
             return self._multiply_blocks(x, weight, key)
+        if not by_row and self._mode == "fast" and (x.is_normal or self._in_groups):
+            return self._multiply_groups(x, key, integers, weight.grid.scales)
         constants = self._stored(f"{key}.wide", integers), self._stored(f"{key}.steps", weight.grid.scales)
         if by_row:
-            parts = 1 if self._mode == "fast" and not is_large else 2
+            parts = 1 if self._mode == "fast" and weight.integers.size < _LARGE else 2
             return self._multiply_rows(x, key, parts, constants, integers)
-        if self._mode == "fast" and x.is_normal:
-            return self._multiply_once(x, key, constants)
         products = [
             self._nodes.add("MatMulIntegerToFloat", [part, constants[0], scale, constants[1], zero], f"{key}.product")
             for part, scale, zero in self._once(x, "parts", lambda: _round(self._nodes, x.name))
@@ -240,23 +283,36 @@ class Products:
             self.made[x.name, what] = make()
         return self.made[x.name, what]
 
-    def _multiply_once(self, x: Rows, key: str, constants: tuple[str, str]) -> str:
-        """The product of many rows, each rounded to 8 bits over its own range."""
-        nodes, (weights, steps) = self._nodes, constants
-        rows, row_steps = self._once(x, "rounded rows", lambda: _round_rows(nodes, x.name))
-        inputs = [rows, weights, nodes.number(1), steps, nodes.number(_MIDDLE, np.uint8)]
-        product = nodes.add("MatMulIntegerToFloat", inputs, f"{key}.product")
-        return nodes.add("Mul", [product, row_steps], f"{key}.scaled")
+    def _multiply_groups(self, x: Rows, key: str, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> str:
+        """The product of many rows, rounded to 8 bits: a result of a norm over the range of the row, others by groups.
+
+        These have outliers, which leave few bits to the rest of their group alone.
+        """
+        nodes, (inputs, _) = self._nodes, integers.shape
+        groups = 1 if x.is_normal else _groups(inputs)
+        parts = self._once(x, groups, lambda: _round_groups(nodes, x.name, inputs, groups))
+        steps, one, middle = self._stored(f"{key}.steps", scales), nodes.number(1), nodes.number(_MIDDLE, np.uint8)
+        total = ""
+        for at, ((rows, row_steps), weights) in enumerate(zip(parts, np.split(integers, groups), strict=True)):
+            name = f"{key}.wide" if groups == 1 else f"{key}.wide.{at}"
+            operands = [rows, self._stored(name, weights), one, steps, middle]
+            product = nodes.add("MatMulIntegerToFloat", operands, f"{key}.product")
+            scaled = nodes.add("Mul", [product, row_steps], f"{key}.scaled")
+            total = nodes.add("Add", [total, scaled], f"{key}.sum") if total else scaled
+        return total
 
     # ------------------------------------------------------------------ blocks
 
-    def _multiply_blocks(self, x: Rows, weight: QuantizedWeight, key: str) -> str:
+    def _multiply_blocks(
+        self, x: Rows, weight: QuantizedWeight, key: str, row_gains: NDArray[np.float32] | None = None
+    ) -> str:
         """By integers of 4 or 8 bits, in blocks."""
         nodes, (inputs, outputs) = self._nodes, weight.integers.shape
-        bits, block = weight.grid.type.bits, _block_rows(weight.grid)
+        bits, block = weight.grid.type.bits, self.block_rows(x, weight.grid.type, row_gains)
+        assert block is not None, "a block has one gain"
         constants = [
-            self._stored(f"{key}.packed", packed(weight)),
-            self._stored(f"{key}.scales", scales(weight).reshape(-1)),
+            self._stored(f"{key}.packed", packed(weight, block)),
+            self._stored(f"{key}.scales", scales(weight, block, row_gains).reshape(-1)),
         ]
 
         def product(rows: str) -> str:
@@ -317,16 +373,28 @@ def _round(nodes: Nodes, x: str) -> list[_Part]:
     return [(integers, scale, zero), (rounded, smaller, middle)]
 
 
-def _round_rows(nodes: Nodes, x: str) -> tuple[str, str]:
-    """Rows `[1, AR, K]` of uint8 with the zero point 128, and their steps `[AR, 1]`."""
-    magnitude = nodes.add("Abs", [x], f"{x}.abs")
+def _groups(inputs: int) -> int:
+    """Into how many groups of adjacent inputs activations are divided."""
+    counts = range(min(_MAX_GROUPS, -(-inputs // _GROUP_INPUTS)), 0, -1)
+    return next(count for count in counts if inputs % (count * _GROUP_MULTIPLE) == 0 or count == 1)
+
+
+def _round_groups(nodes: Nodes, x: str, inputs: int, groups: int) -> list[tuple[str, str]]:
+    """For each group of inputs the rows `[1, AR, K / groups]` of uint8 with the zero point 128, and steps `[AR, 1]`."""
+    by_group = x if groups == 1 else nodes.reshape(x, [1, -1, inputs // groups])
+    magnitude = nodes.add("Abs", [by_group], f"{x}.abs")
     largest = nodes.add("ReduceMax", [magnitude, nodes.integers([0, 2])], f"{x}.largest", keepdims=0)
     scaled = nodes.add("Mul", [largest, nodes.number(_STEPS[0])], f"{x}.scaled")
     steps = nodes.add("Max", [scaled, nodes.number(_MIN_STEP)], f"{x}.steps")
     middle = nodes.number(_MIDDLE, np.uint8)
     middles = nodes.add("Expand", [middle, nodes.add("Shape", [steps], f"{x}.count")], f"{x}.middles")
-    rows = nodes.add("QuantizeLinear", [x, steps, middles], f"{x}.rows", axis=1)
-    return rows, nodes.reshape(steps, [-1, 1])
+    rows = nodes.add("QuantizeLinear", [by_group, steps, middles], f"{x}.rows", axis=1)
+    row_steps = nodes.reshape(steps, [-1, groups])
+    if groups == 1:
+        return [(rows, row_steps)]
+    sizes = [inputs // groups] * groups
+    parts = nodes.split(nodes.reshape(rows, [1, -1, inputs]), sizes, -1)
+    return [*zip(parts, nodes.split(row_steps, [1] * groups, -1), strict=True)]
 
 
 def _round_each_row(nodes: Nodes, x: Rows) -> _Part:

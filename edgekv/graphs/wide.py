@@ -7,22 +7,32 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from edgekv.graphs.floats import FloatOps
+from edgekv.graphs.floats import GATE_AND_UP, FloatOps, Projection
+from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.stacks import View
 from edgekv.spec import KvTensor
 
-_BLOCK_ROWS = 64
+_BLOCK_ROWS = 128
 """Rows of a block. Fewer skip more of what no row sees, but take more nodes."""
 
 
 class WideOps(FloatOps):
     """A block's rows see no new token behind its last one, so those columns are neither multiplied nor summed.
 
-    The first of n blocks over nothing but new tokens reads an n-th of the columns, the last one all of them.
+    The first of n blocks over nothing but new tokens reads an n-th of the columns, the last one all of them. From
+    scores to results of attention, the queries that share keys are rows of one stack, `[kv_heads, 1, group * rows,
+    columns]`. Gates and what they multiply are products of their own, so that no result is divided.
     """
 
     _layer = 0
     """The layer that is under construction."""
+
+    def _together(self, weight: str) -> tuple[Projection, ...]:
+        together = super()._together(weight)
+        if not multiplies_integers():  # decode graphs read the same blocks
+            return together
+        own = Projection.of(weight)
+        return together if own is None or own.name.rpartition(".")[2] not in GATE_AND_UP else (own,)
 
     def append_to_cache(self, new: View, tensor: KvTensor) -> View:
         self._layer = tensor.layer
@@ -38,20 +48,22 @@ class WideOps(FloatOps):
             blocks = []
             for block, seen in zip(rows, columns, strict=True):
                 left, count = self._rows_of_groups(replace(query, tensor=block), keys)
-                blocks.append(self._apart(self._multiply(left, seen, count, transposed=True), query.heads))
+                blocks.append(self._multiply(left, seen, count, transposed=True))
             return View(blocks[0], query.heads, blocks=tuple(blocks))
 
         return replace(self._once(("scores", query.tensor, keys.tensor), scored), head=query.head)
 
     def masked(self, scores: View, layer: int, name: str) -> View:
         mask = self._input(self._decoder.mask(layer))
+        group = self.spec.group(layer)
 
         def blocks() -> tuple[str, ...]:
-            return tuple(
-                self._slice(rows, 3, end) for rows, end in zip(self._blocks_of(mask), self._ends(), strict=True)
-            )
+            seen = [self._slice(rows, 3, end) for rows, end in zip(self._blocks_of(mask), self._ends(), strict=True)]
+            if group == 1:
+                return tuple(seen)
+            return tuple(self._nodes.add("Concat", [rows] * group, f"{rows}.of_group", axis=2) for rows in seen)
 
-        return self._each("Add", [scores, View(mask, blocks=self._once(("blocks of", mask), blocks))], name)
+        return self._each("Add", [scores, View(mask, blocks=self._once(("blocks of", mask, group), blocks))], name)
 
     def attend(self, weights: View, values: View, name: str) -> View:
         if not self._is_cached(values):
@@ -60,8 +72,8 @@ class WideOps(FloatOps):
         def attended() -> View:
             products = []
             for block, seen in zip(weights.blocks, self._seen(self._dequantized(values)), strict=True):
-                left, rows = self._rows_of_groups(replace(weights, tensor=block), values)
-                products.append(self._apart(self._multiply(left, seen, rows), weights.heads))
+                rows = weights.heads // values.heads * self._ar
+                products.append(self._apart(self._multiply(block, seen, rows), weights.heads))
             return View(self._nodes.add("Concat", products, name, axis=2), weights.heads)
 
         return replace(self._once(("attend", weights.tensor, values.tensor), attended), head=weights.head)

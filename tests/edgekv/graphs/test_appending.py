@@ -10,7 +10,10 @@ import pytest
 
 import edgekv
 from edgekv.bundle import open_bundle
-from edgekv.graphs.source import can_append, signed_cache
+from edgekv.graphs.build import rendered
+from edgekv.graphs.cpu_mode import RenderedMode
+from edgekv.graphs.source import PartSource, can_append, signed_cache
+from edgekv.graphs.weight_file import WeightFile
 from edgekv.kv import STRATEGIES
 from edgekv.runtime import CpuEngine
 from exporters.lora.options import LoraOptions
@@ -23,7 +26,7 @@ NEW = 12
 
 def _run(folder: Path, prompt: list[int] = PROMPT, new: int = NEW, **options: Any) -> tuple[list[int], Any, set[str]]:
     """The tokens, their logits `[new, V]`, and the names of the graphs that ran."""
-    with edgekv.load(folder, cpu_mode="exact16", threads=1, **options) as model:
+    with edgekv.load(folder, **{"cpu_mode": "exact16", "threads": 1, **options}) as model:
         found = [*model.generate(prompt, new, ignore_eos=True, return_logits=True)]
         names = {graph.record.name for graph in model.session._graphs.loaded}
         return [token.id for token in found], np.stack([np.asarray(token.logits, float) for token in found]), names
@@ -108,6 +111,41 @@ def test_any_architecture(tmp_path: Path, architecture: str, recipe: str, option
     plain, expected, _ = _run(folder, kv_update="shift-concat")
     assert any("appending" in name for name in names)
     assert tokens == plain and _least_db(expected, logits) > 40
+
+
+def _scale_types(folder: Path, mode: RenderedMode, scratch: Path) -> set[bytes]:
+    """How the nodes of attention of a decode step take the scales of keys."""
+    engine = CpuEngine(1, mode)
+    manifest = engine.as_run(open_bundle(folder).manifest)
+    (graph,) = engine.appending_decode(manifest)
+    with (scratch / "weights").open("wb") as file:
+        source = PartSource.of(folder, manifest, graph.parts[0].file, (), [graph])
+        model = rendered(source, mode, WeightFile(file, "weights"))
+    nodes = [node for node in model.graph.node if node.op_type == "GroupQueryAttention"]
+    return {field.s for node in nodes for field in node.attribute if field.name == "k_quant_type"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "recipe"),
+    [
+        ("smollm2", {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}, "w8a16"),
+        ("qwen2", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 64}, "w4a16-lpbq64"),  # biases
+    ],
+)
+def test_matrices_with_the_scales_of_the_cache(tmp_path: Path, architecture: str, fields: Any, recipe: str) -> None:
+    """In `fast` the node multiplies the integers alone, although heads have several scales: as exact as without."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture] | fields)
+    folder = exported(checkpoint, export_options(recipe, context=64, ar=(1, 8)))
+    manifest = open_bundle(folder).manifest
+    assert len({manifest.encodings[tensor.past].scale for tensor in manifest.cache_geometry.names()}) > 4
+    assert _scale_types(folder, "fast", tmp_path) == {b"PER_TENSOR"}
+    assert _scale_types(folder, "exact16", tmp_path) == {b"PER_CHANNEL"}
+    logits = []
+    for options in ({"cpu_mode": "exact16"}, {}, {"kv_update": "shift-concat"}):
+        with edgekv.load(folder, **{"cpu_mode": "fast", "threads": 1, **options}) as model:
+            logits.append(np.stack([model.session.feed([token]).copy() for token in PROMPT]).astype(float))
+    appended_db, plain_db = (_least_db(logits[0], found) for found in logits[1:])
+    assert appended_db > plain_db - 2 and plain_db > 10
 
 
 def test_keys_and_values_are_those_of_the_bundle_less_128(small: Path) -> None:

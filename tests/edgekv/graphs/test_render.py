@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 import edgekv
@@ -21,10 +22,13 @@ from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.graph_cache import rendered_graph
+from edgekv.graphs.nodes import Nodes
+from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.graphs.packed_weights import SCRATCH, remove_unused_weights
 from edgekv.graphs.processor import multiplies_integers
-from edgekv.graphs.products import packed, scales, wide
+from edgekv.graphs.products import Products, Rows, packed, scales, wide
 from edgekv.graphs.source import PartSource
+from edgekv.graphs.weight_file import WeightFile
 from edgekv.machine.scratch import held_folder
 from edgekv.runtime import CpuEngine, make_engine
 from edgekv.runtime.load_options import EngineOptions
@@ -161,15 +165,15 @@ def test_a_layer_takes_few_nodes(small: Path, kept: Path) -> None:
     assert counts.count("SkipSimplifiedLayerNormalization") == 2 * layers
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "lpbq32"])
-def test_a_matrix_is_packed_exactly(dtype: Any) -> None:
+@pytest.mark.parametrize(("dtype", "block"), [("int8", 64), ("int8", 128), ("int4", 64), ("lpbq32", 32)])
+def test_a_matrix_is_packed_exactly(dtype: Any, block: int) -> None:
     """The packed integers, dequantized as MatMulNBits is specified, are the matrix."""
     weight = _weight(dtype, rows=96)
     bits, (rows, columns) = weight.grid.type.bits, weight.integers.shape
-    found = packed(weight)
+    found = packed(weight, block)
     if bits == 4:
         found = np.stack([found & 15, found >> 4], axis=-1).reshape(columns, found.shape[1], -1)
-    unpacked = (found.astype(np.float32) - (1 << (bits - 1))) * scales(weight)[:, :, None]
+    unpacked = (found.astype(np.float32) - (1 << (bits - 1))) * scales(weight, block)[:, :, None]
     assert np.array_equal(unpacked.reshape(columns, -1)[:, :rows].T, weight.dequantize())
     assert not unpacked.reshape(columns, -1)[:, rows:].any()
 
@@ -242,15 +246,39 @@ def test_more_threads_than_processors_are_refused_by_name(small: Path) -> None:
 def test_prefill_multiplies_integers_of_8_bits(small: Path, kept: Path) -> None:
     """All but the head and the matrix before it, which read one row.
 
-    Activations have 16 bits in two parts; in `fast` 8 bits behind norms.
+    Activations have 16 bits in two parts; in `fast` 8 bits, these narrow ones in one group.
     """
     layers = open_bundle(small).manifest.model.layers
-    for mode, parts in (("exact16", 2 * 4), ("fast", 1 + 2 + 1 + 2)):
+    for mode, parts in (("exact16", 2 * 4), ("fast", 4)):
         ops = Counter(node.op_type for node in _rendered(small / "ar8_cl64.onnx", mode).graph.node)
         assert ops["MatMulIntegerToFloat"] == parts * layers + 2 * (mode == "exact16")
-        assert ops["DynamicQuantizeLinear"] == (4 if mode == "exact16" else 2) * layers
+        assert ops["DynamicQuantizeLinear"] == 4 * layers * (mode == "exact16")
         assert ops["DynamicQuantizeMatMul"] == 2 * (mode == "fast")
     assert "MatMulIntegerToFloat" not in [node.op_type for node in _rendered(small / "ar1_cl64.onnx").graph.node]
+
+
+@pytest.mark.skipif(not multiplies_integers(), reason="no VNNI: prefill multiplies in blocks")
+def test_an_outlier_takes_bits_from_its_group_of_inputs_alone(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(1, 8, 1536)).astype(np.float32)
+    rows[0, :, 7] = 400
+    weight = QuantizedWeight(
+        random.integers(-127, 128, (1536, 32)).astype(np.int8), Grid("int8", np.ones(32, np.float32))
+    )
+    weight.integers[7] = 0  # what the others lose is seen
+    losses = []
+    for is_normal in (False, True):
+        nodes = Nodes()
+        with (tmp_path / "weights").open("wb") as file:
+            products = Products(
+                nodes, WeightFile(file, "weights"), "fast", is_scoring=False, batch_invariant=False, in_groups=True
+            )
+            result = products.multiply(Rows("x", 8, is_normal, False), weight, "matrix")
+        ports = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("x", result)]
+        model = nodes.model("product", ports[:1], ports[1:]).SerializeToString()
+        session = ort.InferenceSession(model, session_options(tmp_path, 1), providers=PROVIDERS)
+        losses.append(np.square(session.run(None, {"x": rows})[0] - rows @ weight.dequantize()).sum())
+    assert losses[0] < 0.4 * losses[1], "one of three groups has the outlier"
 
 
 def test_scales_of_blocks_fit_into_8_bits_exactly_or_are_refused() -> None:
