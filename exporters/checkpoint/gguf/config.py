@@ -18,7 +18,7 @@ _GEMMA_LOCAL_THETA = 1e4  # llama.cpp's value; older files do not contain it
 _GEMMA2_WINDOW = 4096
 _BY_LAYER = ("gemma4",)  # architectures that describe sizes and rotary embeddings by layer
 _NOT_ROTATED = 1e20
-_WITH_STATES = ("granitehybrid", "lfm2", "nemotron_h")
+_WITH_STATES = ("granitehybrid", "lfm2", "lfm2moe", "nemotron_h")
 """Architectures in which the layers without attention have 0 heads of keys."""
 _TAKES_MEAN = {  # architectures with LayerNorm, and the field of its epsilon; none if that is always the same
     **dict.fromkeys(("command-r", "cohere2", "gptneox", "jais2", "phi2", "stablelm"), "layer_norm_eps"),
@@ -27,7 +27,6 @@ _TAKES_MEAN = {  # architectures with LayerNorm, and the field of its epsilon; n
     "starcoder2": "norm_epsilon",
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
-_WITH_STATES = ("lfm2", "lfm2moe")  # in place of attention, in layers without key heads
 _ROUTERS = ("none", "softmax", "sigmoid")  # what llama.cpp's numbers of them mean
 
 
