@@ -28,7 +28,8 @@ class Capabilities:
         layered: layers that differ in size or share a cache, as Gemma 4's.
         layer_inputs: layers with inputs that the host gathers, as Gemma 4's.
         pictures: a vision encoder, whose rows stand among the embeddings.
-        picture_layers: layers that add rows of pictures, or rotary embeddings that turn with their rows and columns.
+        picture_layers: layers that add rows of pictures, or rotary embeddings that turn with their rows and columns, or
+            attention of a picture's rows to each other.
         picture_shapes: one whose pictures have shapes of their own, and further inputs for them, as LFM2-VL's.
         hidden: graphs that also give their last hidden state.
         tasks: models that give embeddings or scores, and no logits.
@@ -146,6 +147,9 @@ class Capabilities:
             wanted = f"rows of pictures among the embeddings alone, all that {self.reader} feeds"
             found = "layers that add rows of pictures, and positions of rows and columns"
             yield "layers", found, wanted, "Run it with edgekv generate."
+        if not self.picture_layers and model.whole_pictures:
+            wanted = f"tokens that attend to those before them alone, all that {self.reader} masks"
+            yield "attention", "rows of pictures that attend to each other", wanted, "Run it with edgekv generate."
         if not self.sink and manifest.sink is not None:
             wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
             yield "sink", "a first token that is restored", wanted, "Export it with --sink none."

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import GraphRecord, RecipeRecord
 from edgekv.embed import pair_tokens
 from edgekv.errors import UsageError
-from edgekv.plan import EncoderPlan, calibration_window
+from edgekv.plan import DEFAULT_AR, EncoderPlan, calibration_window
 from edgekv.spec import DecoderInterface, DecoderSpec, EmbeddingTask, EncoderSpec, Geometry, Vocabulary
 from exporters.checkpoint.channels import outlier_channels
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -143,8 +143,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     options = replace(options, recipe=options.recipe.with_effort(options.effort, checkpoint.spec))
     pictures = None
     if (vision := checkpoint.vision) is not None:
-        options = _for_pictures(options)
         checkpoint = replace(checkpoint, vision=(vision := vision.with_sizes(options.picture_sizes)))
+        options = _for_pictures(options, vision.spec.rows if spec.whole_pictures else 1)
         options.recipe.wide_matrices(vision.spec)
         pictures = calibration_pictures(options.calibration_pictures, vision.pictures, vision.spec.image)
     elif options.picture_sizes:
@@ -270,8 +270,12 @@ def _encoded(checkpoint: Checkpoint, text: str) -> list[int]:
     return tokens
 
 
-def _for_pictures(options: ExportOptions) -> ExportOptions:
+def _for_pictures(options: ExportOptions, rows: int) -> ExportOptions:
     """With embeddings on the host, which puts the rows of pictures among them.
+
+    Args:
+        options: of the export.
+        rows: that a step has at least.
 
     Raises:
         UsageError: the options say otherwise.
@@ -284,6 +288,12 @@ def _for_pictures(options: ExportOptions) -> ExportOptions:
     if got:
         wanted = "embeddings on the host, in graphs without slots"
         raise UsageError("a checkpoint with a vision encoder", got=got, expected=wanted, fix="Leave it out.")
+    if max(options.ar) < rows:
+        if tuple(options.ar) != DEFAULT_AR:
+            expected = f"one of {rows} or more: the rows of a picture attend to each other, so a step has all of them"
+            got, fix = ",".join(map(str, options.ar)), f"Use --ar 1,{rows}."
+            raise UsageError("--ar", got=got, expected=expected, fix=fix)
+        options = replace(options, ar=(*DEFAULT_AR, rows))
     return replace(options, embedding="host")
 
 

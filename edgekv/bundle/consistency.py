@@ -131,6 +131,9 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
         fail("graphs", "embeddings looked up in graphs", "the host for all, which puts rows of pictures there")
     if vision.pictures.token_id >= manifest.model.vocab:
         fail("vision: pictures: token_id", vision.pictures.token_id, f"below {manifest.model.vocab}, the vocabulary")
+    most = max((graph.ar for graph in manifest.graphs if graph.role == "prefill"), default=1)
+    if manifest.model.whole_pictures and most < spec.rows:
+        fail("graphs", f"prefill of {most} tokens at most", f"one of {spec.rows}, the rows of a picture")
     activations = manifest.interface.activations
     if len(spec.deepstack) != manifest.model.picture_layers:
         expected = f"{manifest.model.picture_layers}, the layers that add rows of pictures"

@@ -237,9 +237,11 @@ class Pictures:
             return render(messages)
         if not pictures_in(messages):
             return self.expanded(render(messages), pictures)
-        token = self.spec.token
+        token = self.spec.mark
         try:
             told = as_plain(messages, token)
+            if token != self.spec.token:
+                told = as_plain(told, self.spec.token)
         except RecursionError:
             refuse(
                 "messages", "values nested too deep", "messages that can be searched for pictures", "Nest them less."

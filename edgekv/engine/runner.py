@@ -110,6 +110,7 @@ class Runner:
                 _, sequence.known_tokens = self._enter(sequence, sequence.tokens)
             if window := self._pool.default.window:
                 most = window - sequence.known_tokens % window
+            most = self._graphs.step_tokens(sequence.tokens, sequence.known_tokens, most)
             left = len(sequence.tokens) - sequence.known_tokens
             if left > most:
                 self.run(sequence, sequence.known_tokens + most)
@@ -136,7 +137,7 @@ class Runner:
         rows: list[NDArray[Any]] = []
         if session.cache.sink is not None and session.is_empty:
             rows.append(session.cache.sink.logits)
-        piece = left[: self._graphs.most(self._graphs.scoring_role)]
+        piece = left[: self._graphs.step_tokens(left, 0, self._graphs.most(self._graphs.scoring_role))]
         if piece:
             session.feed(piece, self._graphs.scoring_role, lambda logits: rows.append(logits.copy()))
         sequence.unscored = left[len(piece) :] or None
@@ -249,10 +250,12 @@ class Runner:
         """Run tokens; full blocks are stored before layers with an attention window drop them."""
         if not tokens or sequence.prefixes is None:
             return session.feed(tokens, logits=logits)
-        piece = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens)
-        for at in range(0, len(tokens), piece):
-            last = session.feed(tokens[at : at + piece], logits=logits and at + piece >= len(tokens))
+        piece, at = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens), 0
+        while at < len(tokens):
+            end = at + self._graphs.step_tokens(tokens, at, piece)
+            last = session.feed(tokens[at:end], logits=logits and end == len(tokens))
             self._keep(sequence, session)
+            at = end
         return last
 
     def _feed_again(self, sequence: Sequence, session: Session, text: Tokens[int]) -> NDArray[Any]:
@@ -285,7 +288,7 @@ class Runner:
         if sequence.prefixes is None or start >= len(tokens) - 1:
             return start, 0
         try:
-            end = sequence.prefixes.restore(session.cache, tokens, start)
+            end = sequence.prefixes.restore(session.cache, tokens, start, self._graphs.stable_cut)
         except BaseException:
             session.reset()
             raise
@@ -366,7 +369,9 @@ class Runner:
 
     def _runs_as_drafts(self, sequence: Sequence) -> bool:
         """Whether a verify graph gives the bits of the graph for these tokens: two or more are run as a prompt."""
-        return len(sequence.tokens) - sequence.known_tokens == 1 or self._graphs.batch_invariance == "equal"
+        graphs = self._graphs
+        is_alike = graphs.batch_invariance == "equal" and not graphs.has_whole_pictures
+        return len(sequence.tokens) - sequence.known_tokens == 1 or is_alike
 
     def _settle(self, sequence: Sequence) -> None:
         """Close the pass that has drafts, if there is one; see `Session.settle`."""

@@ -121,10 +121,46 @@ class Graphs:
         del self.cache
 
     @property
+    def has_whole_pictures(self) -> bool:
+        """Whether a step has all rows of a picture or none."""
+        return self._whole is not None
+
+    @property
+    def _whole(self) -> Callable[[Sequence[int]], list[slice]] | None:
+        """See `HostTables.whole`."""
+        rows = self.pictures
+        return rows.whole if rows is not None and self._manifest.model.whole_pictures else None
+
+    @property
     def _positions(self) -> Callable[[Sequence[int]], NDArray[np.int64] | None] | None:
         """See `HostTables.positions`."""
         rows = self.pictures
         return rows.positions if rows is not None and self._manifest.model.picture_axes else None
+
+    def cut(self, tokens: Sequence[int], end: int) -> int:
+        """The last place among tokens, at or before `end`, where a step may end; see `PictureRows.cut`."""
+        rows = self.pictures
+        return rows.cut(tokens, end) if rows is not None and self._manifest.model.whole_pictures else end
+
+    def stable_cut(self, tokens: Sequence[int], end: int, window: int) -> int:
+        """The same where steps end at multiples of a window, or at the ends of a picture that has one within it."""
+        multiple = end // window * window
+        first = self.cut(tokens, multiple)
+        return first if first == multiple or (last := self._tile_end(tokens, first)) > end else last
+
+    def step_tokens(self, tokens: Sequence[int], done: int, most: int) -> int:
+        """How many tokens behind the first `done` a step has: `most`, fewer so that it does not cut a picture, or more
+        if it begins with that.
+        """
+        limit = min(done + most, len(tokens))
+        end = self.cut(tokens, limit)
+        return (self._tile_end(tokens, done) if end <= done < limit else end) - done
+
+    def _tile_end(self, tokens: Sequence[int], at: int) -> int:
+        """Where the tile ends that has the row `at`."""
+        assert self.pictures is not None, "a row of a picture"
+        tile, row = self.pictures.found(tokens[at])
+        return min(at + len(tile.ids) - row, len(tokens))
 
     def position_offsets(self) -> PositionOffsets | None:
         """What counts the positions of a text; None where they are numbers of tokens."""
@@ -322,7 +358,7 @@ class Graphs:
                 self._manifest,
                 record,
                 self.cache,
-                HostTables(self._ropes, self._embeddings, self._layer_inputs, self._positions),
+                HostTables(self._ropes, self._embeddings, self._layer_inputs, self._positions, self._whole),
                 self._adapter,
                 self.clock,
             )
@@ -476,8 +512,11 @@ class Session:
             most = min(len(tokens) - done, cache.step_tokens)
             if self.window and role == "prefill":
                 most = min(most, self.window - len(self.tokens) % self.window)
-            graph = self._graphs.choose(role, most)
-            step = tokens[done : done + min(graph.ar, most)]
+            whole = self._graphs.step_tokens(tokens, done, most)
+            graph = self._graphs.choose(role, whole)
+            step = tokens[done : done + self._graphs.step_tokens(tokens, done, min(graph.ar, whole))]
+            if len(step) > graph.ar:
+                raise cache.refusal(len(step))
             done += len(step)
             try:
                 began = perf_counter_ns()
@@ -490,7 +529,7 @@ class Session:
                 cache.commit(len(step))
                 graph.clock.host_ns += opened - began + perf_counter_ns() - ran
                 self._keep_hidden(len(self.tokens), graph.hidden)
-                self._ran(step, role)
+                self._ran(step, role, is_cut=len(step) == whole != most)
             except EdgeKVError:
                 raise  # the cache is unchanged by the failed step
             except BaseException:  # such as Ctrl-C
@@ -635,7 +674,8 @@ class Session:
     def stable_tokens(self) -> int:
         """How many of the first tokens another text keeps when it begins with them.
 
-        With a `window` those of whole windows: rows that an empty cache would get for the same prompt, to the bit.
+        With a `window` those of whole windows, or up to the ends of a picture that one would cut: rows that an empty
+        cache would get for the same prompt, to the bit.
         """
         return self._stable if self.window else len(self.tokens)
 
@@ -662,8 +702,10 @@ class Session:
         if self.cache.tokens_seen != len(self.tokens):
             self.reset()  # the cache was used without this session, or a change of it was interrupted
         common = min(common_tokens(self.tokens, tokens), max(len(tokens) - logits, first))
-        if self.window:
-            common = max(first, min(common, self._stable) // self.window * self.window)
+        if self.window and common < self._stable:
+            common = max(first, self._graphs.stable_cut(self.tokens, common, self.window))
+        elif self.window:
+            common = max(first, self._stable)
         surplus = len(self.tokens) - common
         if surplus:
             common = self.cache.rewind_to(common)
@@ -710,11 +752,11 @@ class Session:
         if self._graphs.cache is self.cache:
             self._graphs.use(other.cache, other.adapter)
 
-    def _ran(self, step: Sequence[int], role: Role) -> None:
-        """Note a step, which may be a whole window of a prompt."""
+    def _ran(self, step: Sequence[int], role: Role, *, is_cut: bool) -> None:
+        """Note a step, which may be a whole window of a prompt, or end where a picture would be cut."""
         start = len(self.tokens)
         self.tokens += step
-        is_whole = self.window and role == "prefill" and len(self.tokens) % self.window == 0
+        is_whole = self.window and role == "prefill" and (is_cut or len(self.tokens) % self.window == 0)
         if is_whole and start == self._stable:
             self._stable = len(self.tokens)
 

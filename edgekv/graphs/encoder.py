@@ -3,7 +3,8 @@
 LayerNorm is `normalize`: matrices that write the residual are stored without the mean of their outputs, so that every
 row has the mean 0 and its deviation is its root mean square; weights and biases of norms are in the matrices that read
 them. Both are exact. A norm of merged patches needs the means of each, which are a second residual of width 1 then; if
-it follows a norm of each patch, the mean of the merged ones is taken away before it.
+it follows a norm of each patch, the mean of the merged ones is taken away before it. Where the merged ones are
+averaged, the bias of the norm is added to their averages.
 DeepStack's mergers read the residual behind some layers; where they have such a norm, it has the means too.
 Pictures come as patches in the order of the squares that the projector merges, so that merging
 moves nothing. Those of a picture with a shape of its own are followed by inputs that no patch sees.
@@ -63,6 +64,9 @@ class EncoderOps(BlockOps[V], Protocol[V]):
 
     def merged(self, x: V, rows: int) -> V:
         """Patches of `x` next to each other, `[1, 1, patches / rows, rows * width]`, in the encoding of `x`."""
+
+    def averaged(self, x: V, rows: int, name: str) -> V:
+        """The averages of patches of `x`, `[1, 1, patches / rows, width]`."""
 
     def unmerged(self, x: V) -> V:
         """`[1, 1, rows, n]` as `[1, 1, rows * n, 1]`, in the encoding of `x`."""
@@ -209,6 +213,9 @@ def _merged(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
     if spec.norms == "patches":
         return ops.merged(ops.normalize(x, spec.hidden, "vision.last_norm"), spec.merged)
     weighted = ops.rms_norm(x, LAST_NORM, "vision.last_norm")
+    if spec.pooled:
+        averages = ops.averaged(weighted, spec.merged, "vision.averages")
+        return ops.normalize_merged(ops.plus(averages, LAST_NORM_BIAS, "vision.last_norm_bias"), "vision.merged_norm")
     x = ops.merged(ops.plus(weighted, LAST_NORM_BIAS, "vision.last_norm_bias"), spec.merged)
     x = ops.add(x, ops.linear(x, CENTER, "vision.center"), "vision.centered")
     return ops.normalize_merged(x, "vision.merged_norm")

@@ -79,8 +79,14 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
     def rms_norm(self, x: View, weight: str, name: str) -> View:
         return self._normalized(x, self._floats(weight), name, self._spec.eps)
 
+    def averaged(self, x: View, rows: int, name: str) -> View:
+        squares = self._nodes.reshape(x.tensor, [self._spec.patches // rows, rows, -1])
+        axis = self._nodes.constant(np.array([1], np.int64), "axis_1")
+        averages = self._nodes.add("ReduceMean", [squares, axis], name, keepdims=0)
+        return View(self._nodes.reshape(averages, [1, self._spec.patches // rows, -1]))
+
     def normalize_merged(self, x: View, name: str) -> View:
-        weights = self._unit_weights(self._spec.hidden * self._spec.merged)
+        weights = self._unit_weights(self._spec.merged_width)
         return self._normalized(x, weights, name, self._spec.projector_eps)
 
     def _normalized(self, x: View, weights: str, name: str, eps: float) -> View:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 
+from edgekv.errors import ContextFullError
 from edgekv.kv.arena import Arena, Rows
 from edgekv.kv.cache_memory import CacheMemory
 from edgekv.kv.delta_group import CheckpointGroup, TailGroup
@@ -225,6 +226,10 @@ class KVCache:
             raise ValueError(f"ar: got {ar}; expected 1 to {self.ar[-1]}, as the cache was made")
         return self._evicts or self.length <= self._context - ar
 
+    def refusal(self, ar: int) -> ContextFullError:
+        """The error of an AR-`ar` step that has no room."""
+        return self._eviction.refusal(self._context, self.length, self.ar, ar)
+
     @property
     def step_tokens(self) -> int:
         """The most tokens that the next step can keep: up to the next checkpoint, if layers have some."""
@@ -262,7 +267,7 @@ class KVCache:
         """
         self._check_clean("window")
         if not self.room(ar):
-            raise self._eviction.refusal(self._context, self.length, self.ar, ar)
+            raise self.refusal(ar)
         most, context = self._context, context or self._context
         if context != most and not self.length + ar <= context <= most:
             raise ValueError(f"context: got {context}; expected {self.length + ar}, tokens held and new, to {most}")

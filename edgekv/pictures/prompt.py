@@ -10,21 +10,22 @@ from edgekv.spec import PictureSpec
 
 
 def expand(text: str, pictures: Sequence[Picture | PictureSize], spec: PictureSpec, field: str = "prompt") -> str:
-    """A prompt in which each picture's token is replaced by those of its rows, as transformers' processor writes them.
+    """A prompt in which each picture's mark is replaced by the tokens of its rows, as transformers' processor does.
 
-    A prompt without any such token has all pictures in front, as `PictureSpec.written`; messages have one for each.
+    A prompt without any mark has all pictures in front, as `PictureSpec.written`; messages have one for each.
 
     Raises:
-        UsageError: the text has another number of these tokens.
+        UsageError: the text has another number of marks.
     """
-    count = text.count(spec.token)
+    mark = spec.mark
+    count = text.count(mark)
     if not count and field == "prompt":
-        text, count = (spec.written or spec.token) * len(pictures) + text, len(pictures)
+        text, count = (spec.written or mark) * len(pictures) + text, len(pictures)
     if count != len(pictures):
         expected = f"{len(pictures)}, one for each picture"
-        fix = f"Write {spec.token} where each picture stands, or nowhere to have them in front of a prompt."
-        raise UsageError(field, got=f"{count} times {spec.token}", expected=expected, fix=fix)
-    first, *rest = text.split(spec.token)
+        fix = f"Write {mark} where each picture stands, or nowhere to have them in front of a prompt."
+        raise UsageError(field, got=f"{count} times {mark}", expected=expected, fix=fix)
+    first, *rest = text.split(mark)
     return first + "".join(_written(picture, spec) + part for picture, part in zip(pictures, rest, strict=True))
 
 

@@ -163,6 +163,24 @@ class PictureRows:
                 places[at] = self.place(token)
         return axis_positions(places)
 
+    def whole(self, tokens: Sequence[int]) -> list[slice]:
+        """Where tokens that follow each other are rows of one tile."""
+        tiles, at = list[slice](), 0
+        while at < len(tokens):
+            end = at + 1
+            if tokens[at] >= FIRST_ID:
+                tile, row = self.tile_of(tokens[at])
+                end = min(at + len(tile.ids) - row, len(tokens))
+                tiles.append(slice(at, end))
+            at = end
+        return tiles
+
+    def cut(self, tokens: Sequence[int], end: int) -> int:
+        """The last place among tokens, at or before `end`, where no tile is cut; 0 if they begin within that tile."""
+        if not 0 < end < len(tokens) or tokens[end] < FIRST_ID:
+            return end
+        return max(end - self.tile_of(tokens[end])[1], 0)
+
     def tile_of(self, id: int) -> tuple[Tile, int]:
         """The tile of a row, and the row's number there."""
         tile = self._tiles[id]

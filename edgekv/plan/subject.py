@@ -291,7 +291,6 @@ _NEEDED = ("layers", "kv_heads", "head_dim", "context", "kv_bits")
 _WINDOWS_UNKNOWN = (
     "the attention windows of this architecture are unknown: every layer is counted with the whole context"
 )
-_DEFAULT_AR = ",".join(map(str, DEFAULT_AR))
 _SUBJECTS = f"a {CONFIG}, a folder that has one, a GGUF file, a hub id, or a bundle"
 CONFIGS = "edgekv.configs"
 """Entry points: a function that reads the configuration of a GGUF file or a hub id."""
@@ -389,7 +388,12 @@ def _from_config(config: Config, file: Path, overrides: Overrides) -> Subject:
         if spec is None
         else spec.cache(context, kv_dtype, DEFAULT_KEY_LAYOUT)
     )
-    ar = _ar(overrides, context, windows, assumptions)
+    family = None if spec is None else ENCODERS.get(config.text("model_type"))
+    encoder = None if family is None else family.describe(config, read_processor(file.parent, is_needed=False))
+    rows = 1
+    if spec is not None and family is not None and family.decoder is not None and encoder is not None:
+        rows = encoder.rows if family.decoder(config, spec).whole_pictures else 1
+    ar = _ar(overrides, context, windows, assumptions, rows)
     decoder = None if spec is None else spec.sizes
     weights = None if decoder is None else recipe_weights(decoder, overrides.recipe)
     size_bytes = None if weights is None else weights.total_bytes
@@ -404,8 +408,6 @@ def _from_config(config: Config, file: Path, overrides: Overrides) -> Subject:
     if spec is None:
         return subject
     interface = DecoderInterface.of(spec, context, geometry.kv_dtype, geometry.key_layout, "u16")
-    family = ENCODERS.get(config.text("model_type"))
-    encoder = None if family is None else family.describe(config, read_processor(file.parent, is_needed=False))
     return replace(subject, rotary=interface.rotary, host_bytes=host_bytes, encoder=encoder)
 
 
@@ -444,10 +446,17 @@ def _defaults(config: Config, cache: CacheSpec) -> list[str]:
     return sentences
 
 
-def _ar(overrides: Overrides, context: int, windows: tuple[int | None, ...], assumptions: list[str]) -> tuple[int, ...]:
-    if overrides.ar is None:
-        assumptions.append(f"graphs of AR {_DEFAULT_AR}, the default")
-    ar = checked_ar(overrides.ar or DEFAULT_AR, context, windows)
+def _ar(
+    overrides: Overrides, context: int, windows: tuple[int | None, ...], assumptions: list[str], rows: int = 1
+) -> tuple[int, ...]:
+    """Args: rows: that a prefill step has at least: those of a picture that attend to each other."""
+    chosen = overrides.ar
+    if chosen is None:
+        chosen = (*DEFAULT_AR, rows) if rows > max(DEFAULT_AR) else DEFAULT_AR
+        assumptions.append(f"graphs of AR {','.join(map(str, chosen))}, the default")
+    ar = checked_ar(chosen, context, windows)
+    if max(ar) < rows:
+        assumptions.append(f"a step of fewer than {rows} tokens, the rows of a picture: export would refuse it")
     if context % ar[-1]:
         assumptions.append(f"context {context} is no multiple of the largest AR, {ar[-1]}: export would refuse it")
     return ar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from edgekv.prefix.rows import CacheRows
 from edgekv.prefix.stats import StoreStats, add_since, counts
 from edgekv.prefix.store import Match, PrefixStore, Snapshot
 
+Cut = Callable[[Sequence[int], int, int], int]
+"""The last place among tokens, at or before another, where steps may begin that end at multiples of a window."""
 PrefixCache = str | Path | StoreConfig | PrefixStore
 
 
@@ -141,12 +143,18 @@ class Prefixes:
         """The store's counters for the calls of this generation only, and its current content."""
         return self._store.stats_of(self._counters)
 
-    def restore(self, cache: KVCache, tokens: Sequence[int], held: int) -> int:
+    def restore(self, cache: KVCache, tokens: Sequence[int], held: int, cut: Cut) -> int:
         """Restore the longest stored prefix of a sequence into a cache that holds its first `held` tokens.
 
         A prefix that is not longer is left, and none is looked for where the cache lacks less than a block. The last
         token is never restored, because its logits are needed. A snapshot that the cache refuses is removed from the
         store, and the next shorter prefix is taken.
+
+        Args:
+            cache: the memory.
+            tokens: of the sequence.
+            held: see above.
+            cut: where steps may begin.
 
         Returns:
             Tokens in the cache now.
@@ -154,7 +162,7 @@ class Prefixes:
         if len(tokens) - held < self._store.config.tokens_per_block <= held:
             return held
         with self._counted():
-            while (match := self._match(cache, tokens)).tokens > held:
+            while (match := self._match(cache, tokens, cut)).tokens > held:
                 try:
                     with cache.hold(match.tokens):
                         self._store.restore(match, CacheRows(cache, self._store.groups))
@@ -186,7 +194,7 @@ class Prefixes:
             with self._counted():
                 self._store.save()
 
-    def _match(self, cache: KVCache, tokens: Sequence[int]) -> Match:
+    def _match(self, cache: KVCache, tokens: Sequence[int], cut: Cut) -> Match:
         asked = min(len(tokens) - 1, cache.capacity)
         widest = cache.ar[-1]
         safe = cache.geometry.context - widest
@@ -195,8 +203,9 @@ class Prefixes:
             # These steps may evict tokens, so they must start where they would without a match.
             asked, window = min(asked, safe), max(window, widest)
         match = self._store.match(tokens[:asked], self.salt, self.adapter)
-        while surplus := match.tokens % max(window, 1):
-            match = self._store.match(tokens[: match.tokens - surplus], self.salt, self.adapter)
+        window = max(window, 1)
+        while (end := cut(tokens, match.tokens, window)) < match.tokens:
+            match = self._store.match(tokens[:end], self.salt, self.adapter)
         return match
 
     def _insert(self, cache: KVCache, tokens: Sequence[int], stable: int, *, ended: bool) -> None:

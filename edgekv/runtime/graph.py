@@ -70,12 +70,14 @@ class HostTables:
         layer_inputs: see `Bundle.layer_inputs`; of a decoder that adds rows of pictures, those.
         positions: of some tokens along the three axes of `DecoderSpec.picture_axes`, `[T, 3]`, from that of the first
             on; None if they follow each other. None if all always do.
+        whole: which tokens of a step attend to each other on both sides; None if none ever do.
     """
 
     ropes: Mapping[str, RopeTable]
     embeddings: Embeddings | None = None
     layer_inputs: Embeddings | None = None
     positions: Callable[[Sequence[int]], NDArray[np.int64] | None] | None = None
+    whole: Callable[[Sequence[int]], list[slice]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +370,7 @@ class StepInputs:
         self._pad_token = pad
         if LAYER_INPUTS_PORT in self.arrays:
             self.arrays[LAYER_INPUTS_PORT][:] = manifest.encodings[LAYER_INPUTS_PORT].zero_point
-        self._positions = tables.positions
+        self._positions, self._whole = tables.positions, tables.whole
         self._axes = np.array(manifest.model.picture_axes, np.int64)
         self._rotary = [
             (table, *(self.arrays[name][0, 0] for name in names))
@@ -398,8 +400,9 @@ class StepInputs:
                 cos[:n], sin[:n] = table.rows(position, n)
             else:
                 cos[:n], sin[:n] = table.rows_along(position + along[:, self._axes])
+        together = [] if self._whole is None else self._whole(tokens)
         for group, mask in self._masks:
-            mask.write(n, windows[group])
+            mask.write(n, windows[group], together)
         if self._taps is not None:
             self._taps.write()
         self._write_entry(tokens, before)
@@ -520,12 +523,13 @@ class AttentionMask:
         self._causal = np.where(np.tri(self._ar, dtype=bool), self._open, self._closed).astype(rows.dtype)
         self._filled = 0
 
-    def write(self, tokens: int, window: Window) -> None:
+    def write(self, tokens: int, window: Window, together: Sequence[slice] = ()) -> None:
         """Write the mask of a step of `tokens` tokens.
 
         Args:
             tokens: 1 to AR.
             window: of the layers.
+            together: new tokens that attend to each other on both sides.
         """
         if (window.columns, window.ar) != (self._past, self._ar):
             self._reshape(window)
@@ -538,6 +542,9 @@ class AttentionMask:
             rows[tokens:, : self._past] = self._closed
             rows[:, self._past :] = self._causal[: self._ar, : self._ar]
             self._filled = tokens
+        for new in together:
+            rows[new, self._past + new.start : self._past + new.stop] = self._open
+            self._filled = 0  # the next step writes all rows
 
     def write_rows(self, seen: Sequence[Row], window: Window) -> None:
         """Write the mask of a step whose tokens do not follow each other."""

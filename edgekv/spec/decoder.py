@@ -206,6 +206,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             encoder makes behind layers of its own (DeepStack, arXiv 2406.04334). 0 if pictures are only embedded.
         picture_axes: for each pair of the rotary embedding, what it turns with: 0 the place in the text, or of a row of
             a picture 1 its row and 2 its column; empty if it is the place in the text for all.
+        whole_pictures: whether the rows of a picture attend to each other on both sides, so that a step has all.
         layer_scalars: whether the residual is multiplied by a stored number at the end of each layer.
         head_gates: whether the output of each head is multiplied by the sigmoid of a projection of the layer's input.
         output_gates: whether every channel of the heads' outputs is. Checkpoints store the gates' matrix within q_proj.
@@ -278,6 +279,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layer_inputs: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = 0
     picture_layers: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0
     picture_axes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2)], ...], msgspec.Meta(max_length=1 << 12)] = ()
+    whole_pictures: bool = False
     layer_scalars: bool = False
     head_gates: bool = False
     output_gates: bool = False

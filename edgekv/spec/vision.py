@@ -90,6 +90,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         projector_width: of the results of the first of two; None for that of the output.
         norms: what is normalized behind the layers: each patch, the patches that become one row together, or the
             patches and then what they become.
+        pooled: whether the patches that become one row are averaged, and the root mean square of that is its norm;
+            else they stand next to each other.
         projector_eps: of the norm of what patches become.
         biased_inputs: whether checkpoints have biases of queries, keys and values. Graphs always do: of norms.
         wide: names of the matrices of 16 bits: each is two of 8, whose products are added. The lower one is what
@@ -116,6 +118,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     projector: Literal["matrix", "mlp"] = "matrix"
     projector_width: _Width | None = None
     norms: Literal["patches", "merged", "both"] = "patches"
+    pooled: bool = False
     projector_eps: _Epsilon = 1e-5
     biased_inputs: bool = True
     wide: tuple[_Text, ...] = ()
@@ -129,6 +132,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("table_side: got a class; expected patches alone")
         if self.most_patches is not None and (not self.has_shapes or self.most_patches % self.merged):
             raise ValueError(f"most_patches: got {self.most_patches}; expected squares of {self.merged}, with a table")
+        if self.pooled and (self.norms != "both" or self.deepstack or self.projector != "matrix"):
+            raise ValueError("pooled: got true; expected both norms, one matrix, and no deepstack")
         if self.rotary_theta is not None and (self.head_dim % 4 or not self.has_shapes):
             raise ValueError("rotary_theta: got it; expected heads of a multiple of 4, and pictures with shapes")
         if (self.deepstack and self.deepstack[-1] >= self.layers) or [*self.deepstack] != sorted({*self.deepstack}):
@@ -180,6 +185,11 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.merge**2
 
     @property
+    def merged_width(self) -> int:
+        """Width of what the projector reads."""
+        return self.hidden if self.pooled else self.hidden * self.merged
+
+    @property
     def rows(self) -> int:
         """Rows of the output; those of a picture, if all have one size."""
         return self.patches // self.merged
@@ -219,12 +229,12 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             matrices[at + "fc1.weight"] = self.intermediate, self.hidden
             matrices[at + "fc2.weight"] = self.hidden, self.intermediate
         inner = self.output if self.projector_width is None else self.projector_width
-        matrices[PROJECTOR] = inner, self.hidden * self.merged
+        matrices[PROJECTOR] = inner, self.merged_width
         if self.projector == "mlp":
             matrices[PROJECTOR_OUT] = self.output, inner
         if self.has_shapes:
             matrices[TABLE] = self.hidden, self.table_side**2
-        if self.norms == "both":
+        if self.norms == "both" and not self.pooled:
             matrices[CENTER] = 1, self.hidden * self.merged
         if self.keeps_means:
             ends = [f"vision.layers.{layer}.{end}" for layer in range(self.mean_layers) for end in ("o_proj", "fc2")]
@@ -299,7 +309,7 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         most_tiles: of it.
         mean: of each channel, subtracted from values of 0 to 1.
         deviation: of each channel, divides what is left.
-        token: the text that stands for one row of the encoder's output, and in a prompt for a picture.
+        token: the text that stands for one row of the encoder's output.
         token_id: its id.
         begin: the text before a picture.
         whole: the text before the whole picture.
@@ -309,8 +319,9 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         shapes: of the whole picture; None for the encoder's square.
         sizes: width and height that the whole picture may have, in pixels: it gets the nearest; empty for any within
             `shapes`.
-        written: what a picture is in a prompt that has no place for it: its token, and texts around it that templates
-            write; empty for the token alone.
+        written: what a picture is in a prompt that has no place for it: its mark, and texts around it that templates
+            write; empty for the mark alone.
+        own_mark: the text that stands for a picture in a prompt; empty if it is the one of a row.
     """
 
     tiling: Literal["none", "multiples", "aspect"]
@@ -326,6 +337,12 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     shapes: PictureShapes | None = None
     sizes: Annotated[tuple[tuple[_Pixels, _Pixels], ...], msgspec.Meta(max_length=16)] = ()
     written: _Text = ""
+    own_mark: _Text = ""
     longest: _Pixels | None = None
     least_tiles: _Tiles = 1
     most_tiles: _Tiles = 12
+
+    @property
+    def mark(self) -> str:
+        """The text that stands for a picture in a prompt."""
+        return self.own_mark or self.token

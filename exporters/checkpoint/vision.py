@@ -90,7 +90,7 @@ class VisionEncoder:
         if family is None:
             return None
         tensors = renamed(tensors, encoder_tensor)
-        if tensors.keys().isdisjoint({family.names.patches + ".weight", family.names.projector + ".weight"}):
+        if tensors.keys().isdisjoint({family.names.patches + ".weight", family.names.projector_weight}):
             return None
         processor = read_processor(folder)
         spec = family.describe(fields, processor)
@@ -178,7 +178,9 @@ class VisionEncoder:
             centered = _centered(self._written(name))
             return centered.T if name == POSITIONS else centered
         if name == PROJECTOR:
-            return self._weight(self.names.projector) * self._folded("weight")
+            return self._projector() * self._folded("weight")
+        if name == PROJECTOR_BIAS and self.spec.pooled:
+            return np.zeros(self.spec.output, np.float32)
         if name == PROJECTOR_BIAS:
             bias: Floats = self._weight(self.names.projector) @ self._folded("bias")
             return bias if self.names.projector_out is None else bias + self._bias(self.names.projector)
@@ -188,6 +190,11 @@ class VisionEncoder:
         match = _LAYER.fullmatch(name)
         assert match is not None, "a tensor of a layer"
         return self._layer(match[2], int(match[1]))
+
+    def _projector(self) -> Floats:
+        """The projector's matrix, `[out, in]`."""
+        stored = self._stored(self.names.projector_weight)
+        return stored.T if self.names.projector_inputs else stored
 
     def _deepstack(self, number: int, matrix: str, kind: str) -> Floats:
         """The matrices and biases of a merger behind a layer, with its norm in the first ones."""
@@ -208,7 +215,8 @@ class VisionEncoder:
         spec, names = self.spec, self.names
         table, order = self._stored(names.positions), block_order(spec.side, spec.side, spec.merge)
         if names.class_row is None:
-            return (table[_positions(spec)] + self._bias(names.patches))[order]
+            at = _positions(spec) if names.bucketed else np.arange(spec.patches)
+            return (table[at] + self._bias(names.patches))[order]
         own, patches = table[0, :1] + self._stored(names.class_row)[0], table[0, 1:] + self._bias(names.patches)
         return np.concatenate([patches[order], own])
 
@@ -216,6 +224,8 @@ class VisionEncoder:
         """The weights or biases of the norm before the projector, for each element of merged patches."""
         if self.spec.norms == "patches":
             return np.tile(self._stored(f"{_named(self.names.last_norm)}.{kind}"), self.spec.merged)
+        if self.spec.pooled:
+            return 1 + self._stored(f"{_named(self.names.merged_norm)}.{kind}")
         return self._stored(f"{_named(self.names.merged_norm)}.{kind}")
 
     def _means(self, name: str) -> Floats:
@@ -296,8 +306,10 @@ class VisionEncoder:
             names.patches + ".weight": (spec.hidden, 3, spec.patch, spec.patch),
             names.patches + ".bias": (spec.hidden,),
             names.positions: (1, spec.inputs, spec.hidden) if spec.has_class else (positions, spec.hidden),
-            names.projector + ".weight": (inner, spec.hidden * spec.merged),
+            names.projector_weight: (inner, spec.merged_width),
         }
+        if names.projector_inputs:
+            found[names.projector_weight] = spec.merged_width, inner
         if names.frames:
             found[names.patches + ".weight"] = spec.hidden, 3, names.frames, spec.patch, spec.patch
         elif spec.has_shapes:
@@ -325,8 +337,8 @@ class VisionEncoder:
         for kind in ("weight", "bias"):
             if spec.norms != "merged":
                 found[f"{_named(names.last_norm)}.{kind}"] = (spec.hidden,)
-            if spec.norms != "patches":
-                found[f"{_named(names.merged_norm)}.{kind}"] = (spec.hidden * spec.merged,)
+            if spec.norms != "patches" and not (spec.pooled and kind == "bias"):
+                found[f"{_named(names.merged_norm)}.{kind}"] = (spec.merged_width,)
         width = spec.hidden * spec.merged
         for number in range(len(spec.deepstack)):
             norm, fc1, fc2 = (name.format(number=number) for name in self._deepstack_names)

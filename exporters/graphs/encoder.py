@@ -33,6 +33,13 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
     def merged(self, x: Tensor, rows: int) -> Tensor:
         return self._reshape(x, x.name + ".merged", (1, 1, self._spec.patches // rows, -1))
 
+    def averaged(self, x: Tensor, rows: int, name: str) -> Tensor:
+        nodes, count = self._nodes, self._spec.patches // rows
+        squares = self._reshape(x, x.name + ".squares", (1, count, rows, -1))
+        axis = nodes.constant("axis_2", np.array([2], np.int64))
+        averages = nodes.emit("ReduceMean", [squares.name, axis], name, keepdims=1)
+        return self._reshape(averages, name + ".rows", (1, 1, count, -1))
+
     def unmerged(self, x: Tensor) -> Tensor:
         return self._reshape(x, x.name + ".unmerged", (1, 1, -1, 1))
 
@@ -57,7 +64,7 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
         return nodes.emit("Slice", [x.name, begin, end, axis], x.name + ".patches", x.encoding)
 
     def normalize_merged(self, x: Tensor, name: str) -> Tensor:
-        return self._normalized(x, self._spec.hidden * self._spec.merged, name, self._spec.projector_eps)
+        return self._normalized(x, self._spec.merged_width, name, self._spec.projector_eps)
 
     def finish(self, outputs: Mapping[str, Tensor]) -> onnx.ModelProto:
         """The model whose outputs are the integers of these results. Flush the store first."""

@@ -75,6 +75,9 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
     def merged(self, x: Floats, rows: int) -> Floats:
         return x.reshape(len(x) // rows, -1)
 
+    def averaged(self, x: Floats, rows: int, name: str) -> Floats:
+        return self._seen(name, x.reshape(len(x) // rows, rows, -1).mean(1))
+
     def unmerged(self, x: Floats) -> Floats:
         return x.reshape(-1, 1)
 
@@ -273,6 +276,9 @@ class _EncoderResults(ResultRecorder, EncoderOps[str]):
 
     def merged(self, x: str, rows: int) -> str:
         return x
+
+    def averaged(self, x: str, rows: int, name: str) -> str:
+        return self._record("sum", name)
 
     def unmerged(self, x: str) -> str:
         return x

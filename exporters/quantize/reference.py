@@ -234,7 +234,8 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         self._window: tuple[Hashable, NDArray[Any]] = None, np.zeros(0, np.int64)
         self._shared: dict[tuple[Hashable, KvTensor], Floats] = {}
         windows = {spec.window(layer) for layer in range(spec.layers)}
-        self._masks = {window: _mask(tokens, window, both_sides=spec.bidirectional) for window in windows}
+        self._plain_masks = {window: _mask(tokens, window, both_sides=spec.bidirectional) for window in windows}
+        self._masks = self._plain_masks
 
     def of_window(self, window: Hashable, tokens: NDArray[Any], observe: Observer | None) -> Self:
         """A copy that runs a window while others run others; arguments as for `begin`, and the observer of the copy."""
@@ -251,8 +252,14 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
             tokens: its ids `[T]`.
         """
         self._window = window, tokens
-        self._turned = None
-        if self._spec.picture_axes and (tokens >= self._spec.vocab).any():
+        self._turned, self._masks = None, self._plain_masks
+        if not (pictured := tokens >= self._spec.vocab).any():
+            return
+        if self._spec.whole_pictures:
+            moves = self._weights.picture_places(tokens)[:, 2]  # 0 but for the last row of a tile
+            tiles = np.where(pictured, np.cumsum(moves) - moves, -1)
+            self._masks = {window: _mask(len(tokens), window, tiles=tiles) for window in self._plain_masks}
+        if self._spec.picture_axes:
             places = self._weights.picture_places(tokens)
             along = axis_positions(places)[:, self._spec.picture_axes]
             self._turned = _cos_sin(self._spec.rope.rotation(self._context), along)
@@ -467,11 +474,22 @@ def _cos_sin(rotation: Rotation, positions: NDArray[np.int64]) -> tuple[Floats, 
     return both[0].astype(np.float32), both[1].astype(np.float32)
 
 
-def _mask(tokens: int, window: int | None, *, both_sides: bool = False) -> Floats:
-    """`[T, T]`, 0 where a token attends to another: itself and the window - 1 tokens before it, or on both sides."""
+def _mask(
+    tokens: int, window: int | None, *, both_sides: bool = False, tiles: NDArray[np.int64] | None = None
+) -> Floats:
+    """`[T, T]`, 0 where a token attends to another: itself and the window - 1 tokens before it, or on both sides.
+
+    Args:
+        tokens: T.
+        window: None for all.
+        both_sides: whether all attend to later ones.
+        tiles: a number of each token, `[T]`, -1 for none: those of one number attend to each other.
+    """
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     distance = np.abs(distance) if both_sides else distance
     seen = (distance >= 0) & (distance < (window or tokens))
+    if tiles is not None:
+        seen |= (tiles[:, None] == tiles) & (tiles >= 0) & (distance < (window or tokens))
     mask: Floats = np.where(seen, np.float32(0), np.float32(-np.inf))
     return mask
 

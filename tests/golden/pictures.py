@@ -1,4 +1,4 @@
-"""Pixels, rows and logits of transformers' SmolVLM, InternVL, LFM2-VL and Qwen3-VL: the tests need no torch.
+"""Pixels, rows and logits of transformers' SmolVLM, InternVL, LFM2-VL, Qwen3-VL and Gemma 3: the tests need no torch.
 
     python tests/golden/pictures.py            write them
     python tests/golden/pictures.py --check    compute them again and compare with the stored ones
@@ -25,6 +25,7 @@ from tests.support.picture_models import (
     SIZES,
     WHOLE,
     photo,
+    write_gemma3_vl,
     write_internvl,
     write_lfm2_vl,
     write_qwen3_vl,
@@ -40,6 +41,7 @@ except OSError:  # that of the wheel wants CUDA, which resizing does not; the im
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast  # noqa: E402
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: E402
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor  # noqa: E402
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor  # noqa: E402
@@ -85,7 +87,7 @@ def make() -> dict[str, np.ndarray]:
         golden |= make_internvl(attention_bias=biased)
     for normalized in (True, False):
         golden |= make_lfm2_vl(merged_norm=normalized)
-    return golden | make_qwen3_vl()
+    return golden | make_qwen3_vl() | make_gemma3_vl()
 
 
 def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
@@ -163,6 +165,31 @@ def make_qwen3_vl() -> dict[str, np.ndarray]:
             places = model.model.get_rope_index(found["input_ids"], found["mm_token_type_ids"], found["image_grid_thw"])
             golden[f"{prefix}positions"] = places[0][:, 0].T.numpy()
             golden[f"{prefix}logits"] = model(**found).logits[0].numpy()
+    return golden
+
+
+def make_gemma3_vl() -> dict[str, np.ndarray]:
+    """Pixels of each picture; rows and logits of a prompt with two, whose rows attend to each other."""
+    golden: dict[str, np.ndarray] = {}
+    prefix, place = "gemma3_vl_", "\n\n<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>\n\n"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_gemma3_vl(Path(scratch) / "gemma3_vl")
+        model = loaded(AutoModelForImageTextToText, folder)
+        images = Gemma3ImageProcessorPil.from_pretrained(folder)
+        pictures = [Image.fromarray(photo(*size, number)) for number, size in enumerate(SIZES)]
+        pixels = torch.cat([images([picture], return_tensors="pt")["pixel_values"] for picture in pictures])
+        golden[f"{prefix}pixels"] = pixels.numpy()
+        text = f"See {place} and {place} say: what are they?"
+        ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids])
+        golden[f"{prefix}ids"] = ids[0].numpy()
+        with torch.no_grad():
+            rows = model.model.get_image_features(pixels[:2]).pooler_output
+            golden[f"{prefix}rows"] = rows.reshape(-1, rows.shape[-1]).numpy()
+            kinds = (ids == model.config.image_token_id).long()
+            found = model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels[:2], token_type_ids=kinds
+            )
+            golden[f"{prefix}logits"] = found.logits[0].numpy()
     return golden
 
 

@@ -264,9 +264,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "intermediate_size": 16,
             "num_hidden_layers": 1,
             "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
+            "image_size": 224,
+            "patch_size": 56,
         },
+        "mm_tokens_per_image": 4,
     },
     "lfm2": {
         "model_type": "lfm2",

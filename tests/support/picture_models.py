@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer
 
 from exporters.quantize.pictures import drawn_picture
-from tests.support.checkpoints import CONFIG, NEWER, random_weights, write_tokenizer
+from tests.support.checkpoints import CONFIG, NEWER, WINDOW, random_weights, write_tokenizer
 
 IMAGE_TOKEN, FRAME, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 SMALL: dict[str, Any] = {
@@ -164,6 +165,53 @@ def write_qwen3_vl(folder: Path, *, seed: int = 0, gain: float = 1.5, layers: in
     added = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
     place = "<|vision_start|><|image_pad|><|vision_end|>"
     return _write(folder, config, prepared, added, named | _qwen3_vl_weights(config, seed, gain), place)
+
+
+def write_gemma3_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, window: int = WINDOW) -> Path:
+    """A random Gemma 3 of the sizes of `SMALL`, whose pictures have 4 rows; a layer of its decoder has a window."""
+    own = {"model_type": "gemma3_text", "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
+    windows = {"sliding_window": window, "layer_types": ["sliding_attention", "full_attention"]}
+    text = CONFIG | own | windows | {"query_pre_attn_scalar": 24, "num_hidden_layers": 2}
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": SMALL | {"model_type": "siglip_vision_model", "vision_use_head": False, "image_size": 64},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 260,
+        "boi_token_index": 261,
+        "eoi_token_index": 262,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    prepared = {
+        "size": {"height": 64, "width": 64},
+        "do_pan_and_scan": None,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "resample": 2,
+        "image_seq_length": 4,
+    }
+    random = np.random.Generator(np.random.PCG64([seed, 6]))
+    hidden, width = SMALL["hidden_size"], text["hidden_size"]
+    named = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in random_weights(text, seed).items()
+    }
+    projector = "model.multi_modal_projector.mm_"
+    named[projector + "input_projection_weight"] = (3 * random.standard_normal((hidden, width)) / hidden**0.5).astype(
+        np.float32
+    )
+    named[projector + "soft_emb_norm.weight"] = _vector(random, hidden)
+    encoder = encoder_weights({**config, "scale_factor": 1}, seed, gain)
+    named |= {
+        name.replace("model.vision_model.", "model.vision_tower."): value
+        for name, value in encoder.items()
+        if "connector" not in name
+    }
+    added = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+    return _write(folder, config, prepared, added, named, added[1])
 
 
 def _qwen3_vl_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:
@@ -392,3 +440,8 @@ def png(pixels: np.ndarray[Any, Any], kind: str = "PNG", **options: Any) -> byte
     file = BytesIO()
     Image.fromarray(pixels).save(file, kind, **options)
     return file.getvalue()
+
+
+def data_uri(content: bytes) -> str:
+    """A picture as clients send it."""
+    return f"data:image/png;base64,{b64encode(content).decode()}"

@@ -26,6 +26,8 @@ class EncoderNames:
         attention_scale: multiplies the outputs of attention, with its whole name; None without one.
         feed_forward_scale: multiplies the outputs of the feed-forward, with its whole name; None without one.
         deepstack: of the mergers behind some layers, with `{number}` for the number of each: a norm, and two matrices.
+        projector_inputs: whether the projector's name is the whole one of a matrix `[in, out]`.
+        bucketed: whether patches find their positions as SigLIP for any resolution does; else they are in order.
         frames: pictures that the convolution takes at a time; a single one is given to it as often, so that its parts
             are added. 0 if it takes one and says nothing of time.
     """
@@ -48,7 +50,14 @@ class EncoderNames:
     attention_scale: str | None = None
     feed_forward_scale: str | None = None
     deepstack: tuple[str, str, str] | None = None
+    projector_inputs: bool = False
+    bucketed: bool = False
     frames: int = 0
+
+    @property
+    def projector_weight(self) -> str:
+        """The whole name of the projector's matrix."""
+        return self.projector if self.projector_inputs else self.projector + ".weight"
 
     @property
     def is_fused(self) -> bool:
@@ -57,7 +66,13 @@ class EncoderNames:
 
 
 def siglip_names(
-    model: str, projector: str, *, projector_out: str | None = None, merged_norm: str | None = None
+    model: str,
+    projector: str,
+    *,
+    projector_out: str | None = None,
+    merged_norm: str | None = None,
+    projector_inputs: bool = False,
+    bucketed: bool = False,
 ) -> EncoderNames:
     """Names of transformers' SigLIP and SigLIP 2 behind a prefix, and those of the projector behind them."""
     layer = model + "encoder.layers.{layer}."
@@ -76,4 +91,6 @@ def siglip_names(
         projector=projector,
         projector_out=projector_out,
         merged_norm=merged_norm,
+        projector_inputs=projector_inputs,
+        bucketed=bucketed,
     )

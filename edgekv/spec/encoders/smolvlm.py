@@ -9,7 +9,7 @@ from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("smolvlm",)
 
-NAMES = siglip_names("model.vision_model.", projector="model.connector.modality_projection.proj")
+NAMES = siglip_names("model.vision_model.", projector="model.connector.modality_projection.proj", bucketed=True)
 
 _IMAGE_TOKEN = 128257
 

@@ -47,6 +47,15 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
         count, width = x.shape[2:]
         return self._reshape(x, (1, 1, count // rows, rows * width), "merged")
 
+    def averaged(self, x: Tensor, rows: int, name: str) -> Tensor:
+        count, width = x.shape[2:]
+        squares = self._reshape(x, (1, count // rows, rows, width), "squares")
+        axis = self._integers("axis_rows", [ROWS])
+        averages = self._emit(
+            "MEAN", [squares, axis], name, (1, count // rows, 1, width), None, "ReducerOptions", keepDims=True
+        )
+        return self._reshape(averages, (1, 1, count // rows, width), "averages")
+
     def unmerged(self, x: Tensor) -> Tensor:
         count, width = x.shape[2:]
         return self._reshape(x, (1, 1, count * width, 1), "unmerged")

@@ -87,6 +87,7 @@ from tests.support.picture_models import (
     SIZES,
     photo,
     png,
+    write_gemma3_vl,
     write_internvl,
     write_lfm2_vl,
     write_qwen3_vl,
@@ -111,9 +112,7 @@ PICTURES = PictureSpec(
 )
 
 
-def data_uri(content: bytes) -> str:
-    """A picture as clients send it."""
-    return f"data:image/png;base64,{b64encode(content).decode()}"
+WRITES = [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl, write_gemma3_vl]
 
 
 def _bomb(width: int, height: int) -> bytes:
@@ -186,7 +185,7 @@ def test_the_encoder_reads_what_transformers_saves(name: str, tmp_path: Path):
     assert np.array_equal(_rows(found, picture), _rows(expected, picture))
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
+@pytest.mark.parametrize("write", WRITES)
 def test_the_processor_of_newer_checkpoints_is_read(write: Callable[[Path], Path], tmp_path: Path):
     """transformers 5 writes `processor_config.json` alone; older files of this name say nothing of pixels."""
     folder = write(tmp_path)
@@ -686,7 +685,7 @@ def _tile(bundle: Bundle) -> NDArray[np.uint8]:
     return photo(edge, edge // 3 // step * step if vision.encoder.has_shapes else edge)
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(("mode", "least_db"), [("exact16", 45), ("fast", 30 if multiplies_integers() else 28)])
 def test_each_mode_of_the_cpu_gives_the_rows(
     write: Callable[[Path], Path], mode: CpuMode, least_db: float, tmp_path: Path
@@ -701,9 +700,7 @@ def test_each_mode_of_the_cpu_gives_the_rows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "write", variants([write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl], [write_smolvlm])
-)
+@pytest.mark.parametrize("write", variants(WRITES, [write_smolvlm]))
 @pytest.mark.parametrize("kind", [LitertEngine, pytest.param(TfliteEngine, marks=pytest.mark.numpy1)])
 def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
     write: Callable[[Path], Path], kind: type[LitertEngine | TfliteEngine], tmp_path: Path
@@ -723,6 +720,7 @@ def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
         write_internvl: ("internvl_", "<IMG_CONTEXT>"),
         write_lfm2_vl: ("lfm2_vl_", "<image>"),
         write_qwen3_vl: ("", "<|vision_start|><|image_pad|><|vision_end|>"),
+        write_gemma3_vl: ("", "<start_of_image>"),
     }[write]
 
     def answered(model: edgekv.Model) -> NDArray[np.float32]:
@@ -739,7 +737,7 @@ def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
 
     with edgekv.load(bundle.path, kind.name) as model:
         logits = answered(model)
-    if write is write_qwen3_vl:  # whose golden prompt has two pictures
+    if not prefix and write is not write_smolvlm:  # whose golden prompt has two pictures
         with edgekv.load(onnx.path, cpu_mode="emulate") as model:
             float_logits = answered(model)
     else:
@@ -785,7 +783,7 @@ def test_eval_shows_where_the_error_of_an_encoder_arises(
     assert levels[-1] == pytest.approx((10 * np.log10(np.square(wanted).sum(-1) / noise)).min(), abs=0.2)
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
+@pytest.mark.parametrize("write", WRITES)
 def test_a_recipe_keeps_matrices_of_an_encoder_at_16_bits(
     write: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -830,7 +828,7 @@ class _Rounded:
         return self.matrices[name].dequantize().T if name in self.matrices else self.vision.tensor(name)
 
 
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
+@pytest.mark.parametrize("write", WRITES)
 def test_effort_rounds_an_encoder_on_what_its_matrices_read(write: Callable[[Path], Path], tmp_path: Path):
     """On a picture that none of them was fitted to, the whole error is lower too."""
     checkpoint = Checkpoint.open(str(write(tmp_path / "checkpoint")))
@@ -928,7 +926,7 @@ def test_a_chat_shows_pictures_with_its_messages(
 @pytest.mark.htp
 @pytest.mark.parametrize(
     "write",
-    variants([write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl], [write_smolvlm, write_qwen3_vl]),
+    variants(WRITES, [write_smolvlm, write_qwen3_vl, write_gemma3_vl]),
 )
 def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], tmp_path: Path):
     """Every graph compiles in integers, the encoder with them, and the binary is what the engine loads."""
@@ -948,9 +946,7 @@ def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], t
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize(
-    "write", variants([write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl], [write_smolvlm])
-)
+@pytest.mark.parametrize("write", variants(WRITES, [write_smolvlm]))
 def test_the_plugin_of_litert_compiles_an_encoder_into_one_context(write: Callable[[Path], Path], tmp_path: Path):
     options = export_options(context=192, ar=(1, 16), graph_format="tflite", kv_dtype="s8")
     bundle = shutil.copytree(exported(write(tmp_path / "checkpoint"), options), tmp_path / "bundle")
@@ -1090,7 +1086,7 @@ def test_the_page_has_a_button_for_pictures_where_the_model_reads_them(
     ],
     ids=["encoder", "processor", "scale", "crop"],
 )
-@pytest.mark.parametrize("write", [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl])
+@pytest.mark.parametrize("write", WRITES)
 def test_a_field_of_pictures_that_nothing_reads_is_refused_by_name(
     write: Callable[[Path], Path], file: str, fields: dict[str, Any], words: list[str], tmp_path: Path
 ):

@@ -30,9 +30,9 @@ from edgekv.serve.errors import ApiError, DisconnectedError, stopping, timed_out
 from edgekv.serve.http import Exchange
 from edgekv.serve.work import WorkQueue
 from edgekv.spec.chat import ChatTemplates
-from tests.edgekv.pictures.test_pictures import PICTURES, data_uri
+from tests.edgekv.pictures.test_pictures import PICTURES
 from tests.support.exports import export_options, exported
-from tests.support.picture_models import photo, png, write_smolvlm
+from tests.support.picture_models import data_uri, photo, png, write_smolvlm
 from tests.support.serving import NAME, Server, served
 
 CHAT = "/v1/chat/completions"
