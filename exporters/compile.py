@@ -34,6 +34,7 @@ from exporters.pipeline.planning import give_bundle, plan_binaries, plan_tflite
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore, store_in
 from exporters.pipeline.write import take_binaries
+from exporters.preconditions import check_encoder_fits
 from exporters.progress import Progress, one_step, silent
 
 _PLAIN = RunOptions()
@@ -199,6 +200,8 @@ def _check(bundle: Bundle, device: Device, options: HtpOptions, per_graph_binari
             expected=f"V73 or later, for the bundle's {manifest.kv_dtype} cache",
             fix="Export with --kv u8, or compile for a later device.",
         )
+    if manifest.vision is not None:
+        check_encoder_fits(device)
     if manifest.graph_format == "tflite" and per_graph_binaries is not None:
         raise UsageError(
             "--per-graph-binaries/--no-per-graph-binaries",

@@ -20,7 +20,7 @@ from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.split import Split, choose_split
 from exporters.options import ExportOptions
-from exporters.preconditions import check_cache, check_fit
+from exporters.preconditions import check_cache, check_encoder_fits, check_fit
 from exporters.quantize.as_stored import resolve
 from exporters.quantize.calibrate import (
     CHAT_SHARE,
@@ -280,6 +280,7 @@ def _for_pictures(options: ExportOptions, rows: int) -> ExportOptions:
     Raises:
         UsageError: the options say otherwise.
     """
+    check_encoder_fits(options.device)
     got = ""
     if options.embedding == "graph":
         got = "--embedding graph"

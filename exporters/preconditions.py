@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from devices import Device
 from edgekv.errors import EngineError, UsageError
 from edgekv.plan import check_kernel, checked_ar
 from edgekv.plan.options import DEFAULT_AR
@@ -73,6 +74,9 @@ def check_cache(spec: DecoderSpec, options: ExportOptions) -> None:
     check_kernel(spec, options.contexts[0])
 
 
+ENCODER_PRODUCTS = "V73 or later: products of a vision encoder's attention read 16-bit integers"
+
+
 def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
     """Reject options that do not fit this checkpoint.
 
@@ -116,6 +120,21 @@ def check_fit(checkpoint: Checkpoint, options: ExportOptions) -> None:
         raise UsageError("--give-hidden", got="it with --format tflite", expected="ONNX graphs", fix=fix)
     if options.graph_format == "tflite":
         check_tflite(checkpoint)
+
+
+def check_encoder_fits(device: Device) -> None:
+    """Check that a chip can run a vision encoder.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not device.supports_kv("s16"):
+        raise UsageError(
+            "--device",
+            got=f"{device.soc} (V{device.arch})",
+            expected=ENCODER_PRODUCTS,
+            fix="Use a later device, such as SM8550.",
+        )
 
 
 def _check_task(task: Task, options: ExportOptions) -> None:

@@ -70,6 +70,7 @@ from exporters.htp.check import run_steps
 from exporters.htp.compile import COMPILER_DEFAULTS, with_level
 from exporters.inspect.probe import layer_graphs
 from exporters.options import ExportOptions, RunOptions, read_recipe
+from exporters.preconditions import ENCODER_PRODUCTS, check_encoder_fits
 from exporters.progress import Progress, silent
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -79,7 +80,6 @@ _CALIBRATION_TOKENS = 1024
 _MODEL_CONTEXTS, _MODEL_AR = (256, 1024), (1, 8, 32, 128)
 _RECIPES = {"llama": "w4a16-lpbq32"}
 _WIDE_CACHES = ("qwen3",)
-_WIDE_PRODUCTS = "V73 or later: products of an encoder's attention read 16-bit integers"
 _PROMPT = "def read(self, path):\n    "
 _GRAPHS, _FAMILIES, _VISION = "operation", "family", "vision"
 
@@ -123,10 +123,9 @@ def make_kit(
     left_out = dict[str, str]()
     if _VISION in chosen and not device.supports_kv("s16"):
         if _VISION in parts:
-            fix = "Use a later device, such as SM8550."
-            raise UsageError("--device", got=f"{device.soc} (V{device.arch})", expected=_WIDE_PRODUCTS, fix=fix)
+            check_encoder_fits(device)
         chosen.remove(_VISION)
-        left_out[_VISION] = f"it needs {_WIDE_PRODUCTS}"
+        left_out[_VISION] = f"it needs {ENCODER_PRODUCTS}"
     families = [name for name in FAMILIES if f"{_FAMILIES}/{name}" in chosen or _operations(name, chosen)]
     user = None if bundle is None else _users_bundle(bundle, device, checkpoint)
     with atomic_directory(output, force=force, marker=KIT) as folder, scratch_folder("kit") as scratch:
