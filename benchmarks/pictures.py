@@ -35,11 +35,11 @@ from edgekv.graphs.float_encoder import FloatEncoderOps
 from edgekv.graphs.products import Products, Rows
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.kv.memory import aligned_zeros
-from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs
+from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs, row_places
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.litert import LitertEngine
 from edgekv.spec import ENCODERS, ROWS_PORT, Config, PictureSpec
-from exporters.checkpoint.checkpoint import Checkpoint
+from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
 from exporters.checkpoint.vision import VisionEncoder, WideEncoder
 from exporters.graphs.encoder import QdqEncoder
 from exporters.graphs.tflite.encoder import write_tflite_encoder
@@ -273,8 +273,11 @@ def _compile(file: Path) -> None:
     print(f"SM8650: {seconds:.0f} s, {peak:.2f} GB, binary {size:.0f} MB{found}")
 
 
-def measure_answers(path: Path, count: int) -> None:
-    """Compare answers with the float model's, which are read from its logits along the bundle's answers."""
+def compare_answers(path: Path, count: int) -> tuple[int, int]:
+    """How many answers to drawn pictures are the float model's, token for token, and how many are right.
+
+    Those of the float model are read from its logits along the bundle's answers.
+    """
     bundle = open_bundle(path)
     checkpoint = Checkpoint.open(bundle.manifest.source.checkpoint)
     vision, same, right = checkpoint.vision, 0, 0
@@ -292,13 +295,20 @@ def measure_answers(path: Path, count: int) -> None:
             tokens = list(answer)
             right += "".join(token.text for token in tokens) == words
             (rows,) = encode(NumpyEncoder(vision), vision.spec, [encoder_inputs(pixels, vision.spec, vision.pictures)])
+            shown = PicturedRows(rows, row_places(*vision.spec.grid_of(*pixels.shape[1::-1])))
             vocab, prompt = checkpoint.spec.vocab, answer.prompt
             placed = np.cumsum([token >= vocab for token in prompt]) - 1
             ids = [vocab + at if token >= vocab else token for token, at in zip(prompt, placed, strict=True)]
             said = [token.id for token in tokens]
             window = np.array([*ids, *said[:-1]])
-            (logits,) = Reference(checkpoint.with_pictures(rows)).logits([window])
+            (logits,) = Reference(checkpoint.with_pictures(shown)).logits([window])
             same += logits[len(ids) - 1 :].argmax(-1).tolist() == said
+    return same, right
+
+
+def measure_answers(path: Path, count: int) -> None:
+    """Print what `compare_answers` says."""
+    same, right = compare_answers(path, count)
     print(f"{count} pictures: {same / count:.1%} of the answers are the float model's, {right / count:.1%} are right")
 
 

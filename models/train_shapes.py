@@ -1,4 +1,4 @@
-"""Train a small SmolVLM that says which shape a picture shows, and in which colour.
+"""Train a small SmolVLM that says which shape a picture shows, in which colour, and the number below it.
 
     python models/train_shapes.py --out models/shapes-360k       (CPU, 1 core: minutes)
 
@@ -94,7 +94,7 @@ def main() -> None:
     """Train, and write the checkpoint."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     given, size = parser.parse_args(), 32
     torch.manual_seed(given.seed)
