@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
+from openai import BadRequestError
 
 import edgekv
 from edgekv.bundle import Bundle, open_bundle
@@ -35,7 +36,8 @@ from exporters.inspect.encoder import measure_encoder
 from exporters.quantize.encoder import NumpyEncoder, encode
 from exporters.quantize.reference import Reference
 from tests.support.exports import export_options, exported
-from tests.support.picture_models import SHAPED_SIZES, photo, png, write_qwen3_vl
+from tests.support.picture_models import SHAPED_SIZES, data_uri, photo, png, write_qwen3_vl
+from tests.support.serving import NAME, served
 
 GOLDEN = {
     name.removeprefix("qwen3_vl_"): value
@@ -201,6 +203,39 @@ def test_a_conversation_goes_on_behind_a_picture(model: Model):
         tokens = [token.id for token in answer]
     first, second = conversation.messages[1]["content"], len(tokens)
     assert second and isinstance(first, str) and answer.stats.cache.reused_tokens > 20
+
+
+def test_openai_clients_send_pictures(bundle: Path):
+    """Unmodified, by both kinds of requests; too many are counted before any is decoded."""
+
+    def parts(*numbers: int) -> Any:
+        urls = [data_uri(FILES[number]) for number in numbers]
+        return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": "What?"}]
+
+    with served(bundle) as server:
+        client = server.client()
+        messages: list[Any] = [{"role": "user", "content": parts(0, 1)}]
+        first = client.chat.completions.create(model=NAME, messages=messages, max_tokens=6, temperature=0.0)
+        said = first.choices[0].message.content
+        assert first.usage is not None and first.usage.prompt_tokens > 15 + 16
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": parts(2)}]
+        second = client.chat.completions.create(model=NAME, messages=messages, max_tokens=6, temperature=0.0)
+        assert second.usage is not None and second.usage.prompt_tokens > first.usage.prompt_tokens + 9
+        shown: Any = {"type": "input_image", "detail": "auto", "image_url": data_uri(FILES[0])}
+        asked: Any = [{"role": "user", "content": [shown, {"type": "input_text", "text": "What?"}]}]
+        assert client.responses.create(model=NAME, input=asked, max_output_tokens=4).usage
+        damaged = data_uri(FILES[0][:-40])  # its header is whole: that it cannot be decoded is never seen
+        urls: Any = [{"type": "image_url", "image_url": {"url": damaged}}] * 20
+        with pytest.raises(BadRequestError, match="tokens") as refusal:
+            client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": urls}])
+        assert "damaged" not in str(refusal.value)
+        with pytest.raises(BadRequestError, match="a damaged file"):
+            client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": urls[:1]}])
+    with edgekv.load(bundle) as model:
+        messages = [{"role": "user", "content": [{"type": "image", "picture": number} for number in range(2)]}]
+        messages[0]["content"].append({"type": "text", "text": "What?"})
+        generation = model.generate(messages=messages, pictures=FILES[:2], max_new_tokens=6, temperature=0.0)
+        assert "".join(token.text for token in generation) == said
 
 
 def test_a_policy_that_renumbers_tokens_is_refused_with_pictures(bundle: Path):
