@@ -1,7 +1,7 @@
 """A vision encoder of a published shape with random weights, and the answers of a small trained model.
 
 python -m benchmarks.pictures encoder                 SmolVLM2's encoder: export, SQNR per row, compiler
-python -m benchmarks.pictures encoder internvl3.5     InternVL's; lfm2-vl: LFM2-VL's
+python -m benchmarks.pictures encoder internvl3.5     InternVL's; also lfm2-vl, qwen3-vl and gemma3
 python -m benchmarks.pictures encoder --format tflite                          as a TFLite graph
 python -m benchmarks.pictures encoder --encoder-16bit 'vision.layers.*.fc2.weight'    matrices at 16 bits
 python -m benchmarks.pictures speed [SHAPE]           a tile on the CPU, beside onnxruntime's float32 graph
@@ -76,10 +76,36 @@ _LFM2_VL: dict[str, Any] = {
     "text_config": {"hidden_size": 1024, "num_hidden_layers": 16},
     "vision_config": {},
 }
+_QWEN3_VL: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": {"hidden_size": 2048, "num_hidden_layers": 28},
+    "vision_config": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "depth": 24,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+}
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "num_hidden_layers": 34},
+    "vision_config": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+    },
+}
 SHAPES = {
     "smolvlm2": (_SMOLVLM, {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "resample": 1}),
     "internvl3.5": (_INTERNVL, {"size": {"height": 448, "width": 448}, "resample": 3}),
     "lfm2-vl": (_LFM2_VL, {}),
+    "qwen3-vl": (_QWEN3_VL, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
+    "gemma3": (_GEMMA3, {"size": {"height": 896, "width": 896}, "resample": 2}),
 }
 
 
@@ -106,14 +132,20 @@ class _Random:
         return 0
 
 
-def random_encoder(shape: str) -> VisionEncoder:
-    """An encoder of random weights."""
-    config, processor = (Config(fields) for fields in SHAPES[shape])
+def random_encoder(shape: str, layers: int | None = None) -> VisionEncoder:
+    """An encoder of random weights, of so many layers; None for those of the published one."""
+    fields, prepared = SHAPES[shape]
+    if layers is not None:
+        fewer: dict[str, Any] = {"num_hidden_layers": layers}
+        if shape == "qwen3-vl":
+            fewer = {"depth": layers, "deepstack_visual_indexes": [*range(min(layers, 3))]}
+        fields = fields | {"vision_config": fields["vision_config"] | fewer}
+    config, processor = Config(fields), Config(prepared)
     family = ENCODERS[config.text("model_type")]
     spec = family.describe(config, processor)
-    empty = VisionEncoder(spec, family.pictures(config, processor), family.names, {})
+    empty = VisionEncoder(spec, family.pictures(config, processor), None, family.names, {})
     tensors = {name: _Random(name, shape) for name, shape in empty.shapes.items()}
-    return VisionEncoder(spec, empty.pictures, family.names, tensors)
+    return VisionEncoder(spec, empty.pictures, None, family.names, tensors)
 
 
 def measure_encoder(shape: str, graph_format: GraphFormat, wide: Sequence[str]) -> None:
@@ -160,9 +192,9 @@ class _Float32Ops(FloatEncoderOps):
         self._products = _FloatProducts(self._nodes, file, "fast", is_scoring=False, batch_invariant=False)
 
 
-def measure_speed(shape: str, tiles: int) -> None:
+def measure_speed(shape: str, tiles: int, layers: int | None = None) -> None:
     """Print what a tile takes in `exact16`, `fast` and float32: processor time of one thread, the least by turns."""
-    vision = random_encoder(shape)
+    vision = random_encoder(shape, layers)
     spec = vision.spec
     names = find_recipe("w8a16").wide_matrices(spec)
     tensors: EncoderTensors = WideEncoder(vision, names) if names else vision
@@ -329,6 +361,7 @@ def main() -> None:
     speed = kinds.add_parser("speed")
     speed.add_argument("shape", nargs="?", choices=SHAPES, default="smolvlm2")
     speed.add_argument("--tiles", type=int, default=5)
+    speed.add_argument("--layers", type=int, help="those of the published encoder by default")
     answers = kinds.add_parser("answers")
     answers.add_argument("bundle", type=Path)
     answers.add_argument("--pictures", type=int, default=500)
@@ -336,7 +369,7 @@ def main() -> None:
     if given.kind == "encoder":
         measure_encoder(given.shape, given.format, given.encoder_16bit)
     elif given.kind == "speed":
-        measure_speed(given.shape, given.tiles)
+        measure_speed(given.shape, given.tiles, given.layers)
     else:
         measure_answers(given.bundle, given.pictures)
 

@@ -25,16 +25,21 @@ from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
 from edgekv.spec import (
     CONFIG,
+    ENCODERS,
     DecoderInterface,
     DecoderSpec,
+    EncoderSpec,
     EncodingTypes,
     KeyLayout,
     KvDtype,
+    PictureSpec,
     Vocabulary,
     describe,
     read_config,
 )
+from edgekv.spec.encoders.processor import read_processor
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
+from exporters.estimate.encoder import encoder_slices, write_random_encoder
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.parts import build_layers, build_part, save_part, with_boundaries
 from exporters.graphs.qdq import QdqOps
@@ -215,13 +220,44 @@ def estimate_config(
             expected="a recipe with a type for each matrix",
             fix="Use --recipe w4a16, or export it, and use edgekv estimate on the bundle.",
         )
-    spec = describe(read_config(path / CONFIG if path.is_dir() else path))
+    file = path / CONFIG if path.is_dir() else path
+    config = read_config(file)
+    spec = describe(config)
     types.check(spec)
+    family, encoder = ENCODERS.get(config.text("model_type")), None
+    if family is not None:
+        processor = read_processor(file.parent, is_needed=False)
+        encoder = family.describe(config, processor), family.pictures(config, processor)
     planned = plan_graphs(graphs.ar, (graphs.context,), Split.whole(spec.layers))
     records = [graph for graph in planned if graph.role != "score"]
     interface = DecoderInterface.of(spec, graphs.context, cast(KvDtype, graphs.kv), key_layout, "u16")
     estimate = estimate_spec(spec, types, records, interface, device, run, progress=progress, options=options)
+    if encoder is not None:
+        tile = _estimate_encoder(*encoder, device, run, progress, options)
+        estimate = structs.replace(estimate, graphs=[*estimate.graphs, *tile])
     return structs.replace(estimate, source=str(path))
+
+
+def _estimate_encoder(
+    spec: EncoderSpec,
+    pictures: PictureSpec,
+    device: Device,
+    run: RunOptions,
+    progress: Progress,
+    options: HtpOptions,
+) -> list[GraphEstimate]:
+    """A tile on each proxy, in encoders of few layers; see `encoder_slices`."""
+    with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
+        binaries = list[_Binary]()
+        for part, times in encoder_slices(spec):
+            file = scratch / str(part.layers) / f"{ENCODER}.onnx"
+            file.parent.mkdir()
+            write_random_encoder(part, pictures, file)
+            binaries.append(_Binary({ENCODER: file}, times))
+        simulated = _simulated(
+            [_Encoder(spec.rows)], binaries, _proxies(device, options), device, run, progress, options
+        )
+    return [graph for graph, _ in simulated]
 
 
 def estimate_spec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -230,7 +230,21 @@ def quantize_encoder(
 
     ops = NumpyEncoder(tensors, observe) if method == "nearest" else FittingEncoder(tensors, observe, method)
     rows = encode(ops, tensors.spec, pictures, done)
-    results, types = encoder_results(tensors.spec), EncodingTypes(activations, "s16")
+    encodings = encoder_encodings(tensors.spec, prepared, ranges, activations)
+    count = len(tensors.spec.deepstack)
+    reaches = [(0.0, 0.0), *(encodings[deepstack_port(number)].reach for number in range(count))]
+    matrices = dict(ops.matrices) if isinstance(ops, FittingEncoder) else {}
+    for name in tensors.spec.matrices.keys() - matrices.keys():
+        matrices[name] = quantize_per_channel(by_inputs(tensors.tensor(name)))
+    behind = min(low for low, _ in reaches), max(high for _, high in reaches)
+    return QuantizedEncoder(matrices, encodings, rows, encodings[ROWS_PORT].reach, behind)
+
+
+def encoder_encodings(
+    spec: EncoderSpec, prepared: PictureSpec, ranges: Mapping[str, Range], activations: Literal["u16", "s16"] = "u16"
+) -> dict[str, Encoding]:
+    """The encodings of an encoder's results, inputs and outputs, of the ranges of its results."""
+    results, types = encoder_results(spec), EncodingTypes(activations, "s16")
     masked = [result for result in results.values() if result.kind == "masked"]
     depth = mask_depth(ranges[source] for result in masked for source in result.sources)
     encodings = result_encodings(results, ranges, types, depth)
@@ -240,22 +254,18 @@ def quantize_encoder(
         if activations == "s16"
         else Encoding.asymmetric(min(ends), max(ends), "u16")
     )
-    if tensors.spec.has_shapes:
+    if spec.has_shapes:
         encodings[PADDING_PORT] = mask_encoding(depth, types)
         encodings[PLACES_PORT] = (
             Encoding.symmetric(1.0, "s16") if activations == "s16" else Encoding.asymmetric(0.0, 1.0, "u16")
         )
-    if tensors.spec.rotary_theta is not None:
+    if spec.rotary_theta is not None:
         encodings |= dict.fromkeys((COS_PORT, SIN_PORT), rotary_encoding(1.0, types))
     encodings[ROWS_PORT] = encodings["vision.rows"]
-    count = len(tensors.spec.deepstack)
-    encodings |= {deepstack_port(number): encodings[f"vision.deepstack.{number}.rows"] for number in range(count)}
-    reaches = [(0.0, 0.0), *(encodings[deepstack_port(number)].reach for number in range(count))]
-    matrices = dict(ops.matrices) if isinstance(ops, FittingEncoder) else {}
-    for name in tensors.spec.matrices.keys() - matrices.keys():
-        matrices[name] = quantize_per_channel(by_inputs(tensors.tensor(name)))
-    behind = min(low for low, _ in reaches), max(high for _, high in reaches)
-    return QuantizedEncoder(matrices, encodings, rows, encodings[ROWS_PORT].reach, behind)
+    encodings |= {
+        deepstack_port(number): encodings[f"vision.deepstack.{number}.rows"] for number in range(len(spec.deepstack))
+    }
+    return encodings
 
 
 class _EncoderResults(ResultRecorder, EncoderOps[str]):

@@ -36,8 +36,20 @@ from tests.exporters.pipeline.test_pipeline import files_of_at_most
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import export_options, exported
 from tests.support.kits import report
-from tests.support.picture_models import write_internvl, write_lfm2_vl, write_smolvlm
+from tests.support.picture_models import (
+    SMALL,
+    write_gemma3_vl,
+    write_internvl,
+    write_lfm2_vl,
+    write_qwen3_vl,
+    write_smolvlm,
+)
 from tests.support.thorough import variants
+
+
+def write_long_smolvlm(folder: Path) -> Path:
+    return write_smolvlm(folder, SMALL | {"num_hidden_layers": 7})
+
 
 PROFILE = """Msg Timestamp,Message,Time,Unit of Measurement,Timing Source,Event Level,Event Identifier
 0,FINALIZE,446822,US,BACKEND,ROOT,QNN (finalize) time
@@ -278,6 +290,18 @@ def test_a_plan_simulates_from_the_config_alone(bundle: Path, embedded: Path, tm
     for planned, graph in zip(made.graphs, exported.graphs, strict=True):
         assert (planned.graph, planned.role) == (graph.graph, graph.role)
         assert planned.us == pytest.approx(graph.us, rel=0.08)
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("write", variants([write_long_smolvlm, write_qwen3_vl, write_gemma3_vl], [write_long_smolvlm]))
+def test_a_plan_has_the_time_of_a_tile(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """From the configuration alone, where there are more layers of encoders of fewer."""
+    folder, run = write(tmp_path / "checkpoint"), RunOptions(cache_dir=tmp_path)
+    made = estimate_config(folder, find("SM8650"), PlanOptions(context=96, ar=(1, 16)), run=run)
+    opened = open_bundle(exported(folder, export_options(context=96, ar=(1, 16))))
+    planned, encoder = (graphs[-1] for graphs in (made.graphs, estimate_bundle(opened, find("SM8650"), run).graphs))
+    assert (planned.graph, planned.role, planned.ar) == ("vision", "encoder", encoder.ar)
+    assert planned.us == pytest.approx(encoder.us, rel=0.15)
 
 
 @pytest.mark.parametrize("recipe", ["front-5", "as-stored"])
