@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import ExifTags, Image
 
 from benchmarks.pictures import compare_answers
 from edgekv.cli import run
+from models.shapes import QUESTION, drawn
 from tests.support.exports import export_options, exported
+from tests.support.picture_models import data_uri
+from tests.support.serving import NAME, served
 
 MODEL = Path(__file__).parents[3] / "models" / "shapes-360k"
 PICTURES = 50
@@ -32,3 +40,70 @@ def test_a_chip_without_products_of_16_bits_is_refused_first(tmp_path: Path, cap
         said = " ".join(capsys.readouterr().err.split())
         assert "--device: got QCS6490 (V68); expected V73 or later: products of a vision encoder" in said
     assert not (tmp_path / "out").exists()
+
+
+def _saved(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    file = BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def _turned(picture: Image.Image) -> bytes:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # shown turned to the right
+    return _saved(picture.transpose(Image.Transpose.ROTATE_90), "JPEG", quality=95, exif=exif)
+
+
+def _gray16(picture: Image.Image) -> bytes:
+    return _saved(Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257), "PNG")
+
+
+def _transparent(picture: Image.Image) -> bytes:
+    """White where it is, it is clear: what is below is black."""
+    pixels = np.asarray(picture)
+    clear = (pixels > 225).all(-1, keepdims=True)
+    return _saved(Image.fromarray(np.concatenate([pixels * ~clear, (~clear * 255).astype(np.uint8)], 2)), "PNG")
+
+
+def _animated(picture: Image.Image) -> bytes:
+    others = [Image.fromarray(drawn(number)[0]) for number in (3, 4)]
+    return _saved(picture, "WEBP", save_all=True, append_images=others, lossless=True)
+
+
+ODD: dict[str, Callable[[Image.Image], bytes]] = {
+    "turned by EXIF": _turned,
+    "16 bits of gray": _gray16,
+    "CMYK": lambda picture: _saved(picture.convert("CMYK"), "JPEG", quality=95),
+    "transparent": _transparent,
+    "animated": _animated,
+    "huge": lambda picture: _saved(picture.resize((6400, 6400), Image.Resampling.NEAREST), "PNG"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ODD)
+def test_commands_and_servers_read_odd_pictures_as_people_do(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The digits can be read in them, and so can the colour, but of gray."""
+    bundle, (pixels, words) = exported(MODEL, export_options(context=128, ar=(1, 32))), drawn(9)
+    content, file = ODD[kind](Image.fromarray(pixels)), tmp_path / "odd"
+    file.write_bytes(content)
+    shape = words.split()[2:] if "gray" in kind else words.split()
+
+    def is_right(answer: str | None) -> bool:
+        return answer is not None and answer.split()[-len(shape) :] == shape
+
+    assert run(["chat", str(bundle), "--message", QUESTION, "--image", str(file), "--temperature", "0"]) == 0
+    assert is_right(capsys.readouterr().out.strip())
+    with served(bundle) as server:
+        client, url = server.client(), data_uri(content)
+        parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
+        answer = client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": parts}], max_tokens=24, temperature=0.0
+        )
+        assert is_right(answer.choices[0].message.content)
+        shown: Any = {"type": "input_image", "detail": "auto", "image_url": url}
+        asked: Any = [{"role": "user", "content": [shown, {"type": "input_text", "text": QUESTION}]}]
+        response = client.responses.create(model=NAME, input=asked, max_output_tokens=24, temperature=0.0)
+        assert is_right(response.output_text)
