@@ -250,9 +250,12 @@ class Runner:
         """Run tokens; full blocks are stored before layers with an attention window drop them."""
         if not tokens or sequence.prefixes is None:
             return session.feed(tokens, logits=logits)
-        piece, at = session.cache.ar[-1] if len(session.cache.groups) > 1 else len(tokens), 0
+        several, at = len(session.cache.groups) > 1, 0
         while at < len(tokens):
-            end = at + self._graphs.step_tokens(tokens, at, piece)
+            most = session.cache.ar[-1] if several else len(tokens)
+            if several and session.window:  # where its steps end, which may begin beside a picture
+                most = session.window - len(session.tokens) % session.window
+            end = at + self._graphs.step_tokens(tokens, at, most)
             last = session.feed(tokens[at:end], logits=logits and end == len(tokens))
             self._keep(sequence, session)
             at = end

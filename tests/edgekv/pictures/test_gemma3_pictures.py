@@ -67,7 +67,7 @@ def _tiles(checkpoint: Checkpoint, count: int) -> list[NDArray[np.uint8]]:
 
 
 def _db(found: NDArray[Any], wanted: NDArray[Any]) -> float:
-    return float(10 * np.log10(np.square(wanted).sum() / np.square(found - wanted).sum()))
+    return float(10 * np.log10(np.square(wanted).sum() / max(np.square(found - wanted).sum(), 1e-9)))
 
 
 def test_pixels_are_those_of_transformers(checkpoint: Checkpoint):
@@ -133,13 +133,13 @@ def _last(model: Model, prompt: str, pictures: list[bytes], **options: Any) -> t
 
 
 def test_no_step_cuts_a_picture(bundle: Path, tmp_path: Path):
-    """Wherever a picture stands, and however many tokens a step has, its rows see each other: the same integers."""
+    """Wherever a picture stands, and however many tokens a step has, its rows see each other."""
     other = exported(write_gemma3_vl(tmp_path / "gemma3"), export_options(context=192, ar=(1, 6)))
     with edgekv.load(bundle, cpu_mode="emulate") as long, edgekv.load(other, cpu_mode="emulate") as short:
         for before in range(16):
             prompt = "a" * before + f"{PLACE}{PLACE} end"
             first, second = (_last(model, prompt, FILES[:2])[0] for model in (long, short))
-            assert np.array_equal(first, second), before
+            assert _db(first, second) > 65, before  # 41 to 59 where steps cut one
 
 
 @pytest.mark.parametrize("mode", ["emulate", "fast"])
