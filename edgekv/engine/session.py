@@ -159,7 +159,7 @@ class Graphs:
     def _tile_end(self, tokens: Sequence[int], at: int) -> int:
         """Where the tile ends that has the row `at`."""
         assert self.pictures is not None, "a row of a picture"
-        tile, row = self.pictures.found(tokens[at])
+        tile, row = self.pictures.tile_of(tokens[at])
         return min(at + len(tile.ids) - row, len(tokens))
 
     def position_offsets(self) -> PositionOffsets | None:
