@@ -117,19 +117,19 @@ class ExpertMemory:
         """
         import onnx
 
-        found: GraphFiles = {}
+        files: GraphFiles = {}
         for tensor in onnx.load_from_string(model).graph.initializer:
             match = _MATRIX.match(tensor.name)
             if match is None or not tensor.external_data:
                 continue
             entries = {entry.key: entry.value for entry in tensor.external_data}
             file = _File(folder / entries["location"], _used_bytes(entries))
-            found.setdefault(Expert(int(match[1]), int(match[2])), set()).add(file)
+            files.setdefault(Expert(int(match[1]), int(match[2])), set()).add(file)
             self._mappings.setdefault(file, []).append(weights)
         self._release(self._mappings)
         self._held.clear()
         self.stats.held_bytes = 0
-        return found
+        return files
 
     def read(
         self, layers: Sequence[int], chosen: np.ndarray[tuple[int, ...], np.dtype[np.float32]], files: GraphFiles

@@ -41,7 +41,7 @@ class MappedWeights:
         names = self._places if name is None else [name] if name in self._places else []
         with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no library without a name
             advise = ctypes.CDLL(None).madvise
-            for start, length in (place for each in names for place in self._places[each]):
+            for start, length in (place for name in names for place in self._places[name]):
                 advise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(_DONTNEED))
 
 

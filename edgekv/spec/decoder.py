@@ -334,8 +334,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _check_delta_rule(self, rule: DeltaRule) -> None:
         layers = {*range(self.layers)}
         if not rule.layers <= layers or not self.attention_layers:
-            got, wanted = sorted(rule.layers), f"some below {self.layers}, and one with attention"
-            raise ValueError(f"delta_rule: layers: got {got}; expected {wanted}")
+            got, expected = sorted(rule.layers), f"some below {self.layers}, and one with attention"
+            raise ValueError(f"delta_rule: layers: got {got}; expected {expected}")
         if rule.corrects and (rule.attends or rule.norm != "gated"):
             raise ValueError(f"delta_rule: norm: got {rule.norm}, attends {rule.attends}; expected gated and false")
 
@@ -343,8 +343,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         alone = self.mixers_alone | self.feed_forwards_alone
         both = self.mixers_alone & self.feed_forwards_alone
         if both or not alone <= {*range(self.layers)} or not self.attention_layers:
-            got, wanted = sorted(both or alone), f"some below {self.layers}, each in one, and one with attention"
-            raise ValueError(f"mixers_alone, feed_forwards_alone: got {got}; expected {wanted}")
+            got, expected = sorted(both or alone), f"some below {self.layers}, each in one, and one with attention"
+            raise ValueError(f"mixers_alone, feed_forwards_alone: got {got}; expected {expected}")
         if not self.pre_norms or self.post_norms or self.parallel or self.layer_inputs or self.cache_owners:
             raise ValueError("mixers_alone: got some; expected pre_norms alone, and layers with caches of their own")
 

@@ -43,8 +43,8 @@ def write_random_encoder(spec: EncoderSpec, pictures: PictureSpec, file: Path) -
     def tensor(name: str) -> Floats:
         random = np.random.default_rng([5, *name.encode()])
         shape = shapes.get(name, (spec.hidden,))  # a bias of all heads together
-        found: Floats = random.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
-        return found
+        weights: Floats = random.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        return weights
 
     matrices = {name: quantize_per_channel(by_inputs(tensor(name))) for name in spec.matrices}
     results = encoder_results(spec)

@@ -32,10 +32,12 @@ def describe(config: Config) -> DecoderSpec:
     config = config.with_defaults(**DEFAULTS).with_filled(**{count: 64})
     config.expect("hidden_act", "silu", "swish")
     spec = llama_like(config, two_ropes=True)
-    found = config.texts(KINDS, spec.layers) if KINDS in config else (SPARSE,) * spec.layers
-    sparse = [layer for layer, kind in enumerate(found) if kind == SPARSE]
-    if set(found) - {SPARSE, DENSE} or not sparse:
-        raise config.refusal(KINDS, f"{SPARSE} or {DENSE} for each layer, one {SPARSE} at least", got=", ".join(found))
+    feed_forwards = config.texts(KINDS, spec.layers) if KINDS in config else (SPARSE,) * spec.layers
+    sparse = [layer for layer, kind in enumerate(feed_forwards) if kind == SPARSE]
+    if set(feed_forwards) - {SPARSE, DENSE} or not sparse:
+        raise config.refusal(
+            KINDS, f"{SPARSE} or {DENSE} for each layer, one {SPARSE} at least", got=", ".join(feed_forwards)
+        )
     window = config.optional_size("sliding_window", 1024)
     layer_windows = windows(config, spec.layers, window, lambda layer: False)
     rope, local_rope = Rope.pair(config, spec.head_dim, theta=THETA, local_theta=LOCAL_THETA)

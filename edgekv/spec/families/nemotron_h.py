@@ -31,14 +31,16 @@ def describe(config: Config) -> DecoderSpec:
     for name, value in (("mamba_hidden_act", "silu"), ("use_bias", False), ("sliding_window", None)):
         config.expect(name, value)
     pattern, kinds = "hybrid_override_pattern", "layers_block_type"
-    found = config.layer_types(name=kinds) if kinds in config else tuple(config.text(pattern, ""))
-    found = tuple(LETTERS.get(kind, kind) for kind in found)
-    layers = frozenset(range(len(found)))
-    by_kind = {kind: frozenset(layer for layer in layers if found[layer] == kind) for kind in LETTERS.values()}
-    if set(found) - {FULL, MAMBA, FEED_FORWARD} or not by_kind[FULL]:
+    kinds_of_layers = config.layer_types(name=kinds) if kinds in config else tuple(config.text(pattern, ""))
+    kinds_of_layers = tuple(LETTERS.get(kind, kind) for kind in kinds_of_layers)
+    layers = frozenset(range(len(kinds_of_layers)))
+    by_kind = {
+        kind: frozenset(layer for layer in layers if kinds_of_layers[layer] == kind) for kind in LETTERS.values()
+    }
+    if set(kinds_of_layers) - {FULL, MAMBA, FEED_FORWARD} or not by_kind[FULL]:
         expected = "attention, mamba or mlp for each layer, one attention at least: graphs have no such experts"
-        raise config.refusal(kinds if kinds in config else pattern, expected, got=", ".join(sorted({*found})))
-    config = config.changed(num_hidden_layers=len(found))
+        raise config.refusal(kinds if kinds in config else pattern, expected, got=", ".join(sorted({*kinds_of_layers})))
+    config = config.changed(num_hidden_layers=len(kinds_of_layers))
     low = config.number("time_step_min", 1e-3)
     width = config.size("mamba_n_heads") * config.size("mamba_d_head")
     rule = mamba2(config.changed(time_step_limit=[low, float("inf")]), by_kind[MAMBA], width)

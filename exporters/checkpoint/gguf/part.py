@@ -99,9 +99,9 @@ def _block(path: Path, data: NDArray[np.uint8], place: TensorPlace, kind: str, b
     """A tensor; `block` has the elements and the bytes of a block of its type."""
     shape, (elements, block_bytes) = place.dimensions[::-1], block
     rows = *shape[:-1], shape[-1] // elements * block_bytes
-    found = data[place.offset : place.offset + math.prod(rows)]
+    content = data[place.offset : place.offset + math.prod(rows)]
     return Block(
-        found.view(_NUMBERS[kind]).reshape(shape) if kind in _NUMBERS else found.reshape(rows), kind, shape, path
+        content.view(_NUMBERS[kind]).reshape(shape) if kind in _NUMBERS else content.reshape(rows), kind, shape, path
     )
 
 
