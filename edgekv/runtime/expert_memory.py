@@ -147,6 +147,8 @@ class ExpertMemory:
         self._last_layer = layers[-1]
         for row, number in np.argwhere(chosen).tolist():
             expert = Expert(layers[row], number)
+            if expert not in files:
+                continue  # its matrices are so small that the graph itself has them
             held = self._held.setdefault(expert, set())
             missing_bytes = sum(file.used_bytes for file in files[expert] - held)
             stats.hits += not missing_bytes

@@ -110,7 +110,7 @@ def test_a_baked_prefix_is_of_the_default_mode(small: Path, tmp_path: Path, caps
 
 def test_json_has_everything(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = _json(bundle, capsys, "--reserve", "1.5")
-    assert list(result) == ["schema", "prompt_tokens", "tokens", "text", "stats"]
+    assert list(result) == ["schema", "prompt_tokens", "tokens", "text", "stats", "experts"]
     assert result["schema"] == 1
     assert len(result["tokens"]) == result["stats"]["generated_tokens"] == 8
     assert (result["stats"]["setup"]["kv_update"], result["stats"]["setup"]["reserve"]) == ("pointer-shift", 1.5)

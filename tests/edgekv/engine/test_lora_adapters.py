@@ -395,7 +395,7 @@ def test_choices_that_cannot_be_are_named(adapted: Path, lora: Any) -> None:
 def test_other_runtimes_refuse_slots_by_name(
     slots: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    output = ["-o", str(tmp_path / "out")] if command[0] == "bundle" else ["--device", "Samsung Galaxy S24"]
+    output = ["-o", str(tmp_path / "out")] if command[0] == "bundle" else ["--devices", "Samsung Galaxy S24"]
     assert run_command([*command, str(slots), *output]) != 0
     assert "slots for adapters" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -20,8 +20,10 @@ from tests.support.exports import export_options, exported
 
 PAGE = 4096
 PROMPT = [*range(3, 40)]
-READ = 2 * 16 + 19 * 2 * 3
-"""Experts of two windows of prefill, which read all, and of 19 steps, which read three in each of two layers."""
+SIZES = {"granitemoe": {"intermediate_size": 64}, "lfm2_moe": {"moe_intermediate_size": 64}}
+"""A graph itself has matrices below 4 KiB."""
+READ = range(2 * 15 + 19 * 2 * 3, 2 * 16 + 19 * 2 * 3 + 1)
+"""Experts of two windows of prefill, which read nearly all, and of 19 steps, which read three in each of two layers."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -31,7 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixture(folder: Path, name: str = "granitemoe", **changes) -> Path:
-    checkpoint = write_checkpoint(folder / "checkpoint", ARCHITECTURES[name], gain=1.0)
+    checkpoint = write_checkpoint(folder / "checkpoint", ARCHITECTURES[name] | SIZES.get(name, {}), gain=1.0)
     (folder / "text").write_text("The quick brown fox jumps over the lazy dog.")
     return exported(checkpoint, export_options(context=64, ar=(1, 16), calibration=folder / "text", **changes))
 
@@ -77,17 +79,20 @@ def test_a_budget_below_what_a_token_reads_is_kept_and_still_finds_some(bundle: 
         names = {file.path.name for file in memory._mappings}
         assert 0 < resident_bytes(names) <= budget
     assert stats.held_bytes <= budget == stats.budget_bytes
-    # Gate and up have two pages, and in decode steps down has two others.
-    assert 16 * 2 * PAGE <= stats.max_pass_bytes <= 16 * 2 * PAGE + budget, "prefill reads all"
-    assert stats.hits + stats.misses == READ
-    assert stats.hits > 0 and stats.misses * 2 * PAGE <= stats.read_bytes <= stats.misses * 4 * PAGE
+    assert stats.max_pass_bytes > budget, "prefill reads nearly all"
+    assert stats.hits + stats.misses in READ
+    assert stats.hits > 0 and stats.read_bytes > sum(file.used_bytes for file in memory._mappings), "some twice"
 
 
 def test_a_budget_for_all_reads_each_file_once(bundle: Path) -> None:
-    _, stats = ran(bundle, expert_budget="1GB")
-    assert 16 < stats.misses <= 2 * 16 and stats.hits == READ - stats.misses, "steps read what down has for one row"
-    assert stats.read_bytes == 16 * 2 * PAGE + (stats.misses - 16) * 2 * PAGE
+    with edgekv.load(bundle, cpu_mode="fast", expert_budget="1GB") as model:
+        tokens(model)
+        stats, memory = model.expert_stats, model.engine.graphs._engine.experts
+    assert 15 < stats.misses <= 2 * 16, "steps read what down has for one row"
+    assert stats.hits + stats.misses in READ
     assert stats.held_bytes == stats.read_bytes == stats.max_pass_bytes
+    files = {file for held in memory._held.values() for file in held}
+    assert stats.read_bytes == sum(file.used_bytes for file in files)
 
 
 def test_the_oldest_pass_leaves_first_and_of_one_the_last_layer(bundle: Path) -> None:
@@ -109,7 +114,7 @@ def test_parts_of_a_graph_let_experts_leave_between_them(tmp_path: Path) -> None
     plain, _ = ran(folder, expert_budget="1GB")
     within, stats = ran(folder, expert_budget=4 * PAGE)
     assert within == plain
-    assert stats.max_pass_bytes <= 8 * 4 * PAGE + stats.budget_bytes, "a part has one layer of experts"
+    assert stats.max_pass_bytes <= 8 * 6 * PAGE + stats.budget_bytes, "a part has one layer of experts"
 
 
 @pytest.mark.parametrize(
