@@ -183,12 +183,6 @@ def test_no_function_but_the_reference_operator_has_more_than_eight_parameters()
 
 UNNAMED = {
     "exporters/capabilities.py",
-    "exporters/checkpoint/checkpoint.py",
-    "exporters/checkpoint/gguf/config.py",
-    "exporters/checkpoint/gguf/layout.py",
-    "exporters/checkpoint/gguf/split.py",
-    "exporters/checkpoint/gguf/tensors.py",
-    "exporters/checkpoint/vision.py",
     "exporters/graphs/encoder.py",
     "exporters/pipeline/inputs.py",
     "exporters/pipeline/layer_file.py",

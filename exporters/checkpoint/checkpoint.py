@@ -146,8 +146,8 @@ class Checkpoint:
                 raise CheckpointError("--task rerank", got="a GGUF file", expected="a folder", fix=fix)
             return cls._open_gguf(path, adapters)
         folder = locate(name)
-        config, found = read_json(folder / CONFIG), CheckpointTokenizer.open(folder)
-        tokenizer = found.tokenizer
+        config, tokenizer_files = read_json(folder / CONFIG), CheckpointTokenizer.open(folder)
+        tokenizer = tokenizer_files.tokenizer
         sentence = SentenceModel.of_text_model(folder, tokenizer) if ranks else SentenceModel.open(folder, config)
         if sentence is not None:
             config = {**config, "tie_word_embeddings": False, SENTENCE: sentence.settings}
@@ -155,7 +155,7 @@ class Checkpoint:
         quantization = read_quantization(config)
         generation = read_json(folder / GENERATION_CONFIG, optional=True)
         check_vocabulary(tokenizer, spec.vocab, str(folder / TOKENIZER))
-        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named)
+        special = special_tokens(config, generation, tokenizer, spec.vocab, tokenizer_files.named)
         parts = stored_tensors(folder)
         tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
         check_floats(tensors)
@@ -182,25 +182,25 @@ class Checkpoint:
                 expected="a folder of sentence-transformers, with modules.json: it cannot write text",
                 fix="Fetch all files of the checkpoint.",
             )
-        wanted = {view.name: view for view in views(spec)}
-        tensors = without_zero_biases(tensors, wanted)
-        check_tensors(tensors, wanted.values(), spec)
-        read = {each.file for each in (parts if quantization else tensors).values()}
+        decoder_views = {view.name: view for view in views(spec)}
+        tensors = without_zero_biases(tensors, decoder_views)
+        check_tensors(tensors, decoder_views.values(), spec)
+        read = {tensor.file for tensor in (parts if quantization else tensors).values()}
         read |= {*(() if sentence is None else sentence.files), *(() if vision is None else vision.files)}
         files = tuple(sorted(read))
-        tensors = with_rows_of_experts(tensors, wanted.values())
+        tensors = with_rows_of_experts(tensors, decoder_views.values())
         tensors, spec, merged = merge(tensors, spec, adapters)
-        wanted = {view.name: view for view in views(spec)}
-        defaults, chat = generation_record(generation), found.templates(reads_pictures=vision is not None)
+        decoder_views = {view.name: view for view in views(spec)}
+        defaults, chat = generation_record(generation), tokenizer_files.templates(reads_pictures=vision is not None)
         check_turn_end(chat, tokenizer, special.eos)
-        opened = cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, wanted, files)
+        opened = cls(name, folder, spec, special, tokenizer, defaults, chat, config, tensors, decoder_views, files)
         return replace(
             opened,
             quantization=quantization,
             adapters=merged,
             vision=vision,
             predicts_further=bool(ahead),
-            tokenizer_file=found.file,
+            tokenizer_file=tokenizer_files.file,
             task=None if sentence is None else sentence.task_with(chat, folder),
             ranks=ranks,
         )
@@ -224,8 +224,8 @@ class Checkpoint:
         folder = locate(name)
         spec = describe_drafter(Config(config := read_json(folder / CONFIG)), target.spec)
         generation = read_json(folder / GENERATION_CONFIG, optional=True)
-        found = CheckpointTokenizer.open(folder)
-        tokenizer = found.tokenizer
+        tokenizer_files = CheckpointTokenizer.open(folder)
+        tokenizer = tokenizer_files.tokenizer
         check_vocabulary(tokenizer, spec.vocab, str(folder / TOKENIZER))
         if tokenizer.get_vocab(with_added_tokens=True) != target.tokenizer.get_vocab(with_added_tokens=True):
             fix = "Give the target that the drafter was trained for."
@@ -236,16 +236,16 @@ class Checkpoint:
         if spec.target is not None and spec.target.is_cached_apart:
             frame = np.eye(spec.hidden, dtype=np.float32) if frame is None else frame
             tensors = head_tensors(stored, spec, target, frame)
-            stored = {key: each for key, each in stored.items() if is_of_head(key)}
+            stored = {key: tensor for key, tensor in stored.items() if is_of_head(key)}
         else:
             tensors = drafter_tensors(stored, spec, target)
         check_floats(stored)
         check_tensors(tensors, views(spec), spec)
-        special = special_tokens(config, generation, tokenizer, spec.vocab, found.named)
-        files = tuple(sorted({each.file for each in stored.values()}))
-        wanted = {view.name: view for view in views(spec)}
-        opened = cls(name, folder, spec, special, tokenizer, None, None, config, tensors, wanted, files)
-        return replace(opened, tokenizer_file=found.file)
+        special = special_tokens(config, generation, tokenizer, spec.vocab, tokenizer_files.named)
+        files = tuple(sorted({tensor.file for tensor in stored.values()}))
+        decoder_views = {view.name: view for view in views(spec)}
+        opened = cls(name, folder, spec, special, tokenizer, None, None, config, tensors, decoder_views, files)
+        return replace(opened, tokenizer_file=tokenizer_files.file)
 
     @classmethod
     def _open_gguf(cls, path: Path, adapters: Sequence[AdapterChoice]) -> Checkpoint:
@@ -261,7 +261,7 @@ class Checkpoint:
         tensors: Mapping[str, Stored] = gguf_tensors(file)
         check_tensors(tensors, views(spec), spec)
         tensors, spec, merged = merge(tensors, spec, adapters)
-        wanted = {view.name: view for view in views(spec)}
+        decoder_views = {view.name: view for view in views(spec)}
         defaults, chat = generation_record(sampling_fields(file), path.name), chat_templates(file)
         special = special_tokens(config, {}, tokenizer, spec.vocab, {} if chat is None else chat.tokens)
         check_metadata(file)
@@ -276,7 +276,7 @@ class Checkpoint:
             chat,
             config,
             tensors,
-            wanted,
+            decoder_views,
             file.parts,
             adapters=merged,
         )
@@ -332,22 +332,22 @@ class Checkpoint:
         if channels and channels != changed.split:
             split = SplitResidual(changed, channels)
             changed, transforms = split.spec, (*transforms, split)
-        found = replace(self, spec=changed, _transforms=transforms)
+        checkpoint = replace(self, spec=changed, _transforms=transforms)
         if vocabulary != changed.vocabulary:
-            columns = outlier_columns(spec.vocab, found.tensor) if vocabulary == "shared" else None
+            columns = outlier_columns(spec.vocab, checkpoint.tensor) if vocabulary == "shared" else None
             changed = msgspec.structs.replace(changed, vocabulary=vocabulary)
             transforms = transforms if columns is None else (*transforms, TableColumns(columns))
         stored = {view.name: view for view in views(changed) if view.role != "turn"}
-        found = replace(found, spec=changed, _views=stored, _transforms=transforms)
-        if found.spec != spec or (self.spec.split and channels != self.spec.split):
-            names = (each for each in spec.__struct_fields__ if getattr(found.spec, each) != getattr(spec, each))
+        checkpoint = replace(checkpoint, spec=changed, _views=stored, _transforms=transforms)
+        if checkpoint.spec != spec or (self.spec.split and channels != self.spec.split):
+            names = (name for name in spec.__struct_fields__ if getattr(checkpoint.spec, name) != getattr(spec, name))
             raise CheckpointError(
                 f"checkpoint {self.name}",
                 got=f"a decoder with another {next(names, 'split')}",
                 expected="the decoder of its export",
                 fix="Give the checkpoint of the export, and export bundles of other versions again.",
             )
-        return found
+        return checkpoint
 
     def with_pictures(self, rows: PicturedRows) -> Checkpoint:
         """The same model whose table of embeddings goes on with rows of pictures, for calibration."""
@@ -394,9 +394,9 @@ class Checkpoint:
         view = self._views[key]
         if key == EMBEDDING and self._pictured is not None and not isinstance(rows, slice):
             beyond = rows >= view.shape[0]
-            found = replace(self, _pictured=None)._stored(key, np.where(beyond, 0, rows))
-            found[beyond] = self._pictured.rows[rows[beyond] - view.shape[0], : view.shape[1]]
-            return found
+            values = replace(self, _pictured=None)._stored(key, np.where(beyond, 0, rows))
+            values[beyond] = self._pictured.rows[rows[beyond] - view.shape[0], : view.shape[1]]
+            return values
         if not view.is_stored:
             return np.full(view.shape, view.gain, np.float32)[rows]
         if view.norm_bias is not None:
@@ -428,27 +428,27 @@ class Checkpoint:
     def _of_pictures(self, key: str, rows: Rows) -> Floats:
         """What is added behind layers of tokens `[T, layers * hidden]`, or where they stand in pictures, `[T, 3]`."""
         assert not isinstance(rows, slice), "of the tokens of a text"
-        found = np.zeros((len(rows), 3 if key == PICTURE_PLACES else self.spec.gathered_width), np.float32)
+        values = np.zeros((len(rows), 3 if key == PICTURE_PLACES else self.spec.gathered_width), np.float32)
         if key == PICTURE_PLACES:
-            found[:, 2] = 1
+            values[:, 2] = 1
         if (pictured := self._pictured) is not None:
             beyond = rows >= self.spec.vocab
             source = pictured.places if key == PICTURE_PLACES else pictured.rows[:, self.spec.hidden :]
-            found[beyond] = source[rows[beyond] - self.spec.vocab]
-        return found
+            values[beyond] = source[rows[beyond] - self.spec.vocab]
+        return values
 
     def _layer_inputs(self, rows: Rows) -> Floats:
         """What layers read of tokens, `[T, layers * P]`; see `LAYER_INPUTS`."""
         spec, eps = self.spec, np.float32(self.spec.eps)
         projection = self._stored(LAYER_TABLE_PROJECTION, EVERY) * np.float32(spec.hidden**-0.5)
-        found: Floats = self._stored(EMBEDDING, rows) @ by_inputs(projection)
-        by_layer = found.reshape(len(found), spec.layers, spec.layer_inputs)
+        layer_inputs: Floats = self._stored(EMBEDDING, rows) @ by_inputs(projection)
+        by_layer = layer_inputs.reshape(len(layer_inputs), spec.layers, spec.layer_inputs)
         by_layer /= np.sqrt(np.square(by_layer).mean(-1, keepdims=True) + eps)
         by_layer *= self._stored(LAYER_TABLE_NORM, EVERY)
         if spec.layer_table:
-            found += self._stored(LAYER_TABLE, rows) * np.float32(spec.layer_inputs**0.5)
-            found *= np.float32(0.5**0.5)
-        return found
+            layer_inputs += self._stored(LAYER_TABLE, rows) * np.float32(spec.layer_inputs**0.5)
+            layer_inputs *= np.float32(0.5**0.5)
+        return layer_inputs
 
     def storage(self, key: str) -> Storage | None:
         """What a bundle can make of the stored form of a matrix; None if it is stored as floats."""
@@ -501,7 +501,7 @@ class Checkpoint:
                 stored or as the decoder reads them.
         """
         keys: dict[str, list[View]] = {}
-        for view in (each for each in self._views.values() if each.is_stored):
+        for view in (view for view in self._views.values() if view.is_stored):
             keys.setdefault(view.key, []).append(view)
         for done, (key, read_as) in enumerate(keys.items()):
             progress(done, len(keys))
@@ -511,8 +511,8 @@ class Checkpoint:
                 raise _broken(key, f"{broken} elements that are NaN or infinite", "finite numbers")
             read = max((largest + abs(view.offset)) * abs(view.gain) for view in read_as)
             if max(largest, read) > LARGEST_WEIGHT:
-                found = f"elements of up to {max(largest, read):.3g}"
-                raise _broken(key, found, f"at most {LARGEST_WEIGHT:.0e} in magnitude")
+                got = f"elements of up to {max(largest, read):.3g}"
+                raise _broken(key, got, f"at most {LARGEST_WEIGHT:.0e} in magnitude")
         if self.vision is not None:
             self.vision.check_values()
         progress(len(keys), len(keys))

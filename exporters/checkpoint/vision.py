@@ -95,10 +95,10 @@ class VisionEncoder:
         processor = read_processor(folder)
         spec = family.describe(fields, processor)
         decoder = None if family.decoder is None else partial(family.decoder, fields)
-        found = cls(spec, family.pictures(fields, processor), decoder, family.names, tensors)
+        encoder = cls(spec, family.pictures(fields, processor), decoder, family.names, tensors)
         fields.table("vision_config").check_read(ENCODER)
         processor.check_read(PROCESSOR)
-        for name, shape in found.shapes.items():
+        for name, shape in encoder.shapes.items():
             stored = tensors.get(name)
             if stored is None or stored.shape != shape:
                 raise CheckpointError(
@@ -107,7 +107,7 @@ class VisionEncoder:
                     expected=f"shape {list(shape)}, as vision_config of config.json says",
                     fix="The weights and config.json do not belong together; fetch both again.",
                 )
-        return found
+        return encoder
 
     def with_sizes(self, sizes: Sequence[tuple[int, int]]) -> VisionEncoder:
         """The encoder for pictures of some widths and heights alone, in pixels; for none, as it is.
@@ -119,8 +119,8 @@ class VisionEncoder:
             return self
         field, shapes, step = "--picture-sizes", self.pictures.shapes, self.spec.patch * self.spec.merge
         if shapes is None or self.pictures.tiling != "none":
-            found, wanted = f"it for {self.spec.model_type}", "a checkpoint that reads whole pictures, such as Qwen3-VL"
-            raise UsageError(field, got=found, expected=wanted, fix="Leave it out.")
+            got, expected = f"it for {self.spec.model_type}", "a checkpoint that reads whole pictures, such as Qwen3-VL"
+            raise UsageError(field, got=got, expected=expected, fix="Leave it out.")
         for width, height in sizes:
             if width % step or height % step:
                 near = "x".join(str(max(round(edge / step), 1) * step) for edge in (width, height))
@@ -302,49 +302,49 @@ class VisionEncoder:
         spec, names = self.spec, self.names
         inner = spec.output if spec.projector_width is None else spec.projector_width
         positions = spec.table_side**2 if spec.has_shapes else spec.patches
-        found: dict[str, tuple[int, ...]] = {
+        shapes: dict[str, tuple[int, ...]] = {
             names.patches + ".weight": (spec.hidden, 3, spec.patch, spec.patch),
             names.patches + ".bias": (spec.hidden,),
             names.positions: (1, spec.inputs, spec.hidden) if spec.has_class else (positions, spec.hidden),
             names.projector_weight: (inner, spec.merged_width),
         }
         if names.projector_inputs:
-            found[names.projector_weight] = spec.merged_width, inner
+            shapes[names.projector_weight] = spec.merged_width, inner
         if names.frames:
-            found[names.patches + ".weight"] = spec.hidden, 3, names.frames, spec.patch, spec.patch
+            shapes[names.patches + ".weight"] = spec.hidden, 3, names.frames, spec.patch, spec.patch
         elif spec.has_shapes:
-            found[names.patches + ".weight"] = spec.hidden, spec.patch_values
+            shapes[names.patches + ".weight"] = spec.hidden, spec.patch_values
         if names.class_row is not None:
-            found[names.class_row] = 1, 1, spec.hidden
+            shapes[names.class_row] = 1, 1, spec.hidden
         if names.projector_out is not None:
-            found |= {names.projector + ".bias": (inner,), names.projector_out + ".bias": (spec.output,)}
-            found[names.projector_out + ".weight"] = spec.output, inner
+            shapes |= {names.projector + ".bias": (inner,), names.projector_out + ".bias": (spec.output,)}
+            shapes[names.projector_out + ".weight"] = spec.output, inner
         norms = list[str]()
         for layer in range(spec.layers):
-            norms += [each.format(layer=layer) for each in (names.attention_norm, names.feed_forward_norm)]
+            norms += [pattern.format(layer=layer) for pattern in (names.attention_norm, names.feed_forward_norm)]
             for name, shape in {
                 **dict.fromkeys((names.q, names.k, names.v), (spec.hidden * (3 if names.is_fused else 1), spec.hidden)),
                 names.o: (spec.hidden, spec.hidden),
                 names.fc1: (spec.intermediate, spec.hidden),
                 names.fc2: (spec.hidden, spec.intermediate),
             }.items():
-                found[name.format(layer=layer) + ".weight"] = shape
+                shapes[name.format(layer=layer) + ".weight"] = shape
                 if name not in self._unbiased:
-                    found[name.format(layer=layer) + ".bias"] = shape[:1]
+                    shapes[name.format(layer=layer) + ".bias"] = shape[:1]
             for scale in filter(None, (names.attention_scale, names.feed_forward_scale)):
-                found[scale.format(layer=layer)] = (spec.hidden,)
-        found |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in ("weight", "bias")}
+                shapes[scale.format(layer=layer)] = (spec.hidden,)
+        shapes |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in ("weight", "bias")}
         for kind in ("weight", "bias"):
             if spec.norms != "merged":
-                found[f"{_named(names.last_norm)}.{kind}"] = (spec.hidden,)
+                shapes[f"{_named(names.last_norm)}.{kind}"] = (spec.hidden,)
             if spec.norms != "patches" and not (spec.pooled and kind == "bias"):
-                found[f"{_named(names.merged_norm)}.{kind}"] = (spec.merged_width,)
+                shapes[f"{_named(names.merged_norm)}.{kind}"] = (spec.merged_width,)
         width = spec.hidden * spec.merged
         for number in range(len(spec.deepstack)):
             norm, fc1, fc2 = (name.format(number=number) for name in self._deepstack_names)
-            found |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,), f"{fc1}.weight": (width, width)}
-            found |= {f"{fc1}.bias": (width,), f"{fc2}.weight": (spec.output, width), f"{fc2}.bias": (spec.output,)}
-        return found
+            shapes |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,), f"{fc1}.weight": (width, width)}
+            shapes |= {f"{fc1}.bias": (width,), f"{fc2}.weight": (spec.output, width), f"{fc2}.bias": (spec.output,)}
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,11 +367,11 @@ class WideEncoder:
     def tensor(self, name: str) -> Floats:
         """As `VisionEncoder.tensor`."""
         high = name.replace("_low.weight", ".weight")
-        found = self.encoder.tensor(high)
+        values = self.encoder.tensor(high)
         if high not in self.wide:
-            return found
-        rounded = quantize_per_channel(by_inputs(found)).dequantize().T
-        return rounded if name == high else found - rounded
+            return values
+        rounded = quantize_per_channel(by_inputs(values)).dequantize().T
+        return rounded if name == high else values - rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +393,10 @@ class RotatedEncoder:
 
     def tensor(self, name: str) -> Floats:
         """As `VisionEncoder.tensor`."""
-        found = self.encoder.tensor(name)
+        values = self.encoder.tensor(name)
         last = {PROJECTOR_OUT if self.spec.projector == "mlp" else PROJECTOR}
         last |= {*map(deepstack_fc2, range(len(self.spec.deepstack)))}
-        return self.write(found) if name in last | {*map(bias_of, last)} else found
+        return self.write(values) if name in last | {*map(bias_of, last)} else values
 
 
 def _positions(spec: EncoderSpec) -> NDArray[np.int64]:

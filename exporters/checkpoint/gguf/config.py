@@ -110,24 +110,26 @@ def _feed_forward(file: GgufFile, layers: int) -> int:
     if file.architecture != "nemotron_h":
         return file.shared_size(".feed_forward_length", layers)
     key = ".feed_forward_length"
-    if len(found := {*file.sizes(key, layers, least=0)} - {0}) != 1:
-        raise file.refusal(key, "the same number above 0 for all layers with a feed-forward", sorted(found))
-    return found.pop()
+    if len(widths := {*file.sizes(key, layers, least=0)} - {0}) != 1:
+        raise file.refusal(key, "the same number above 0 for all layers with a feed-forward", sorted(widths))
+    return widths.pop()
 
 
 def _key_heads(file: GgufFile, layers: int, heads: int) -> int:
     """Heads of keys in the layers with attention; the others have a 0."""
     key = ".attention.head_count_kv"
-    found = {each for each in file.sizes(key, layers, heads, least=0) if each or file.architecture not in _WITH_STATES}
-    if len(found) != 1 or 0 in found:
-        raise file.refusal(key, "the same number above 0 for all layers with attention", sorted(found))
-    return found.pop()
+    counts = {
+        count for count in file.sizes(key, layers, heads, least=0) if count or file.architecture not in _WITH_STATES
+    }
+    if len(counts) != 1 or 0 in counts:
+        raise file.refusal(key, "the same number above 0 for all layers with attention", sorted(counts))
+    return counts.pop()
 
 
-def _expect(file: GgufFile, key: str, wanted: int) -> None:
-    """Refuse a size that is another one than `wanted`."""
-    if (found := file.size(key, wanted)) != wanted:
-        raise file.refusal(key, f"{wanted}", found)
+def _expect(file: GgufFile, key: str, expected: int) -> None:
+    """Refuse a size that is another one than `expected`."""
+    if (size := file.size(key, expected)) != expected:
+        raise file.refusal(key, f"{expected}", size)
 
 
 def _window(file: GgufFile) -> int | None:
@@ -157,7 +159,7 @@ def _layer_types(file: GgufFile, interval: int) -> list[str]:
     if slides is None:
         interval = file.size(key, interval, least=0)
         slides = [interval == 0 or (layer + 1) % interval != 0 for layer in range(layers)]
-    return [_SLIDING if each else _FULL for each in slides]
+    return [_SLIDING if is_sliding else _FULL for is_sliding in slides]
 
 
 def _llama(file: GgufFile) -> Fields:
@@ -248,17 +250,17 @@ def _gemma4(file: GgufFile) -> Fields:
     slides = file.flags(key, layers)
     if slides is None:
         raise file.refusal(key, f"true or false for each of {layers} layers", None)
-    head_dims = [local_dim if each else full_dim for each in slides]
-    key_heads, widths = (file.sizes(each, layers) for each in (".attention.head_count_kv", ".feed_forward_length"))
+    head_dims = [local_dim if is_sliding else full_dim for is_sliding in slides]
+    key_heads, widths = (file.sizes(field, layers) for field in (".attention.head_count_kv", ".feed_forward_length"))
     sharing = file.size(".attention.shared_kv_layers", 0, least=0)
     is_wide = min(widths) < max(widths)
-    wanted = [min(widths) * (1 + (is_wide and layer >= layers - sharing)) for layer in range(layers)]
-    if widths != wanted:
+    expected_widths = [min(widths) * (1 + (is_wide and layer >= layers - sharing)) for layer in range(layers)]
+    if widths != expected_widths:
         raise file.refusal(".feed_forward_length", "one width, or twice as much in layers that share a cache", widths)
     return {
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": [_SLIDING if each else _FULL for each in slides],
+        "layer_types": [_SLIDING if is_sliding else _FULL for is_sliding in slides],
         "sliding_window": file.size(".attention.sliding_window"),
         "head_dim": min(head_dims),
         "num_key_value_heads": key_heads[0],
@@ -292,11 +294,11 @@ def _rotated(file: GgufFile) -> float:
     Raises:
         CheckpointError: they are others than 1 and huge ones after them.
     """
-    found = np.asarray(factors(file, FREQUENCIES))
-    count = int((found == 1).sum())
-    if not 0 < count == int((found[:count] == 1).sum()) or not (found[count:] >= _NOT_ROTATED).all():
-        raise file.refusal(FREQUENCIES, f"ones, and numbers of at least {_NOT_ROTATED:g} after them", found.tolist())
-    return count / len(found)
+    divisors = np.asarray(factors(file, FREQUENCIES))
+    count = int((divisors == 1).sum())
+    if not 0 < count == int((divisors[:count] == 1).sum()) or not (divisors[count:] >= _NOT_ROTATED).all():
+        raise file.refusal(FREQUENCIES, f"ones, and numbers of at least {_NOT_ROTATED:g} after them", divisors.tolist())
+    return count / len(divisors)
 
 
 def _smollm3(file: GgufFile) -> Fields:
@@ -347,7 +349,9 @@ def _granite_hybrid(file: GgufFile) -> Fields:
     head_dim = file.size(".attention.key_length", _default_head_dim(file))
     return sizes | {
         "model_type": "granitemoehybrid",
-        "layer_types": [_FULL if each else _LINEAR for each in file.sizes(".attention.head_count_kv", layers, least=0)],
+        "layer_types": [
+            _FULL if heads else _LINEAR for heads in file.sizes(".attention.head_count_kv", layers, least=0)
+        ],
         "mamba_expand": inner // hidden,
         "num_local_experts": 0,
         "shared_intermediate_size": file.size(key, width, least=0) or width,
@@ -378,7 +382,7 @@ def _nemotron_h(file: GgufFile) -> Fields:
     heads = file.sizes(".attention.head_count_kv", layers, least=0)
     widths = file.sizes(".feed_forward_length", layers, least=0)
     kinds = ["mlp" if width else _FULL if kv else _LINEAR for kv, width in zip(heads, widths, strict=True)]
-    biased = {name: any(each.endswith(f"{part}.bias") for each in file.blocks) for name, part in _BIASED.items()}
+    biased = {name: any(tensor.endswith(f"{part}.bias") for tensor in file.blocks) for name, part in _BIASED.items()}
     epsilon = file.number(".attention.layer_norm_rms_epsilon")
     return (
         _mamba2(file)
@@ -401,7 +405,7 @@ def _lfm2(file: GgufFile) -> Fields:
     key_heads = file.sizes(".attention.head_count_kv", layers, least=0)
     return {
         "model_type": "lfm2",
-        "layer_types": [_FULL if each else "conv" for each in key_heads],
+        "layer_types": [_FULL if heads else "conv" for heads in key_heads],
         "conv_L_cache": file.size(".shortconv.l_cache"),
         "norm_eps": file.number(".attention.layer_norm_rms_epsilon"),
         "block_auto_adjust_ff_dim": False,  # the file has the width itself
@@ -485,7 +489,7 @@ def _qwen35(file: GgufFile) -> Fields:
         "model_type": "qwen3_5_text",
         "hidden_act": "silu",
         "num_hidden_layers": layers,
-        "layer_types": ["linear_attention" if each else _FULL for each in recurrent[:layers]],
+        "layer_types": ["linear_attention" if is_recurrent else _FULL for is_recurrent in recurrent[:layers]],
         "linear_conv_kernel_dim": file.size(".ssm.conv_kernel"),
         "linear_num_key_heads": file.size(".ssm.group_count"),
         "linear_num_value_heads": values,
@@ -499,10 +503,10 @@ def further_layers(file: GgufFile) -> int:
     name = ".nextn_predict_layers"
     if file.architecture != "qwen35":
         return 0
-    found = file.size(name, 0, least=0)
-    if found >= file.size(".block_count"):
-        raise file.refusal(name, "fewer than all layers", found)
-    return found
+    count = file.size(name, 0, least=0)
+    if count >= file.size(".block_count"):
+        raise file.refusal(name, "fewer than all layers", count)
+    return count
 
 
 def _plain(model_type: str, **fields: Any) -> Callable[[GgufFile], Fields]:
@@ -575,8 +579,8 @@ def _olmo(file: GgufFile) -> Fields:
     """Its norms' epsilon is not in its configuration."""
     _without_window(file)
     key = ".attention.layer_norm_epsilon"
-    if (epsilon := file.number(key)) != (wanted := 1e-5):
-        raise file.refusal(key, f"{wanted:g}", epsilon)
+    if (epsilon := file.number(key)) != (expected := 1e-5):
+        raise file.refusal(key, f"{expected:g}", epsilon)
     return {"model_type": "olmo"}
 
 

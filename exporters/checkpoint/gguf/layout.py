@@ -102,7 +102,7 @@ def _check_places(
     end, before = 0, ""
     if len({place.name for place in places}) < len(places):
         raise LayoutError("two tensors of one name")
-    for place in sorted(places, key=lambda each: each.offset):
+    for place in sorted(places, key=lambda place: place.offset):
         if place.type not in block_sizes:
             raise LayoutError(f"the tensor {place.name} of the unknown type {place.type}")
         elements, block_bytes = block_sizes[place.type]
@@ -132,8 +132,8 @@ class _Walk:
         self._check(start + form.size, "a number")
         if at is None:
             self.position += form.size
-        found: int = form.unpack_from(self._content, start)[0]
-        return found
+        value: int = form.unpack_from(self._content, start)[0]
+        return value
 
     def text(self) -> str:
         length = self.number(_U64)
@@ -175,8 +175,8 @@ class _Walk:
         dtype = _SCALARS[kind]
         self._check(self.position + count * dtype.itemsize, what)
         start, self.position = self.position, self.position + count * dtype.itemsize
-        found: list[Any] = np.frombuffer(self._content[start : self.position], dtype).tolist()
-        return found
+        values: list[Any] = np.frombuffer(self._content[start : self.position], dtype).tolist()
+        return values
 
     def _check(self, end: int, what: str) -> None:
         if end > len(self._content):

@@ -176,15 +176,15 @@ class Number(ComputedTensor):
 
 def _numbers(file: GgufFile) -> dict[str, Number]:
     """What files of Apertus have in lists instead of in tensors."""
-    layers, found = file.size(".block_count"), {}
+    layers, numbers = file.size(".block_count"), {}
     for name in _XIELU if file.architecture == "apertus" else ():
         key = f"xielu.{name}"
         values = file.entries(key)
         if len(values) != layers or not all(type(value) is float for value in values):
             raise file.refusal(key, f"a number for each of {layers} layers", values or None)
         for layer, value in enumerate(values):
-            found[f"model.layers.{layer}.mlp.act_fn.{name}"] = Number(file.path, value)
-    return found
+            numbers[f"model.layers.{layer}.mlp.act_fn.{name}"] = Number(file.path, value)
+    return numbers
 
 
 def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
@@ -193,7 +193,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
     Raises:
         CheckpointError: a tensor is of an unknown type or has a name that the architecture does not have.
     """
-    found: dict[str, ComputedTensor] = {**_numbers(file)}
+    tensors: dict[str, ComputedTensor] = {**_numbers(file)}
     for name, block in file.blocks.items():
         if name in TENSORS:
             continue
@@ -205,7 +205,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
                 fix="Take a file with one of these types; Q8_0 or F16 keep the most quality.",
             )
         if (experts := _of_experts(file, name, block)) is not None:
-            found |= experts
+            tensors |= experts
             continue
         if (key := _name(file, name)) is None:
             continue
@@ -215,7 +215,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
         if key.endswith(_FLAT) and len(shape) == 2:
             block = replace(block, data=block.data.reshape(-1), shape=(shape[0] * shape[1],))
             shape = block.shape
-        found[key] = GgufTensor(
+        tensors[key] = GgufTensor(
             block.file,
             shape,
             block,
@@ -224,7 +224,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
             by_columns=key.endswith("linear_attn.out_proj.weight"),
             is_rate=key.endswith("linear_attn.A_log"),
         )
-    return found
+    return tensors
 
 
 def _of_experts(file: GgufFile, name: str, block: Block) -> dict[str, GgufTensor] | None:
@@ -246,13 +246,13 @@ def _of_experts(file: GgufFile, name: str, block: Block) -> dict[str, GgufTensor
             fix="Convert the model again with a current llama.cpp, or start from its safetensors.",
         )
     rows = block.shape[1] // len(projections)
-    found = {}
+    tensors = {}
     for expert, matrices in enumerate(block.data):
         for place, projection in enumerate(projections):
             own = Block(matrices[place * rows : (place + 1) * rows], block.type, (rows, width), block.file)
             key = f"model.layers.{match[1]}.{expert_projection(expert, projection)}.weight"
-            found[key] = GgufTensor(block.file, own.shape, own)
-    return found
+            tensors[key] = GgufTensor(block.file, own.shape, own)
+    return tensors
 
 
 def _name(file: GgufFile, name: str) -> str | None:
@@ -293,8 +293,8 @@ def _tiled(file: GgufFile, key: str, shape: tuple[int, ...]) -> NDArray[np.int64
     width = (size - before) // values
     heads = np.arange(values).reshape(values // keys, keys).T.reshape(-1)
     places = before + (heads[:, None] * width + np.arange(width)).reshape(-1)
-    found: NDArray[np.int64] = np.concatenate([np.arange(before), places])
-    return found
+    order: NDArray[np.int64] = np.concatenate([np.arange(before), places])
+    return order
 
 
 def _head_rows(file: GgufFile, key: str) -> int:
