@@ -196,7 +196,7 @@ class _Work:
 
         manifest = self.finished(derived, result.decoder, result.names, sealed)
         if self.run.removes_pieces:
-            self.store.remove([*self.plan.pieces, *self.plan.given])
+            self.store.remove([*self.plan.pieces, *self.plan.sources])
         return manifest
 
     def finished(

@@ -184,10 +184,6 @@ def test_no_function_but_the_reference_operator_has_more_than_eight_parameters()
 UNNAMED = {
     "exporters/capabilities.py",
     "exporters/graphs/encoder.py",
-    "exporters/pipeline/inputs.py",
-    "exporters/pipeline/layer_file.py",
-    "exporters/pipeline/piece.py",
-    "exporters/pipeline/pieces.py",
     "exporters/plan.py",
     "exporters/quantize/encoder.py",
     "exporters/quantize/encodings.py",

@@ -89,7 +89,7 @@ class DecoderKey:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the pieces that it follows from."""
-        named = (each for each in (self.survey, self.pictures) if each is not None)
+        named = (name for name in (self.survey, self.pictures) if name is not None)
         return (*named, *self.adapted, *self.tokens, *self.learned)
 
     @property
@@ -148,10 +148,10 @@ class ProvenAdapter:
         Raises:
             CheckpointError: it is missing or another one.
         """
-        if (found := Adapter.open(self.choice).sha256) != self.sha256:
+        if (sha256 := Adapter.open(self.choice).sha256) != self.sha256:
             raise CheckpointError(
                 f"adapter {self.choice.folder}",
-                got=f"another one, sha256 {found}",
+                got=f"another one, sha256 {sha256}",
                 expected=f"{self.sha256}, as the command has",
                 fix="Give all workers the same files.",
             )
@@ -215,10 +215,10 @@ class Inputs:
         Raises:
             CheckpointError: the checkpoint cannot be read, is another one here, or has none.
         """
-        found = self._decoder(key, weights=key.weights, config=key.config).vision
-        if found is None:
+        encoder = self._decoder(key, weights=key.weights, config=key.config).vision
+        if encoder is None:
             raise CheckpointError("vision encoder", got="none", expected="one", fix="Give all workers the same files.")
-        return found
+        return encoder
 
     def drafter(self, key: DecoderKey) -> Drafter:
         """A drafter and its target.
@@ -294,8 +294,8 @@ class Inputs:
                 )
             alone = source.as_spec(msgspec.structs.replace(source.spec, vocabulary="apart"))
             return replace(alone, chat=None, generation=None)
-        found = self._decoder(key, weights=key.weights, config=key.config, tokenizer=tokenizer)
-        return replace(found, chat=None, generation=None)
+        checkpoint = self._decoder(key, weights=key.weights, config=key.config, tokenizer=tokenizer)
+        return replace(checkpoint, chat=None, generation=None)
 
     def text(self, name: str) -> str:
         """A text that the command has put into the store.
@@ -313,10 +313,10 @@ class Inputs:
         """
         with self.store.reading(name) as folder:
             try:
-                found: NDArray[np.int64] = np.load(folder / TOKENS, allow_pickle=False)
-                if found.dtype == np.int64 and found.ndim == 2:
-                    return found
-                reason = f"{found.dtype} {found.shape}"
+                tokens: NDArray[np.int64] = np.load(folder / TOKENS, allow_pickle=False)
+                if tokens.dtype == np.int64 and tokens.ndim == 2:
+                    return tokens
+                reason = f"{tokens.dtype} {tokens.shape}"
             except (OSError, ValueError, EOFError) as error:
                 reason = str(error)
             fix = f"Remove the piece from {self.store.place}, and run the same command again."
@@ -334,8 +334,8 @@ class Inputs:
     def beginning(self, key: DecoderKey, bos: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """The first tokens of each text, and whether they are a sink; those of `bos` are none."""
         assert key.survey is not None, "a survey decides on the sink"
-        found = self._survey(key.survey, key.spec)
-        has_sink = found is not None and is_sink(found.outlier, key.sink, key.first)
+        survey = self._survey(key.survey, key.spec)
+        has_sink = survey is not None and is_sink(survey.outlier, key.sink, key.first)
         return (key.first if has_sink else bos), has_sink
 
     def folded(self, key: DecoderKey) -> Tensors:
@@ -441,9 +441,9 @@ class Inputs:
         """Free the memory of the last layer."""
         self._quantizer = None
 
-    def _decoder(self, key: DecoderKey, **wanted: str) -> Checkpoint:
+    def _decoder(self, key: DecoderKey, **hashes: str) -> Checkpoint:
         assert self._place is not None, "pieces that read a checkpoint have a place"
-        checkpoint, exact = self._place.proven(**{**wanted, "target": key.target}), key.exact
+        checkpoint, exact = self._place.proven(**{**hashes, "target": key.target}), key.exact
         name = hashed(exact)
         known = self._exact.get(name)
         if known is None or known[0] is not checkpoint:
@@ -452,7 +452,7 @@ class Inputs:
             if exact.pictures is None:
                 decoder = checkpoint.as_spec(exact.spec)
             else:
-                plain = self._decoder(replace(exact, pictures=None), **wanted)
+                plain = self._decoder(replace(exact, pictures=None), **hashes)
                 decoder = plain.with_pictures(self._picture_rows(exact.pictures))
             known = self._exact[name] = checkpoint, decoder
         return known[1]
@@ -473,28 +473,30 @@ class Inputs:
             drafter = self.drafter(key)
             sink, heads = drafter.target.manifest.sink, drafter.heads
             return SurveyResult(None, heads, self.target_text(key).tokens, 0 if sink is None else len(sink.tokens))
-        found, (first, has_sink) = self._survey(key.survey, key.spec), self.beginning(key, ())
+        survey, (first, has_sink) = self._survey(key.survey, key.spec), self.beginning(key, ())
         named = [key.tokens[0 if has_sink else 1], *key.learned]
         tokens = np.concatenate([self.tokens(name) for name in named])
-        if found is None:
+        if survey is None:
             return SurveyResult(None, None, tokens)
         heads = None
         if key.kv_dtype is not None:
             limit = 32767 if key.kv_dtype == "s16" else 127
-            adapted = [each for name in key.adapted if (each := self._survey(name, key.spec)) is not None]
+            adapted = [
+                adapter_survey for name in key.adapted if (adapter_survey := self._survey(name, key.spec)) is not None
+            ]
             reach = {
-                at: reduce(HeadRange.covering, (each.reach[at] for each in adapted), seen)
-                for at, seen in found.reach.items()
+                at: reduce(HeadRange.covering, (adapter_survey.reach[at] for adapter_survey in adapted), seen)
+                for at, seen in survey.reach.items()
             }
-            with_adapters = [each.rows for each in adapted]
-            heads = align(key.spec, reach, found.rows, limit, has_sink=has_sink, adapted=with_adapters)
+            with_adapters = [adapter_survey.rows for adapter_survey in adapted]
+            heads = align(key.spec, reach, survey.rows, limit, has_sink=has_sink, adapted=with_adapters)
         if not has_sink:
             return SurveyResult(None, heads, tokens)
-        rows = found.rows
+        rows = survey.rows
         if heads is not None:
             rows = {
-                each: heads[each.layer, each.head].cached(each.kind, row) if each.result == "cache" else row
-                for each, row in rows.items()
+                tensor: heads[tensor.layer, tensor.head].cached(tensor.kind, row) if tensor.result == "cache" else row
+                for tensor, row in rows.items()
             }
-        past = {tensor.past: each for tensor, each in rows.items()}
-        return SurveyResult(FloatSink(first, found.outlier, past, found.logits), heads, tokens, len(first))
+        past = {tensor.past: row for tensor, row in rows.items()}
+        return SurveyResult(FloatSink(first, survey.outlier, past, survey.logits), heads, tokens, len(first))

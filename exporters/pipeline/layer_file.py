@@ -76,13 +76,13 @@ class LayerFile:
         expected, fix = "a quantized layer", "Remove the folder above it, and run the same command again."
         record = read_json(folder / _RECORD, _Record, expected=expected, fix=fix, error=UsageError)
         try:
-            found = cls(folder, (folder / _TENSORS).open("rb"), record)
+            layer = cls(folder, (folder / _TENSORS).open("rb"), record)
         except OSError as error:
             raise UsageError(str(folder / _TENSORS), got=error.strerror, expected=expected, fix=fix) from None
-        if wrong := found._misfit():
+        if wrong := layer._misfit():
             raise UsageError(str(folder / _RECORD), got=f"{wrong} that does not fit", expected=expected, fix=fix)
-        found.weights.files  # noqa: B018  # mapped before anything can happen to the folder
-        return found
+        layer.weights.files  # noqa: B018  # mapped before anything can happen to the folder
+        return layer
 
     @staticmethod
     def write(
@@ -151,13 +151,13 @@ class LayerFile:
         Raises:
             UsageError: it is the layer of another decoder: its record was forged.
         """
-        found = self._record.tensors.get("hidden")
-        if found is None or found.shape != shape:
-            raise self._other("no residual" if found is None else f"a residual {found.shape}")
+        residual = self._record.tensors.get("hidden")
+        if residual is None or residual.shape != shape:
+            raise self._other("no residual" if residual is None else f"a residual {residual.shape}")
 
-    def _other(self, found: str) -> UsageError:
+    def _other(self, got: str) -> UsageError:
         fix = "Remove the folder above it, and run the same command again."
-        return UsageError(str(self._folder), got=found, expected="those of its layer", fix=fix)
+        return UsageError(str(self._folder), got=got, expected="those of its layer", fix=fix)
 
     def _misfit(self) -> str | None:
         """A part of the record that contradicts itself or the file; a record that was forged has the right hash."""
@@ -180,7 +180,7 @@ class LayerFile:
             dimensions = 4 if name == "hidden" or name.startswith(_SHARED) else 1
             if len(tensor.shape) != dimensions or not (name in allowed or name.startswith(_SHARED)):
                 return name
-        return next((name for name, each in record.ranges.items() if not each.low <= each.high), None)
+        return next((name for name, seen in record.ranges.items() if not seen.low <= seen.high), None)
 
     @property
     def weights(self) -> BundleWeights:
@@ -194,11 +194,11 @@ class LayerFile:
 
     def ranges(self) -> dict[str, Range]:
         """The ranges observed in this layer."""
-        found = {}
+        ranges = {}
         for name, seen in self._record.ranges.items():
             sample = f"{name}.sample"
-            found[name] = Range(seen.low, seen.high, self._read(sample) if sample in self._record.tensors else None)
-        return found
+            ranges[name] = Range(seen.low, seen.high, self._read(sample) if sample in self._record.tensors else None)
+        return ranges
 
     def shared(self) -> dict[str, Floats]:
         """The keys and values that later layers read, `Quantizer.shared_rows`."""

@@ -37,7 +37,7 @@ class Piece(ABC):
     def name(self) -> str:
         """The hash of all fields and of the program, in hexadecimal."""
         program = [np.__version__, program_sha256(type(self).__module__)]  # an edit elsewhere leaves it as it is
-        return hashed(self.kind, program, {each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
+        return hashed(self.kind, program, {attribute.name: getattr(self, attribute.name) for attribute in fields(self)})  # type: ignore[arg-type]
 
     @property
     @abstractmethod
@@ -72,11 +72,11 @@ class Plan:
 
     Attributes:
         pieces: the work.
-        given: what the command itself puts into the store: functions that write the files of a name.
+        sources: what the command itself puts into the store: functions that write the files of a name.
     """
 
     pieces: dict[str, Planned] = field(default_factory=dict)
-    given: dict[str, Callable[[Path], object]] = field(default_factory=dict)
+    sources: dict[str, Callable[[Path], object]] = field(default_factory=dict)
 
     def put(self, piece: Piece, ram_bytes: int) -> str:
         """Add a piece unless it is there; returns its name."""
@@ -88,25 +88,25 @@ class Plan:
     def give(self, write: Callable[[Path], object], *content: object) -> str:
         """Add files that follow from this content; returns their name."""
         name = hashed("given", *content)
-        self.given.setdefault(name, write)
+        self.sources.setdefault(name, write)
         return name
 
-    def under(self, names: Iterable[str]) -> set[str]:
-        """The pieces of these names, and all below them."""
-        found, waiting = set[str](), [*names]
+    def ancestors(self, names: Iterable[str]) -> set[str]:
+        """The pieces of these names, and all that they need."""
+        ancestors, waiting = set[str](), [*names]
         while waiting:
             name = waiting.pop()
-            if name not in found and name in self.pieces:
-                found.add(name)
+            if name not in ancestors and name in self.pieces:
+                ancestors.add(name)
                 waiting += self.pieces[name].piece.needs
-        return found
+        return ancestors
 
     def unfinished(self, store: PieceStore, targets: Iterable[str]) -> dict[str, Planned]:
         """The pieces to do for these targets: without what is finished, and without all that only it needs.
 
         A finished piece that left out what one of them reads is removed, and done again.
         """
-        wanted, waiting, known = set[str](), [*targets], set[str]()
+        unfinished, waiting, known = set[str](), [*targets], set[str]()
         while waiting:
             name = waiting.pop()
             if name in known or name not in self.pieces:
@@ -114,13 +114,13 @@ class Plan:
             known.add(name)
             if store.find(name) is not None:
                 continue
-            wanted.add(name)
+            unfinished.add(name)
             piece = self.pieces[name].piece
             waiting += piece.needs
             if (before := piece.unusable(store)) is not None:
                 store.remove([before])
                 known.discard(before)
-        return {name: each for name, each in self.pieces.items() if name in wanted}
+        return {name: planned for name, planned in self.pieces.items() if name in unfinished}
 
     def kinds(self, names: Iterable[str]) -> Iterator[str]:
         """The kind of each of these pieces."""

@@ -79,8 +79,8 @@ class SurveyPiece(Piece):
             changes = inputs.changes(self.adapter, self.exact)
         if self.tokens is not None:
             windows, told = inputs.tokens(self.tokens), partial(inputs.progress, "survey")
-            found = survey(inputs.exact(self.exact), windows, self.exact.context, self.first, told, changes)
-            write_survey(found, folder)
+            result = survey(inputs.exact(self.exact), windows, self.exact.context, self.first, told, changes)
+            write_survey(result, folder)
         return None
 
 
@@ -173,7 +173,7 @@ class LayerPiece(Piece):
         place = folder / LAYER
         place.mkdir()
         places = write_layer(inputs.folded(self.decoder), matrices, self.layer, place)
-        unreached = [each for each in quantizer.unreached if each.startswith(f"{self.layer}.")]
+        unreached = [matrix for matrix in quantizer.unreached if matrix.startswith(f"{self.layer}.")]
         hidden = quantizer.hidden if inputs.stores_residual(self.layer, self.decoder.spec.layers) else None
         LayerFile.write(place, places, ranges, hidden, shared, unreached)
         inputs.keep(self.name, folder, quantizer)
@@ -349,9 +349,9 @@ class EstimatePiece(Piece):
 
     def make(self, folder: Path, inputs: Inputs) -> list[Costs]:
         place = inputs.bundle(self.graphs)
-        found = simulate([place / file for file in self.files], find_proxy(self.proxy), self.htp)
-        (folder / SCHEDULES).write_bytes(msgspec.msgpack.encode([each.schedule for each in found]))
-        return [each.costs for each in found]
+        simulations = simulate([place / file for file in self.files], find_proxy(self.proxy), self.htp)
+        (folder / SCHEDULES).write_bytes(msgspec.msgpack.encode([simulation.schedule for simulation in simulations]))
+        return [simulation.costs for simulation in simulations]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +401,7 @@ def _without_residual(store: PieceStore, layer: str | None) -> str | None:
 
 def recipe_of(rules: Iterable[WeightRecord]) -> Recipe:
     """A recipe of these rules alone, for pieces that read no others."""
-    weights = tuple(WeightRule(tensors=each.tensor, dtype=each.dtype, method=each.method) for each in rules)
+    weights = tuple(WeightRule(tensors=rule.tensor, dtype=rule.dtype, method=rule.method) for rule in rules)
     return Recipe(weights=weights)
 
 
@@ -435,8 +435,8 @@ def read_compiled(store: PieceStore, name: str) -> Compiled:
     Raises:
         UsageError: it names other files than those of its piece.
     """
-    found, files = store.answer(name, Compiled), store.files(name)
-    named = {found.file, *found.wrappers.values()}
+    compiled, files = store.answer(name, Compiled), store.files(name)
+    named = {compiled.file, *compiled.wrappers.values()}
     if named != {*files}:
         raise UsageError(
             f"piece {name}",
@@ -444,4 +444,4 @@ def read_compiled(store: PieceStore, name: str) -> Compiled:
             expected=f"its files {', '.join(files)}",
             fix=f"Remove the piece from {store.place}, and run the same command again.",
         )
-    return found
+    return compiled

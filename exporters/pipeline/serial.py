@@ -39,16 +39,16 @@ def run_serial(plan: Plan, targets: Sequence[str], inputs: Inputs, progress: Pro
     Raises:
         EdgeKVError: a piece failed; those before it are finished.
     """
-    store, under = inputs.store, plan.under(targets)
-    for name, write in plan.given.items():
+    store, ancestors = inputs.store, plan.ancestors(targets)
+    for name, write in plan.sources.items():
         if name not in inputs.adopted:
             store.make(name, "given", write)
-    unfinished = {name: planned for name, planned in plan.pieces.items() if name in under}
+    unfinished = {name: planned for name, planned in plan.pieces.items() if name in ancestors}
     if resume:
         unfinished = plan.unfinished(store, targets)
     for attempt in range(_ATTEMPTS):
         try:
-            _run(plan, under, unfinished, inputs, progress, resume=resume or attempt > 0)
+            _run(plan, ancestors, unfinished, inputs, progress, resume=resume or attempt > 0)
             return
         except MissingPieceError:  # somebody has cleared the store meanwhile
             if attempt == _ATTEMPTS - 1:
@@ -57,13 +57,19 @@ def run_serial(plan: Plan, targets: Sequence[str], inputs: Inputs, progress: Pro
 
 
 def _run(
-    plan: Plan, under: set[str], unfinished: Mapping[str, Planned], inputs: Inputs, progress: Progress, *, resume: bool
+    plan: Plan,
+    ancestors: set[str],
+    unfinished: Mapping[str, Planned],
+    inputs: Inputs,
+    progress: Progress,
+    *,
+    resume: bool,
 ) -> None:
     def do(name: str) -> PieceRecord:
         piece = unfinished[name].piece
         return inputs.store.make(name, piece.kind, partial(piece.make, inputs=inputs), anew=not resume)
 
-    totals = Counter(plan.kinds(under))
+    totals = Counter(plan.kinds(ancestors))
     done = totals - Counter(plan.kinds(unfinished))
     for (kind, in_child), names in _groups(unfinished):
         if in_child:

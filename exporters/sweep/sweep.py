@@ -115,8 +115,8 @@ def run_sweep(
     failed = run_on(cluster, plan, targets, store, place, identity, progress, disk_bytes=disk_bytes)
     results, lost = list[Result](), list[Refusal]()
     for member in members:
-        under = plan.under(member.names)
-        wrong = [failed[name] for name in plan.pieces if name in under and name in failed]  # the cause first
+        ancestors = plan.ancestors(member.names)
+        wrong = [failed[name] for name in plan.pieces if name in ancestors and name in failed]  # the cause first
         if wrong:
             lost.append(Refusal(name=member.combination.name, reason=f"{wrong[0].kind}: {wrong[0].error}"))
             continue
@@ -134,7 +134,7 @@ def run_sweep(
         text=text.title,
         budget_bytes=options.budget_bytes,
         pieces=len(plan.pieces),
-        separate_pieces=sum(len(plan.under(member.names)) for member in members),
+        separate_pieces=sum(len(plan.ancestors(member.names)) for member in members),
         done=before - len(failed),
         seconds=round(time.monotonic() - start, 1),
         results=with_front(results),
@@ -144,7 +144,7 @@ def run_sweep(
     )
     with atomic_file(folder / RESULTS) as partial:
         partial.write_bytes(readable_json(report, indent=2))
-    mark_used(store, {*plan.pieces, *plan.given})
+    mark_used(store, {*plan.pieces, *plan.sources})
     if options.prune_days is not None:
         pruned = prune(store, options.prune_days)
         cluster.say(f"removed {pruned.pieces} pieces, {format_bytes(pruned.bytes)}")
@@ -178,7 +178,7 @@ def _finished(
     subject = find_subject(bundle, Overrides())
     assert subject.decoder is not None and subject.weights is not None, "a bundle says both"
     speed = estimate_speed(subject, subject.decoder, subject.weights, combination.device)
-    seconds = sum(store.seconds(name) for name in plan.under(member.exported.names))
+    seconds = sum(store.seconds(name) for name in plan.ancestors(member.exported.names))
     measured = store.answer(quality, Quality)
     return Result(
         name=combination.name,

@@ -83,7 +83,7 @@ def run_on(
         ServiceError: the scheduler cannot be reached, or vanished.
         EdgeKVError: a piece failed, without `keep_going`.
     """
-    for name, write in plan.given.items():
+    for name, write in plan.sources.items():
         store.make(name, "given", write)
     unfinished = plan.unfinished(store, targets)
     if not unfinished:
@@ -95,7 +95,7 @@ def run_on(
     try:
         with connected(cluster.scheduler, cluster.workers, largest_bytes) as client:
             cluster.say(
-                f"{len(unfinished)} of {len(plan.under(targets))} pieces to do; dashboard: {client.dashboard_link}"
+                f"{len(unfinished)} of {len(plan.ancestors(targets))} pieces to do; dashboard: {client.dashboard_link}"
             )
             check_workers(client, requirements, largest_bytes, keep_going=cluster.keep_going, say=cluster.say)
             return run_pieces(client, unfinished, requirements, progress, cluster.say, keep_going=cluster.keep_going)

@@ -365,5 +365,5 @@ def test_a_disk_that_is_full_for_a_worker_is_named_and_the_sweep_goes_on_later(c
 def test_line_ends_of_the_text_stay(tmp_path):
     store, plan, text = PieceStore(str(tmp_path)), Plan(), "one\r\ntwo\n"
     name = give_text(plan, text)
-    store.make(name, "given", plan.given[name])
+    store.make(name, "given", plan.sources[name])
     assert Inputs(store, None).text(name) == text
