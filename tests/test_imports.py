@@ -185,11 +185,6 @@ UNNAMED = {
     "exporters/capabilities.py",
     "exporters/graphs/encoder.py",
     "exporters/plan.py",
-    "exporters/quantize/encoder.py",
-    "exporters/quantize/encodings.py",
-    "exporters/quantize/matrices.py",
-    "exporters/quantize/reference.py",
-    "exporters/quantize/windows.py",
 }
 """Files whose variables are still to be named; no other joins them."""
 

@@ -223,10 +223,10 @@ def quantize_encoder(
         try:
             ranges.setdefault(name, Range()).observe(values)
         except ValueError:
-            found = f"values from {values.min():.3g} to {values.max():.3g}"
+            got = f"values from {values.min():.3g} to {values.max():.3g}"
             fix = "The weights before it are too large: use another checkpoint."
-            wanted = f"at most {LARGEST:.0e} in magnitude"
-            raise CheckpointError(f"vision encoder: {name}", got=found, expected=wanted, fix=fix) from None
+            expected = f"at most {LARGEST:.0e} in magnitude"
+            raise CheckpointError(f"vision encoder: {name}", got=got, expected=expected, fix=fix) from None
 
     ops = NumpyEncoder(tensors, observe) if method == "nearest" else FittingEncoder(tensors, observe, method)
     rows = encode(ops, tensors.spec, pictures, done)

@@ -88,25 +88,25 @@ def result_encodings(
             return Range(0.0, 1.0)
         together = Range()
         for source in result.sources:
-            found = ranges.get(source)
-            if found is None or not found.is_seen:
+            observed = ranges.get(source)
+            if observed is None or not observed.is_seen:
                 raise UsageError(
                     "calibration",
                     got=f"no value of {source}",
                     expected="values of every result, which its encoding follows from",
                     fix="Give a longer calibration text, or more --calibration-tokens.",
                 )
-            together.cover(found)
+            together.cover(observed)
         return together
 
-    found = dict[str, Encoding]()
+    encodings = dict[str, Encoding]()
     for name, result in results.items():
         if result.scaled is None:
-            found[name] = RULES[result.kind](seen(result), types, depth)
+            encodings[name] = RULES[result.kind](seen(result), types, depth)
         else:
             source, factor = result.scaled
-            found[name] = found[source].times(factor)
-    return found
+            encodings[name] = encodings[source].times(factor)
+    return encodings
 
 
 class ResultRecorder(DeltaOps[str]):
@@ -234,13 +234,13 @@ class ResultRecorder(DeltaOps[str]):
 
     def recall(self, rule: DeltaRule, layer: int, new: DeltaInputs[str]) -> list[str]:
         known = {*self.results}
-        found = super().recall(rule, layer, new)
+        outputs = super().recall(rule, layer, new)
         for name in {*self.results} - known:
             self.results[name] = replace(self.results[name], by_chunk=True)
         self._cover_undecayed(rule, layer)
         if not rule.corrects:
             self._keep_integers(layer, new)
-        return found
+        return outputs
 
     def _cover_undecayed(self, rule: DeltaRule, layer: int) -> None:
         """Give what is left of a checkpoint's results, `e^G S^T q`, the range of `S^T q`, which is never smaller.

@@ -119,7 +119,11 @@ def names(spec: DecoderSpec, layer: int, group: int) -> list[str]:
         feed_forward_groups = (), ()
     if spec.experts is not None and spec.has_experts(layer):
         read, *written = (
-            [expert_projection(expert, each) for expert in range(spec.experts.count) for each in projections]
+            [
+                expert_projection(expert, projection)
+                for expert in range(spec.experts.count)
+                for projection in projections
+            ]
             for projections in (("gate_proj", "up_proj"), ("down_proj",))
         )
         feed_forward_groups = (("mlp.router", *read), *written)
@@ -201,8 +205,8 @@ class PairedOps(NumpyOps):
         for name, values in ops._sampled or ():
             self._observe_range(name, values)
         for own, seen in ((self.ranges, ops.ranges), (self.starts, ops.starts)):
-            for name, each in seen.items():
-                own.setdefault(name, Range()).cover(each)
+            for name, observed in seen.items():
+                own.setdefault(name, Range()).cover(observed)
         ops._sampled, ops._observe = None, self._observe  # its own method would keep it until cycles are looked for
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
@@ -227,7 +231,9 @@ class PairedOps(NumpyOps):
 
     def shared_rows(self, layer: int) -> dict[str, list[Floats]]:
         """The keys and values of a layer that later ones read, `[2 or 1, T, D]` of each window, by their names."""
-        tensors = sorted({tensor for _, tensor in self._shared if tensor.layer == layer}, key=lambda each: each.past)
+        tensors = sorted(
+            {tensor for _, tensor in self._shared if tensor.layer == layer}, key=lambda tensor: tensor.past
+        )
         windows = range(len({window for window, _ in self._shared}))  # they ended in any order
         return {tensor.past: [self._shared[window, tensor] for window in windows] for tensor in tensors}
 
@@ -355,19 +361,19 @@ class Quantizer:
             rows: its keys and values, `[windows, T, D]`.
         """
         ops, spec, decoders = self._ops, self._spec, self.hidden.shape[1]
-        paired = self._stored(np.stack([each] * decoders) for each in hidden)
+        paired = self._stored(np.stack([window] * decoders) for window in hidden)
         inputs = {TARGET_IN: paired}
         if spec.target is not None and spec.target.is_cached_apart:
             yield self._entered(TARGET_FRAME, paired)
-            states = self._stored(target_inputs(ops, spec, each) for each in paired)
-            embedded = self._stored(embedding_inputs(ops, spec, each) for each in self.hidden)
+            states = self._stored(target_inputs(ops, spec, window) for window in paired)
+            embedded = self._stored(embedding_inputs(ops, spec, window) for window in self.hidden)
             inputs = {EMBEDDING_IN: embedded, TARGET_IN: states}
         for name, x in inputs.items():
             yield self._entered(name, x)
 
         def entered(window: int) -> Floats:
             ops.begin(window, self._tokens[window])
-            seen = {tensor: np.stack([each[window]] * decoders) for tensor, each in rows.items()}
+            seen = {tensor: np.stack([windows[window]] * decoders) for tensor, windows in rows.items()}
             ops.read_target(paired[window], seen)
             return drafter_input(ops, spec, self.hidden[window])
 
@@ -377,7 +383,7 @@ class Quantizer:
     def read_target(self, rows: Mapping[KvTensor, Floats]) -> None:
         """Take the keys and values of a drafter's target, `[windows, T, D]`, for a quantizer that was not entered."""
         for tensor, windows in rows.items():
-            self._ops.share(tensor, (np.stack([each] * self.hidden.shape[1]) for each in windows))
+            self._ops.share(tensor, (np.stack([window] * self.hidden.shape[1]) for window in windows))
 
     def _entered(self, name: str, x: Windows) -> tuple[str, QuantizedWeight]:
         """A matrix that reads x, quantized and in use."""
@@ -415,16 +421,16 @@ class Quantizer:
             OSError: the disk is full.
         """
         if x is None:
-            found = self._run(layer, mixer_inputs, self.hidden)
+            inputs = self._run(layer, mixer_inputs, self.hidden)
         elif group == 1:
-            found = self._run(layer, mixer, x)
+            inputs = self._run(layer, mixer, x)
         elif group == 2:
             before = self.hidden
             self.hidden = self._run(layer, add_mixer, before, x)
             read = before if self._spec.parallel else self.hidden
-            found = self._run(layer, feed_forward_inputs, read)
+            inputs = self._run(layer, feed_forward_inputs, read)
         elif group == 3:
-            found = self._run(layer, feed_forward, x)
+            inputs = self._run(layer, feed_forward, x)
         elif group == FEED_FORWARD_END:
             self.hidden = self._run(layer, add_feed_forward, self.hidden, x)
             return self.hidden
@@ -433,8 +439,8 @@ class Quantizer:
         else:
             self.hidden = self._run(layer, add_layer_input, self.hidden, x)
             return self.hidden
-        self._ops.observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), found)
-        return found
+        self._ops.observe_lengths(lora_reach(layer, lora_groups(self._spec, layer)[group]), inputs)
+        return inputs
 
     def shared_rows(self, layer: int) -> dict[str, Floats]:
         """The keys and values of a layer that later ones read, `[2 or 1, windows, T, D]`, by their names."""
@@ -445,7 +451,7 @@ class Quantizer:
         tensors = DecoderInterface.of(self._spec, self._spec.max_positions, "u8", "rows", "u16").tensors(
             self._spec.shared_layers
         )
-        for tensor in (each for each in tensors if each.past in rows):
+        for tensor in (tensor for tensor in tensors if tensor.past in rows):
             self._ops.share(tensor, np.moveaxis(rows[tensor.past], 1, 0))
 
     def _inputs_of(self, name: str, inputs: LayerInputs, x: Windows) -> LayerInputs | None:
@@ -516,8 +522,8 @@ class Quantizer:
         if name not in self._known_costs:
             layer = int(name.split(".")[2])
             some = (x[window][0] for window in range(0, len(x), -(-len(x) // WINDOWS)))
-            found = attention_costs(self._spec, self._ops.exact, layer, some, self._context, self._ops.first)
-            self._known_costs = {projection_name(layer, projection): each for projection, each in found.items()}
+            costs = attention_costs(self._spec, self._ops.exact, layer, some, self._context, self._ops.first)
+            self._known_costs = {projection_name(layer, projection): cost for projection, cost in costs.items()}
         return self._known_costs[name]
 
     def use(self, name: str, weight: QuantizedWeight | None) -> None:
@@ -529,7 +535,7 @@ class Quantizer:
         self, layer: int, types: Mapping[str, Sequence[WeightDtype]]
     ) -> dict[str, dict[WeightDtype, QuantizedWeight]]:
         """The matrices of the next layer by name and type; the residual runs through the exact ones."""
-        found, x = {}, self.run_to(layer, 0)
+        candidates, x = {}, self.run_to(layer, 0)
         for group in range(groups(self._spec)):
             if group_names := names(self._spec, layer, group):
                 inputs = self.inputs(x, group)
@@ -537,27 +543,27 @@ class Quantizer:
                     weight, method = by_inputs(self._ops.exact[name]), self._quick_method(name)
                     own = self._inputs_of(name, inputs, x)
                     method = "nearest" if own is None else method
-                    found[name] = {dtype: quantize(weight, dtype, method, own) for dtype in types[name]}
+                    candidates[name] = {dtype: quantize(weight, dtype, method, own) for dtype in types[name]}
                     self.use(name, None)
                 del inputs
             x = self.run_to(layer, group + 1, x)
         self.take_ranges()
-        return found
+        return candidates
 
     def head_candidates(self, types: Sequence[WeightDtype]) -> dict[str, dict[WeightDtype, QuantizedWeight]]:
         """The head by type, behind the layers; nothing without types."""
         if not types:
             return {}
         ops, spec, method = self._ops, self._spec, self._quick_method(HEAD)
-        inputs = self.inputs(self._stored(head_inputs(ops, spec, each) for each in self.hidden))
+        inputs = self.inputs(self._stored(head_inputs(ops, spec, window) for window in self.hidden))
         parts: dict[WeightDtype, list[QuantizedWeight]] = {dtype: [] for dtype in types}
         for rows in blocks_of_rows(spec.result_width):
             weight = by_inputs(self._tensors.tensor(HEAD, rows))
-            for dtype, found in parts.items():
-                found.append(quantize(weight, dtype, method, inputs))
+            for dtype, blocks in parts.items():
+                blocks.append(quantize(weight, dtype, method, inputs))
         ops.drop()
         self.take_ranges()
-        return {HEAD: {dtype: _joined(found) for dtype, found in parts.items()}}
+        return {HEAD: {dtype: _joined(blocks) for dtype, blocks in parts.items()}}
 
     def _quick_method(self, name: str) -> Method:
         """That by which types of a matrix are compared."""
@@ -578,19 +584,19 @@ class Quantizer:
             ops.quantized[HEAD_TURN] = by_outputs(turn.dequantize())
             yield HEAD_TURN, turn
         if spec.target is not None:
-            x = self._stored(last_norm(ops, spec, each) for each in self.hidden)
+            x = self._stored(last_norm(ops, spec, window) for window in self.hidden)
             back = self.quantized(TARGET_OUT, self.inputs(x), x)
             self.use(TARGET_OUT, back)
-            for each in x:
-                ops.linear(each[-1:], TARGET_OUT, TARGET_OUT_RESULT)
+            for normed in x:
+                ops.linear(normed[-1:], TARGET_OUT, TARGET_OUT_RESULT)
             yield TARGET_OUT, back
         inputs, table = None, self._table if spec.shares_vocabulary else None
         if rule.method not in ("nearest", "stored"):
             # Rows that are embeddings too make up for nothing: what turns their inputs does.
             decoders = slice(None) if table is None else slice(-1, None)
-            inputs = self.inputs(self._stored(head_inputs(ops, spec, each[decoders]) for each in self.hidden))
+            inputs = self.inputs(self._stored(head_inputs(ops, spec, window[decoders]) for window in self.hidden))
         integers = np.empty((spec.hidden, spec.result_width), np.int8)
-        ends = self._stored(head_inputs(ops, spec, each[-1:]) for each in self.hidden)
+        ends = self._stored(head_inputs(ops, spec, window[-1:]) for window in self.hidden)
         grids = []
         for rows in blocks_of_rows(spec.result_width):
             if rule.method == "stored":
@@ -637,7 +643,7 @@ class Quantizer:
         if rule.method == "nearest":
             return quantize_per_channel(turn)
         assert rule.method != "stored", "no checkpoint has it"
-        x = self._stored(last_norm(self._ops, self._spec, each) for each in self.hidden)
+        x = self._stored(last_norm(self._ops, self._spec, window) for window in self.hidden)
         identity = np.eye(len(turn), dtype=np.float32)
         whole, inputs = self.inputs(x).making_up(turn + identity)
         return quantize(whole - identity, rule.dtype, rule.method, inputs)
@@ -678,15 +684,15 @@ class Quantizer:
     def _run(self, layer: int, step: Callable[..., Floats], *states: Windows) -> Windows:
         """Run a piece of the decoder on every window of `states`, then free the weights."""
         spec = self._spec
-        found = self._of_windows(lambda ops, window: step(ops, spec, layer, *(state[window] for state in states)))
+        results = self._of_windows(lambda ops, window: step(ops, spec, layer, *(state[window] for state in states)))
         self._ops.drop()
-        return found
+        return results
 
 
 def _joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Some columns after others."""
     return QuantizedWeight(
-        np.concatenate([each.integers for each in parts], axis=1), Grid.joined([each.grid for each in parts])
+        np.concatenate([part.integers for part in parts], axis=1), Grid.joined([part.grid for part in parts])
     )
 
 

@@ -112,8 +112,8 @@ def _erf(x: Floats) -> Floats:
     size = np.abs(x).astype(np.float64)
     t = 1 / (1 + 0.3275911 * size)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    found: Floats = (np.sign(x) * (1 - series * np.exp(-size * size))).astype(np.float32)
-    return found
+    erf: Floats = (np.sign(x) * (1 - series * np.exp(-size * size))).astype(np.float32)
+    return erf
 
 
 class NumpyBlocks:
@@ -314,10 +314,10 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         return self._seen(name, x + self._weights[weight])
 
     def chosen(self, x: Floats, count: int, name: str) -> Floats:
-        found = np.zeros_like(x)
+        mask = np.zeros_like(x)
         largest = np.argsort(-x, axis=-1, kind="stable")[..., :count]
-        np.put_along_axis(found, largest, np.float32(1), axis=-1)
-        return self._seen(name, found)
+        np.put_along_axis(mask, largest, np.float32(1), axis=-1)
+        return self._seen(name, mask)
 
     def shares(self, x: Floats, name: str) -> Floats:
         total = self._seen(name + ".sum", x.sum(-1, keepdims=True))
@@ -363,7 +363,7 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
             rows: its keys and values `[..., T, D]`.
         """
         self._target_hidden = hidden
-        self._shared |= {(self._window[0], tensor): each for tensor, each in rows.items()}
+        self._shared |= {(self._window[0], tensor): values for tensor, values in rows.items()}
 
     def target_hidden(self) -> Floats:
         return self._seen(TARGET_HIDDEN, self._target_hidden)
@@ -383,20 +383,20 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
 
     def recall(self, rule: DeltaRule, layer: int, new: DeltaInputs[Floats]) -> list[Floats]:
         """In steps, as graphs compute it, so that their results are observed."""
-        tokens, found = new.keys[0].shape[-2], []
+        tokens, outputs = new.keys[0].shape[-2], []
         self._tail = Tail(layer)
         for first in range(0, tokens, _STEP_TOKENS):
             chunk = slice(first, min(first + _STEP_TOKENS, tokens))
             parts = (
-                [each[..., chunk, :] for each in heads]
+                [head[..., chunk, :] for head in heads]
                 for heads in (new.queries, new.keys, new.values, new.strengths, new.decays)
             )
             self._tail.open(rule, new.keys[0], chunk.stop - chunk.start)
             if first >= CHECKPOINT_TOKENS:  # before, S is 0 whatever the text
                 self._seen(KvTensor(layer, "recurrent", 0).past, self._tail.stored(KvTensor(layer, "recurrent", 0)))
-            found.append(recall(self, rule, layer, DeltaInputs(*parts)))
+            outputs.append(recall(self, rule, layer, DeltaInputs(*parts)))
             self._tail.commit(rule)
-        return [np.concatenate(heads, axis=-2) for heads in zip(*found, strict=True)]
+        return [np.concatenate(heads, axis=-2) for heads in zip(*outputs, strict=True)]
 
     @property
     def new_rows(self) -> int:
@@ -453,8 +453,8 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
         return self._tail.seen(rows.swapaxes(-1, -2))
 
     def decays(self, sums: Floats, name: str) -> tuple[Floats, Floats]:
-        found = self._seen(name, np.exp(sums))
-        return self._tail.seen(found[..., :-1]), found[..., -1:]
+        decays = self._seen(name, np.exp(sums))
+        return self._tail.seen(decays[..., :-1]), decays[..., -1:]
 
     def between_blocks(self, system: Floats, size: int) -> Floats:
         return system * between_blocks(system.shape[-1], size)

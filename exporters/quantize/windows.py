@@ -80,19 +80,19 @@ class Windows:
         Raises:
             OSError: the disk is full.
         """
-        found: Windows | None = None
+        kept: Windows | None = None
         for number, values in enumerate(windows):
-            if found is None:
+            if kept is None:
                 shape = count, *values.shape
                 source: BinaryIO | Floats | None = None if room is None else room.array(shape)
                 if source is None:
                     source = cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
-                found = cls(source, shape)
-            found._put(number, values)
-        assert found is not None, "a text has windows"
-        if isinstance(found._source, np.ndarray):
-            found._source.setflags(write=False)
-        return found
+                kept = cls(source, shape)
+            kept._put(number, values)
+        assert kept is not None, "a text has windows"
+        if isinstance(kept._source, np.ndarray):
+            kept._source.setflags(write=False)
+        return kept
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -198,8 +198,8 @@ class ChosenRows:
         if not len(chosen):
             return np.zeros((0, self.width), np.float32)
         first = int(chosen[0])
-        found: Floats = self.rows[first : int(chosen[-1]) + 1][chosen - first, self.columns]
-        return found
+        rows: Floats = self.rows[first : int(chosen[-1]) + 1][chosen - first, self.columns]
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
