@@ -82,77 +82,79 @@ class Capabilities:
             )
 
     def _obstacles(self, manifest: Manifest) -> Iterator[tuple[str, str, str, str]]:
-        """Field, what was found, what is wanted, and the fix."""
+        """Field, what was found, what is expected, and the fix."""
         if manifest.target is not None:
             fix = "Give it as --draft to edgekv generate, chat or serve, with its target."
             yield "drafter", "graphs that read the state of another model", "a model of its own", fix
         if manifest.task is not None and not self.tasks:
-            wanted = f"a model that writes text, all that {self.reader} reads"
-            yield "task", manifest.task.noun, wanted, manifest.task.use
+            expected = f"a model that writes text, all that {self.reader} reads"
+            yield "task", manifest.task.noun, expected, manifest.task.use
         if manifest.model.gives_hidden and not self.hidden:
-            wanted = f"logits alone, all that {self.reader} reads"
-            yield "graphs", "graphs that give a hidden state too", wanted, "Export it without --give-hidden."
+            expected = f"logits alone, all that {self.reader} reads"
+            yield "graphs", "graphs that give a hidden state too", expected, "Export it without --give-hidden."
         if manifest.graph_format != "onnx":
-            wanted = f"onnx graphs, which {self.reader} reads"
-            yield "graphs", f"{manifest.graph_format} graphs", wanted, "Export it with --format onnx."
+            expected = f"onnx graphs, which {self.reader} reads"
+            yield "graphs", f"{manifest.graph_format} graphs", expected, "Export it with --format onnx."
         if not self.pictures and manifest.vision is not None:
             kind = manifest.vision.encoder.model_type
-            wanted = f"text alone: {self.reader} runs no encoder of {kind}"
-            yield "vision encoder", manifest.vision.file, wanted, "Run it with edgekv generate or serve."
+            expected = f"text alone: {self.reader} runs no encoder of {kind}"
+            yield "vision encoder", manifest.vision.file, expected, "Run it with edgekv generate or serve."
         elif not self.picture_shapes and manifest.vision is not None and manifest.vision.encoder.has_shapes:
             got = f"one of {manifest.vision.encoder.model_type}, whose pictures have shapes of their own"
-            wanted = f"pixels as its only input, all that {self.reader} feeds"
-            yield "vision encoder", got, wanted, "Run it with edgekv generate or serve."
+            expected = f"pixels as its only input, all that {self.reader} feeds"
+            yield "vision encoder", got, expected, "Run it with edgekv generate or serve."
         if self.parts == "one" and not manifest.is_whole:
             parts = max(len(graph.parts) for graph in manifest.graphs)
             got = f"graphs of {parts} parts" if parts > 1 else "graphs that read embeddings"
-            wanted = f"graphs that are one file from token ids to logits, which {self.reader} runs"
-            yield "graphs", got, wanted, "Export it with --splits 1 --head last --embedding graph."
+            expected = f"graphs that are one file from token ids to logits, which {self.reader} runs"
+            yield "graphs", got, expected, "Export it with --splits 1 --head last --embedding graph."
         if self.parts == "layers" and (manifest.host_embeds or any(not part.layers for part in manifest.parts)):
-            got, wanted = "embeddings or a head without layers", f"parts with layers, which {self.reader} runs"
-            yield "parts", got, wanted, "Export it with --embedding graph --head last."
+            got, expected = "embeddings or a head without layers", f"parts with layers, which {self.reader} runs"
+            yield "parts", got, expected, "Export it with --embedding graph --head last."
         if manifest.lora is not None and not self.slots:
-            wanted, fix = f"graphs without, which {self.reader} runs", "Export it without --lora-slots; --lora FOLDER"
-            yield "graphs", "graphs with slots for adapters", wanted, f"{fix} merges an adapter for good."
+            expected, fix = f"graphs without, which {self.reader} runs", "Export it without --lora-slots; --lora FOLDER"
+            yield "graphs", "graphs with slots for adapters", expected, f"{fix} merges an adapter for good."
         if manifest.kv_dtype not in self.cache_types:
-            wanted = f"{' or '.join(self.cache_types)}, all that {self.reader} has"
-            yield "cache", manifest.kv_dtype, wanted, f"Export it with --kv {self.cache_types[0]}."
+            expected = f"{' or '.join(self.cache_types)}, all that {self.reader} has"
+            yield "cache", manifest.kv_dtype, expected, f"Export it with --kv {self.cache_types[0]}."
         if not self.windows and (manifest.windows or manifest.model.local_rope is not None):
             windows = ", ".join("all" if window is None else str(window) for window in manifest.windows)
-            wanted = f"layers that all attend to the whole context, as {self.reader} lets them"
-            yield "attention windows", windows or "two rotary embeddings", wanted, "Run it with edgekv generate."
+            expected = f"layers that all attend to the whole context, as {self.reader} lets them"
+            yield "attention windows", windows or "two rotary embeddings", expected, "Run it with edgekv generate."
         rope, width = manifest.model.rope, manifest.model.head_dim
         if self.ropes and (rope.rope_type not in self.ropes or rope.width != width):
-            wanted = f"{' or '.join(self.ropes)} of all {width} elements, whose tables in {self.reader} equal edgekv's"
+            expected = (
+                f"{' or '.join(self.ropes)} of all {width} elements, whose tables in {self.reader} equal edgekv's"
+            )
             yield (
                 "rotary embedding",
                 f"{rope.rope_type} of {rope.width} elements",
-                wanted,
+                expected,
                 "Run it with edgekv generate.",
             )
         if not self.states and manifest.model.has_states:
-            wanted = f"keys and values in every layer, all that {self.reader} keeps"
-            yield "layers", "layers with states", wanted, "Run it with edgekv generate."
+            expected = f"keys and values in every layer, all that {self.reader} keeps"
+            yield "layers", "layers with states", expected, "Run it with edgekv generate."
         elif not self.delta_rules and (rule := manifest.model.delta_rule) is not None:
-            wanted = f"states that {self.reader} moves by itself"
-            yield "layers", f"layers with {rule.noun}", wanted, "Run it with edgekv generate."
+            expected = f"states that {self.reader} moves by itself"
+            yield "layers", f"layers with {rule.noun}", expected, "Run it with edgekv generate."
         model = manifest.model
         if not self.layered and (len({*model.layer_sizes}) > 1 or model.cache_owners):
-            wanted = f"layers of one size with a cache each, all that {self.reader} feeds"
-            yield "layers", "two sizes of layers or shared caches", wanted, "Run it with edgekv generate."
+            expected = f"layers of one size with a cache each, all that {self.reader} feeds"
+            yield "layers", "two sizes of layers or shared caches", expected, "Run it with edgekv generate."
         if not self.layer_inputs and model.layer_inputs:
-            wanted = f"token ids or embeddings alone, all that {self.reader} feeds"
-            yield "layers", "inputs that the host gathers for each layer", wanted, "Run it with edgekv generate."
+            expected = f"token ids or embeddings alone, all that {self.reader} feeds"
+            yield "layers", "inputs that the host gathers for each layer", expected, "Run it with edgekv generate."
         if not self.picture_layers and (model.picture_layers or model.picture_axes):
-            wanted = f"rows of pictures among the embeddings alone, all that {self.reader} feeds"
-            found = "layers that add rows of pictures, and positions of rows and columns"
-            yield "layers", found, wanted, "Run it with edgekv generate."
+            expected = f"rows of pictures among the embeddings alone, all that {self.reader} feeds"
+            got = "layers that add rows of pictures, and positions of rows and columns"
+            yield "layers", got, expected, "Run it with edgekv generate."
         if not self.picture_layers and model.whole_pictures:
-            wanted = f"tokens that attend to those before them alone, all that {self.reader} masks"
-            yield "attention", "rows of pictures that attend to each other", wanted, "Run it with edgekv generate."
+            expected = f"tokens that attend to those before them alone, all that {self.reader} masks"
+            yield "attention", "rows of pictures that attend to each other", expected, "Run it with edgekv generate."
         if not self.sink and manifest.sink is not None:
-            wanted = f"graphs that compute it: {self.reader} starts every conversation empty"
-            yield "sink", "a first token that is restored", wanted, "Export it with --sink none."
+            expected = f"graphs that compute it: {self.reader} starts every conversation empty"
+            yield "sink", "a first token that is restored", expected, "Export it with --sink none."
         if not self.decode_alone and not any(graph.role == "prefill" for graph in manifest.graphs):
             got = f"only {', '.join(graph.name for graph in manifest.graphs if graph.role != 'score')}"
             yield "graphs", got, f"a prefill graph as well, which {self.reader} needs", "Export it with --ar 1,32."

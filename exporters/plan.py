@@ -148,8 +148,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
         options.recipe.wide_matrices(vision.spec)
         pictures = calibration_pictures(options.calibration_pictures, vision.pictures, vision.spec.image)
     elif options.picture_sizes:
-        wanted = "a checkpoint with a vision encoder"
-        raise UsageError("--picture-sizes", got="it", expected=wanted, fix="Leave it out.")
+        expected = "a checkpoint with a vision encoder"
+        raise UsageError("--picture-sizes", got="it", expected=expected, fix="Leave it out.")
     elif options.recipe.encoder_16bit:
         got, fix = "encoder_16bit", "Leave it out of the recipe."
         raise UsageError(
@@ -287,8 +287,8 @@ def _for_pictures(options: ExportOptions, rows: int) -> ExportOptions:
     elif options.lora is not None:
         got = "slots for adapters"
     if got:
-        wanted = "embeddings on the host, in graphs without slots"
-        raise UsageError("a checkpoint with a vision encoder", got=got, expected=wanted, fix="Leave it out.")
+        expected = "embeddings on the host, in graphs without slots"
+        raise UsageError("a checkpoint with a vision encoder", got=got, expected=expected, fix="Leave it out.")
     if max(options.ar) < rows:
         if tuple(options.ar) != DEFAULT_AR:
             expected = f"one of {rows} or more: the rows of a picture attend to each other, so a step has all of them"

@@ -73,7 +73,7 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
             reader = next(node for node in nodes if node.output[0] == result.name)
             nodes.remove(reader)
             next(node for node in nodes if node.output[0] == reader.input[0]).output[0] = port
-        stored = [self._weights.initializer(each) for each in self._stored]
+        stored = [self._weights.initializer(name) for name in self._stored]
         inputs, features = (
             [
                 onnx.helper.make_tensor_value_info(
