@@ -39,7 +39,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 from tests.support.checkpoints import LLAMA3, WINDOW, write_tokenizer
 from tests.support.embedders import WITHOUT_TEXT
-from tests.support.picture_models import write_internvl, write_lfm2_vl, write_qwen3_vl, write_smolvlm
+from tests.support.picture_models import write_gemma3_vl, write_internvl, write_lfm2_vl, write_qwen3_vl, write_smolvlm
 
 Fields = dict[str, Any]
 SPECIAL: Fields = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
@@ -126,7 +126,7 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
     ),
     "gemma": ({"num_key_value_heads": 1, "head_dim": 32, "hidden_act": "gelu_pytorch_tanh"},),
     "gemma2": (GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},),
-    "gemma3": ({"text_config": SIZES | GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},),
+    "gemma3": ({},),
     "gemma3_text": (GEMMA | {"num_key_value_heads": 1},),
     "gemma4": ({"text_config": SIZES | GEMMA4, "vision_config": None, "audio_config": None},),
     "gemma4_text": (GEMMA4,),
@@ -266,6 +266,7 @@ PUBLISHED: dict[str, tuple[Fields, ...]] = {
 }
 """Fields of configurations with the structure of published models, beside `SIZES`, of every supported `model_type`."""
 PICTURED = {
+    "gemma3": write_gemma3_vl,
     "internvl": write_internvl,
     "lfm2_vl": write_lfm2_vl,
     "qwen3_vl": write_qwen3_vl,

@@ -87,6 +87,8 @@ def open_part(path: Path) -> Part:
         raise CheckpointError(
             str(path), got=f"a broken file ({error})", expected="a whole GGUF file", fix=_TRUNCATED
         ) from None
+    if not layout.places:  # a vocabulary alone; its file may end before the place of data
+        return Part(path, layout.fields, {})
     data = np.memmap(path, np.uint8, "r", layout.start).view(np.ndarray)
     blocks = {}
     for place in layout.places:
