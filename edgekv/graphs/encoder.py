@@ -107,6 +107,9 @@ def _linear(
 
 def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[V]:
     """The residual before the first layer, from pixels `[1, 1, inputs, 3 * patch**2]`."""
+    if spec.gemma_layers:
+        seen = _linear(ops, spec, pixels, PATCHES, "vision.patches")
+        return Residual(ops.add(seen, _linear(ops, spec, ops.places(), TABLE, "vision.places"), "vision.entry"), None)
     if spec.has_shapes:
         seen, places = _linear(ops, spec, pixels, PATCHES, "vision.patches", bias=PATCHES_BIAS), ops.places()
         rows = ops.add(seen, _linear(ops, spec, places, TABLE, "vision.places"), "vision.entry")
@@ -128,6 +131,8 @@ def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: R
     Keys have no bias, which adds the same to all scores of a patch, unless they are rotated; that of values is in the
     bias of `o_proj`.
     """
+    if spec.gemma_layers:
+        return _gemma_layer(ops, spec, layer, residual)
     at, outputs = f"vision.layers.{layer}.", []
     if layer >= spec.mean_layers:
         residual = Residual(residual.rows, None)
@@ -159,10 +164,43 @@ def _head(ops: EncoderOps[V], spec: EncoderSpec, x: V, at: str, kind: str, head:
     )
     if not rotates:
         return projected
+    return _rotated(ops, spec, projected, name)
+
+
+def _rotated(ops: EncoderOps[V], spec: EncoderSpec, x: V, name: str) -> V:
     cos, sin = ops.turns()
-    swapped = ops.swap_halves(projected, spec.head_dim // 2)
-    products = ops.multiply(projected, cos, name + ".cos"), ops.multiply(swapped, sin, name + ".sin")
-    return ops.add(*products, name)
+    swapped = ops.swap_halves(x, spec.head_dim // 2)
+    return ops.add(ops.multiply(x, cos, name + ".cos"), ops.multiply(swapped, sin, name + ".sin"), name)
+
+
+def _gemma_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: Residual[V]) -> Residual[V]:
+    """A layer with `gemma_layers`; see `EncoderSpec`. Scores are products of what is normalized, as they are."""
+    at, rows, outputs = f"vision.layers.{layer}.", residual.rows, []
+    x = ops.normalize(rows, spec.hidden, at + "attention_norm")
+    for head in range(spec.heads):
+        query, key, value = (_gemma_head(ops, spec, x, at, kind, head) for kind in "qkv")
+        scores = ops.unpadded(ops.scores(query, key, f"{at}scores.h{head}"), f"{at}unpadded.h{head}")
+        outputs.append(ops.attend(ops.softmax(scores, "vision.probabilities"), value, at + "attention"))
+    x = _linear(ops, spec, ops.join(outputs, at + "attention"), at + "o_proj.weight", at + "o_proj")
+    rows = ops.add(
+        rows, ops.rms_norm(x, at + "attention_out_norm.weight", at + "attention_out_norm"), at + "o_proj_add"
+    )
+    x = ops.normalize(rows, spec.hidden, at + "mlp_norm")
+    gate = _gelu(ops, spec, _linear(ops, spec, x, at + "fc1.weight", at + "fc1"), at + "gelu")
+    inner = ops.multiply(gate, _linear(ops, spec, x, at + "up.weight", at + "up"), at + "gated")
+    x = _linear(ops, spec, inner, at + "fc2.weight", at + "fc2")
+    return Residual(
+        ops.add(rows, ops.rms_norm(x, at + "mlp_out_norm.weight", at + "mlp_out_norm"), at + "fc2_add"), None
+    )
+
+
+def _gemma_head(ops: EncoderOps[V], spec: EncoderSpec, x: V, at: str, kind: str, head: int) -> V:
+    """The queries, keys or values of a head, normalized, and rotated but for values."""
+    name = f"{at}{kind}.h{head}"
+    projected = _linear(ops, spec, x, f"{at}{kind}_proj.weight", name + ".projected", head=head)
+    if kind == "v":
+        return ops.normalize(projected, spec.head_dim, name)
+    return _rotated(ops, spec, ops.rms_norm(projected, f"{at}{kind}_norm.weight", name + ".norm"), name)
 
 
 def _added(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V], x: V, at: str, matrix: str) -> Residual[V]:
@@ -199,7 +237,7 @@ def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -
     """The rows that stand in a prompt, `[1, 1, rows, output]`."""
     x = _merged(ops, spec, residual)
     if spec.projector == "matrix":
-        return _linear(ops, spec, x, PROJECTOR, "vision.rows", bias=PROJECTOR_BIAS)
+        return _linear(ops, spec, x, PROJECTOR, "vision.rows", bias=None if spec.gemma_layers else PROJECTOR_BIAS)
     inner = _linear(ops, spec, x, PROJECTOR, "vision.projector", bias=PROJECTOR_BIAS)
     x = ops.exact_gelu(inner, "vision.projector_gelu")
     return _linear(ops, spec, x, PROJECTOR_OUT, "vision.rows", bias=PROJECTOR_OUT_BIAS)
@@ -210,6 +248,8 @@ def _merged(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:
     if spec.norms == "merged":
         return ops.normalize_merged(_with_means(ops, spec, residual, "vision."), "vision.last_norm")
     x = ops.patches(residual.rows)
+    if spec.norms == "averages":
+        return ops.normalize_merged(ops.averaged(x, spec.merged, "vision.averages"), "vision.merged_norm")
     if spec.norms == "patches":
         return ops.merged(ops.normalize(x, spec.hidden, "vision.last_norm"), spec.merged)
     weighted = ops.rms_norm(x, LAST_NORM, "vision.last_norm")

@@ -55,10 +55,14 @@ def encoder_inputs(pixels: NDArray[np.uint8], spec: EncoderSpec, pictures: Pictu
     inputs[: len(patches)] = patches[order]
     if not spec.has_shapes:
         return EncoderInputs(inputs)
+    turns = None if spec.rotary_theta is None else _turns(rows, columns, spec.head_dim, spec.rotary_theta, order)
+    if spec.interpolation == "summed":
+        table = np.eye(spec.table_side, dtype=np.float32)
+        down_at, across_at = np.divmod(order, columns)
+        return EncoderInputs(inputs, np.concatenate([table[across_at], table[down_at]], axis=1), turns)
     weights = _antialiased if spec.interpolation == "antialiased" else _between_corners
     down, across = (weights(edge, spec.table_side) for edge in (rows, columns))
     places = down[:, None, :, None] * across[None, :, None, :]
-    turns = None if spec.rotary_theta is None else _turns(rows, columns, spec.head_dim, spec.rotary_theta, order)
     return EncoderInputs(inputs, places.reshape(rows * columns, -1)[order], turns)
 
 

@@ -85,6 +85,14 @@ def _is_split(width: int, height: int, shapes: PictureShapes) -> bool:
 def _within(width: int, height: int, shapes: PictureShapes) -> tuple[int, int]:
     """Width and height in whole steps, with an area within the limits and nearly the same ratio."""
     step, least, most = shapes.step, shapes.least * shapes.step**2, shapes.most * shapes.step**2
+    if shapes.fills:
+        factor = math.sqrt(most / (width * height))
+        filled = [math.floor(factor * edge / step) * step for edge in (width, height)]
+        if not all(filled):  # of a strip
+            longer = int(height > width)
+            filled[longer] = min(max(width, height) // min(width, height), shapes.most) * step
+            filled[1 - longer] = step
+        return filled[0], filled[1]
     within = [max(step, _nearest(edge, step)) for edge in (width, height)]
     if (area := within[0] * within[1]) > most:
         factor = math.sqrt(width * height / most)

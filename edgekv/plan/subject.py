@@ -12,7 +12,6 @@ from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.plan.options import DEFAULT_AR, DEFAULT_KEY_LAYOUT, MAX_CONTEXT, Overrides, option, shortened
 from edgekv.spec import (
     CONFIG,
-    ENCODERS,
     LAYER_INPUTS,
     CacheSpec,
     Config,
@@ -29,6 +28,7 @@ from edgekv.spec import (
     RowSpec,
     Weights,
     describe_cache,
+    encoder_family,
     head_type,
     identify,
     is_hub_id,
@@ -388,7 +388,7 @@ def _from_config(config: Config, file: Path, overrides: Overrides) -> Subject:
         if spec is None
         else spec.cache(context, kv_dtype, DEFAULT_KEY_LAYOUT)
     )
-    family = None if spec is None else ENCODERS.get(config.text("model_type"))
+    family = None if spec is None else encoder_family(config)
     encoder = None if family is None else family.describe(config, read_processor(file.parent, is_needed=False))
     rows = 1
     if spec is not None and family is not None and family.decoder is not None and encoder is not None:

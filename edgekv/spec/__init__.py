@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         describe_cache as describe_cache,
         describe_drafter as describe_drafter,
     )
-    from edgekv.spec.encoders import ENCODERS as ENCODERS
+    from edgekv.spec.encoders import ENCODERS as ENCODERS, encoder_family as encoder_family
     from edgekv.spec.families import ARCHITECTURES as ARCHITECTURES
     from edgekv.spec.folders import FolderKind as FolderKind, identify as identify, is_hub_id as is_hub_id
     from edgekv.spec.geometry import (

@@ -80,7 +80,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         exact_gelu: whether GELU has the error function; else its approximation with tanh.
         table_side: edge of the table of positions, from which those of a picture's shape are interpolated; 0 for
             pictures of one size, of which each patch has a row of its own.
-        interpolation: how: bilinear with antialiasing, or bilinear between corners that stay corners.
+        interpolation: how: bilinear with antialiasing, or bilinear between corners that stay corners. `summed` is none:
+            there are two tables, of columns and of rows, and a patch has the sum of its positions in both.
         most_patches: of the largest picture with a shape of its own; None for those of the square.
         rotary_theta: base of the rotary embedding of queries and keys, half of whose pairs turn with the row of a patch
             and half with its column; None without one.
@@ -88,12 +89,15 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             decoder adds these rows to the residual behind its first layers (arXiv 2406.04334).
         projector: one matrix, or two with a GELU between them.
         projector_width: of the results of the first of two; None for that of the output.
-        norms: what is normalized behind the layers: each patch, the patches that become one row together, or the
-            patches and then what they become.
+        norms: what is normalized behind the layers: each patch, the patches that become one row together, the
+            patches and then what they become, or the averages of patches alone.
         pooled: whether the patches that become one row are averaged, and the root mean square of that is its norm;
             else they stand next to each other.
         projector_eps: of the norm of what patches become.
         biased_inputs: whether checkpoints have biases of queries, keys and values. Graphs always do: of norms.
+        gemma_layers: whether layers are as in decoders of Gemma: RMS norms before and behind each block and of each
+            head, gated feed-forwards, no biases.
+        kv_heads: heads of keys and values that checkpoints have; None for one of each query head, as graphs have.
         wide: names of the matrices of 16 bits: each is two of 8, whose products are added. The lower one is what
             rounding the matrix to 8 bits left, rounded to 8 bits.
     """
@@ -110,17 +114,19 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     eps: _Epsilon
     has_class: bool = False
     exact_gelu: bool = False
-    table_side: Annotated[int, msgspec.Meta(ge=0, le=1 << 7)] = 0
-    interpolation: Literal["antialiased", "corners"] = "antialiased"
+    table_side: Annotated[int, msgspec.Meta(ge=0, le=1 << 12)] = 0
+    interpolation: Literal["antialiased", "corners", "summed"] = "antialiased"
     most_patches: _Count | None = None
     rotary_theta: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     deepstack: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 12)], ...], msgspec.Meta(max_length=16)] = ()
     projector: Literal["matrix", "mlp"] = "matrix"
     projector_width: _Width | None = None
-    norms: Literal["patches", "merged", "both"] = "patches"
+    norms: Literal["patches", "merged", "both", "averages"] = "patches"
     pooled: bool = False
     projector_eps: _Epsilon = 1e-5
     biased_inputs: bool = True
+    gemma_layers: bool = False
+    kv_heads: _Count | None = None
     wide: tuple[_Text, ...] = ()
 
     def __post_init__(self) -> None:
@@ -132,7 +138,13 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("table_side: got a class; expected patches alone")
         if self.most_patches is not None and (not self.has_shapes or self.most_patches % self.merged):
             raise ValueError(f"most_patches: got {self.most_patches}; expected squares of {self.merged}, with a table")
-        if self.pooled and (self.norms != "both" or self.deepstack or self.projector != "matrix"):
+        if self.pooled != (self.norms == "averages") and self.norms != "both":
+            raise ValueError(f"norms: got {self.norms}; expected averages where pooled is true")
+        if self.kv_heads is not None and (not self.gemma_layers or self.heads % self.kv_heads):
+            raise ValueError(f"kv_heads: got {self.kv_heads}; expected a divisor of {self.heads} heads of gemma_layers")
+        if self.gemma_layers and (self.rotary_theta is None or not self.pooled or self.norms != "averages"):
+            raise ValueError("gemma_layers: got true; expected a rotary embedding, and norms of averages")
+        if self.pooled and (self.deepstack or self.projector != "matrix"):
             raise ValueError("pooled: got true; expected both norms, one matrix, and no deepstack")
         if self.rotary_theta is not None and (self.head_dim % 4 or not self.has_shapes):
             raise ValueError("rotary_theta: got it; expected heads of a multiple of 4, and pictures with shapes")
@@ -170,6 +182,11 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.table_side > 0
 
     @property
+    def table_rows(self) -> int:
+        """Rows of the table of positions of pictures with shapes of their own."""
+        return 2 * self.table_side if self.interpolation == "summed" else self.table_side**2
+
+    @property
     def inputs(self) -> int:
         """Rows of the input: patches, and a class."""
         return self.patches + self.has_class
@@ -199,7 +216,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The shapes of the inputs of its graph, by name."""
         shapes = {PIXELS_PORT: (1, 1, self.inputs, self.patch_values)}
         if self.has_shapes:
-            shapes[PLACES_PORT] = 1, 1, self.inputs, self.table_side**2
+            shapes[PLACES_PORT] = 1, 1, self.inputs, self.table_rows
             shapes[PADDING_PORT] = 1, 1, 1, self.inputs
         if self.rotary_theta is not None:
             shapes |= dict.fromkeys((COS_PORT, SIN_PORT), (1, 1, self.inputs, self.head_dim))
@@ -227,13 +244,15 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             at = f"vision.layers.{layer}."
             matrices |= {f"{at}{name}_proj.weight": (self.hidden, self.hidden) for name in "qkvo"}
             matrices[at + "fc1.weight"] = self.intermediate, self.hidden
+            if self.gemma_layers:
+                matrices[at + "up.weight"] = self.intermediate, self.hidden
             matrices[at + "fc2.weight"] = self.hidden, self.intermediate
         inner = self.output if self.projector_width is None else self.projector_width
         matrices[PROJECTOR] = inner, self.merged_width
         if self.projector == "mlp":
             matrices[PROJECTOR_OUT] = self.output, inner
         if self.has_shapes:
-            matrices[TABLE] = self.hidden, self.table_side**2
+            matrices[TABLE] = self.hidden, self.table_rows
         if self.norms == "both" and not self.pooled:
             matrices[CENTER] = 1, self.hidden * self.merged
         if self.keeps_means:
@@ -249,6 +268,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that are no matrices of products, by name."""
+        if self.gemma_layers:
+            return self._gemma_tensors
         inner = self.output if self.projector_width is None else self.projector_width
         tensors: dict[str, tuple[int, ...]] = {PROJECTOR_BIAS: (inner,)}
         tensors |= {PATCHES_BIAS: (self.hidden,)} if self.has_shapes else {POSITIONS: (self.inputs, self.hidden)}
@@ -273,6 +294,16 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             tensors[bias_of(deepstack_fc2(number))] = (self.output,)
         return tensors
 
+    @property
+    def _gemma_tensors(self) -> dict[str, tuple[int, ...]]:
+        widths = {"q_norm": self.head_dim, "k_norm": self.head_dim}
+        widths |= {"attention_out_norm": self.hidden, "mlp_out_norm": self.hidden}
+        return {
+            f"vision.layers.{layer}.{name}.weight": (width,)
+            for layer in range(self.layers)
+            for name, width in widths.items()
+        }
+
 
 class PictureShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How large the whole picture is for an encoder: as it was, within limits of its area.
@@ -283,6 +314,7 @@ class PictureShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         least: rows that it has at least.
         most: rows that it has at most.
         split_above: a picture of more than so many times `most` is split.
+        fills: whether smaller pictures are enlarged to the greatest area too, and edges rounded down.
     """
 
     patch: _Pixels
@@ -290,6 +322,7 @@ class PictureShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     least: _Count
     most: _Count
     split_above: Annotated[float, msgspec.Meta(gt=0, le=1 << 12)]
+    fills: bool = False
 
     @property
     def step(self) -> int:

@@ -18,7 +18,6 @@ from edgekv.errors import CheckpointError, UsageError
 from edgekv.pictures import block_order
 from edgekv.spec import (
     CENTER,
-    ENCODERS,
     LAST_NORM,
     LAST_NORM_BIAS,
     MERGED_MEANS,
@@ -37,6 +36,7 @@ from edgekv.spec import (
     bias_of,
     by_inputs,
     deepstack_fc2,
+    encoder_family,
     encoder_tensor,
     mean_of,
 )
@@ -52,6 +52,7 @@ MOST_PATCHES = 4096
 """Of a picture."""
 
 _LAYER = re.compile(r"vision\.layers\.(\d+)\.(.+)")
+_GEMMA_PARTS = "up", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm"
 _DEEPSTACK = re.compile(r"vision\.deepstack\.(\d+)\.(fc[12])\.(weight|bias)")
 
 
@@ -86,7 +87,7 @@ class VisionEncoder:
             CheckpointError: a field or a tensor is missing, contradictory or not supported.
         """
         fields = Config(config)
-        family = ENCODERS.get(fields.text("model_type"))
+        family = encoder_family(fields)
         if family is None:
             return None
         tensors = renamed(tensors, encoder_tensor)
@@ -135,6 +136,12 @@ class VisionEncoder:
         shapes = msgspec.structs.replace(shapes, least=min(shapes.least, rows), most=rows)
         pictures = msgspec.structs.replace(self.pictures, sizes=tuple(sizes), shapes=shapes)
         spec = msgspec.structs.replace(self.spec, most_patches=patches, image=math.isqrt(rows) * step)
+        if spec.interpolation == "summed":
+            side, stored = max(map(max, sizes)) // spec.patch, self._tensors[self.names.positions].shape[1]
+            if side > stored:
+                got, expected = f"an edge of {side * spec.patch} pixels", f"at most {stored * spec.patch}"
+                raise UsageError(field, got=got, expected=expected, fix="Use smaller sizes.")
+            spec = msgspec.structs.replace(spec, table_side=side)
         return replace(self, spec=spec, pictures=pictures)
 
     @property
@@ -163,6 +170,8 @@ class VisionEncoder:
         What is normalized has the mean 0, so matrices that read it have the norm's weights as factors of their inputs,
         and its biases in their own.
         """
+        if self.spec.gemma_layers:
+            return self._gemma(name)
         if name == MERGED_MEANS:
             return (np.eye(self.spec.merged) - 1 / self.spec.merged).astype(np.float32)
         if "_mean." in name:
@@ -190,6 +199,59 @@ class VisionEncoder:
         match = _LAYER.fullmatch(name)
         assert match is not None, "a tensor of a layer"
         return self._layer(match[2], int(match[1]))
+
+    def _gemma(self, name: str) -> Floats:
+        """The same where layers are those of Gemma: RMS norms, so that nothing is centered, and no biases."""
+        spec, names = self.spec, self.names
+        if name == PATCHES:
+            pixels = self._weight(names.patches).reshape(-1, spec.patch, spec.patch, 3)
+            return pixels.transpose(0, 3, 1, 2).reshape(spec.hidden, -1)
+        if name == TABLE:
+            return self._stored(names.positions)[:, : spec.table_side].reshape(-1, spec.hidden).T
+        if name == PROJECTOR:
+            return self._weight(names.projector)
+        match = _LAYER.fullmatch(name)
+        assert match is not None, "a tensor of a layer"
+        part, layer = match[2].removesuffix(".weight"), int(match[1])
+        weight = self._weight(self._gemma_names[part], layer)
+        if part[0] in "qk":  # halves of the width turn together; in checkpoints, those of each half do
+            heads = weight.reshape(-1, 2, 2, spec.head_dim // 4, *weight.shape[1:])
+            weight = heads[:, ::-1].swapaxes(1, 2).reshape(weight.shape)
+        if part in ("k_proj", "v_proj") and spec.kv_heads is not None:
+            heads = weight.reshape(spec.kv_heads, spec.head_dim, spec.hidden)
+            weight = heads.repeat(spec.heads // spec.kv_heads, axis=0).reshape(spec.hidden, spec.hidden)
+        if part in ("q_proj", "k_proj", "v_proj"):
+            return weight * self._weight(names.attention_norm, layer)
+        return weight * self._weight(names.feed_forward_norm, layer) if part in ("fc1", "up") else weight
+
+    @property
+    def _gemma_names(self) -> dict[str, str]:
+        """The stored names of the weights of a layer."""
+        names = self.names
+        assert names.gemma is not None, "an encoder with gemma_layers"
+        stored = {"q_proj": names.q, "k_proj": names.k, "v_proj": names.v, "o_proj": names.o}
+        return stored | {"fc1": names.fc1, "fc2": names.fc2} | dict(zip(_GEMMA_PARTS, names.gemma, strict=True))
+
+    def _gemma_shapes(self) -> dict[str, tuple[int, ...]]:
+        spec, names = self.spec, self.names
+        table = self._tensors.get(names.positions)
+        stored = table.shape[1] if table is not None and len(table.shape) == 3 else 0  # more than pictures need
+        shapes: dict[str, tuple[int, ...]] = {
+            names.patches + ".weight": (spec.hidden, spec.patch_values),
+            names.positions: (2, max(stored, spec.table_side), spec.hidden),
+            names.projector + ".weight": (spec.output, spec.hidden),
+        }
+        for layer in range(spec.layers):
+            at = f"vision.layers.{layer}."
+            for part, name in self._gemma_names.items():
+                weight = f"{at}{part}.weight"
+                shape = spec.matrices[weight] if weight in spec.matrices else spec.tensors[weight]
+                if part in ("k_proj", "v_proj"):
+                    shape = (spec.kv_heads or spec.heads) * spec.head_dim, spec.hidden
+                shapes[name.format(layer=layer) + ".weight"] = shape
+            for norm in (names.attention_norm, names.feed_forward_norm):
+                shapes[norm.format(layer=layer) + ".weight"] = (spec.hidden,)
+        return shapes
 
     def _projector(self) -> Floats:
         """The projector's matrix, `[out, in]`."""
@@ -299,6 +361,8 @@ class VisionEncoder:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the stored tensors."""
+        if self.spec.gemma_layers:
+            return self._gemma_shapes()
         spec, names = self.spec, self.names
         inner = spec.output if spec.projector_width is None else spec.projector_width
         positions = spec.table_side**2 if spec.has_shapes else spec.patches

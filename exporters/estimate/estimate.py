@@ -25,7 +25,6 @@ from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
 from edgekv.spec import (
     CONFIG,
-    ENCODERS,
     DecoderInterface,
     DecoderSpec,
     EncoderSpec,
@@ -35,6 +34,7 @@ from edgekv.spec import (
     PictureSpec,
     Vocabulary,
     describe,
+    encoder_family,
     read_config,
 )
 from edgekv.spec.encoders.processor import read_processor
@@ -224,7 +224,7 @@ def estimate_config(
     config = read_config(file)
     spec = describe(config)
     types.check(spec)
-    family, encoder = ENCODERS.get(config.text("model_type")), None
+    family, encoder = encoder_family(config), None
     if family is not None:
         processor = read_processor(file.parent, is_needed=False)
         encoder = family.describe(config, processor), family.pictures(config, processor)

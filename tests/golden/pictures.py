@@ -1,4 +1,4 @@
-"""Pixels, rows and logits of transformers' SmolVLM, InternVL, LFM2-VL, Qwen3-VL and Gemma 3: the tests need no torch.
+"""Pixels, rows and logits of transformers' models that read pictures: the tests need no torch.
 
     python tests/golden/pictures.py            write them
     python tests/golden/pictures.py --check    compute them again and compare with the stored ones
@@ -26,6 +26,7 @@ from tests.support.picture_models import (
     WHOLE,
     photo,
     write_gemma3_vl,
+    write_gemma4_vl,
     write_internvl,
     write_lfm2_vl,
     write_qwen3_vl,
@@ -42,6 +43,7 @@ except OSError:  # that of the wheel wants CUDA, which resizing does not; the im
 
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast  # noqa: E402
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil  # noqa: E402
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil  # noqa: E402
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor  # noqa: E402
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor  # noqa: E402
@@ -87,7 +89,7 @@ def make() -> dict[str, np.ndarray]:
         golden |= make_internvl(attention_bias=biased)
     for normalized in (True, False):
         golden |= make_lfm2_vl(merged_norm=normalized)
-    return golden | make_qwen3_vl() | make_gemma3_vl()
+    return golden | make_qwen3_vl() | make_gemma3_vl() | make_gemma4_vl()
 
 
 def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
@@ -190,6 +192,34 @@ def make_gemma3_vl() -> dict[str, np.ndarray]:
                 input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels[:2], token_type_ids=kinds
             )
             golden[f"{prefix}logits"] = found.logits[0].numpy()
+    return golden
+
+
+def make_gemma4_vl() -> dict[str, np.ndarray]:
+    """Patches and places of each picture, and the rows of those of a shape; ids and logits of a prompt with two."""
+    golden: dict[str, np.ndarray] = {}
+    prefix = "gemma4_vl_"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_gemma4_vl(Path(scratch) / "gemma4_vl")
+        model = loaded(AutoModelForImageTextToText, folder)
+        images = Gemma4ImageProcessorPil.from_pretrained(folder)
+        pictures = [Image.fromarray(photo(*size, number)) for number, size in enumerate(SHAPED_SIZES)]
+        found = images(pictures, return_tensors="pt")
+        counts = [int(count) for count in found["num_soft_tokens_per_image"]]
+        golden[f"{prefix}counts"] = np.array(counts)
+        for number, count in enumerate(counts):
+            golden[f"{prefix}pixels{number}"] = found["pixel_values"][number, : 9 * count].numpy()
+            golden[f"{prefix}places{number}"] = found["image_position_ids"][number, : 9 * count].numpy()
+        shown = {"pixel_values": found["pixel_values"][:2], "image_position_ids": found["image_position_ids"][:2]}
+        places = ["<|image>" + "<|image|>" * count + "<image|>" for count in counts[:2]]
+        text = f"See {places[0]} and {places[1]} say: what are they?"
+        ids = torch.tensor([Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids])
+        golden[f"{prefix}ids"] = ids[0].numpy()
+        with torch.no_grad():
+            golden[f"{prefix}rows"] = torch.cat(model.model.get_image_features(**shown).pooler_output).numpy()
+            kinds = (ids == model.config.image_token_id).long()
+            given = model(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **shown)
+            golden[f"{prefix}logits"] = given.logits[0, -8:].numpy()
     return golden
 
 

@@ -28,11 +28,19 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
 from tests.support.checkpoints import ARCHITECTURES, as_float32, write_checkpoint, write_drafter
-from tests.support.picture_models import write_gemma3_vl, write_internvl, write_lfm2_vl, write_qwen3_vl, write_smolvlm
+from tests.support.picture_models import (
+    write_gemma3_vl,
+    write_gemma4_vl,
+    write_internvl,
+    write_lfm2_vl,
+    write_qwen3_vl,
+    write_smolvlm,
+)
 
 FILE = Path(__file__).with_suffix(".json")
 MORE: dict[str, Callable[[Path], Path]] = {
     "gemma3-pictures": write_gemma3_vl,
+    "gemma4-pictures": write_gemma4_vl,
     "internvl": write_internvl,
     "internvl-unbiased": lambda folder: write_internvl(folder, attention_bias=False),
     "lfm2_vl-pictures": write_lfm2_vl,

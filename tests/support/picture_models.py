@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer
 
 from exporters.quantize.pictures import drawn_picture
-from tests.support.checkpoints import CONFIG, NEWER, WINDOW, random_weights, write_tokenizer
+from tests.support.checkpoints import CONFIG, GEMMA4, NEWER, WINDOW, random_weights, write_tokenizer
 
 IMAGE_TOKEN, FRAME, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
 SMALL: dict[str, Any] = {
@@ -212,6 +212,74 @@ def write_gemma3_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, window: i
     }
     added = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
     return _write(folder, config, prepared, added, named, added[1])
+
+
+def write_gemma4_vl(folder: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
+    """A random Gemma 4 whose pictures have 70 rows at most; two query heads of its encoder share keys and values."""
+    hidden, inner, patch, head_dim, text = (
+        48,
+        96,
+        4,
+        12,
+        CONFIG | GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    )
+    vision = {
+        "model_type": "gemma4_vision",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "patch_size": patch,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 256,
+        "use_clipped_linears": False,
+        "standardize": False,
+    }
+    config = {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": None,
+        "image_token_id": 260,
+        "boi_token_id": 261,
+        "eoi_token_id": 262,
+        "video_token_id": 263,
+        "audio_token_id": 264,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    prepared = {"patch_size": patch, "max_soft_tokens": 70, "pooling_kernel_size": 3, "do_normalize": False}
+    random = np.random.Generator(np.random.PCG64([seed, 7]))
+
+    def matrix(rows: int, columns: int) -> np.ndarray[Any, Any]:
+        return (gain * random.standard_normal((rows, columns)) / columns**0.5).astype(np.float32)
+
+    model = "model.vision_tower."
+    named = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in random_weights(text, seed).items()
+    }
+    named |= {
+        f"{model}patch_embedder.input_proj.weight": matrix(hidden, 3 * patch**2),
+        f"{model}patch_embedder.position_embedding_table": _vector(random, 2 * 256 * hidden).reshape(2, 256, hidden),
+        "model.embed_vision.embedding_projection.weight": matrix(text["hidden_size"], hidden) / 2,
+    }
+    for layer in range(2):
+        at = f"{model}encoder.layers.{layer}."
+        shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.o_proj": (hidden, hidden)}
+        shapes |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (2 * head_dim, hidden))
+        shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden)) | {"mlp.down_proj": (hidden, inner)}
+        named |= {f"{at}{name}.linear.weight": matrix(*shape) for name, shape in shapes.items()}
+        norms = {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim, "input_layernorm": hidden}
+        norms |= dict.fromkeys(("post_attention_layernorm", "pre_feedforward_layernorm"), hidden)
+        norms["post_feedforward_layernorm"] = hidden
+        named |= {f"{at}{norm}.weight": _vector(random, width, 1.0) for norm, width in norms.items()}
+    added = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>")
+    return _write(folder, config, prepared, added, named, added[0])
 
 
 def _qwen3_vl_weights(config: dict[str, Any], seed: int, gain: float) -> dict[str, np.ndarray[Any, Any]]:

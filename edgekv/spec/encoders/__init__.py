@@ -3,6 +3,7 @@
 A file declares `MODEL_TYPES`, the values of `model_type` that it reads, and two functions of the configuration and the
 processor's: `describe` returns the `EncoderSpec`, and `pictures` the `PictureSpec`. `NAMES` says what its checkpoints
 call tensors. `decoder`, where it is there, adds what pictures change in the decoder, of the configuration.
+`reads`, where it is there, says whether an encoder is one of those that are exported; else the decoder is alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class EncoderFamily:
     pictures: Callable[[Config, Config], PictureSpec]
     names: EncoderNames
     decoder: Callable[[Config, DecoderSpec], DecoderSpec] | None = None
+    reads: Callable[[Config], bool] | None = None
 
 
 def find_encoders() -> Mapping[str, EncoderFamily]:
@@ -35,10 +37,17 @@ def find_encoders() -> Mapping[str, EncoderFamily]:
         module = importlib.import_module(f"{__name__}.{entry.name}")
         if hasattr(module, "MODEL_TYPES"):
             decoder = getattr(module, "decoder", None)
-            family = EncoderFamily(module.describe, module.pictures, module.NAMES, decoder)
+            reads = getattr(module, "reads", None)
+            family = EncoderFamily(module.describe, module.pictures, module.NAMES, decoder, reads)
             encoders.update(dict.fromkeys(module.MODEL_TYPES, family))
     return encoders
 
 
 ENCODERS = find_encoders()
 """All supported encoders; see `find_encoders`."""
+
+
+def encoder_family(config: Config) -> EncoderFamily | None:
+    """How to read the encoder of a checkpoint; None if it has none, or one that is left out."""
+    family = ENCODERS.get(config.text("model_type"))
+    return None if family is None or (family.reads is not None and not family.reads(config)) else family

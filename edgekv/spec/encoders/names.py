@@ -30,6 +30,8 @@ class EncoderNames:
         bucketed: whether patches find their positions as SigLIP for any resolution does; else they are in order.
         frames: pictures that the convolution takes at a time; a single one is given to it as often, so that its parts
             are added. 0 if it takes one and says nothing of time.
+        gemma: of Gemma's layers: the matrix that `fc1` gates, the norms of a head of queries and of keys, and those
+            behind attention and the feed-forward. None for other layers.
     """
 
     patches: str
@@ -53,6 +55,7 @@ class EncoderNames:
     projector_inputs: bool = False
     bucketed: bool = False
     frames: int = 0
+    gemma: tuple[str, str, str, str, str] | None = None
 
     @property
     def projector_weight(self) -> str:

@@ -1,0 +1,167 @@
+"""Gemma 4 without inputs of layers: an encoder with layers as in its decoder, as transformers computes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import edgekv
+from edgekv.bundle import open_bundle
+from edgekv.errors import UsageError
+from edgekv.graphs.cpu_mode import CpuMode
+from edgekv.model import Model
+from edgekv.pictures import EncoderInputs, PictureEncoder, block_order, cut_tiles, encoder_inputs
+from edgekv.pictures.tiles import tile_grid
+from edgekv.runtime.cpu import CpuEngine
+from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
+from exporters.checkpoint.rotate import ResidualRotation
+from exporters.checkpoint.vision import VisionEncoder
+from exporters.quantize.encoder import NumpyEncoder, encode
+from exporters.quantize.reference import Reference
+from tests.support.exports import export_options, exported
+from tests.support.picture_models import SHAPED_SIZES, photo, png, write_gemma4_vl
+
+GOLDEN = {
+    name.removeprefix("gemma4_vl_"): value
+    for name, value in np.load(Path(__file__).parents[2] / "golden" / "pictures.npz").items()
+    if name.startswith("gemma4_vl_")
+}
+PATCH, MERGE = 4, 3
+SIZED = {
+    (100, 60): (120, 72),
+    (1, 1): (96, 96),
+    (700, 3): (840, 12),
+    (3, 700): (12, 840),
+    (4000, 1): (840, 12),
+    (1920, 1080): (132, 72),
+    (13, 97): (36, 264),
+    (1000, 40): (492, 12),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(str(write_gemma4_vl(tmp_path_factory.mktemp("vlm") / "gemma4")))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(write_gemma4_vl(tmp_path_factory.mktemp("vlm") / "gemma4"), export_options(context=192, ar=(1, 16)))
+
+
+def _tiles(checkpoint: Checkpoint, count: int) -> list[NDArray[np.uint8]]:
+    vision = checkpoint.vision
+    assert vision is not None
+    pictures = [photo(*size, number) for number, size in enumerate(SHAPED_SIZES[:count])]
+    return [cut_tiles(picture, vision.pictures, vision.spec.image).tiles[0] for picture in pictures]
+
+
+def _db(found: NDArray[Any], wanted: NDArray[Any]) -> float:
+    return float(10 * np.log10(np.square(wanted).sum() / max(np.square(found - wanted).sum(), 1e-9)))
+
+
+def test_pixels_and_places_are_those_of_transformers(checkpoint: Checkpoint):
+    vision = checkpoint.vision
+    assert vision is not None
+    for number, tile in enumerate(_tiles(checkpoint, len(SHAPED_SIZES))):
+        pixels, places = GOLDEN[f"pixels{number}"], GOLDEN[f"places{number}"]
+        order = block_order(tile.shape[0] // PATCH, tile.shape[1] // PATCH, MERGE)
+        wanted = (2 * pixels - 1).reshape(-1, PATCH, PATCH, 3).transpose(0, 3, 1, 2).reshape(len(pixels), -1)[order]
+        shown = encoder_inputs(tile, vision.spec, vision.pictures)
+        assert np.abs(shown.patches - wanted).max() < 1e-6
+        assert shown.places is not None
+        found = shown.places.reshape(len(pixels), 2, vision.spec.table_side)
+        assert np.array_equal(found.argmax(-1), places[order]) and (found.sum(-1) == 1).all()
+
+
+def test_rows_and_logits_are_those_of_transformers(checkpoint: Checkpoint):
+    vision, spec, ids = checkpoint.vision, checkpoint.spec, GOLDEN["ids"].copy()
+    assert vision is not None
+    shown = [encoder_inputs(tile, vision.spec, vision.pictures) for tile in _tiles(checkpoint, 2)]
+    rows = np.concatenate(encode(NumpyEncoder(vision), vision.spec, shown))
+    assert np.abs(rows - GOLDEN["rows"]).max() < 1e-4 * np.abs(GOLDEN["rows"]).max()
+    pictured = ids == vision.pictures.token_id
+    ids[pictured] = spec.vocab + np.arange(pictured.sum())
+    pictures = PicturedRows(rows, np.zeros((len(rows), 3), np.int64))
+    (logits,) = Reference(checkpoint.with_pictures(pictures)).logits([ids])
+    assert np.abs(logits[-8:] - GOLDEN["logits"]).max() < 1e-4 * np.ptp(GOLDEN["logits"])
+
+
+def test_rows_in_integers_are_those_of_transformers(bundle: Path, checkpoint: Checkpoint):
+    opened, wanted = open_bundle(bundle), GOLDEN["rows"]
+    rotation = opened.manifest.recipe.rotation
+    if rotation != "none":
+        wanted = ResidualRotation(checkpoint.spec, checkpoint.tensor, rotation).rotated(wanted)
+    modes: tuple[CpuMode, ...] = ("emulate", "fast")
+    for mode in modes:
+        encoder = PictureEncoder(opened, CpuEngine(1, mode=mode))
+        found = np.concatenate([encoder.encode(tile).embeddings for tile in _tiles(checkpoint, 2)])
+        assert _db(opened.manifest.encodings["embedding"].dequantize(found), wanted) > 30, mode
+
+
+def test_logits_behind_pictures_are_those_of_transformers(bundle: Path):
+    files = [png(photo(*size, number)) for number, size in enumerate(SHAPED_SIZES[:2])]
+    prompt = "See <|image|> and <|image|> say: what are they?"
+
+    def last(model: Model, pictures: list[bytes]) -> NDArray[np.float32]:
+        found = model.generate(prompt, pictures=pictures, max_new_tokens=1, temperature=0.0, return_logits=True)
+        (logits,) = [token.logits for token in found]
+        assert logits is not None
+        return logits
+
+    with edgekv.load(bundle) as model:
+        first, other = last(model, files), last(model, files[::-1])
+    wanted = GOLDEN["logits"][-1]
+    assert _db(first, wanted) > 15
+    assert _db(other, wanted) < _db(first, wanted) - 6
+
+
+@pytest.mark.htp
+def test_the_htp_computes_in_integers_alone(tmp_path: Path):
+    folder = write_gemma4_vl(tmp_path / "gemma4")
+    opened = open_bundle(exported(folder, export_options(context=192, ar=(1, 16), check_on_htp=True)))
+    assert opened.manifest.vision is not None and opened.manifest.htp_check == "integers-only"
+
+
+@pytest.mark.parametrize(
+    ("table", "fields"),
+    [
+        ("vision_config", {"use_clipped_linears": True}),
+        ("vision_config", {"standardize": True}),
+        ("text_config", {"use_bidirectional_attention": "vision"}),
+    ],
+)
+def test_an_encoder_that_computes_otherwise_is_left_out(tmp_path: Path, table: str, fields: dict[str, Any]):
+    folder = write_gemma4_vl(tmp_path / "gemma4")
+    config = json.loads((folder / "config.json").read_text())
+    config[table] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(str(folder)).vision is None
+
+
+def test_sizes_of_pictures_are_those_of_transformers(checkpoint: Checkpoint):
+    """Those that `get_aspect_ratio_preserving_size` gave, of strips too."""
+    vision = checkpoint.vision
+    assert vision is not None
+    for (width, height), wanted in SIZED.items():
+        assert tile_grid((width, height), vision.pictures, vision.spec.image).whole == wanted
+
+
+def test_pictures_of_chosen_sizes_alone_have_a_table_for_their_edges(checkpoint: Checkpoint):
+    assert checkpoint.vision is not None
+    vision = checkpoint.vision.with_sizes(((120, 72), (48, 96)))
+    assert (vision.spec.table_side, vision.spec.most_patches) == (30, 540)
+    wanted = encode(NumpyEncoder(vision), vision.spec, [_shown(vision, photo(*SHAPED_SIZES[0]))])[0]
+    assert np.abs(wanted - GOLDEN["rows"][: len(wanted)]).max() < 1e-4 * np.abs(wanted).max()
+    with pytest.raises(UsageError, match=r"--picture-sizes: got an edge of 1200 pixels; expected at most 1024"):
+        checkpoint.vision.with_sizes(((1200, 12),))
+
+
+def _shown(vision: VisionEncoder, picture: NDArray[np.uint8]) -> EncoderInputs:
+    tile = cut_tiles(picture, vision.pictures, vision.spec.image).tiles[0]
+    return encoder_inputs(tile, vision.spec, vision.pictures)
