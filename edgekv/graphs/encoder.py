@@ -59,6 +59,9 @@ class EncoderOps(BlockOps[V], Protocol[V]):
     def rms_norm(self, x: V, weight: str, name: str) -> V:
         """`x / rms(x) * weight`, over the width."""
 
+    def bounded(self, x: V, name: str) -> V:
+        """A result clipped to its bounds, if it has some. Integers are: their encodings reach no further."""
+
     def patches(self, x: V) -> V:
         """`x` without the row of a class behind the patches, if there is one."""
 
@@ -176,28 +179,47 @@ def _rotated(ops: EncoderOps[V], spec: EncoderSpec, x: V, name: str) -> V:
 def _gemma_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: Residual[V]) -> Residual[V]:
     """A layer with `gemma_layers`; see `EncoderSpec`. Scores are products of what is normalized, as they are."""
     at, rows, outputs = f"vision.layers.{layer}.", residual.rows, []
-    x = ops.normalize(rows, spec.hidden, at + "attention_norm")
+    read = _gemma_inputs(ops, spec, rows, at + "attention_norm", ("q", "k", "v"))
     for head in range(spec.heads):
-        query, key, value = (_gemma_head(ops, spec, x, at, kind, head) for kind in "qkv")
+        query, key, value = (_gemma_head(ops, spec, x, at, kind, head) for kind, x in zip("qkv", read, strict=True))
         scores = ops.unpadded(ops.scores(query, key, f"{at}scores.h{head}"), f"{at}unpadded.h{head}")
         outputs.append(ops.attend(ops.softmax(scores, "vision.probabilities"), value, at + "attention"))
-    x = _linear(ops, spec, ops.join(outputs, at + "attention"), at + "o_proj.weight", at + "o_proj")
+    x = ops.bounded(ops.join(outputs, at + "attention"), at + "attention")
+    x = ops.bounded(_linear(ops, spec, x, at + "o_proj.weight", at + "o_proj"), at + "o_proj")
     rows = ops.add(
         rows, ops.rms_norm(x, at + "attention_out_norm.weight", at + "attention_out_norm"), at + "o_proj_add"
     )
-    x = ops.normalize(rows, spec.hidden, at + "mlp_norm")
-    gate = _gelu(ops, spec, _linear(ops, spec, x, at + "fc1.weight", at + "fc1"), at + "gelu")
-    inner = ops.multiply(gate, _linear(ops, spec, x, at + "up.weight", at + "up"), at + "gated")
-    x = _linear(ops, spec, inner, at + "fc2.weight", at + "fc2")
+    gate, up = (
+        ops.bounded(_linear(ops, spec, x, f"{at}{matrix}.weight", at + matrix), at + matrix)
+        for matrix, x in zip(("fc1", "up"), _gemma_inputs(ops, spec, rows, at + "mlp_norm", ("fc1", "up")), strict=True)
+    )
+    inner = ops.bounded(ops.multiply(_gelu(ops, spec, gate, at + "gelu"), up, at + "gated"), at + "gated")
+    x = ops.bounded(_linear(ops, spec, inner, at + "fc2.weight", at + "fc2"), at + "fc2")
     return Residual(
         ops.add(rows, ops.rms_norm(x, at + "mlp_out_norm.weight", at + "mlp_out_norm"), at + "fc2_add"), None
     )
 
 
+def _gemma_inputs(ops: EncoderOps[V], spec: EncoderSpec, rows: V, norm: str, kinds: tuple[str, ...]) -> list[V]:
+    """What each of some matrices reads of the residual: one result for all that have the same bounds."""
+    if not spec.clipped:
+        return [ops.normalize(rows, spec.hidden, norm)] * len(kinds)
+    inputs = dict[tuple[float, float] | None, V]()
+    read = list[V]()
+    for kind in kinds:
+        name = f"{norm}.{kind}"
+        bound = spec.bound_of(name)
+        ends = None if bound is None else (bound.low, bound.high)
+        if ends not in inputs:
+            inputs[ends] = ops.bounded(ops.rms_norm(rows, norm + ".weight", name), name)
+        read.append(inputs[ends])
+    return read
+
+
 def _gemma_head(ops: EncoderOps[V], spec: EncoderSpec, x: V, at: str, kind: str, head: int) -> V:
     """The queries, keys or values of a head, normalized, and rotated but for values."""
-    name = f"{at}{kind}.h{head}"
-    projected = _linear(ops, spec, x, f"{at}{kind}_proj.weight", name + ".projected", head=head)
+    name, result = f"{at}{kind}.h{head}", f"{at}{kind}.projected.h{head}"
+    projected = ops.bounded(_linear(ops, spec, x, f"{at}{kind}_proj.weight", result, head=head), result)
     if kind == "v":
         return ops.normalize(projected, spec.head_dim, name)
     return _rotated(ops, spec, ops.rms_norm(projected, f"{at}{kind}_norm.weight", name + ".norm"), name)

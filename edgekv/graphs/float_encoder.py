@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import onnx
@@ -44,6 +45,12 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
 
     def _rows_of(self, port: str) -> View:
         return View(self._nodes.reshape(self._input(port), [1, self._spec.inputs, -1]))
+
+    def bounded(self, x: View, name: str) -> View:
+        if (bound := self._spec.bound_of(name)) is None:
+            return x
+        ends = (self._once(("end", end), partial(self._nodes.number, end)) for end in (bound.low, bound.high))
+        return self._each("Clip", [x], name + ".bounded", [*ends])
 
     def places(self) -> View:
         return self._rows_of(PLACES_PORT)

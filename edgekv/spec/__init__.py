@@ -195,6 +195,7 @@ if TYPE_CHECKING:
         ROWS_PORT as ROWS_PORT,
         SIN_PORT as SIN_PORT,
         TABLE as TABLE,
+        Bound as Bound,
         EncoderSpec as EncoderSpec,
         PictureShapes as PictureShapes,
         PictureSpec as PictureSpec,

@@ -64,6 +64,14 @@ def mean_of(name: str) -> str:
     return name.replace(".weight", "_mean.weight").replace(".bias", "_mean.bias")
 
 
+class Bound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Between which numbers a result is clipped."""
+
+    name: _Text
+    low: float
+    high: float
+
+
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A vision transformer for pictures of one square, or of shapes of at most its area, and a projector to embeddings.
 
@@ -98,6 +106,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         gemma_layers: whether layers are as in decoders of Gemma: RMS norms before and behind each block and of each
             head, gated feed-forwards, no biases.
         kv_heads: heads of keys and values that checkpoints have; None for one of each query head, as graphs have.
+        clipped: whether checkpoints have bounds of what the matrices of layers read and write.
+        bounds: these, of results by name; those of a head stand under the name before `.h`.
         wide: names of the matrices of 16 bits: each is two of 8, whose products are added. The lower one is what
             rounding the matrix to 8 bits left, rounded to 8 bits.
     """
@@ -127,6 +137,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     biased_inputs: bool = True
     gemma_layers: bool = False
     kv_heads: _Count | None = None
+    clipped: bool = False
+    bounds: tuple[Bound, ...] = ()
     wide: tuple[_Text, ...] = ()
 
     def __post_init__(self) -> None:
@@ -150,6 +162,11 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("rotary_theta: got it; expected heads of a multiple of 4, and pictures with shapes")
         if (self.deepstack and self.deepstack[-1] >= self.layers) or [*self.deepstack] != sorted({*self.deepstack}):
             raise ValueError(f"deepstack: got {self.deepstack}; expected ascending numbers below {self.layers}")
+
+    def bound_of(self, name: str) -> Bound | None:
+        """The bounds of a result; None without."""
+        plain = name.partition(".h")[0]
+        return next((bound for bound in self.bounds if bound.name == plain), None)
 
     @property
     def head_dim(self) -> int:
@@ -298,6 +315,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def _gemma_tensors(self) -> dict[str, tuple[int, ...]]:
         widths = {"q_norm": self.head_dim, "k_norm": self.head_dim}
         widths |= {"attention_out_norm": self.hidden, "mlp_out_norm": self.hidden}
+        if self.clipped:  # else they are in the matrices that read what is normalized
+            widths |= {"attention_norm": self.hidden, "mlp_norm": self.hidden}
         return {
             f"vision.layers.{layer}.{name}.weight": (width,)
             for layer in range(self.layers)

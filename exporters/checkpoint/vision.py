@@ -29,6 +29,7 @@ from edgekv.spec import (
     PROJECTOR_OUT,
     PROJECTOR_OUT_BIAS,
     TABLE,
+    Bound,
     Config,
     DecoderSpec,
     EncoderSpec,
@@ -53,6 +54,15 @@ MOST_PATCHES = 4096
 
 _LAYER = re.compile(r"vision\.layers\.(\d+)\.(.+)")
 _GEMMA_PARTS = "up", "q_norm", "k_norm", "attention_out_norm", "mlp_out_norm"
+_CLIPPED = {
+    **{f"{kind}_proj": (f"attention_norm.{kind}", f"{kind}.projected") for kind in "qkv"},
+    "o_proj": ("attention", "o_proj"),
+    "fc1": ("mlp_norm.fc1", "fc1"),
+    "up": ("mlp_norm.up", "up"),
+    "fc2": ("gated", "fc2"),
+}
+"""The results that a matrix of a layer reads and writes, of which some checkpoints have bounds."""
+_FARTHEST = float(np.finfo(np.float32).max)
 _DEEPSTACK = re.compile(r"vision\.deepstack\.(\d+)\.(fc[12])\.(weight|bias)")
 
 
@@ -108,7 +118,29 @@ class VisionEncoder:
                     expected=f"shape {list(shape)}, as vision_config of config.json says",
                     fix="The weights and config.json do not belong together; fetch both again.",
                 )
-        return encoder
+        return replace(encoder, spec=msgspec.structs.replace(spec, bounds=encoder.bounds)) if spec.clipped else encoder
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """Those of what the matrices of layers read and write."""
+        bounds = list[Bound]()
+        for layer in range(self.spec.layers):
+            for matrix, (read, written) in _CLIPPED.items():
+                stored = self._gemma_names[matrix].format(layer=layer).removesuffix("linear")
+                for kind, result in (("input", read), ("output", written)):
+                    ends = [float(self._stored(f"{stored}{kind}_{end}").reshape(())) for end in ("min", "max")]
+                    if not ends[0] < 0 < ends[1]:
+                        got, expected = f"{ends[0]:g} to {ends[1]:g}", "a minimum below 0 and a maximum above it"
+                        fix = "The file is damaged: use another checkpoint."
+                        raise CheckpointError(f"weights: {stored}{kind}_min", got=got, expected=expected, fix=fix)
+                    low, high = np.clip(ends, -_FARTHEST, _FARTHEST).tolist()
+                    bounds.append(Bound(name=f"vision.layers.{layer}.{result}", low=low, high=high))
+        return tuple(bounds)
+
+    @property
+    def _bound_tensors(self) -> set[str]:
+        """The stored names of bounds, which may be infinite."""
+        return {name for name, shape in self.shapes.items() if self.spec.clipped and shape == (1,)}
 
     def with_sizes(self, sizes: Sequence[tuple[int, int]]) -> VisionEncoder:
         """The encoder for pictures of some widths and heights alone, in pixels; for none, as it is.
@@ -155,7 +187,7 @@ class VisionEncoder:
         Raises:
             CheckpointError: naming a tensor with elements that are NaN or infinite.
         """
-        for name in self.shapes:
+        for name in self.shapes.keys() - self._bound_tensors:
             if not np.isfinite(self._tensors[name].largest()):
                 fix = "The training or a conversion diverged, or the file is damaged: use another checkpoint."
                 raise CheckpointError(f"weights: {name}", got="NaN or infinite", expected="finite numbers", fix=fix)
@@ -213,6 +245,8 @@ class VisionEncoder:
         match = _LAYER.fullmatch(name)
         assert match is not None, "a tensor of a layer"
         part, layer = match[2].removesuffix(".weight"), int(match[1])
+        if part in ("attention_norm", "mlp_norm"):
+            return self._weight(names.attention_norm if part == "attention_norm" else names.feed_forward_norm, layer)
         weight = self._weight(self._gemma_names[part], layer)
         if part[0] in "qk":  # halves of the width turn together; in checkpoints, those of each half do
             heads = weight.reshape(-1, 2, 2, spec.head_dim // 4, *weight.shape[1:])
@@ -220,6 +254,8 @@ class VisionEncoder:
         if part in ("k_proj", "v_proj") and spec.kv_heads is not None:
             heads = weight.reshape(spec.kv_heads, spec.head_dim, spec.hidden)
             weight = heads.repeat(spec.heads // spec.kv_heads, axis=0).reshape(spec.hidden, spec.hidden)
+        if spec.clipped:
+            return weight
         if part in ("q_proj", "k_proj", "v_proj"):
             return weight * self._weight(names.attention_norm, layer)
         return weight * self._weight(names.feed_forward_norm, layer) if part in ("fc1", "up") else weight
@@ -249,6 +285,10 @@ class VisionEncoder:
                 if part in ("k_proj", "v_proj"):
                     shape = (spec.kv_heads or spec.heads) * spec.head_dim, spec.hidden
                 shapes[name.format(layer=layer) + ".weight"] = shape
+                if spec.clipped and part in _CLIPPED:
+                    stem = name.format(layer=layer).removesuffix("linear")
+                    ends = (f"{stem}{kind}_{end}" for kind in ("input", "output") for end in ("min", "max"))
+                    shapes |= dict.fromkeys(ends, (1,))  # scalars
             for norm in (names.attention_norm, names.feed_forward_norm):
                 shapes[norm.format(layer=layer) + ".weight"] = (spec.hidden,)
         return shapes

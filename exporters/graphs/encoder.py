@@ -43,6 +43,9 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
     def unmerged(self, x: Tensor) -> Tensor:
         return self._reshape(x, x.name + ".unmerged", (1, 1, -1, 1))
 
+    def bounded(self, x: Tensor, name: str) -> Tensor:
+        return x
+
     def places(self) -> Tensor:
         return self._inputs[PLACES_PORT]
 

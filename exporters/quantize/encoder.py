@@ -68,6 +68,15 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
         super().__init__(self._weight, lambda _: tensors.spec.head_dim, tensors.spec.eps, observe)
         self._tensors = tensors
         self._kept: dict[str, Floats] = {}
+        self._bounds = {bound.name: (bound.low, bound.high) for bound in tensors.spec.bounds}
+
+    def _seen(self, name: str, value: Floats) -> Floats:
+        if (ends := self._bounds.get(name.partition(".h")[0])) is not None:
+            value = np.clip(value, *ends).astype(np.float32)
+        return super()._seen(name, value)
+
+    def bounded(self, x: Floats, name: str) -> Floats:
+        return x  # by `_seen`
 
     def plus(self, x: Floats, weight: str, name: str) -> Floats:
         return self._seen(name, x + self._weight(weight))
@@ -248,6 +257,10 @@ def encoder_encodings(
     masked = [result for result in results.values() if result.kind == "masked"]
     depth = mask_depth(ranges[source] for result in masked for source in result.sources)
     encodings = result_encodings(results, ranges, types, depth)
+    for name, encoding in encodings.items():  # what is beyond bounds is rounded to them
+        if (bound := spec.bound_of(name)) is not None:
+            low, high = encoding.reach
+            encodings[name] = Encoding.asymmetric(max(low, bound.low), min(high, bound.high), "u16")
     ends = [(end - prepared.mean[at]) / prepared.deviation[at] for at in range(3) for end in (0.0, 1.0)]
     encodings[PIXELS_PORT] = (
         Encoding.symmetric(max(map(abs, ends)), "s16")
@@ -269,6 +282,9 @@ def encoder_encodings(
 
 
 class _EncoderResults(ResultRecorder, EncoderOps[str]):
+    def bounded(self, x: str, name: str) -> str:
+        return x
+
     def places(self) -> str:
         return PLACES_PORT
 

@@ -89,7 +89,7 @@ def make() -> dict[str, np.ndarray]:
         golden |= make_internvl(attention_bias=biased)
     for normalized in (True, False):
         golden |= make_lfm2_vl(merged_norm=normalized)
-    return golden | make_qwen3_vl() | make_gemma3_vl() | make_gemma4_vl()
+    return golden | make_qwen3_vl() | make_gemma3_vl() | make_gemma4_vl() | make_gemma4_vl(clipped=True)
 
 
 def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
@@ -195,15 +195,18 @@ def make_gemma3_vl() -> dict[str, np.ndarray]:
     return golden
 
 
-def make_gemma4_vl() -> dict[str, np.ndarray]:
+def make_gemma4_vl(*, clipped: bool = False) -> dict[str, np.ndarray]:
     """Patches and places of each picture, and the rows of those of a shape; ids and logits of a prompt with two."""
     golden: dict[str, np.ndarray] = {}
-    prefix = "gemma4_vl_"
+    prefix = "gemma4_vl-clipped_" if clipped else "gemma4_vl_"
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_gemma4_vl(Path(scratch) / "gemma4_vl")
+        folder = write_gemma4_vl(Path(scratch) / "gemma4_vl", clipped=clipped)
         model = loaded(AutoModelForImageTextToText, folder)
         images = Gemma4ImageProcessorPil.from_pretrained(folder)
-        pictures = [Image.fromarray(photo(*size, number)) for number, size in enumerate(SHAPED_SIZES)]
+        pictures = [
+            Image.fromarray(photo(*size, number))
+            for number, size in enumerate(SHAPED_SIZES[:2] if clipped else SHAPED_SIZES)
+        ]
         found = images(pictures, return_tensors="pt")
         counts = [int(count) for count in found["num_soft_tokens_per_image"]]
         golden[f"{prefix}counts"] = np.array(counts)

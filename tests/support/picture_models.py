@@ -214,7 +214,7 @@ def write_gemma3_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, window: i
     return _write(folder, config, prepared, added, named, added[1])
 
 
-def write_gemma4_vl(folder: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
+def write_gemma4_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, clipped: bool = False) -> Path:
     """A random Gemma 4 whose pictures have 70 rows at most; two query heads of its encoder share keys and values."""
     hidden, inner, patch, head_dim, text = (
         48,
@@ -234,7 +234,7 @@ def write_gemma4_vl(folder: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
         "patch_size": patch,
         "pooling_kernel_size": 3,
         "position_embedding_size": 256,
-        "use_clipped_linears": False,
+        "use_clipped_linears": clipped,
         "standardize": False,
     }
     config = {
@@ -274,6 +274,10 @@ def write_gemma4_vl(folder: Path, *, seed: int = 0, gain: float = 2.0) -> Path:
         shapes |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (2 * head_dim, hidden))
         shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden)) | {"mlp.down_proj": (hidden, inner)}
         named |= {f"{at}{name}.linear.weight": matrix(*shape) for name, shape in shapes.items()}
+        for name in shapes if clipped else ():
+            reach = 1.5 if name == "self_attn.v_proj" else 2.0  # of inputs; most of q and k have equal ones
+            ends = {"input_min": -reach, "input_max": reach - 0.25, "output_min": -3.0, "output_max": 2.5}
+            named |= {f"{at}{name}.{end}": np.array(value, np.float32) for end, value in ends.items()}
         norms = {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim, "input_layernorm": hidden}
         norms |= dict.fromkeys(("post_attention_layernorm", "pre_feedforward_layernorm"), hidden)
         norms["post_feedforward_layernorm"] = hidden

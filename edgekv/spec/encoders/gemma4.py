@@ -42,13 +42,13 @@ _ROWS = 280
 
 def reads(config: Config) -> bool:
     """Whether neither the decoder has inputs of layers, which a picture's rows would need too, or attention of pictures
-    to both sides in layers with a window alone; nor the encoder bounds of its matrices, or numbers behind its averages.
+    to both sides in layers with a window alone; nor the encoder numbers behind its averages.
     """
     if not isinstance(config.fields.get("vision_config"), dict):
         return False
     text, vision = config.table("text_config").fields, config.table("vision_config").fields
     changes = text.get("hidden_size_per_layer_input", 256), text.get("use_bidirectional_attention")
-    return not any((*changes, vision.get("use_clipped_linears"), vision.get("standardize")))
+    return not any((*changes, vision.get("standardize")))
 
 
 def describe(config: Config, processor: Config) -> EncoderSpec:
@@ -58,7 +58,6 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     )
     vision.expect("hidden_activation", "gelu_pytorch_tanh")
     vision.expect("attention_bias", False)
-    vision.expect("use_clipped_linears", False)
     vision.expect("standardize", False)
     vision.ignore("max_position_embeddings")
     rope = vision.table("rope_parameters")
@@ -89,6 +88,7 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
         pooled=True,
         projector_eps=eps / hidden,  # averages are multiplied by the root of the width before their norm
         gemma_layers=True,
+        clipped=vision.flag("use_clipped_linears", False),
     )
 
 

@@ -60,6 +60,9 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
         count, width = x.shape[2:]
         return self._reshape(x, (1, 1, count * width, 1), "unmerged")
 
+    def bounded(self, x: Tensor, name: str) -> Tensor:
+        return x
+
     def places(self) -> Tensor:
         return self._inputs[PLACES_PORT]
 

@@ -41,6 +41,13 @@ def check_tflite(checkpoint: Checkpoint) -> None:
             fix="Use --format onnx.",
         )
     vision = checkpoint.vision
+    if vision is not None and vision.spec.clipped:
+        raise UsageError(
+            "--format tflite",
+            got="a vision encoder with use_clipped_linears",
+            expected="one without: encodings of a .tflite file end at the same distance on both sides of 0",
+            fix="Use --format onnx.",
+        )
     encoder_bytes = 0 if vision is None else sum(map(math.prod, vision.spec.matrices.values()))
     table = spec.vocab * spec.hidden
     # Matrices in int8; the embedding table in int16 and, if it is also the head, again in int8.

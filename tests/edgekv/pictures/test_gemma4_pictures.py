@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 import edgekv
 from edgekv.bundle import open_bundle
-from edgekv.errors import UsageError
+from edgekv.errors import CheckpointError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.model import Model
 from edgekv.pictures import EncoderInputs, PictureEncoder, block_order, cut_tiles, encoder_inputs
 from edgekv.pictures.tiles import tile_grid
 from edgekv.runtime.cpu import CpuEngine
+from edgekv.spec import Config, encoder_family
 from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import VisionEncoder
@@ -30,6 +32,11 @@ GOLDEN = {
     name.removeprefix("gemma4_vl_"): value
     for name, value in np.load(Path(__file__).parents[2] / "golden" / "pictures.npz").items()
     if name.startswith("gemma4_vl_")
+}
+CLIPPED = {
+    name.removeprefix("gemma4_vl-clipped_"): value
+    for name, value in np.load(Path(__file__).parents[2] / "golden" / "pictures.npz").items()
+    if name.startswith("gemma4_vl-clipped_")
 }
 PATCH, MERGE = 4, 3
 SIZED = {
@@ -122,8 +129,9 @@ def test_logits_behind_pictures_are_those_of_transformers(bundle: Path):
 
 
 @pytest.mark.htp
-def test_the_htp_computes_in_integers_alone(tmp_path: Path):
-    folder = write_gemma4_vl(tmp_path / "gemma4")
+@pytest.mark.parametrize("clipped", [False, True])
+def test_the_htp_computes_in_integers_alone(tmp_path: Path, clipped: bool):
+    folder = write_gemma4_vl(tmp_path / "gemma4", clipped=clipped)
     opened = open_bundle(exported(folder, export_options(context=192, ar=(1, 16), check_on_htp=True)))
     assert opened.manifest.vision is not None and opened.manifest.htp_check == "integers-only"
 
@@ -131,7 +139,6 @@ def test_the_htp_computes_in_integers_alone(tmp_path: Path):
 @pytest.mark.parametrize(
     ("table", "fields"),
     [
-        ("vision_config", {"use_clipped_linears": True}),
         ("vision_config", {"standardize": True}),
         ("text_config", {"use_bidirectional_attention": "vision"}),
     ],
@@ -165,3 +172,45 @@ def test_pictures_of_chosen_sizes_alone_have_a_table_for_their_edges(checkpoint:
 def _shown(vision: VisionEncoder, picture: NDArray[np.uint8]) -> EncoderInputs:
     tile = cut_tiles(picture, vision.pictures, vision.spec.image).tiles[0]
     return encoder_inputs(tile, vision.spec, vision.pictures)
+
+
+def test_what_matrices_read_and_write_is_clipped(tmp_path: Path):
+    """Integers are, as their encodings reach no further."""
+    checkpoint = Checkpoint.open(str(write_gemma4_vl(tmp_path / "gemma4", clipped=True)))
+    vision, wanted = checkpoint.vision, CLIPPED["rows"]
+    assert vision is not None
+    shown = [encoder_inputs(tile, vision.spec, vision.pictures) for tile in _tiles(checkpoint, 2)]
+    rows = np.concatenate(encode(NumpyEncoder(vision), vision.spec, shown))
+    assert np.abs(rows - wanted).max() < 1e-4 * np.abs(wanted).max()
+    assert _db(GOLDEN["rows"], wanted) < 20
+    opened = open_bundle(exported(tmp_path / "gemma4", export_options(context=192, ar=(1, 16))))
+    rotation = opened.manifest.recipe.rotation
+    if rotation != "none":
+        wanted = ResidualRotation(checkpoint.spec, checkpoint.tensor, rotation).rotated(wanted)
+    modes: tuple[CpuMode, ...] = ("emulate", "fast")
+    for mode in modes:
+        encoder = PictureEncoder(opened, CpuEngine(1, mode=mode))
+        found = np.concatenate([encoder.encode(tile).embeddings for tile in _tiles(checkpoint, 2)])
+        assert _db(opened.manifest.encodings["embedding"].dequantize(found), wanted) > 30, mode
+    with pytest.raises(UsageError, match="--format tflite: got a vision encoder with use_clipped_linears"):
+        exported(tmp_path / "gemma4", export_options(context=192, ar=(1, 16), graph_format="tflite"))
+
+
+@pytest.mark.parametrize("end", ["min", "max"])
+def test_bounds_on_one_side_of_zero_are_refused(tmp_path: Path, end: str):
+    folder = write_gemma4_vl(tmp_path / "gemma4", clipped=True)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.vision_tower.encoder.layers.1.mlp.up_proj.output_"
+    weights[name + end] = np.array(0.5 if end == "min" else -0.5, np.float32)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.output_min: got .*; expected a minimum below 0"):
+        Checkpoint.open(str(folder))
+
+
+@pytest.mark.parametrize("width", [None, 256])
+def test_an_encoder_beside_inputs_of_layers_is_left_out(width: int | None):
+    """As in E2B and E4B, and by default."""
+    text = {} if width is None else {"hidden_size_per_layer_input": width}
+    fields = {"model_type": "gemma4", "vision_config": {}, "text_config": text}
+    assert encoder_family(Config(fields)) is None
+    assert encoder_family(Config(fields | {"text_config": {"hidden_size_per_layer_input": 0}})) is not None

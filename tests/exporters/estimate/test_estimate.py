@@ -39,6 +39,7 @@ from tests.support.kits import report
 from tests.support.picture_models import (
     SMALL,
     write_gemma3_vl,
+    write_gemma4_vl,
     write_internvl,
     write_lfm2_vl,
     write_qwen3_vl,
@@ -293,7 +294,9 @@ def test_a_plan_simulates_from_the_config_alone(bundle: Path, embedded: Path, tm
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("write", variants([write_long_smolvlm, write_qwen3_vl, write_gemma3_vl], [write_long_smolvlm]))
+@pytest.mark.parametrize(
+    "write", variants([write_long_smolvlm, write_qwen3_vl, write_gemma3_vl, write_gemma4_vl], [write_long_smolvlm])
+)
 def test_a_plan_has_the_time_of_a_tile(write: Callable[[Path], Path], tmp_path: Path) -> None:
     """From the configuration alone, where there are more layers of encoders of fewer."""
     folder, run = write(tmp_path / "checkpoint"), RunOptions(cache_dir=tmp_path)
