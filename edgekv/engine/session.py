@@ -157,10 +157,8 @@ class Graphs:
         return (self._tile_end(tokens, done) if end <= done < limit else end) - done
 
     def _tile_end(self, tokens: Sequence[int], at: int) -> int:
-        """Where the tile ends that has the row `at`."""
         assert self.pictures is not None, "a row of a picture"
-        tile, row = self.pictures.tile_of(tokens[at])
-        return min(at + len(tile.ids) - row, len(tokens))
+        return self.pictures.tile_end(tokens, at)
 
     def position_offsets(self) -> PositionOffsets | None:
         """What counts the positions of a text; None where they are numbers of tokens."""

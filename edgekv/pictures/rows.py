@@ -169,8 +169,7 @@ class PictureRows:
         while at < len(tokens):
             end = at + 1
             if tokens[at] >= FIRST_ID:
-                tile, row = self.tile_of(tokens[at])
-                end = min(at + len(tile.ids) - row, len(tokens))
+                end = self.tile_end(tokens, at)
                 tiles.append(slice(at, end))
             at = end
         return tiles
@@ -180,6 +179,11 @@ class PictureRows:
         if not 0 < end < len(tokens) or tokens[end] < FIRST_ID:
             return end
         return max(end - self.tile_of(tokens[end])[1], 0)
+
+    def tile_end(self, tokens: Sequence[int], at: int) -> int:
+        """Where the tile ends that has the row `at`, or where the tokens do."""
+        tile, row = self.tile_of(tokens[at])
+        return min(at + len(tile.ids) - row, len(tokens))
 
     def tile_of(self, id: int) -> tuple[Tile, int]:
         """The tile of a row, and the row's number there."""

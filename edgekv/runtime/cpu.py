@@ -80,7 +80,7 @@ class CpuEngine:
         return replace(self, mode=mode)
 
     def with_expert_budget(self, manifest: Manifest, budget_bytes: int) -> CpuEngine:
-        """An engine that keeps so many bytes of experts in memory.
+        """An engine that keeps at most `budget_bytes` of experts in memory between two runs.
 
         Raises:
             UsageError: the mode computes all experts, or see `ExpertMemory.of`.

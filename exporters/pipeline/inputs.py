@@ -170,8 +170,8 @@ class Inputs:
         keeps_residual: keep the residual of the last layer in memory; for a process that does one piece at a time.
         threads: of an engine that runs a bundle; None for all cores.
         room: in memory for the values of calibration windows; None for none.
-        residual_every: of so many layers one stores its residual, and the last; if work goes on behind another one, it
-            is done again from there.
+        residual_every: n if every n-th layer and the last one store their residual. Work that goes on behind another
+            layer computes the layers since the last stored residual again.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.encoders.names import siglip_names
-from edgekv.spec.encoders.processor import BILINEAR, HALF, read_heads, read_normalization
+from edgekv.spec.encoders.processor import BILINEAR, HALF, check_size, read_heads, read_normalization
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("gemma3",)
@@ -67,10 +67,7 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
         config: the checkpoint's `config.json`.
         processor: its `preprocessor_config.json`.
     """
-    image, size = config.table("vision_config").edge("image_size", 224), processor.table("size")
-    if (processed := (size.size("height", 224), size.size("width", 224))) != (image, image):
-        expected = f"height and width {image}, the vision model's image_size"
-        raise processor.refusal("size", expected, got=" x ".join(map(str, processed)))
+    check_size(config, processor, 224, 224)
     processor.expect("do_pan_and_scan", False)
     processor.ignore("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate")
     mean, deviation = read_normalization(processor, BILINEAR, HALF, HALF)

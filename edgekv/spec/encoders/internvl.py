@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 from edgekv.spec.encoders.names import EncoderNames
-from edgekv.spec.encoders.processor import BICUBIC, CLIP_DEVIATION, CLIP_MEAN, read_heads, read_normalization
+from edgekv.spec.encoders.processor import (
+    BICUBIC,
+    CLIP_DEVIATION,
+    CLIP_MEAN,
+    check_size,
+    read_heads,
+    read_normalization,
+)
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("internvl",)
@@ -82,10 +89,7 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
         config: the checkpoint's `config.json`.
         processor: its `preprocessor_config.json`.
     """
-    image, size = config.table("vision_config").edge("image_size", 448), processor.table("size")
-    if (processed := (size.size("height", 384), size.size("width", 384))) != (image, image):
-        expected = f"height and width {image}, the vision model's image_size"
-        raise processor.refusal("size", expected, got=" x ".join(map(str, processed)))
+    check_size(config, processor, 448, 384)
     mean, deviation = read_normalization(processor, BICUBIC, CLIP_MEAN, CLIP_DEVIATION)
     max_tiles = processor.size("max_patches", 12)
     return PictureSpec(

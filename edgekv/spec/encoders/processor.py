@@ -51,6 +51,24 @@ def read_side(vision: Config, field: str, default: int) -> int:
     return side
 
 
+def check_size(config: Config, processor: Config, image_default: int, size_default: int) -> None:
+    """That the processor scales all pictures to the one size of the encoder.
+
+    Args:
+        config: `config.json`.
+        processor: `preprocessor_config.json`.
+        image_default: of `vision_config.image_size`.
+        size_default: of both edges of the processor's `size`.
+
+    Raises:
+        CheckpointError: the processor scales to another size.
+    """
+    image, size = config.table("vision_config").edge("image_size", image_default), processor.table("size")
+    if (processed := (size.size("height", size_default), size.size("width", size_default))) != (image, image):
+        expected = f"height and width {image}, the vision model's image_size"
+        raise processor.refusal("size", expected, got=" x ".join(map(str, processed)))
+
+
 def read_normalization(
     processor: Config, resample: int, mean: Channels, deviation: Channels
 ) -> tuple[Channels, Channels]:
