@@ -1,4 +1,4 @@
-"""Descent on the integers of a matrix and the scales of its blocks: what GPTQ's single pass leaves of the error."""
+"""GPTQ's single pass over a matrix, and descent on its integers and the scales of its blocks: what the pass leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant.cholesky import cholesky, corner_inverses, solve
-from quant.feedback import fed_back
 from quant.grids import Limits, round_within
 from quant.products import product
 from quant.weights import LPBQ_LEVELS, Grid
@@ -25,6 +24,48 @@ _SWEEPS_BETWEEN = 2  # over single rows: within a block, and between two rounds
 _BLOCK = 64  # rows, of types without blocks
 _MOVES = np.array([0, -1, 1])  # of a block scale in one round
 _MIN_GAIN = 1e-6  # of a block's error
+
+
+def fed_back(target: Floats, steps: Floats, limits: Limits, factor: Floats) -> NDArray[np.int8]:
+    """The integers that GPTQ finds for a matrix.
+
+    Args:
+        target: `[in, out]`, the matrix, rows in the order of `factor`.
+        steps: `[in, out]`, between neighbouring integers.
+        limits: the minimum and maximum integer.
+        factor: `[in, in]`, U, upper triangular; the squared output error is that of U^T (target - rounded * steps).
+    """
+    pivots = np.diagonal(factor)
+    errors = np.empty_like(target)
+    rounded = np.empty(target.shape, np.int8)
+    for start in range(0, len(target), _ROWS_AT_ONCE):
+        here = slice(start, start + _ROWS_AT_ONCE)
+        feedback = factor[: here.stop, here] / pivots[here]
+        corrected = target[here] + feedback[:start].T @ errors[:start]
+        _feed_back(corrected, feedback[start:], target[here], steps[here], limits, errors[here], rounded[here])
+    return rounded
+
+
+def _feed_back(
+    moved_target: Floats,
+    feedback: Floats,
+    target: Floats,
+    steps: Floats,
+    limits: Limits,
+    errors: Floats,
+    rounded: NDArray[np.int8],
+) -> None:
+    """Round rows one after another; `feedback`, `[rows, rows]`, carries their errors to later rows."""
+    for start in range(0, len(moved_target), _ROWS_IN_CACHE):
+        stop = min(start + _ROWS_IN_CACHE, len(moved_target))
+        for row in range(start, stop):
+            corrected = moved_target[row]
+            corrected += feedback[start:row, row] @ errors[start:row]
+            corrected /= steps[row]
+            rounded[row] = round_within(corrected, limits, out=corrected)
+            corrected *= steps[row]
+            np.subtract(target[row], corrected, out=errors[row])
+        moved_target[stop:] += feedback[start:stop, stop:].T @ errors[start:stop]
 
 
 def descend(

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quant.cholesky import cholesky
-from quant.descent import descend, descend_blocks
-from quant.feedback import fed_back
+from quant.descent import descend, descend_blocks, fed_back
 from quant.grids import Limits, choose_grid, round_within
 from quant.inputs import LayerInputs
 from quant.products import one_thread

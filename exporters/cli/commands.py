@@ -56,12 +56,10 @@ COMMANDS = (
         _EXPORT,
         group=START,
     ),
-    Entry(
-        "genai", "exporters.targets.genai.cli:genai", "Run a folder of `edgekv bundle genai`.", _EXPORT, group=RUNTIMES
-    ),
+    Entry("genai", "exporters.targets.cli:genai", "Run a folder of `edgekv bundle genai`.", _EXPORT, group=RUNTIMES),
     Entry(
         "genie",
-        "exporters.targets.genie.cli:genie",
+        "exporters.targets.cli:genie",
         "Run a folder of `edgekv bundle genie` in Genie.",
         _EXPORT,
         group=RUNTIMES,

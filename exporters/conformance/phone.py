@@ -31,10 +31,18 @@ from edgekv.runtime.binding import BatchInvariance
 from edgekv.spec import GraphInterface, Port
 from exporters.progress import Progress, silent
 from exporters.targets.android.adb import Adb, LostPhoneError
-from exporters.targets.android.deploy import check_program, library_folder
 from exporters.targets.android.net_run import NET_RUN, EndedOnPhoneError, NetRun
-from exporters.targets.android.push import Phone, Push, check_folder, check_room
-from exporters.targets.android.run import check_version, find_qairt, format_version
+from exporters.targets.android.push import (
+    Phone,
+    Push,
+    check_folder,
+    check_program,
+    check_room,
+    check_version,
+    find_qairt,
+    format_version,
+    library_folder,
+)
 
 _SAMPLE_S = 10.0
 _STEPS = 64

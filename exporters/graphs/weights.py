@@ -6,7 +6,9 @@ are stored in pairs as bytes, since safetensors has no such type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 import onnx
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from edgekv.bundle.weights import Extent, MatrixPlace, TensorPlace, WeightPlaces
 from edgekv.spec import DecoderSpec, head_width, views
@@ -33,7 +35,6 @@ from exporters.checkpoint.columns import blocks_of_rows
 from exporters.quantize.matrices import QuantizedMatrices
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Floats
-from exporters.quantize.shards import Streamed, write_shard
 from exporters.quantize.table import LayerTable, Table
 from quant import WEIGHT_TYPES, Encoding, WeightDtype, pack_int4
 
@@ -44,6 +45,9 @@ _ONNX_TYPES = {
     "uint16": onnx.TensorProto.UINT16,
     "float32": onnx.TensorProto.FLOAT,
 }
+
+_DTYPES = {"float32": "F32", "uint16": "U16", "int8": "I8", "uint8": "U8"}  # of safetensors, in its library's order
+_ALIGNMENT = 8
 
 SIXTEEN_BITS = ".uint16"
 TABLE = "embedding.table"
@@ -384,3 +388,53 @@ def _head_by_head(matrix: NDArray[Any], heads: int) -> NDArray[Any]:
     if heads == 1:
         return np.ascontiguousarray(matrix)
     return np.ascontiguousarray(matrix.reshape(len(matrix), heads, -1).transpose(1, 0, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A tensor that is computed while it is written.
+
+    Attributes:
+        dtype: of its elements.
+        shape: its dimensions.
+        blocks: its elements in order, in chunks.
+    """
+
+    dtype: DTypeLike
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterable[NDArray[Any]]]
+
+
+def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> dict[str, Extent]:
+    """Write the tensors, sorted by descending type width, then by name; return the place of each.
+
+    The library's writer needs memory for everything twice. The bytes are the same.
+
+    They are computed in the opposite order: scales may follow from the integers behind them.
+
+    Raises:
+        ValueError: the blocks of a streamed tensor do not fill its shape.
+    """
+    ranks = list(_DTYPES)
+    names = sorted(tensors, key=lambda name: (ranks.index(np.dtype(tensors[name].dtype).name), name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        dtype = np.dtype(tensor.dtype)
+        begin, end = end, end + dtype.itemsize * int(np.prod(tensor.shape, dtype=np.int64))
+        header[name] = {"dtype": _DTYPES[dtype.name], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    data = 8 + len(text)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in reversed(names):
+            tensor = tensors[name]
+            file.seek(data + header[name]["data_offsets"][0])
+            for block in tensor.blocks() if isinstance(tensor, Streamed) else (tensor,):
+                file.write(np.ascontiguousarray(block, tensor.dtype).data)
+            if file.tell() != data + header[name]["data_offsets"][1]:
+                raise ValueError(f"{name}: got blocks of another size; expected shape {tensor.shape}")
+    extents = {name: entry["data_offsets"] for name, entry in header.items()}
+    return {name: Extent(data + begin, end - begin) for name, (begin, end) in extents.items()}

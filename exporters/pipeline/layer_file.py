@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from edgekv.bundle import BundleWeights, WeightPlaces, is_plain_path
 from edgekv.errors import EdgeKVError, UsageError
 from edgekv.machine.json_file import read_json
+from exporters.graphs.weights import Streamed, write_shard
 from exporters.quantize.reference import Floats
-from exporters.quantize.shards import Streamed, write_shard
 from exporters.quantize.windows import Windows
 from quant import QuantizedWeight, Range
 

@@ -24,7 +24,7 @@ from exporters.targets.genai.options import GenaiOptions
 from exporters.targets.genai.write import write_genai
 from exporters.targets.genie.options import GenieOptions
 from exporters.targets.genie.write import write_genie
-from exporters.targets.geniex.write import write_geniex
+from exporters.targets.geniex import write_geniex
 from exporters.targets.record import TargetRecord
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import export_options, exported, small_options

@@ -16,7 +16,6 @@ from edgekv.machine.system import format_bytes
 from edgekv.option import Argument, Option
 from exporters.cli.next_step import next_command
 from exporters.progress import progress_bars
-from exporters.targets.genie.cli import check_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ def push(
     space are checked first.
     """
     from exporters.targets.android.adb import Adb
-    from exporters.targets.android.deploy import deploy
-    from exporters.targets.android.push import open_payload
+    from exporters.targets.android.push import deploy, open_payload
 
     payload = open_payload(path)
     adb = Adb.connect(phone.serial)
@@ -81,7 +79,9 @@ def run(
     prompt: Annotated[str, Option("The text to continue.")],
     phone: PhoneOptions,
     output: Output,
-    max_new_tokens: Annotated[int | None, Option("Maximum number of new tokens.", shown="the configuration's")] = None,
+    max_new_tokens: Annotated[
+        int | None, Option("Maximum number of new tokens.", shown="the configuration's", minimum=1)
+    ] = None,
     trace: Annotated[
         Path | None,
         Option("Write keys, values and logits of the prompt's first tokens as .npz, for `edgekv diff`."),
@@ -89,11 +89,9 @@ def run(
 ) -> None:
     """What is missing on the phone is pushed first, as by `edgekv push`."""
     from exporters.targets.android.adb import Adb
-    from exporters.targets.android.deploy import deploy
-    from exporters.targets.android.push import open_payload
+    from exporters.targets.android.push import deploy, open_payload
     from exporters.targets.android.run import run_on_phone
 
-    check_new_tokens(max_new_tokens)
     payload = open_payload(path)
     if payload.genie is None:
         fix = f"Write the folder first: edgekv bundle genie {path} -o DIR"

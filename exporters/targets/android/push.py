@@ -1,9 +1,11 @@
-"""What is pushed to a phone: a folder's files, and how they get there and are known to be whole."""
+"""What is pushed to a phone: a folder's files and Qualcomm's libraries, and how they are known to be whole there."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from posixpath import dirname
@@ -13,7 +15,9 @@ from devices import Device, UnknownDeviceError, find
 from edgekv.bundle import open_bundle
 from edgekv.bundle.files import is_plain_path
 from edgekv.errors import EngineError, UsageError
+from edgekv.machine.scratch import scratch_folder
 from edgekv.machine.system import format_bytes, sha256_of
+from edgekv.qnn.vendor_libraries import LIBRARIES, SDK_VARIABLES, Platform, skel, stated_version
 from edgekv.spec import identify
 from exporters.progress import Progress, silent
 from exporters.targets.android.adb import Adb
@@ -76,6 +80,126 @@ def _bundle(path: Path) -> Payload:
     names = [name for name in files if not name.startswith("compiled/") or name.startswith(prefix)]
     binaries = [name for name in names if name.startswith(prefix) and name.endswith(".bin")]
     return Payload(bundle.path, device.soc, device.arch, tuple(names), tuple(binaries))
+
+
+RUNNER, APP = "genie-t2t-run", "genie-app"
+
+_ON = Platform("android", "arm64")
+_FOLDERS = ("lib/aarch64-android", "lib/hexagon-v{arch}/unsigned", "bin/aarch64-android", "jni/arm64-v8a", ".")
+_NEEDED = (*LIBRARIES, "QnnHtpNetRunExtensions")
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Qairt:
+    """The files that a program of Qualcomm's needs on a phone.
+
+    Attributes:
+        version: of the libraries, such as (2, 51, 0); empty if none of them says it.
+        libraries: for Android's processor, and the runners.
+        skel: for the HTP, which loads it by ADSP_LIBRARY_PATH.
+    """
+
+    version: Version
+    libraries: tuple[Path, ...]
+    skel: Path
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Everything by its place on the phone."""
+        return {path.name: path for path in self.libraries} | {f"dsp/{self.skel.name}": self.skel}
+
+
+def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -> Qairt:
+    """Find everything that one version of the HTP needs.
+
+    Args:
+        sources: folders of the SDK or of unpacked archives, or `.aar` files; empty for the SDK of the environment.
+        arch: HTP version of the phone.
+        runner: the program to run.
+        scratch: receives what is in archives.
+
+    Raises:
+        UsageError: no source is given, or one is neither a folder nor an archive.
+        EngineError: a file is missing, or the libraries are of two versions.
+    """
+    places = sources or [Path(os.environ[name]) for name in SDK_VARIABLES if os.environ.get(name)][:1]
+    if not places:
+        fix = f"Download the Qualcomm AI Runtime SDK, and give its folder: --qairt DIR (or set {SDK_VARIABLES[0]})"
+        raise UsageError("--qairt", got="none", expected="Qualcomm's libraries for Android", fix=fix)
+    roots = [_opened(source, scratch) for source in places]
+    names = [*map(_ON.library, _NEEDED), _ON.stub(arch), runner, skel(arch)]
+    places_of = {name: _first(roots, name, arch) for name in names}
+    if missing := [name for name, path in places_of.items() if path is None]:
+        raise EngineError(
+            "--qairt",
+            got=f"no {', '.join(missing)} in {', '.join(map(str, places))}",
+            expected=f"the files that HTP V{arch} needs on Android",
+            fix="Give the SDK's root, which has bin/, lib/ and lib/hexagon-vN. Archives for apps have no programs.",
+        )
+    paths = {name: path for name, path in places_of.items() if path is not None}
+    versions = {name: version for name, path in paths.items() if (version := _version(path))}
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"{name} {format_version(version)}" for name, version in sorted(versions.items()))
+        raise EngineError("--qairt", got=listed, expected="libraries of one version", fix="Give one SDK.")
+    on_htp = paths.pop(skel(arch))
+    others = (_first(roots, name, arch) for name in (RUNNER, APP) if name != runner)  # another model may need these
+    libraries = (*paths.values(), *(path for path in others if path is not None))
+    return Qairt(next(iter(versions.values()), ()), libraries, on_htp)
+
+
+def check_version(qairt: Qairt, binaries: Iterable[Path]) -> None:
+    """Check that the libraries load what a newer or the same compiler wrote.
+
+    Raises:
+        EngineError: a binary was compiled by a newer version than the libraries are.
+    """
+    for binary in binaries:
+        version = _version(binary)
+        if qairt.version and version and version > qairt.version:
+            raise EngineError(
+                binary.name,
+                got=f"compiled by QAIRT {format_version(version)}",
+                expected=f"at most the {format_version(qairt.version)} of the libraries",
+                fix=f"Give an SDK of {format_version(version)} or newer: --qairt DIR",
+            )
+
+
+def format_version(version: Version) -> str:
+    return ".".join(map(str, version))
+
+
+def _version(path: Path) -> Version:
+    """Empty if the file does not say it."""
+    text = stated_version(path)
+    return () if text is None else tuple(map(int, text.split(".")))
+
+
+def _opened(source: Path, scratch: Path) -> Path:
+    """The folder itself, or one with the libraries of an archive."""
+    if source.is_dir():
+        return source
+    folder = scratch / source.name
+    try:
+        with zipfile.ZipFile(source) as archive:
+            members = [name for name in archive.namelist() if re.fullmatch(r"jni/arm64-v8a/[\w.+-]+\.so", name)]
+            archive.extractall(folder, members)
+    except (OSError, zipfile.BadZipFile) as error:
+        got = "no such file" if isinstance(error, FileNotFoundError) else "no archive"
+        fix = "Give the SDK's folder, or an AAR that holds jni/arm64-v8a."
+        raise UsageError("--qairt", got=f"{source} ({got})", expected="a folder or an .aar file", fix=fix) from None
+    return folder
+
+
+def _first(roots: Sequence[Path], name: str, arch: int) -> Path | None:
+    paths = (root / folder.format(arch=arch) / name for root in roots for folder in _FOLDERS)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def runner_of(folder: GenieFolder) -> str:
+    """The program that runs a folder: genie-t2t-run restores no state, genie-app does."""
+    return RUNNER if folder.manifest.sink is None else APP
 
 
 _ABI = "arm64-v8a"
@@ -295,3 +419,96 @@ def _written(adb: Adb, root: str) -> set[str]:
     """The files of the folder that an earlier push wrote; what else is there is nobody's to remove."""
     listed = adb.shell(f"cat {quote(f'{root}/{_MARKER}')} 2>/dev/null").output.splitlines()
     return {name for name in listed if is_plain_path(name)}
+
+
+@dataclass(frozen=True, slots=True)
+class OnPhone:
+    """Where a folder of Genie's and its libraries are on a phone.
+
+    Attributes:
+        folder: the folder that `edgekv bundle genie` wrote.
+        libraries: the libraries and runners; the skel is in its folder `dsp`.
+        config: name of the configuration.
+    """
+
+    folder: str
+    libraries: str
+    config: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """What is on the phone now.
+
+    Attributes:
+        phone: the phone.
+        place: where everything is; without libraries for a bundle.
+        files: what was pushed of the payload.
+        libraries: what was pushed of the libraries; None for a bundle, whose app has its own.
+    """
+
+    phone: Phone
+    place: OnPhone
+    files: Push
+    libraries: Push | None
+
+
+def deploy(
+    adb: Adb, payload: Payload, folder: str, *, qairt: Sequence[Path], chip: str | None, progress: Progress
+) -> Deployed:
+    """Check everything, then push what changed.
+
+    Args:
+        adb: the phone.
+        payload: what to push.
+        folder: receives one folder for the payload and one for the libraries.
+        qairt: folders or archives with the libraries; empty for the SDK that the environment names.
+        chip: what the phone's chip is, if it does not say so.
+        progress: told of each file.
+
+    Raises:
+        UsageError: a folder of the phone, or no libraries.
+        EngineError: the phone has another chip, or the libraries do not fit; or pushing failed.
+    """
+    check_folder(folder)
+    phone = Phone.read(adb)
+    check_chip(phone.chip(chip), payload.soc, payload.arch, str(payload.path))
+    files = {name: payload.path / name for name in payload.names}
+    there = f"{folder}/{_name(payload.path)}"
+    if payload.genie is None:
+        push = Push.plan(adb, there, files)
+        check_room(adb, folder, [push])
+        push.run(adb, progress=progress)
+        return Deployed(phone, OnPhone(there, "", ""), push, None)
+    with scratch_folder("qairt") as scratch:
+        runner = runner_of(payload.genie)
+        sdk = find_qairt(qairt, payload.arch, runner, scratch)
+        check_version(sdk, [payload.path / name for name in payload.binaries])
+        held = library_folder(folder, sdk, payload.arch)
+        push, libraries = Push.plan(adb, there, files), Push.plan(adb, held, sdk.files)
+        check_room(adb, folder, [push, libraries])
+        libraries.run(adb, progress=progress)
+        check_program(adb, f"{held}/{runner}")
+        push.run(adb, progress=progress)
+        return Deployed(phone, OnPhone(there, held, payload.config), push, libraries)
+
+
+def library_folder(folder: str, qairt: Qairt, arch: int) -> str:
+    """Where libraries for an HTP version are on a phone."""
+    return f"{folder}/qairt-{format_version(qairt.version) or 'unknown'}-v{arch}"
+
+
+def check_program(adb: Adb, program: str) -> None:
+    """Let a program of the phone start.
+
+    Raises:
+        EngineError: it may not.
+    """
+    if adb.shell(f"chmod 755 {quote(program)} && test -x {quote(program)}").code != 0:
+        fix = "Choose a folder from which programs may start, such as --to /data/local/tmp/edgekv."
+        raise EngineError(program, got="a program that may not start", expected="permission to start it", fix=fix)
+
+
+def _name(path: Path) -> str:
+    """The folder's name without what a shell or another file system may not like."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in path.name)

@@ -1,14 +1,11 @@
-"""A run of Genie on a phone: Qualcomm's files, the command, its answer and its profile."""
+"""A run of Genie on a phone: the command, its answer and its profile."""
 
 from __future__ import annotations
 
 import codecs
-import os
 import re
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from posixpath import dirname
 from shlex import quote
@@ -16,130 +13,15 @@ from typing import Any
 
 import msgspec
 
-from edgekv.errors import EdgeKVError, EngineError, UsageError
+from edgekv.errors import EdgeKVError, EngineError
 from edgekv.machine.decoding import DECODERS
 from edgekv.machine.scratch import scratch_folder
-from edgekv.qnn.vendor_libraries import LIBRARIES, SDK_VARIABLES, Platform, skel, stated_version
 from exporters.inspect.trace import write_trace
 from exporters.targets.android.adb import Adb
+from exporters.targets.android.push import APP, RUNNER, OnPhone, runner_of
 from exporters.targets.genie.config import Debug, GenieConfig
 from exporters.targets.genie.folder import GenieFolder
 from exporters.targets.genie.proof import read_dump
-
-RUNNER, APP = "genie-t2t-run", "genie-app"
-
-_ON = Platform("android", "arm64")
-_FOLDERS = ("lib/aarch64-android", "lib/hexagon-v{arch}/unsigned", "bin/aarch64-android", "jni/arm64-v8a", ".")
-_NEEDED = (*LIBRARIES, "QnnHtpNetRunExtensions")
-
-Version = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Qairt:
-    """The files that a program of Qualcomm's needs on a phone.
-
-    Attributes:
-        version: of the libraries, such as (2, 51, 0); empty if none of them says it.
-        libraries: for Android's processor, and the runners.
-        skel: for the HTP, which loads it by ADSP_LIBRARY_PATH.
-    """
-
-    version: Version
-    libraries: tuple[Path, ...]
-    skel: Path
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """Everything by its place on the phone."""
-        return {path.name: path for path in self.libraries} | {f"dsp/{self.skel.name}": self.skel}
-
-
-def find_qairt(sources: Sequence[Path], arch: int, runner: str, scratch: Path) -> Qairt:
-    """Find everything that one version of the HTP needs.
-
-    Args:
-        sources: folders of the SDK or of unpacked archives, or `.aar` files; empty for the SDK of the environment.
-        arch: HTP version of the phone.
-        runner: the program to run.
-        scratch: receives what is in archives.
-
-    Raises:
-        UsageError: no source is given, or one is neither a folder nor an archive.
-        EngineError: a file is missing, or the libraries are of two versions.
-    """
-    places = sources or [Path(os.environ[name]) for name in SDK_VARIABLES if os.environ.get(name)][:1]
-    if not places:
-        fix = f"Download the Qualcomm AI Runtime SDK, and give its folder: --qairt DIR (or set {SDK_VARIABLES[0]})"
-        raise UsageError("--qairt", got="none", expected="Qualcomm's libraries for Android", fix=fix)
-    roots = [_opened(source, scratch) for source in places]
-    names = [*map(_ON.library, _NEEDED), _ON.stub(arch), runner, skel(arch)]
-    places_of = {name: _first(roots, name, arch) for name in names}
-    if missing := [name for name, path in places_of.items() if path is None]:
-        raise EngineError(
-            "--qairt",
-            got=f"no {', '.join(missing)} in {', '.join(map(str, places))}",
-            expected=f"the files that HTP V{arch} needs on Android",
-            fix="Give the SDK's root, which has bin/, lib/ and lib/hexagon-vN. Archives for apps have no programs.",
-        )
-    paths = {name: path for name, path in places_of.items() if path is not None}
-    versions = {name: version for name, path in paths.items() if (version := _version(path))}
-    if len(set(versions.values())) > 1:
-        listed = ", ".join(f"{name} {format_version(version)}" for name, version in sorted(versions.items()))
-        raise EngineError("--qairt", got=listed, expected="libraries of one version", fix="Give one SDK.")
-    on_htp = paths.pop(skel(arch))
-    others = (_first(roots, name, arch) for name in (RUNNER, APP) if name != runner)  # another model may need these
-    libraries = (*paths.values(), *(path for path in others if path is not None))
-    return Qairt(next(iter(versions.values()), ()), libraries, on_htp)
-
-
-def check_version(qairt: Qairt, binaries: Iterable[Path]) -> None:
-    """Check that the libraries load what a newer or the same compiler wrote.
-
-    Raises:
-        EngineError: a binary was compiled by a newer version than the libraries are.
-    """
-    for binary in binaries:
-        version = _version(binary)
-        if qairt.version and version and version > qairt.version:
-            raise EngineError(
-                binary.name,
-                got=f"compiled by QAIRT {format_version(version)}",
-                expected=f"at most the {format_version(qairt.version)} of the libraries",
-                fix=f"Give an SDK of {format_version(version)} or newer: --qairt DIR",
-            )
-
-
-def format_version(version: Version) -> str:
-    return ".".join(map(str, version))
-
-
-def _version(path: Path) -> Version:
-    """Empty if the file does not say it."""
-    text = stated_version(path)
-    return () if text is None else tuple(map(int, text.split(".")))
-
-
-def _opened(source: Path, scratch: Path) -> Path:
-    """The folder itself, or one with the libraries of an archive."""
-    if source.is_dir():
-        return source
-    folder = scratch / source.name
-    try:
-        with zipfile.ZipFile(source) as archive:
-            members = [name for name in archive.namelist() if re.fullmatch(r"jni/arm64-v8a/[\w.+-]+\.so", name)]
-            archive.extractall(folder, members)
-    except (OSError, zipfile.BadZipFile) as error:
-        got = "no such file" if isinstance(error, FileNotFoundError) else "no archive"
-        fix = "Give the SDK's folder, or an AAR that holds jni/arm64-v8a."
-        raise UsageError("--qairt", got=f"{source} ({got})", expected="a folder or an .aar file", fix=fix) from None
-    return folder
-
-
-def _first(roots: Sequence[Path], name: str, arch: int) -> Path | None:
-    paths = (root / folder.format(arch=arch) / name for root in roots for folder in _FOLDERS)
-    return next((path for path in paths if path.is_file()), None)
-
 
 _BEGIN, _END = "[BEGIN]:", "[END]"
 
@@ -246,26 +128,6 @@ _MEANINGS = {
     "CANNOT LINK": ("a library that is missing", "Push again with the SDK's root: --qairt DIR"),
     "Context Size was exceeded": ("a prompt beyond the context", "Use a shorter prompt."),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class OnPhone:
-    """Where a folder of Genie's and its libraries are on a phone.
-
-    Attributes:
-        folder: the folder that `edgekv bundle genie` wrote.
-        libraries: the libraries and runners; the skel is in its folder `dsp`.
-        config: name of the configuration.
-    """
-
-    folder: str
-    libraries: str
-    config: str
-
-
-def runner_of(folder: GenieFolder) -> str:
-    """The program that runs a folder: genie-t2t-run restores no state, genie-app does."""
-    return RUNNER if folder.manifest.sink is None else APP
 
 
 def run_on_phone(

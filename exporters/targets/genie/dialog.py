@@ -6,17 +6,22 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
 from edgekv.errors import EngineError, UsageError
 from edgekv.machine.child import TIMEOUT_VARIABLE, Child, ChildEndedError, Limits
+from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn.library_fault import check_libraries
 from edgekv.qnn.this_chip import find_chip
 from edgekv.qnn.vendor_libraries import LIBRARIES, Platform, package_place, search_paths
-from exporters.targets.genie.config import GenieConfig
+from exporters.targets.genie.config import GenieConfig, Nodes
 from exporters.targets.genie.worker import GenieStatusError, Piece, Request, run
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PACKAGE = "onnxruntime-qnn"
 TESTED = "2.7.0"
@@ -196,3 +201,42 @@ class GenieDialog(GenieChild):
         if max_new_tokens is not None:
             self._do("set_max_new_tokens", max_new_tokens)
         yield from self._request(method, prompt)
+
+
+class GeniePipeline(GenieChild):
+    """Genie with an encoder for pictures; a context manager. Queries continue the conversation."""
+
+    def __init__(self, folder: Path, nodes: Nodes, *, as_tokens: bool = False, arch: int | None = None) -> None:
+        """Load the binaries that the nodes name.
+
+        Args:
+            folder: against which their paths are resolved.
+            nodes: as `GenieFolder.nodes` gives them.
+            as_tokens: whether answers are tokens instead of text.
+            arch: HTP version of the binaries, for which this machine's libraries are checked; None for no check.
+
+        Raises:
+            EngineError: Genie is missing, refused the folder, or crashed, or the libraries here do not fit the HTP.
+        """
+        super().__init__(arch)
+        files = (str(self._library), str(folder.absolute()), *(files.decode() for files in nodes.content()))
+        try:
+            self._do("create_pipeline", int(as_tokens), *files)
+        except BaseException:
+            self.close()
+            raise
+
+    def query(self, prompt: Sequence[str | NDArray[np.float32]]) -> Iterator[Piece]:
+        """The answer to texts and pictures, the latter as `GenieVision.input_of` gives their tiles.
+
+        Raises:
+            EngineError: the prompt does not fit the context, or Genie failed.
+        """
+        with scratch_folder("genie") as scratch:
+            for number, piece in enumerate(prompt):
+                if isinstance(piece, str):
+                    self._do("text", piece)
+                else:
+                    piece.tofile(file := scratch / f"{number}.raw")
+                    self._do("image", str(file))
+            yield from self._request("execute")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from edgekv.engine.adapters import Adapters
 from edgekv.errors import UsageError
 from edgekv.kv import Sink
 from edgekv.machine.decoding import DECODERS
-from edgekv.pictures import encoder_inputs
+from edgekv.pictures import Picture, Tile, TiledPicture, encoder_inputs, expand, open_tiles
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.targets.genie.config import CONFIG, SHARED_CONFIG, GenieConfig, Nodes
 from exporters.targets.record import TargetRecord, open_for
@@ -91,6 +93,37 @@ class GenieVision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             np.float32
         )
         return pixels
+
+    def pieces_of(self, text: str, pictures: Sequence[TiledPicture]) -> list[str | NDArray[np.uint8]]:
+        """A prompt as the texts and tiles that a pipeline is given one after the other.
+
+        Args:
+            text: with the picture's token where each stands, or with none to have them in front.
+            pictures: in order.
+
+        Raises:
+            UsageError: the text has another number of these tokens.
+        """
+        token, grid = self.pictures.token, self.encoder.grid_of(self.encoder.image, self.encoder.image)
+        opened = [Picture(tuple(Tile(tile, grid) for tile in picture.tiles), picture.grid) for picture in pictures]
+        tiles = iter([tile for picture in pictures for tile in picture.tiles])
+        pieces = list[str | NDArray[np.uint8]]()
+        for part in re.split(f"((?:{re.escape(token)})+)", expand(text, opened, self.pictures)):
+            if part.startswith(token):
+                pieces += [next(tiles) for _ in range(part.count(token) // self.encoder.rows)]
+            elif part:
+                pieces.append(part)
+        return pieces
+
+    def prompt_of(self, text: str, files: Sequence[Path]) -> list[str | NDArray[np.float32]]:
+        """A prompt with pictures from files, as `GeniePipeline.query` takes it.
+
+        Raises:
+            UsageError: a picture cannot be read, or the text has another number of tokens for pictures.
+        """
+        pictures = [open_tiles(file, "--image", self.pictures, self.encoder.image) for file in files]
+        pieces = self.pieces_of(text, pictures)
+        return [piece if isinstance(piece, str) else self.input_of(piece) for piece in pieces]
 
 
 class GenieManifest(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):

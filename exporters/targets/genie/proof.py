@@ -12,15 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
-from edgekv.errors import EngineError
+from edgekv.errors import BundleError, EngineError
 from edgekv.machine.decoding import DECODERS
 from edgekv.machine.scratch import scratch_folder
+from edgekv.pictures import Tile, TiledPicture, TileGrid
 from edgekv.runtime import HtpEngine
 from edgekv.spec import MASK
 from exporters.inspect.trace import Trace
+from exporters.quantize.pictures import drawn_picture
 from exporters.quantize.reference import Floats
-from exporters.targets.genie.config import Debug, Dialog, GenieConfig, Sampler
-from exporters.targets.genie.dialog import GenieDialog
+from exporters.targets.genie.config import Debug, Dialog, GenieConfig, Nodes, Sampler
+from exporters.targets.genie.dialog import GenieDialog, GeniePipeline
+from exporters.targets.genie.folder import GenieVision
 from exporters.targets.genie.ports import GeniePort, GeniePorts
 from exporters.targets.prove import own_tokens, prove
 from quant import DTYPES, Dtype, Encoding
@@ -117,6 +120,55 @@ def prove_in_genie(
         expected = {"text": _whole_characters(tokenizer.decode(expected["tokens"]))}
     prove("Genie", computed, expected)
     return msgspec.structs.replace(dialog, debug=msgspec.UNSET)
+
+
+def prove_pictures(
+    folder: Path, generator: Dialog, vision: GenieVision, bundle: Bundle, engine: HtpEngine, count: int, context: int
+) -> None:
+    """Let Genie continue a prompt with a drawn tile greedily, and compare with edgekv's own loop.
+
+    Args:
+        folder: the folder.
+        generator: what ends no text, and chooses greedily.
+        vision: its encoder.
+        bundle: the source of the folder.
+        engine: for edgekv's own loop.
+        count: of tokens to compare.
+        context: that Genie uses.
+
+    Raises:
+        BundleError: the context has no room for a tile and some text.
+        EngineError: Genie refused the folder, crashed, or chose other tokens.
+    """
+    tile, edge, tokenizer = drawn_picture(0, vision.encoder.image), vision.encoder.image, bundle.tokenizer()
+    shown = TiledPicture((tile,), TileGrid((edge, edge)))
+    pieces = vision.pieces_of(f"See {vision.pictures.token} and say:", [shown])
+    ids = list[int]()
+    for piece in pieces:
+        if isinstance(piece, str):
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        else:
+            ids += Tile(piece, vision.encoder.grid_of(edge, edge)).ids
+    largest = max(graph.ar for graph in bundle.manifest.graphs)
+    if (needed := len(ids) + count + largest) > context:
+        raise BundleError(
+            "context",
+            got=context,
+            expected=f"at least {needed}, for a tile of {vision.encoder.rows} rows and some text",
+            fix=f"Export the bundle with --context {needed} or more.",
+        )
+    expected = own_tokens(bundle, engine, ids, count, tiles=[tile])
+    told = list[int]()
+    dialog = msgspec.structs.replace(generator, max_num_tokens=count)
+    with GeniePipeline(folder, Nodes.of(dialog), as_tokens=True) as genie:
+        for tokens in genie.query(
+            [
+                piece_or_tile if isinstance(piece_or_tile, str) else vision.input_of(piece_or_tile)
+                for piece_or_tile in pieces
+            ]
+        ):
+            told += map(int, tokens)
+    prove("Genie", {"tokens behind a picture": told}, {"tokens behind a picture": expected})
 
 
 def _whole_characters(text: str) -> list[str]:

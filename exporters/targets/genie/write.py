@@ -51,10 +51,9 @@ from exporters.targets.genie.folder import (
     write_state,
 )
 from exporters.targets.genie.options import GenieOptions
-from exporters.targets.genie.pictures import prove_pictures
 from exporters.targets.genie.plan import GeniePlan, name_graphs
 from exporters.targets.genie.ports import GeniePorts, read_ports
-from exporters.targets.genie.proof import Continuation, prove_in_genie
+from exporters.targets.genie.proof import Continuation, prove_in_genie, prove_pictures
 from exporters.targets.record import write_record
 from quant import Encoding
 

@@ -74,9 +74,9 @@ from exporters.quantize.encoder import NumpyEncoder, encode, quantize_encoder
 from exporters.quantize.pictures import drawn_picture
 from exporters.quantize.recipe import find_recipe
 from exporters.targets.android.push import open_payload
+from exporters.targets.genie.dialog import GeniePipeline
 from exporters.targets.genie.folder import GenieVision, open_genie_folder
 from exporters.targets.genie.options import GenieOptions
-from exporters.targets.genie.pictures import GeniePipeline, pieces_of
 from exporters.targets.genie.write import write_genie
 from exporters.targets.prove import own_tokens
 from quant import Method, QuantizedWeight
@@ -991,7 +991,7 @@ def test_a_pipeline_of_genie_continues_a_conversation_with_pictures(bundle: Path
         for number, text in enumerate(("See <image> and say:", " And this <image>?")):
             tiles.append(photo(32, 32, number))
             shown = TiledPicture((tiles[-1],), TileGrid((32, 32)))
-            pieces = pieces_of(text, [shown], vision.encoder, vision.pictures)
+            pieces = vision.pieces_of(text, [shown])
             ids += answer[:-1]
             for piece in pieces:
                 is_text = isinstance(piece, str)

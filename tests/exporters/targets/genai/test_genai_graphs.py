@@ -18,9 +18,8 @@ from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.runtime.graph import rope_tables
 from exporters.graphs.parts import save_part
 from exporters.htp.check import floating_nodes
-from exporters.targets.genai.helpers import dequantizer, position_processor
 from exporters.targets.genai.proof import prove_integers
-from exporters.targets.genai.write import stacked_graph
+from exporters.targets.genai.write import dequantizer, position_processor, stacked_graph
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import export_options, exported
 from tests.support.thorough import at_most

@@ -14,7 +14,7 @@ import pytest
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError
-from exporters.targets.geniex.write import read_as_geniex
+from exporters.targets.geniex import read_as_geniex
 from tests.support.checkpoints import NEWER, write_checkpoint, write_sinking
 from tests.support.exports import export_options, exported, kept
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, strategies as st
 from safetensors.numpy import load_file, save
 
-from exporters.quantize.shards import Streamed, write_shard
+from exporters.graphs.weights import Streamed, write_shard
 
 DTYPES = st.sampled_from(["float32", "int8", "uint8", "uint16"])
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)

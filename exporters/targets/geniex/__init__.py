@@ -1,1 +1,0 @@
-"""Folders that Qualcomm's GenieX loads."""
