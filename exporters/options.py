@@ -211,8 +211,8 @@ class ExportOptions:
     target_tokens_per_s: Annotated[
         float | None,
         Option(
-            "Integer types that decode at least N tokens per second at the largest context, simulated by the HTP "
-            "compiler; alone, or with --target-mb or --max-kl.",
+            "Choose integer types that decode at least N tokens per second at the largest context, simulated by the "
+            "HTP compiler; alone, or with --target-mb or --max-kl.",
             metavar="N",
             shown="off",
             group=_QUANTIZATION,
@@ -271,7 +271,7 @@ class ExportOptions:
         SinkWanted,
         Option(
             "Tokens at position 0 whose keys and values are stored in float precision and never computed by the "
-            "graphs: auto (bos, if it spans the ranges), none, or token ids.",
+            "graphs: auto (BOS, if its outliers would set the ranges), none, or token ids.",
             metavar="auto|none|IDS",
             parse=lambda _, text: SinkWanted.parse(text),
             shown="auto",

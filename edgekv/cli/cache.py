@@ -57,8 +57,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @command
-def cache(output: Output, clear: Annotated[bool, Option("Remove all of it but the history of chats.")] = False) -> None:
-    """All of it is made again when it is needed. Clear it while nothing of edgekv runs."""
+def cache(output: Output, clear: Annotated[bool, Option("Remove everything but the chat history.")] = False) -> None:
+    """Its content is recreated on demand. Clear it only while no edgekv process runs."""
     report = read_cache()
     if clear:
         report = msgspec.structs.replace(report, cleared=True)

@@ -55,7 +55,7 @@ def chat(
     ] = True,
 ) -> None:
     """The conversation stays in the KV cache, so each turn computes only its new tokens. Answers go to standard output,
-    all else, such as the thoughts before them, to standard error. /help lists the commands of a conversation.
+    all else, such as reasoning before them, to standard error. /help lists the commands of a chat.
     """
     if output.as_json and message is None:
         raise UsageError("--json", got="it without --message", expected="both", fix="Add --message TEXT.")

@@ -73,7 +73,7 @@ OWN = (
     Entry(
         "bench",
         "edgekv.cli.bench:bench",
-        "Measure prefill, decode, first tokens, and passes that verify drafts.",
+        "Measure prefill and decode speed, time to first token, and verify passes.",
         group=MEASURE,
     ),
     Entry("cache", "edgekv.cli.cache:cache", "Show the size of the cache folder, or clear it.", group=KEPT),
@@ -100,7 +100,7 @@ OWN = (
         group=START,
     ),
     Entry("prefix", "edgekv.cli.prefix:prefix", "Bake, list and remove cached prefixes.", group=KEPT),
-    Entry("rerank", "edgekv.cli.rerank:rerank", "Order documents by how well they fit a query.", group=RUN),
+    Entry("rerank", "edgekv.cli.rerank:rerank", "Rank documents by their relevance to a query.", group=RUN),
     Entry("serve", "edgekv.serve.command:serve", "Serve a bundle with OpenAI's API.", group=RUN),
     Entry(
         "size",

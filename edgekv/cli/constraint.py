@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 class ConstraintOptions:
     """What the text has to be."""
 
-    json_schema: Annotated[str | None, Option("The text is JSON of this schema: JSON text, or a file with it.")] = None
-    grammar: Annotated[Path | None, Option("The text is one of the Lark grammar in this file.")] = None
-    regex: Annotated[str | None, Option("This regular expression matches the whole text.")] = None
+    json_schema: Annotated[
+        str | None, Option("Constrain the text to JSON of this schema, given as JSON or as a file.")
+    ] = None
+    grammar: Annotated[Path | None, Option("Constrain the text to the Lark grammar in this file.")] = None
+    regex: Annotated[str | None, Option("Constrain the whole text to this regular expression.")] = None
 
     def read(self) -> Grammar | None:
         """The constraint; None for none.

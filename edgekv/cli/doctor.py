@@ -21,7 +21,7 @@ _SHOWN_DEVICES = 5
 
 @command
 def doctor(output: Output) -> None:
-    """The exit code is 0 if bundles run on the CPU. Tokens of services are never printed."""
+    """The exit code is 0 if bundles run on the CPU. API tokens are never printed."""
     with waiting(output, lambda: "trying every engine and runtime"):
         examined = examine()
     cache = read_cache()

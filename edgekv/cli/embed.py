@@ -19,7 +19,7 @@ from edgekv.runtime.load_options import EngineOptions
 
 TextOption = Annotated[Sequence[str], Option("A text; repeat for several.")]
 FileOption = Annotated[Path | None, Option("A UTF-8 file with a text a line; - for standard input.")]
-TruncateOption = Annotated[bool, Option("Leave out the end of texts that are too long, instead of refusing them.")]
+TruncateOption = Annotated[bool, Option("Truncate texts that are too long instead of refusing them.")]
 
 _NPY = ".npy"
 
@@ -35,7 +35,9 @@ def embed(
         str | None,
         Option("Name of the bundle's prompt to put in front of each text, such as query.", shown="the checkpoint's"),
     ] = None,
-    dimensions: Annotated[int | None, Option("The first elements of each embedding.", minimum=1, shown="all")] = None,
+    dimensions: Annotated[
+        int | None, Option("Keep the first N dimensions of each embedding.", minimum=1, shown="all")
+    ] = None,
     truncate: TruncateOption = False,
     target: Annotated[
         Path | None,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ImageOption = Annotated[
     Sequence[Path],
     Option(
-        "A picture (PNG, JPEG, WebP, GIF or BMP) for a bundle with a vision encoder; repeat for several. They stand "
-        "where the prompt has the model's token for a picture, such as <image>, or in front.",
+        "A picture (PNG, JPEG, WebP, GIF or BMP) for a bundle with a vision encoder; repeat for several. Each takes "
+        "the place of the model's picture token in the prompt, such as <image>, or stands in front.",
         metavar="FILE",
         subjects=("pictures",),
     ),

@@ -20,7 +20,7 @@ class PromptOptions:
     """Where the prompt is."""
 
     text: Annotated[str | None, Argument("The prompt; - reads it from standard input.", metavar="[PROMPT]")] = None
-    prompt: Annotated[str | None, Option("The prompt, as behind the bundle.", "-p --prompt")] = None
+    prompt: Annotated[str | None, Option("The prompt; the same as PROMPT.", "-p --prompt")] = None
     prompt_file: Annotated[Path | None, Option("A UTF-8 file with the prompt; - for standard input.")] = None
 
     def read(self) -> str:

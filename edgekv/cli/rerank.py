@@ -34,13 +34,13 @@ def rerank(
     bundle: BundleArgument,
     engine: EngineOptions,
     output: Output,
-    query: Annotated[str, Option("What the documents are to fit.")],
+    query: Annotated[str, Option("The query.")],
     text: TextOption = (),
     file: FileOption = None,
     instruction: Annotated[
-        str | None, Option("What the query asks for, if the model's template has a place for it.", shown="the model's")
+        str | None, Option("Task instruction, if the model's template takes one.", shown="the model's")
     ] = None,
-    top_n: Annotated[int | None, Option("Only so many of the best documents.", minimum=1, shown="all")] = None,
+    top_n: Annotated[int | None, Option("Print only the best N documents.", minimum=1, shown="all")] = None,
     truncate: TruncateOption = False,
 ) -> None:
     """A line for each document, best first: its score, its number from 0, and its text."""

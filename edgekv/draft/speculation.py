@@ -68,7 +68,7 @@ class Speculation:
         SpeculationMode,
         Option(
             "Draft tokens that one pass verifies; the text is the same. lookup copies from prompt and text, corpus "
-            "from --draft-corpus, draft asks --draft; auto asks all of them, and none where it does not pay; off.",
+            "from --draft-corpus, draft asks --draft; auto uses all of them, and none where drafting does not pay.",
             "--speculate",
             shown="off; auto with another option of drafts",
         ),

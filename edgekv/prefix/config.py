@@ -40,10 +40,10 @@ class StoreConfig:
     )
     max_bytes: int | None = None
     """Memory in bytes; None for no such limit."""
-    max_tokens: Annotated[int | None, Option("Tokens of prefixes in memory at most.")] = None
+    max_tokens: Annotated[int | None, Option("Maximum number of prefix tokens in memory.")] = None
     free_memory_fraction: Annotated[
         float | None,
-        Option("Memory of prefixes as a fraction of the free memory, above 0, at most 1.", shown="256 MiB of it"),
+        Option("Memory for prefixes as a fraction of the free memory, above 0, at most 1.", shown="256 MiB of it"),
     ] = None
     host_cache_size: Annotated[int, Option("Bytes of memory in addition to these limits.")] = 0
     secondary_offload_min_priority: int = DEFAULT_PRIORITY
@@ -52,7 +52,7 @@ class StoreConfig:
         Path | None, Option("Folder where computed prefixes are stored for later runs.", "--prefix-cache")
     ] = None
     disk_cache_size: Annotated[
-        int, Option("Bytes of all block files in the folder, of all models and processes.", shown="1 GiB")
+        int, Option("Maximum bytes of block files in the folder, for all models and processes together.", shown="1 GiB")
     ] = DEFAULT_DISK_CACHE_BYTES
     enable_block_reuse: Annotated[
         bool, Option("Whether prefixes are stored and matched at all.", "--enable-block-reuse/--no-block-reuse")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OnFull = Literal["drop-oldest", "stop"]
 """`drop-oldest` leaves the oldest turns out of the prompt; `stop` refuses a prompt that is longer than the context."""
 OnFullOption = Annotated[
-    OnFull, Option("When a conversation fills the context: leave its oldest turns out, or refuse more of it.")
+    OnFull, Option("When a conversation fills the context: drop its oldest turns, or refuse further messages.")
 ]
 
 
@@ -44,16 +44,16 @@ class EngineOptions:
     cpu_mode: Annotated[
         str | None,
         Option(
-            "How the engine cpu computes: emulate rounds every result as the HTP does; exact16 multiplies the "
-            "bundle's integers by activations of 16 bits; fast by activations of 8 bits.",
+            "How the engine cpu computes: emulate rounds every result as the HTP does; exact16 multiplies the weights "
+            "by 16-bit activations, fast by 8-bit ones.",
             shown="fast to generate, emulate to compare",
         ),
     ] = None
     expert_budget: Annotated[
         str | int | None,
         Option(
-            "Memory for the experts of a mixture that stay between two passes, such as 512MiB, in the modes fast and "
-            "exact16; a pass reads others from files.",
+            "Memory for experts (MoE) that are kept between passes, such as 512MiB, in the modes fast and exact16; "
+            "others are read from files when a pass needs them.",
             shown="as much as is free",
             subjects=("expert budget",),
         ),
@@ -78,14 +78,17 @@ class CacheOptions:
     kv_update: Annotated[
         str | None,
         Option(
-            "How the cache takes new rows: pointer-shift, slot, mirror or shift-concat.",
+            "KV cache update strategy: pointer-shift, slot, mirror or shift-concat; `edgekv size` compares them.",
             shown="slot; pointer-shift with --reserve",
             subjects=("update strategy",),
         ),
     ] = None
     reserve: Annotated[
         Fraction | float | str | None,
-        Option("Memory of pointer-shift in units of S-1 rows per tensor, above 1, at most 2.", shown="2"),
+        Option(
+            "Buffer of pointer-shift in units of S-1 rows per tensor, above 1, at most 2; a larger one slides less.",
+            shown="2",
+        ),
     ] = None
     policy: Annotated[
         str | Policy,

@@ -68,13 +68,17 @@ class SamplingParams:
     seed: Annotated[
         int | None,
         Option(
-            "Random seed, 64 bits; the same seed, prompt, options and cached tokens give the same text, and with "
-            "--reproducible whatever is cached.",
+            "Random seed, 64 bits. The same seed, prompt, options and cached tokens give the same text; with "
+            "--reproducible, cached tokens do not matter.",
             shown="drawn",
         ),
     ] = None
     min_p: Annotated[
-        float, Option("Drop tokens less likely than this times the most likely one.", shown="the bundle's, or 0")
+        float,
+        Option(
+            "Drop tokens whose probability is below this fraction of the most likely token's.",
+            shown="the bundle's, or 0",
+        ),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -107,9 +111,9 @@ class SamplingParams:
     grammar: Grammar | None = None
     stop_token_ids: Annotated[
         Sequence[int],
-        Option("End at this token, of which the text has nothing; repeat for several.", "--stop-token-id"),
+        Option("End at this token, which is not part of the text; repeat for several.", "--stop-token-id"),
     ] = ()
-    min_new_tokens: Annotated[int, Option("No token that ends the text comes before so many.")] = 0
+    min_new_tokens: Annotated[int, Option("Minimum number of tokens before one may end the text.")] = 0
 
     def __post_init__(self) -> None:
         temperature = _check_real("temperature", self.temperature)

@@ -50,7 +50,7 @@ def export(
     draft_for: Annotated[
         Path | None,
         Option(
-            "The checkpoint is a drafter for this bundle, which was exported with --give-hidden, or has its mtp head.",
+            "Export this checkpoint, or its MTP head, as a drafter for a bundle that was exported with --give-hidden.",
             metavar="BUNDLE",
             group="Target",
         ),
@@ -58,15 +58,15 @@ def export(
     task: Annotated[
         Literal["rerank"] | None,
         Option(
-            "A model of text judges documents by the logits of yes and no in Qwen3-Reranker's prompt; folders with "
-            "modules.json say what they are.",
+            "rerank: score documents by the logits of yes and no in Qwen3-Reranker's prompt. Folders with modules.json "
+            "need no option.",
             shown="what the folder says",
         ),
     ] = None,
     force: ForceOption = False,
     estimate: EstimateOption = False,
 ) -> None:
-    """Every graph is compiled with the HTP compiler; the export is refused if any node would compute in float."""
+    """With --device, the HTP compiler compiles every graph, and nodes that would compute in float are refused."""
     import msgspec
 
     from edgekv.bundle import check_new, open_bundle, open_compiled

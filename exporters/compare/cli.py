@@ -31,7 +31,7 @@ def compare_(
     """KL divergence, top-1 agreement, perplexity, size and speed. A GGUF file runs through llama-cpp-python, other
     folders through their own runtimes, where installed; a checkpoint (and a GGUF file without llama-cpp-python) in
     float32, without speed. Bundles on the engine cpu run in the mode fast; --cpu-mode emulate computes as the HTP does.
-    Speeds are medians of turns that alternate.
+    Speeds are medians of alternating turns.
     """
     from exporters.compare.comparison import compare
     from exporters.compare.opened import ContenderOptions, open_contender

@@ -36,7 +36,7 @@ PartsOption = Annotated[
 def make(
     output: OutputFolder,
     device: DeviceOption,
-    printed: Output,
+    printed: Annotated[Output, OptionGroup("Output")],
     bundle: Annotated[
         Path | None, Option("A bundle of yours, compiled for the chip, to decode and measure too.", metavar="BUNDLE")
     ] = None,
@@ -70,20 +70,20 @@ def make(
 def run(
     kit: KitArgument,
     phone: Annotated[PhoneOptions, OptionGroup("Phone")],
-    printed: Output,
+    printed: Annotated[Output, OptionGroup("Output")],
     output: Annotated[Path, Option("The file of the report.", "-o --output")] = Path("report.json"),
     parts: PartsOption = (),
     minutes: Annotated[
         float, Option("Minutes of decoding at the end, to watch temperature and clock.", minimum=0)
     ] = 10.0,
     allowed_steps: Annotated[
-        int, Option("Difference up to which a result of 16 bits counts as right, in steps.", minimum=0)
+        int, Option("Largest accepted difference of a 16-bit result, in quantization steps.", minimum=0)
     ] = 4,
     on: Annotated[Literal["here", "adb"], Option("Where to run: this machine, or an Android phone.")] = "here",
 ) -> None:
     """Run the graphs on the NPU of this device (on x86, its emulator) or of a phone, compare, decode golden tokens with
-    each update strategy, and measure speed. An interrupted run goes on where it was; a part that ends its process twice
-    is skipped and named.
+    each update strategy, and measure speed. An interrupted run resumes; a part that ends its process twice is
+    skipped and named.
     """
     from edgekv.conformance.kit import open_kit
     from edgekv.conformance.run import RunChoice, run_kit
@@ -115,7 +115,7 @@ def _runner(on: Literal["here", "adb"], phone: PhoneOptions, progress: Progress)
 @conformance.command()
 def show(
     report: Annotated[Path, Argument("A report.json of `edgekv conformance run`.")],
-    printed: Output,
+    printed: Annotated[Output, OptionGroup("Output")],
     html: Annotated[Path | None, Option("Write a page (.html).", group="Reports")] = None,
 ) -> None:
     """What ran, where it differs, and how fast it is beside what was expected."""

@@ -66,8 +66,8 @@ class LoraOptions:
     calibrate: Annotated[
         tuple[AdapterChoice, ...],
         Option(
-            "An adapter that slots and ranges are made to fit; repeat for several. Projections that none changes have "
-            "the range of --lora-reach.",
+            "Fit slots and ranges to this adapter; repeat for several. Projections that no adapter changes use "
+            "--lora-reach.",
             "--lora-calibrate",
             metavar="DIR[=SCALE]",
             parse=AdapterChoice.parse,

@@ -19,7 +19,7 @@ from edgekv.option import Argument, Option, OptionGroup, check_place, find_devic
 from edgekv.plan.options import DEFAULT_CONTEXT, DEFAULT_KV_DTYPE
 from edgekv.spec.geometry import KvDtype
 from exporters.cli.common import ready_cluster
-from exporters.options import KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe
+from exporters.options import ANY_CHIP, KV_DTYPES, LOCAL, Cluster, ExportOptions, read_recipe
 from exporters.progress import progress_bars
 from exporters.sweep.options import SweepOptions
 
@@ -87,8 +87,8 @@ class Axes:
             "Integer types of the KV cache, comma-separated: u8, s16.", parse=partial(_chosen, known=KV_DTYPES["onnx"])
         ),
     ] = (DEFAULT_KV_DTYPE,)
-    devices: Annotated[Sequence[Device], Option("Target chips, comma-separated.", parse=_devices, shown="SM8650")] = (
-        field(default_factory=lambda: _devices("--devices", "SM8650"))
+    devices: Annotated[Sequence[Device], Option("Target chips, comma-separated.", parse=_devices, shown=ANY_CHIP)] = (
+        field(default_factory=lambda: _devices("--devices", ANY_CHIP))
     )
     contexts: Annotated[
         Sequence[tuple[int, ...]],

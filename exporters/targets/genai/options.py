@@ -15,7 +15,8 @@ class GenaiOptions:
     """The options of a folder; without a device the graphs are left to ONNX Runtime on the CPU."""
 
     device: Annotated[
-        Device | None, Option("Target of the engine htp: part number or name.", parse=find_device, shown="the bundle's")
+        Device | None,
+        Option("Target chip of the engine htp: part number or name.", parse=find_device, shown="the bundle's"),
     ]
     pad_token: Annotated[
         int | None,

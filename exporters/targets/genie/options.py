@@ -34,7 +34,7 @@ class GenieOptions:
         field(default_factory=SamplingParams)
     )
     bos: Annotated[
-        bool, Option("Put no BOS token in front of a query, if the chat template writes it.", "--no-bos", negates=True)
+        bool, Option("Do not prepend BOS to a query: for chat templates that write it.", "--no-bos", negates=True)
     ] = True
     embedding_table: Annotated[bool, Option("Let Genie look up embeddings in a file instead of the graphs.")] = False
     per_graph_binaries: Annotated[
