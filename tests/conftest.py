@@ -17,6 +17,7 @@ import onnxruntime as ort
 import pytest
 from hypothesis import settings
 
+from edgekv.machine import child
 from edgekv.machine.child import TIMEOUT_VARIABLE
 from edgekv.machine.graph_file import WEIGHTS_FOLDER
 from edgekv.runtime.htp import HtpEngine
@@ -24,6 +25,7 @@ from tests.support import exports
 from tests.support.checkpoints import NEWER, WIDE, write_checkpoint, write_sinking, write_tokenizer
 from tests.support.exports import export_options, exported
 from tests.support.thorough import spread
+from tests.support.warm_children import WarmChildren, can_fork
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -50,15 +52,19 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(4, 2 * len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)))
 
 
-def use_own_cores() -> None:
-    """Divide the cores among the workers: threads of the HTP emulator that wait spin on all they may use."""
-    if WORKER is not None and hasattr(os, "sched_setaffinity"):
-        number, workers = int(WORKER.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[number::workers] or [cores[number % len(cores)]])
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
-use_own_cores()
+def use_own_cores(item: pytest.Item) -> None:
+    """Divide the cores among workers for tests of the HTP: threads of its emulator that wait spin on all they may use.
+
+    Others take the core that is idle.
+    """
+    if WORKER is not None and CORES:
+        number = int(WORKER.removeprefix("gw"))
+        own = CORES[number::WORKERS] or [CORES[number % len(CORES)]]
+        os.sched_setaffinity(0, own if item.get_closest_marker("htp") else CORES)
 
 
 class OneThread(ort.SessionOptions):  # type: ignore[misc]
@@ -116,6 +122,8 @@ def pytest_configure(config: pytest.Config) -> None:
         exports.prune()
     else:
         ort.SessionOptions = OneThread
+    if can_fork() and "not htp" not in config.getoption("markexpr"):
+        child.started = WarmChildren().started
     if VARIANTS in os.environ:
         config.pluginmanager.register(FewVariants())
     selected = config.getoption("markexpr")
@@ -123,6 +131,10 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("few")
     if "not htp" in selected:
         sys.modules["onnxruntime_qnn"] = None  # type: ignore[assignment]  # a test that needs it must say so
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    use_own_cores(item)
 
 
 @pytest.hookimpl(wrapper=True)

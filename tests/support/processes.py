@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from edgekv.errors import UsageError
+from edgekv.machine.scratch import scratch_folder
 from exporters.pipeline.dask.fitness import WorkerRequirements
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Piece
@@ -186,6 +188,21 @@ class Waiting(WorkerRequirements):
                 return []
             time.sleep(0.02)
         return ["nobody could ask it"]
+
+
+def look(names: list[str]) -> list[str]:
+    """Variables, the current folder, and the temporary directory."""
+    with scratch_folder("look") as folder:
+        return [*(os.environ[name] for name in names), str(Path.cwd()), str(folder.parent)]
+
+
+def end(kind: str) -> int:
+    print("the last line", flush=True)
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "refuse":
+        raise UsageError("a field", got=1, expected="another", fix="Mend it.")
+    os.abort()
 
 
 def _text(file: Path) -> str:

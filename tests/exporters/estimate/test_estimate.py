@@ -21,6 +21,7 @@ from devices import CATALOGUE, NoProxyError, find, measured, proxies_for
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.machine import child
 from edgekv.plan import PlanOptions
 from edgekv.spec import KeyLayout
 from exporters.estimate import estimate_bundle, estimate_config, simulate_bundle
@@ -151,12 +152,11 @@ def _crash_a_compiler() -> None:
     """Send SIGSEGV to the first child that has loaded the compiler."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        for task in Path("/proc/self/task").iterdir():
-            for child in (task / "children").read_text().split():
-                with suppress(OSError):
-                    if "libQnnHtp.so" in Path(f"/proc/{child}/maps").read_text():
-                        os.kill(int(child), signal.SIGSEGV)
-                        return
+        for process in tuple(child._running):
+            with suppress(OSError):
+                if "libQnnHtp.so" in Path(f"/proc/{process.pid}/maps").read_text():
+                    os.kill(process.pid, signal.SIGSEGV)
+                    return
         time.sleep(0.01)
     raise AssertionError("no compiler was started")
 
