@@ -16,8 +16,9 @@ from edgekv.spec import DecoderInterface, Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
-from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, EVERY_OPERATION, write_checkpoint
 from tests.support.exports import exported_architecture
+from tests.support.thorough import variants
 
 CONTEXT = 64
 LAYOUTS = {
@@ -55,7 +56,7 @@ def test_the_manifest_gives_the_ports_of_every_file_in_order(tmp_path: Path, nam
             assert interface.outputs == tuple(map(in_file, found.output))
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", variants(sorted(ARCHITECTURES), {*EVERY_OPERATION, "lfm3", "qwen3_5"}))
 def test_a_checkpoint_and_its_manifest_have_one_interface(name: str) -> None:
     bundle = exported_architecture(name)
     manifest, spec = read_manifest(bundle), Checkpoint.open(str(bundle.parent / "checkpoint")).spec
