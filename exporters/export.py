@@ -79,10 +79,10 @@ def export_bundle(
     store = open_store(run)
     disk_bytes, room_bytes, every = _check_resources(export, target, store, run)
     identity = Identity.of(checkpoint, partial(progress, "hash weights"))
-    planner = Planner(identity)
+    planner = Planner(identity, residual_every=every)
     remember(checkpoint, identity)
     place = Place.of(checkpoint)
-    work = _Work(checkpoint, planner.plan, place, identity, run, store, progress, disk_bytes, room_bytes, every)
+    work = _Work(checkpoint, planner.plan, place, identity, run, store, progress, disk_bytes, room_bytes)
     if options.allocates:
         speed = None if options.target_tokens_per_s is None else decode_speed(export, run, progress)
         export = allocated(checkpoint, options, export, planner, work.finished, speed)
@@ -150,7 +150,6 @@ class _Work:
         progress: called for each step.
         bundle_bytes: estimated size of the bundle; workers need twice as much space.
         room_bytes: RAM for the values of calibration windows.
-        residual_every: see `Inputs`.
     """
 
     checkpoint: Checkpoint
@@ -162,19 +161,12 @@ class _Work:
     progress: Progress
     bundle_bytes: int
     room_bytes: int
-    residual_every: int = 1
     _inputs: Inputs = field(init=False)
     _resumes: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._inputs = Inputs(
-            self.store,
-            self.place,
-            self.progress,
-            keeps_files=True,
-            room=Room(self.room_bytes),
-            residual_every=self.residual_every,
-        )
+        room = Room(self.room_bytes)
+        self._inputs = Inputs(self.store, self.place, self.progress, keeps_files=True, room=room)
         self._resumes = self.run.resume
 
     def bundle(
@@ -256,6 +248,7 @@ def _check_resources(export: ExportPlan, target: Path, store: PieceStore, run: R
         encoder=encoder,
     )
     decoders = 2 if needs_quantized_pass(options.recipe) else 1
-    every = residual_every(spec, tokens, decoders, disk_bytes) if run.cluster is None else 1
+    # What is at a URL is not made anew: whoever goes on there needs every residual.
+    every = 1 if store.is_remote else residual_every(spec, tokens, decoders, disk_bytes)
     check_disk({target: disk_bytes + encoder_bytes, store.folder: stage_bytes(spec, tokens, every) + encoder_bytes})
     return disk_bytes + encoder_bytes, room_bytes, every

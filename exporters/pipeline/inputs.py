@@ -170,8 +170,11 @@ class Inputs:
         keeps_residual: keep the residual of the last layer in memory; for a process that does one piece at a time.
         threads: of an engine that runs a bundle; None for all cores.
         room: in memory for the values of calibration windows; None for none.
+
+    Attributes:
         residual_every: n if every n-th layer and the last one store their residual. Work that goes on behind another
             layer computes the layers since the last stored residual again.
+        goes_on: whether this process makes the piece that reads the residual of the layer that it makes now.
     """
 
     def __init__(
@@ -184,13 +187,13 @@ class Inputs:
         keeps_residual: bool = True,
         threads: int | None = None,
         room: Room | None = None,
-        residual_every: int = 1,
     ) -> None:
         self.store = store
         self.progress = progress
         self.threads = threads
+        self.residual_every = 1
+        self.goes_on = True
         self._room = room
-        self._residual_every = residual_every
         self._place = place
         self._keeps_files = keeps_files
         self._keeps_residual = keeps_residual
@@ -435,7 +438,8 @@ class Inputs:
 
     def stores_residual(self, layer: int, layers: int) -> bool:
         """Whether a layer of so many stores the residual after it."""
-        return (layer + 1) % self._residual_every == 0 or layer + 1 == layers
+        goes_on = self.goes_on and self._keeps_residual
+        return not goes_on or (layer + 1) % self.residual_every == 0 or layer + 1 == layers
 
     def release(self) -> None:
         """Free the memory of the last layer."""

@@ -73,10 +73,12 @@ class Plan:
     Attributes:
         pieces: the work.
         sources: what the command itself puts into the store: functions that write the files of a name.
+        residual_every: of how many layers one stores its residual; see `Inputs`.
     """
 
     pieces: dict[str, Planned] = field(default_factory=dict)
     sources: dict[str, Callable[[Path], object]] = field(default_factory=dict)
+    residual_every: int = 1
 
     def put(self, piece: Piece, ram_bytes: int) -> str:
         """Add a piece unless it is there; returns its name."""

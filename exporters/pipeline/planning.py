@@ -67,13 +67,14 @@ class Planner:
     Args:
         identity: of the checkpoint.
         swept: the text on which a sweep measures each layer; its exports also share the float reference's logits.
+        residual_every: see `Plan`.
 
     Attributes:
         plan: what was collected.
     """
 
-    def __init__(self, identity: Identity, *, swept: Text | None = None) -> None:
-        self.plan = Plan()
+    def __init__(self, identity: Identity, *, swept: Text | None = None, residual_every: int = 1) -> None:
+        self.plan = Plan(residual_every=residual_every)
         self._identity = identity
         self._swept = swept
 

@@ -40,6 +40,7 @@ def run_serial(plan: Plan, targets: Sequence[str], inputs: Inputs, progress: Pro
         EdgeKVError: a piece failed; those before it are finished.
     """
     store, ancestors = inputs.store, plan.ancestors(targets)
+    inputs.residual_every = plan.residual_every
     for name, write in plan.sources.items():
         if name not in inputs.adopted:
             store.make(name, "given", write)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import zip_longest
 from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
@@ -98,7 +99,10 @@ def run_on(
                 f"{len(unfinished)} of {len(plan.ancestors(targets))} pieces to do; dashboard: {client.dashboard_link}"
             )
             check_workers(client, requirements, largest_bytes, keep_going=cluster.keep_going, say=cluster.say)
-            return run_pieces(client, unfinished, requirements, progress, cluster.say, keep_going=cluster.keep_going)
+            every, keep_going = plan.residual_every, cluster.keep_going
+            return run_pieces(
+                client, unfinished, requirements, progress, cluster.say, keep_going=keep_going, residual_every=every
+            )
     finally:
         store.remove([probe])
 
@@ -162,6 +166,7 @@ def run_pieces(
     say: Say,
     *,
     keep_going: bool,
+    residual_every: int,
 ) -> dict[str, Failure]:
     """Do all pieces; those of lost workers are done again by others.
 
@@ -172,6 +177,7 @@ def run_pieces(
         progress: called for each kind of piece.
         say: called with what happens to workers.
         keep_going: go on when a piece fails.
+        residual_every: see `Inputs`.
 
     Returns:
         The pieces that failed, with `keep_going`.
@@ -201,6 +207,7 @@ def run_pieces(
             requirements.store,
             requirements.place,
             done_topic,
+            residual_every,
             [futures[needed] for needed in before],
             key=f"{unfinished[last].piece.kind}-{last}",
             resources={RAM: max(unfinished[name].ram_bytes for name in chain), mark: 1},
@@ -268,7 +275,12 @@ class PieceError(Exception):
 
 
 def do_chain(
-    pieces: Sequence[Piece], store: PieceStore, place: Place | None, topic: str, before: Sequence[object]
+    pieces: Sequence[Piece],
+    store: PieceStore,
+    place: Place | None,
+    topic: str,
+    residual_every: int,
+    before: Sequence[object],
 ) -> None:
     """Do pieces one after another in a worker; their files go to the store, their names to the topic.
 
@@ -276,7 +288,12 @@ def do_chain(
         PieceError: one failed.
     """
     inputs = _inputs(store, place)
-    for piece in pieces:
+    inputs.residual_every = residual_every
+    for piece in reversed(pieces):  # a lost worker may have left out the residual that the next piece reads
+        if store.find(piece.name) is None and (left_out := piece.unusable(store)) is not None:
+            store.remove([left_out])
+    for piece, following in zip_longest(pieces, pieces[1:]):
+        inputs.goes_on = following is not None and piece.name in following.needs
         if piece.kind not in ("layer", "head"):
             inputs.release()
         try:

@@ -7,8 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -25,7 +26,14 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import compile_bundle
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.pipeline import pieces
-from exporters.pipeline.store import RECORD, MissingPieceError, PieceRecord
+from exporters.pipeline.dask import run as distribute
+from exporters.pipeline.inputs import LAYER, Inputs
+from exporters.pipeline.layer_file import LayerFile
+from exporters.pipeline.place import Identity, Place
+from exporters.pipeline.planning import Planner
+from exporters.pipeline.serial import run_serial
+from exporters.pipeline.store import RECORD, MissingPieceError, PieceRecord, PieceStore
+from exporters.plan import plan_export
 from exporters.quantize.effort import Effort
 from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import WeightRule, find_recipe
@@ -120,6 +128,44 @@ def test_a_layer_that_left_out_its_residual_is_done_again(work, monkeypatch):
             work.export(stop_after=stopped)
         assert work.export("resumed", resume=True, force=stopped > 1) == whole and work.steps == steps
         assert contents(work.folder / "resumed") == contents(work.folder / "whole")
+
+
+@pytest.mark.slow
+def test_a_worker_goes_on_behind_a_lost_one_that_left_out_its_residual(checkpoint, tmp_path, monkeypatch):
+    done, lost = [], 1
+
+    class Worker:
+        state = SimpleNamespace(nthreads=1)
+
+        def log_event(self, topic, name):
+            done.append(name)
+            if len(done) == lost:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(distribute, "get_worker", Worker)
+    files = []
+    for folder in ("whole", "lost"):
+        store, planner = PieceStore(str(tmp_path / folder)), Planner(Identity.of(checkpoint), residual_every=2)
+        planned = planner.export(plan_export(checkpoint, options())).decoder
+        place, plan = Place.of(checkpoint), planner.plan
+        run_serial(plan, planned.needs, Inputs(store, place), lambda *step: None, resume=True)
+        chain = [planned.piece for planned in plan.pieces.values() if planned.piece.kind in ("layer", "head")]
+        done.clear()
+        lost = 1 if folder == "lost" else None
+        with nullcontext() if lost is None else pytest.raises(KeyboardInterrupt):
+            distribute.do_chain(chain, store, place, "done", 2, [])
+        distribute._inputs.cache_clear()
+        lost = None
+        assert LayerFile.leaves_out_residual(store.folder / chain[0].name / LAYER)
+        distribute.do_chain(chain, store, place, "done", 2, [])
+        assert done[:3] == ([chain[0].name] * 2 + [chain[1].name] if folder == "lost" else names_of(chain)[:3])
+        distribute._inputs.cache_clear()
+        files.append({piece.name: contents(store.folder / piece.name / LAYER) for piece in chain})
+    assert files[0] == files[1]
+
+
+def names_of(pieces):
+    return [piece.name for piece in pieces]
 
 
 def test_the_residuals_of_an_export_take_half_a_gigabyte_or_as_much_as_its_bundle(checkpoint):
