@@ -138,6 +138,10 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
     if len(spec.deepstack) != manifest.model.picture_layers:
         expected = f"{manifest.model.picture_layers}, the layers that add rows of pictures"
         fail("vision: encoder: deepstack", len(spec.deepstack), expected)
+    model, rows = manifest.model, spec.layer_rows
+    if (model.layers * model.layer_inputs) != (0 if rows is None else rows.elements):
+        got, expected = "none" if rows is None else rows.elements, f"{model.layers * model.layer_inputs} elements"
+        fail("vision: encoder: layer_rows", got, f"{expected}, which the model's layers read")
     for port in (PIXELS_PORT, *spec.outputs):
         if (encoding := vision.encodings.get(port)) is None or encoding.dtype != activations:
             dtype = "none" if encoding is None else encoding.dtype

@@ -16,7 +16,7 @@ from edgekv.engine.adapters import BoundAdapter
 from edgekv.engine.hidden_states import HiddenStates
 from edgekv.errors import EdgeKVError
 from edgekv.kv import KVCache, Requantization, Rows
-from edgekv.pictures import PictureEncoder, PictureRows, PositionOffsets, RowsBehind
+from edgekv.pictures import PictureEncoder, PictureLayerRows, PictureRows, PositionOffsets
 from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_rows, whole_texts
 from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.engine import appending_decode_of, expert_stats_of, run_by, wide_prefill_of
@@ -106,10 +106,10 @@ class Graphs:
         self.pictures: PictureRows | None = None
         if bundle.manifest.vision is not None:
             self._embeddings = self.pictures = PictureRows(bundle.embeddings(), PictureEncoder(bundle, engine))
-        self._layer_inputs: Embeddings | None = bundle.layer_inputs()
+        self._layer_inputs: Embeddings | None = (table := bundle.layer_inputs())
         if self.pictures is not None and (width := bundle.manifest.model.gathered_width):
             encoding = bundle.manifest.encodings[LAYER_INPUTS_PORT]
-            self._layer_inputs = RowsBehind(self.pictures, width, encoding)
+            self._layer_inputs = PictureLayerRows(self.pictures, width, encoding, table)
         self._no_adapter = self._adapter = AdapterMemory({}, {})
 
     def close(self) -> None:

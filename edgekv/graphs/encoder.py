@@ -19,6 +19,10 @@ from edgekv.spec import (
     CENTER,
     LAST_NORM,
     LAST_NORM_BIAS,
+    LAYER_ROWS,
+    LAYER_ROWS_BIAS,
+    LAYER_ROWS_NORM,
+    LAYER_ROWS_PORT,
     MERGED_MEANS,
     PATCHES,
     PATCHES_BIAS,
@@ -58,6 +62,9 @@ class EncoderOps(BlockOps[V], Protocol[V]):
 
     def rms_norm(self, x: V, weight: str, name: str) -> V:
         """`x / rms(x) * weight`, over the width."""
+
+    def rms_norm_parts(self, x: V, weight: str, parts: int, eps: float, name: str) -> V:
+        """The same over each of equal parts of the width, with the same weights."""
 
     def bounded(self, x: V, name: str) -> V:
         """A result clipped to its bounds, if it has some. Integers are: their encodings reach no further."""
@@ -244,6 +251,15 @@ def deepstack_rows(ops: EncoderOps[V], spec: EncoderSpec, number: int, residual:
     return _linear(ops, spec, inner, deepstack_fc2(number), at + "rows", bias=bias_of(deepstack_fc2(number)))
 
 
+def layer_rows(ops: EncoderOps[V], spec: EncoderSpec, rows: V) -> V:
+    """What the layers of the decoder read of rows, `[1, 1, rows, layers * width]`."""
+    sizes = spec.layer_rows
+    assert sizes is not None, "an encoder of a decoder whose layers have inputs"
+    x = _linear(ops, spec, rows, LAYER_ROWS, "vision.layer_rows_projection")
+    x = ops.rms_norm_parts(x, LAYER_ROWS_NORM, sizes.layers, sizes.eps, "vision.layer_rows_norm")
+    return ops.plus(x, LAYER_ROWS_BIAS, "vision.layer_rows")
+
+
 def encoded(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> dict[str, V]:
     """All of an encoder: its outputs by name."""
     residual, outputs = encoder_entry(ops, spec, pixels), dict[str, V]()
@@ -252,7 +268,10 @@ def encoded(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> dict[str, V]:
         if layer in spec.deepstack:
             number = spec.deepstack.index(layer)
             outputs[deepstack_port(number)] = deepstack_rows(ops, spec, number, residual)
-    return {ROWS_PORT: encoder_exit(ops, spec, residual), **outputs}
+    rows = encoder_exit(ops, spec, residual)
+    if spec.layer_rows is not None:
+        outputs[LAYER_ROWS_PORT] = layer_rows(ops, spec, rows)
+    return {ROWS_PORT: rows, **outputs}
 
 
 def encoder_exit(ops: EncoderOps[V], spec: EncoderSpec, residual: Residual[V]) -> V:

@@ -86,6 +86,11 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
     def rms_norm(self, x: View, weight: str, name: str) -> View:
         return self._normalized(x, self._floats(weight), name, self._spec.eps)
 
+    def rms_norm_parts(self, x: View, weight: str, parts: int, eps: float, name: str) -> View:
+        split = View(self._nodes.reshape(x.tensor, [self._spec.rows, parts, -1]))
+        normal = self._normalized(split, self._floats(weight), name, eps)
+        return View(self._nodes.reshape(normal.tensor, [1, self._spec.rows, -1]))
+
     def averaged(self, x: View, rows: int, name: str) -> View:
         squares = self._nodes.reshape(x.tensor, [self._spec.patches // rows, rows, -1])
         axis = self._nodes.constant(np.array([1], np.int64), "axis_1")
@@ -131,9 +136,9 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
     def finish(self, outputs: Mapping[str, View]) -> onnx.ModelProto:
         """The model with these outputs."""
         spec, encodings, nodes = self._spec, self._vision.encodings, self._nodes
-        shape = 1, 1, spec.rows, spec.output
+        shapes = {port: spec.outputs[port] for port in outputs}
         for port, view in outputs.items():
-            last, encoding = nodes.reshape(view.tensor, shape), encodings[port]
+            last, encoding = nodes.reshape(view.tensor, shapes[port]), encodings[port]
             zero_point = nodes.number(encoding.zero_point, DTYPES[encoding.dtype].type)
             nodes.write("QuantizeLinear", [last, nodes.number(encoding.scale), zero_point], [port])
         inputs, features = (
@@ -141,9 +146,9 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
                 helper.make_tensor_value_info(
                     name, helper.np_dtype_to_tensor_dtype(DTYPES[encodings[name].dtype]), shape
                 )
-                for name, shape in shapes.items()
+                for name, shape in ports.items()
             ]
-            for shapes in (spec.input_shapes, dict.fromkeys(outputs, shape))
+            for ports in (spec.input_shapes, shapes)
         )
         return nodes.model(ENCODER, inputs, features)
 

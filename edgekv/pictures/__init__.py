@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from edgekv.pictures.prompt import expand as expand, place as place
     from edgekv.pictures.rows import (
         Picture as Picture,
+        PictureLayerRows as PictureLayerRows,
         PictureRows as PictureRows,
         PictureSize as PictureSize,
-        RowsBehind as RowsBehind,
         Tile as Tile,
     )
     from edgekv.pictures.tiled import TiledPicture as TiledPicture, TileGrid as TileGrid

@@ -25,7 +25,7 @@ class EncodedRows(NamedTuple):
 
     Attributes:
         embeddings: `[rows, hidden]`.
-        behind: what the decoder adds behind each of its first n layers, `[rows, n * hidden]`; None if it adds nothing.
+        behind: what layers of the decoder read of each row, or add behind them, `[rows, ...]`; None for neither.
     """
 
     embeddings: NDArray[Any]
@@ -88,7 +88,7 @@ class PictureEncoder:
         )
         behind = None
         if more:
-            assert self._behind is not None, "a decoder that adds rows of pictures"
+            assert self._behind is not None, "a decoder whose layers read rows of pictures"
             behind = self._behind.quantize(np.concatenate(more, axis=1))
         return EncodedRows(self._embedding.quantize(first), behind)
 
@@ -99,8 +99,8 @@ class PictureEncoder:
             dtype = DTYPES[encodings[name].dtype]
             self._inputs[name] = values = aligned_zeros(shape, dtype.name)
             binding.inputs([name], dtype, shape, [values.ctypes.data])
-        for name in spec.outputs:
+        for name, shape in spec.outputs.items():
             dtype = DTYPES[encodings[name].dtype]
-            self._outputs[name] = values = aligned_zeros((1, 1, spec.rows, spec.output), dtype.name)
-            binding.outputs([name], dtype, values.shape, [values.ctypes.data])
+            self._outputs[name] = values = aligned_zeros(shape, dtype.name)
+            binding.outputs([name], dtype, shape, [values.ctypes.data])
         return binding

@@ -191,17 +191,24 @@ class PictureRows:
         return tile, tile.ids.index(id)
 
 
-class RowsBehind:
-    """What a decoder adds to the residual behind its first layers: rows of pictures, and nothing for all else."""
+class PictureLayerRows:
+    """What layers of a decoder read of tokens, or add behind them: of rows of pictures what the encoder gives."""
 
-    def __init__(self, pictures: PictureRows, width: int, encoding: Encoding) -> None:
-        """Args: pictures: have the rows. width: of those of all layers. encoding: of the graphs' input."""
+    def __init__(self, pictures: PictureRows, width: int, encoding: Encoding, table: EmbeddingTable | None) -> None:
+        """Args: pictures: have the rows. width: of those of all layers. encoding: of the graphs' input. table: of
+        tokens; None for nothing.
+        """
         self._pictures = pictures
+        self._table = table
         self._nothing = np.full(width, encoding.zero_point, DTYPES[encoding.dtype])
 
     def rows(self, tokens: Sequence[int]) -> NDArray[Any]:
-        """As graphs read them, `[T, n * hidden]`."""
-        rows = np.tile(self._nothing, (len(tokens), 1))
+        """As graphs read them, `[T, width]`."""
+        if self._table is None:
+            rows = np.tile(self._nothing, (len(tokens), 1))
+        else:
+            ids = np.asarray(tokens, np.int64)
+            rows = self._table.rows(np.where(ids >= FIRST_ID, 0, ids))
         for at, token in enumerate(tokens):
             if token >= FIRST_ID:
                 tile, row = self._pictures.tile_of(token)

@@ -12,6 +12,7 @@ _Epsilon = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Pixels = Annotated[int, msgspec.Meta(ge=1, le=1 << 13)]
 _Token = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _Tiles = Annotated[int, msgspec.Meta(ge=1, le=64)]
 
 PATCHES, POSITIONS, PROJECTOR = "vision.patches.weight", "vision.positions.weight", "vision.projector.weight"
@@ -25,8 +26,13 @@ PATCHES_BIAS, TABLE = "vision.patches.bias", "vision.table.weight"
 """Of an encoder whose pictures have shapes of their own: `POSITIONS` of the others is both."""
 LAST_NORM, LAST_NORM_BIAS = "vision.last_norm.weight", "vision.last_norm.bias"
 """Of a norm behind the layers that another follows; else they are in the matrix that reads it."""
+LAYER_ROWS, LAYER_ROWS_BIAS = "vision.layer_rows.weight", "vision.layer_rows.bias"
+LAYER_ROWS_NORM = "vision.layer_rows_norm.weight"
+"""Of what the layers of the decoder read of rows, `[layers * width]`; see `LayerRows`."""
 PIXELS_PORT, ROWS_PORT = "pixel_values", "image_features"
 """Input `[1, 1, inputs, 3 * patch**2]` and output `[1, 1, rows, output]` of an encoder's graph."""
+LAYER_ROWS_PORT = "layer_rows"
+"""Output `[1, 1, rows, layers * width]`: what layers of the decoder read of rows; see `LayerRows`."""
 PLACES_PORT, PADDING_PORT = "position_weights", "padding_mask"
 """Further inputs of an encoder whose pictures have shapes of their own: how much of each row of its table each patch
 gets, `[1, 1, inputs, table_side**2]`, and what lowers the scores of inputs that are no patches, `[1, 1, 1, inputs]`."""
@@ -72,6 +78,28 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     high: float
 
 
+class LayerRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the layers of a decoder with inputs of their own read of rows of pictures: a projection of each row, with a
+    norm for each layer, and a bias, which has what they read of the token that stands for pictures.
+
+    Attributes:
+        layers: of the decoder.
+        width: of what each reads.
+        eps: of the norm.
+        token: that stands for pictures.
+    """
+
+    layers: _Count
+    width: _Width
+    eps: _Epsilon
+    token: _TokenId
+
+    @property
+    def elements(self) -> int:
+        """Of all layers."""
+        return self.layers * self.width
+
+
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A vision transformer for pictures of one square, or of shapes of at most its area, and a projector to embeddings.
 
@@ -108,6 +136,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         kv_heads: heads of keys and values that checkpoints have; None for one of each query head, as graphs have.
         clipped: whether checkpoints have bounds of what the matrices of layers read and write.
         bounds: these, of results by name; those of a head stand under the name before `.h`.
+        layer_rows: what the layers of the decoder read of each row; None for a decoder without inputs of layers.
         wide: names of the matrices of 16 bits: each is two of 8, whose products are added. The lower one is what
             rounding the matrix to 8 bits left, rounded to 8 bits.
     """
@@ -139,6 +168,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_heads: _Count | None = None
     clipped: bool = False
     bounds: tuple[Bound, ...] = ()
+    layer_rows: LayerRows | None = None
     wide: tuple[_Text, ...] = ()
 
     def __post_init__(self) -> None:
@@ -158,6 +188,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("gemma_layers: got true; expected a rotary embedding, and norms of averages")
         if self.pooled and (self.deepstack or self.projector != "matrix"):
             raise ValueError("pooled: got true; expected both norms, one matrix, and no deepstack")
+        if self.layer_rows is not None and (self.deepstack or not self.gemma_layers):
+            raise ValueError("layer_rows: got some; expected gemma_layers, and no deepstack")
         if self.rotary_theta is not None and (self.head_dim % 4 or not self.has_shapes):
             raise ValueError("rotary_theta: got it; expected heads of a multiple of 4, and pictures with shapes")
         if (self.deepstack and self.deepstack[-1] >= self.layers) or [*self.deepstack] != sorted({*self.deepstack}):
@@ -240,9 +272,13 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return shapes
 
     @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs of its graph, each `[1, 1, rows, output]`."""
-        return ROWS_PORT, *map(deepstack_port, range(len(self.deepstack)))
+    def outputs(self) -> dict[str, tuple[int, int, int, int]]:
+        """The shapes of the outputs of its graph, by name: what is embedded, and what layers of the decoder read."""
+        ports = ROWS_PORT, *map(deepstack_port, range(len(self.deepstack)))
+        shapes = dict.fromkeys(ports, (1, 1, self.rows, self.output))
+        if self.layer_rows is not None:
+            shapes[LAYER_ROWS_PORT] = 1, 1, self.rows, self.layer_rows.elements
+        return shapes
 
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
         """How many rows of the output are below each other, and beside each other, of a tile of so many pixels."""
@@ -277,6 +313,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             writers = [name for name in matrices if name in (PATCHES, TABLE) or name.removesuffix(".weight") in ends]
             matrices |= {mean_of(name): (1, matrices[name][1]) for name in writers}
             matrices[MERGED_MEANS] = self.merged, self.merged
+        if self.layer_rows is not None:
+            matrices[LAYER_ROWS] = self.layer_rows.elements, self.output
         for number in range(len(self.deepstack)):
             width = self.hidden * self.merged
             matrices |= {deepstack_fc1(number): (width, width), deepstack_fc2(number): (self.output, width)}
@@ -317,11 +355,14 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         widths |= {"attention_out_norm": self.hidden, "mlp_out_norm": self.hidden}
         if self.clipped:  # else they are in the matrices that read what is normalized
             widths |= {"attention_norm": self.hidden, "mlp_norm": self.hidden}
-        return {
+        tensors: dict[str, tuple[int, ...]] = {
             f"vision.layers.{layer}.{name}.weight": (width,)
             for layer in range(self.layers)
             for name, width in widths.items()
         }
+        if self.layer_rows is not None:
+            tensors |= {LAYER_ROWS_NORM: (self.layer_rows.width,), LAYER_ROWS_BIAS: (self.layer_rows.elements,)}
+        return tensors
 
 
 class PictureShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -381,7 +422,7 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mean: tuple[float, float, float]
     deviation: tuple[float, float, float]
     token: _Token
-    token_id: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+    token_id: _TokenId
     begin: _Text
     whole: _Text
     end: _Text

@@ -88,7 +88,7 @@ class PicturedRows:
     """Rows of pictures for a text that has some.
 
     Attributes:
-        rows: of the encoder, `[rows, (1 + n) * hidden]`: what is embedded, and what is added behind n layers.
+        rows: of the encoder, `[rows, hidden + ...]`: what is embedded, and what layers read or add behind them.
         places: of each; see `edgekv.pictures.row_places`.
     """
 
@@ -440,6 +440,11 @@ class Checkpoint:
     def _layer_inputs(self, rows: Rows) -> Floats:
         """What layers read of tokens, `[T, layers * P]`; see `LAYER_INPUTS`."""
         spec, eps = self.spec, np.float32(self.spec.eps)
+        if self._pictured is not None and not isinstance(rows, slice):
+            beyond = rows >= spec.vocab
+            values = replace(self, _pictured=None)._layer_inputs(np.where(beyond, 0, rows))
+            values[beyond] = self._pictured.rows[rows[beyond] - spec.vocab, -values.shape[1] :]
+            return values
         projection = self._stored(LAYER_TABLE_PROJECTION, EVERY) * np.float32(spec.hidden**-0.5)
         layer_inputs: Floats = self._stored(EMBEDDING, rows) @ by_inputs(projection)
         by_layer = layer_inputs.reshape(len(layer_inputs), spec.layers, spec.layer_inputs)

@@ -20,6 +20,12 @@ from edgekv.spec import (
     CENTER,
     LAST_NORM,
     LAST_NORM_BIAS,
+    LAYER_ROWS,
+    LAYER_ROWS_BIAS,
+    LAYER_ROWS_NORM,
+    LAYER_TABLE,
+    LAYER_TABLE_NORM,
+    LAYER_TABLE_PROJECTION,
     MERGED_MEANS,
     PATCHES,
     PATCHES_BIAS,
@@ -40,6 +46,7 @@ from edgekv.spec import (
     encoder_family,
     encoder_tensor,
     mean_of,
+    text_tensor,
 )
 from edgekv.spec.encoders.names import EncoderNames
 from edgekv.spec.encoders.processor import read_processor
@@ -62,6 +69,7 @@ _CLIPPED = {
     "fc2": ("gated", "fc2"),
 }
 """The results that a matrix of a layer reads and writes, of which some checkpoints have bounds."""
+_OF_LAYER_ROWS = LAYER_TABLE, LAYER_TABLE_PROJECTION, LAYER_TABLE_NORM
 _FARTHEST = float(np.finfo(np.float32).max)
 _DEEPSTACK = re.compile(r"vision\.deepstack\.(\d+)\.(fc[12])\.(weight|bias)")
 
@@ -100,11 +108,14 @@ class VisionEncoder:
         family = encoder_family(fields)
         if family is None:
             return None
-        tensors = renamed(tensors, encoder_tensor)
+        decoder_tensors, tensors = tensors, renamed(tensors, encoder_tensor)
         if tensors.keys().isdisjoint({family.names.patches + ".weight", family.names.projector_weight}):
             return None
         processor = read_processor(folder)
         spec = family.describe(fields, processor)
+        if spec.layer_rows is not None:
+            of_decoder = renamed(decoder_tensors, text_tensor)
+            tensors |= {name: of_decoder[name] for name in _OF_LAYER_ROWS if name in of_decoder}
         decoder = None if family.decoder is None else partial(family.decoder, fields)
         encoder = cls(spec, family.pictures(fields, processor), decoder, family.names, tensors)
         fields.table("vision_config").check_read(ENCODER)
@@ -235,6 +246,8 @@ class VisionEncoder:
     def _gemma(self, name: str) -> Floats:
         """The same where layers are those of Gemma: RMS norms, so that nothing is centered, and no biases."""
         spec, names = self.spec, self.names
+        if name in (LAYER_ROWS, LAYER_ROWS_NORM, LAYER_ROWS_BIAS):
+            return self._layer_rows(name)
         if name == PATCHES:
             pixels = self._weight(names.patches).reshape(-1, spec.patch, spec.patch, 3)
             return pixels.transpose(0, 3, 1, 2).reshape(spec.hidden, -1)
@@ -259,6 +272,17 @@ class VisionEncoder:
         if part in ("q_proj", "k_proj", "v_proj"):
             return weight * self._weight(names.attention_norm, layer)
         return weight * self._weight(names.feed_forward_norm, layer) if part in ("fc1", "up") else weight
+
+    def _layer_rows(self, name: str) -> Floats:
+        """What turns rows into what layers of the decoder read: half of the square of that is the token's own."""
+        rows, half = self.spec.layer_rows, np.float32(0.5**0.5)
+        assert rows is not None, "an encoder of a decoder whose layers have inputs"
+        if name == LAYER_ROWS:
+            return self._stored(LAYER_TABLE_PROJECTION) * np.float32(self.spec.output**-0.5)
+        if name == LAYER_ROWS_NORM:
+            return self._stored(LAYER_TABLE_NORM) * half
+        row: Floats = self._tensors[LAYER_TABLE].read(np.array([rows.token]))[0]
+        return row * (half * np.float32(rows.width**0.5))
 
     @property
     def _gemma_names(self) -> dict[str, str]:

@@ -59,6 +59,12 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
         gamma = self._weight(*self._weights.tensor(weight))
         return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._eps)
 
+    def rms_norm_parts(self, x: Tensor, weight: str, parts: int, eps: float, name: str) -> Tensor:
+        gamma = self._weight(*self._weights.tensor(weight))
+        split = self._reshape(x, x.name + ".parts", (1, self._spec.rows, parts, -1))
+        normal = self._nodes.emit("RMSNormalization", [split.name, gamma], name, axis=-1, epsilon=eps)
+        return self._reshape(normal, name + ".joined", (1, 1, self._spec.rows, -1))
+
     def patches(self, x: Tensor) -> Tensor:
         spec, nodes = self._spec, self._nodes
         if not spec.has_class:
@@ -74,8 +80,10 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
         spec, nodes = self._spec, self._nodes.nodes
         for port, result in outputs.items():
             reader = next(node for node in nodes if node.output[0] == result.name)
-            nodes.remove(reader)
             next(node for node in nodes if node.output[0] == reader.input[0]).output[0] = port
+            reader.input[0] = port
+            if not any(result.name in node.input for node in nodes):
+                nodes.remove(reader)
         stored = [self._weights.initializer(name) for name in self._stored]
         inputs, features = (
             [
@@ -84,7 +92,7 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
                 )
                 for name, shape in shapes.items()
             ]
-            for shapes in (spec.input_shapes, dict.fromkeys(outputs, (1, 1, spec.rows, spec.output)))
+            for shapes in (spec.input_shapes, {name: spec.outputs[name] for name in outputs})
         )
         return make_model(ENCODER, nodes, inputs, features, [*self._nodes.constants, *stored])
 

@@ -220,8 +220,11 @@ def write_graphs(
         writer.put_table(table)
         writer.write(folder / f"{EMBEDDING_SHARD}.safetensors")
     if spec.layer_inputs:
-        reach = writer.put_layer_table(LayerTable(tensors), folder / f"{_LAYER_SHARD}.safetensors")
-        encodings[LAYER_INPUTS_PORT] = Encoding.asymmetric(*reach, "u16")
+        low, high = writer.put_layer_table(LayerTable(tensors), folder / f"{_LAYER_SHARD}.safetensors")
+        if embedded is not None:
+            rows_low, rows_high = encodings[LAYER_INPUTS_PORT].reach
+            low, high = min(low, rows_low), max(high, rows_high)
+        encodings[LAYER_INPUTS_PORT] = Encoding.asymmetric(low, high, "u16")
     tables = _places_in(places, f"{VOCABULARY_SHARD}.safetensors")
     places = joined_places([tables, writer.places, places])
     encodings["embedding"] = table.encoding_with(embedded, "u16")

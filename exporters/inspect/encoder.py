@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from edgekv.bundle import Bundle, BundleWeights, VisionRecord
-from edgekv.graphs.encoder import encoder_exit, encoder_layer
+from edgekv.graphs.encoder import encoder_exit, encoder_layer, layer_rows
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs
-from edgekv.spec import ROWS_PORT
+from edgekv.spec import LAYER_ROWS_PORT, ROWS_PORT
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import RotatedEncoder, VisionEncoder, WideEncoder
@@ -28,7 +28,8 @@ from quant import DTYPES
 
 _PICTURE = 99
 """A drawn one that no export is calibrated on."""
-_ENTRY, _ROWS = "vision.entry", "vision.rows"
+_ENTRY, _ROWS, _LAYER_ROWS = "vision.entry", "vision.rows", "vision.layer_rows"
+_PORTS = {_ROWS: ROWS_PORT, _LAYER_ROWS: LAYER_ROWS_PORT}
 _INTEGERS = "_q"  # behind the name of a result in a graph
 _LEAST = 1e-30
 
@@ -36,7 +37,8 @@ _LEAST = 1e-30
 def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayerLoss]:
     """Run a drawn picture through a bundle's encoder and the reference; empty if the bundle reads text alone.
 
-    Levels are of rows: the residual behind the patches and behind each layer, and the rows that decoders read.
+    Levels are of rows: the residual behind the patches and behind each layer, the rows that decoders read, and what
+    their layers read of these.
 
     Args:
         bundle: the bundle.
@@ -65,10 +67,14 @@ def measure_encoder(bundle: Bundle, checkpoint: Checkpoint) -> list[EncoderLayer
     for layer in range(spec.layers):
         residual = encoder_layer(ops, spec, layer, residual)
         worst.append(ops.worst())
-    encoder_exit(ops, spec, residual)
+    rows = encoder_exit(ops, spec, residual)
     worst.append(ops.worst())
+    if spec.layer_rows is not None:
+        watched.append(_LAYER_ROWS)
+        layer_rows(ops, spec, rows)
+        worst.append(ops.worst())
     actual = _results(bundle, record, shown, watched)
-    places = ["patches", *map(str, range(spec.layers)), "rows"]
+    places = ["patches", *map(str, range(spec.layers)), "rows", "inputs of layers"][: len(watched)]
     return [
         EncoderLayerLoss(place=place, rows=_levels(expected[name], actual[name]), worst=matrix)
         for place, name, matrix in zip(places, watched, worst, strict=True)
@@ -105,9 +111,9 @@ class _MeasuringEncoder(NumpyEncoder):
 def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched: list[str]) -> Mapping[str, Floats]:
     """What the graph computes."""
     model = onnx.load(bundle.path / record.file, load_external_data=False)
-    names = {name: ROWS_PORT if name == _ROWS else name + _INTEGERS for name in watched}
+    names = {name: _PORTS.get(name, name + _INTEGERS) for name in watched}
     for name, output in names.items():
-        if output != ROWS_PORT:
+        if name not in _PORTS:
             element = helper.np_dtype_to_tensor_dtype(DTYPES[record.encodings[name].dtype])
             model.graph.output.append(helper.make_tensor_value_info(output, element, None))
     options = session_options(bundle.path, None)
@@ -117,7 +123,8 @@ def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched
 
 
 def _levels(expected: Floats, actual: NDArray[np.float32]) -> Levels:
-    """The least and the median row."""
+    """The least and the median row; rows behind those of the picture are of padding."""
+    actual = actual[: len(expected)]
     signal, noise = np.square(expected).sum(-1), np.square(actual - expected).sum(-1)
     ratios = 10 * np.log10(np.maximum(signal, _LEAST) / np.maximum(noise, _LEAST))
     return Levels(float(ratios.min()), float(np.median(ratios)))

@@ -206,7 +206,7 @@ class WritePiece(Piece):
             for name in (vision.file, *vision.weights.files):
                 link_or_copy(inputs.store.path(self.encoder) / name, bundle / name)
             embedded = Range(vision.low, vision.high)
-            if tensors.spec.picture_layers:
+            if tensors.spec.gathered_width:
                 ranges[LAYER_INPUTS_PORT].cover(Range(vision.behind_low, vision.behind_high))
         steps = tensors.spec.layers + 1
 

@@ -18,10 +18,12 @@ from edgekv.graphs.encoder import (
     encoder_entry,
     encoder_exit,
     encoder_layer,
+    layer_rows,
 )
 from edgekv.pictures import EncoderInputs
 from edgekv.spec import (
     COS_PORT,
+    LAYER_ROWS_PORT,
     PADDING_PORT,
     PIXELS_PORT,
     PLACES_PORT,
@@ -105,6 +107,11 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
         variance = np.square(x).mean(-1, keepdims=True)
         return self._seen(name, x / np.sqrt(variance + np.float32(self._eps)) * self._weight(weight))
 
+    def rms_norm_parts(self, x: Floats, weight: str, parts: int, eps: float, name: str) -> Floats:
+        split = x.reshape(len(x), parts, -1)
+        split = split / np.sqrt(np.square(split).mean(-1, keepdims=True) + np.float32(eps)) * self._weight(weight)
+        return self._seen(name, split.reshape(x.shape))
+
     def patches(self, x: Floats) -> Floats:
         return x[: self._tensors.spec.patches] if self._tensors.spec.has_class else x
 
@@ -169,7 +176,7 @@ class QuantizedEncoder:
         encodings: of results, input and output.
         rows: the float rows of the pictures, as `encode` gives them.
         reach: the least and the greatest element of a row that is embedded.
-        behind: the same of those that the decoder adds behind layers; 0 without.
+        behind: the same of those that layers of the decoder read; 0 without.
     """
 
     matrices: dict[str, QuantizedWeight]
@@ -187,7 +194,7 @@ def encode(
 ) -> list[Floats]:
     """The float rows `[rows, output]` of pictures, with one layer's weights in memory.
 
-    Beside them, `[rows, (1 + n) * output]`, are those that the decoder adds behind each of its first n layers.
+    Beside them, `[rows, output + ...]`, is what layers of the decoder read of each, or add behind them.
     """
     residuals = [ops.enter(picture) for picture in pictures]
     behind: list[list[Floats]] = [[] for _ in pictures]
@@ -201,6 +208,8 @@ def encode(
         done(layer + 1)
     ops.drop()
     rows = [encoder_exit(ops, spec, residual) for residual in residuals]
+    if spec.layer_rows is not None:
+        behind = [[layer_rows(ops, spec, embedded)] for embedded in rows]
     ops.drop()
     return [np.concatenate([first, *more], axis=1) for first, more in zip(rows, behind, strict=True)]
 
@@ -240,8 +249,7 @@ def quantize_encoder(
     ops = NumpyEncoder(tensors, observe) if method == "nearest" else FittingEncoder(tensors, observe, method)
     rows = encode(ops, tensors.spec, pictures, done)
     encodings = encoder_encodings(tensors.spec, prepared, ranges, activations)
-    count = len(tensors.spec.deepstack)
-    reaches = [(0.0, 0.0), *(encodings[deepstack_port(number)].reach for number in range(count))]
+    reaches = [(0.0, 0.0), *(encodings[port].reach for port in tensors.spec.outputs if port != ROWS_PORT)]
     matrices = dict(ops.matrices) if isinstance(ops, FittingEncoder) else {}
     for name in tensors.spec.matrices.keys() - matrices.keys():
         matrices[name] = quantize_per_channel(by_inputs(tensors.tensor(name)))
@@ -278,6 +286,8 @@ def encoder_encodings(
     encodings |= {
         deepstack_port(number): encodings[f"vision.deepstack.{number}.rows"] for number in range(len(spec.deepstack))
     }
+    if spec.layer_rows is not None:
+        encodings[LAYER_ROWS_PORT] = encodings["vision.layer_rows"]
     return encodings
 
 
@@ -295,6 +305,9 @@ class _EncoderResults(ResultRecorder, EncoderOps[str]):
         return self._record("masked", name, (scores,))
 
     def rms_norm(self, x: str, weight: str, name: str, *, gain: float = 1.0) -> str:
+        return self._record("norm", name)
+
+    def rms_norm_parts(self, x: str, weight: str, parts: int, eps: float, name: str) -> str:
         return self._record("norm", name)
 
     def plus(self, x: str, weight: str, name: str) -> str:

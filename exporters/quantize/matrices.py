@@ -226,7 +226,9 @@ class PairedOps(NumpyOps):
         if self._spec.picture_layers:  # the host has them in 16 bits
             return np.stack([exact[:, columns]] * self.decoders)
         rounded = rounded_rows(exact)
-        rounded[: self._sink] = exact[: self._sink]
+        exactly = self._window[1] >= self._spec.vocab  # rows of pictures, in 16 bits
+        exactly[: self._sink] = True
+        rounded[exactly] = exact[exactly]
         return np.stack([exact[:, columns], rounded[:, columns]][: self.decoders])
 
     def shared_rows(self, layer: int) -> dict[str, list[Floats]]:

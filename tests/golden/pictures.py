@@ -89,7 +89,8 @@ def make() -> dict[str, np.ndarray]:
         golden |= make_internvl(attention_bias=biased)
     for normalized in (True, False):
         golden |= make_lfm2_vl(merged_norm=normalized)
-    return golden | make_qwen3_vl() | make_gemma3_vl() | make_gemma4_vl() | make_gemma4_vl(clipped=True)
+    golden |= make_qwen3_vl() | make_gemma3_vl() | make_gemma4_vl() | make_gemma4_vl(clipped=True)
+    return golden | make_gemma4_vl(clipped=True, layered=True)
 
 
 def make_internvl(*, attention_bias: bool = True) -> dict[str, np.ndarray]:
@@ -195,12 +196,12 @@ def make_gemma3_vl() -> dict[str, np.ndarray]:
     return golden
 
 
-def make_gemma4_vl(*, clipped: bool = False) -> dict[str, np.ndarray]:
+def make_gemma4_vl(*, clipped: bool = False, layered: bool = False) -> dict[str, np.ndarray]:
     """Patches and places of each picture, and the rows of those of a shape; ids and logits of a prompt with two."""
     golden: dict[str, np.ndarray] = {}
-    prefix = "gemma4_vl-clipped_" if clipped else "gemma4_vl_"
+    prefix = "gemma4_vl-layered_" if layered else "gemma4_vl-clipped_" if clipped else "gemma4_vl_"
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_gemma4_vl(Path(scratch) / "gemma4_vl", clipped=clipped)
+        folder = write_gemma4_vl(Path(scratch) / "gemma4_vl", clipped=clipped, layered=layered)
         model = loaded(AutoModelForImageTextToText, folder)
         images = Gemma4ImageProcessorPil.from_pretrained(folder)
         pictures = [
@@ -210,7 +211,7 @@ def make_gemma4_vl(*, clipped: bool = False) -> dict[str, np.ndarray]:
         found = images(pictures, return_tensors="pt")
         counts = [int(count) for count in found["num_soft_tokens_per_image"]]
         golden[f"{prefix}counts"] = np.array(counts)
-        for number, count in enumerate(counts):
+        for number, count in enumerate([] if clipped else counts):
             golden[f"{prefix}pixels{number}"] = found["pixel_values"][number, : 9 * count].numpy()
             golden[f"{prefix}places{number}"] = found["image_position_ids"][number, : 9 * count].numpy()
         shown = {"pixel_values": found["pixel_values"][:2], "image_position_ids": found["image_position_ids"][:2]}

@@ -214,15 +214,22 @@ def write_gemma3_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, window: i
     return _write(folder, config, prepared, added, named, added[1])
 
 
-def write_gemma4_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, clipped: bool = False) -> Path:
-    """A random Gemma 4 whose pictures have 70 rows at most; two query heads of its encoder share keys and values."""
-    hidden, inner, patch, head_dim, text = (
-        48,
-        96,
-        4,
-        12,
-        CONFIG | GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-    )
+def write_gemma4_vl(
+    folder: Path, *, seed: int = 0, gain: float = 2.0, clipped: bool = False, layered: bool = False
+) -> Path:
+    """A random Gemma 4 whose pictures have 70 rows at most; two query heads of its encoder share keys and values.
+
+    Args:
+        folder: to be made.
+        seed: of the weights.
+        gain: how much a matrix of the encoder amplifies.
+        clipped: whether the encoder's matrices have bounds.
+        layered: whether layers of the decoder have inputs, as those of E2B, and the last ones share caches.
+    """
+    hidden, inner, patch, head_dim = 48, 96, 4, 12
+    text = CONFIG | GEMMA4 | {"pad_token_id": 5}
+    if not layered:
+        text |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     vision = {
         "model_type": "gemma4_vision",
         "hidden_size": hidden,

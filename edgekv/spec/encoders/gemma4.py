@@ -7,7 +7,7 @@ import math
 from edgekv.spec.config import Config
 from edgekv.spec.encoders.names import EncoderNames
 from edgekv.spec.encoders.processor import BICUBIC, read_heads
-from edgekv.spec.vision import EncoderSpec, PictureShapes, PictureSpec
+from edgekv.spec.vision import EncoderSpec, LayerRows, PictureShapes, PictureSpec
 
 MODEL_TYPES = ("gemma4",)
 
@@ -41,14 +41,13 @@ _ROWS = 280
 
 
 def reads(config: Config) -> bool:
-    """Whether neither the decoder has inputs of layers, which a picture's rows would need too, or attention of pictures
-    to both sides in layers with a window alone; nor the encoder numbers behind its averages.
+    """Whether neither the decoder has attention of pictures to both sides in layers with a window alone, nor the
+    encoder numbers behind its averages. No published checkpoint whose decoder is exported has either.
     """
     if not isinstance(config.fields.get("vision_config"), dict):
         return False
     text, vision = config.table("text_config").fields, config.table("vision_config").fields
-    changes = text.get("hidden_size_per_layer_input", 256), text.get("use_bidirectional_attention")
-    return not any((*changes, vision.get("standardize")))
+    return not text.get("use_bidirectional_attention") and not vision.get("standardize")
 
 
 def describe(config: Config, processor: Config) -> EncoderSpec:
@@ -59,9 +58,9 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     vision.expect("hidden_activation", "gelu_pytorch_tanh")
     vision.expect("attention_bias", False)
     vision.expect("standardize", False)
-    vision.ignore("max_position_embeddings")
+    vision.ignore("max_position_embeddings", "default_output_length", "global_head_dim")
     rope = vision.table("rope_parameters")
-    rope.expect("rope_type", "axial")
+    rope.expect("rope_type", "axial", "default")  # the latter means the same here
     heads, hidden = read_heads(vision, parts=4)
     vision.expect("head_dim", hidden // heads)
     shapes, eps = _shapes(vision, processor), vision.number("rms_norm_eps", 1e-6)
@@ -89,6 +88,19 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
         projector_eps=eps / hidden,  # averages are multiplied by the root of the width before their norm
         gemma_layers=True,
         clipped=vision.flag("use_clipped_linears", False),
+        layer_rows=_layer_rows(config.text_decoder()),
+    )
+
+
+def _layer_rows(text: Config) -> LayerRows | None:
+    """What layers of the decoder read of rows: the token of padding stands for these in their table."""
+    if not (width := text.count("hidden_size_per_layer_input", 256)):
+        return None
+    return LayerRows(
+        layers=text.size("num_hidden_layers", 30),
+        width=width,
+        eps=text.number("rms_norm_eps", 1e-6),
+        token=text.count("pad_token_id", 0),
     )
 
 

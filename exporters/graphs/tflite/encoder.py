@@ -77,6 +77,9 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
         weighted = self._float("MUL", [normal, self._weights.norm(self._graph, weight, gain=1.0)], name + ".weighted")
         return self._emit("QUANTIZE", [weighted], name, x.shape)
 
+    def rms_norm_parts(self, x: Tensor, weight: str, parts: int, eps: float, name: str) -> Tensor:
+        raise NotImplementedError  # decoders with inputs of layers are refused
+
     def patches(self, x: Tensor) -> Tensor:
         return self._slice(x, ROWS, 0, self._spec.patches) if self._spec.has_class else x
 

@@ -19,25 +19,23 @@ from edgekv.model import Model
 from edgekv.pictures import EncoderInputs, PictureEncoder, block_order, cut_tiles, encoder_inputs
 from edgekv.pictures.tiles import tile_grid
 from edgekv.runtime.cpu import CpuEngine
-from edgekv.spec import Config, encoder_family
 from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import VisionEncoder
+from exporters.inspect.encoder import measure_encoder
 from exporters.quantize.encoder import NumpyEncoder, encode
 from exporters.quantize.reference import Reference
 from tests.support.exports import export_options, exported
 from tests.support.picture_models import SHAPED_SIZES, photo, png, write_gemma4_vl
 
-GOLDEN = {
-    name.removeprefix("gemma4_vl_"): value
-    for name, value in np.load(Path(__file__).parents[2] / "golden" / "pictures.npz").items()
-    if name.startswith("gemma4_vl_")
-}
-CLIPPED = {
-    name.removeprefix("gemma4_vl-clipped_"): value
-    for name, value in np.load(Path(__file__).parents[2] / "golden" / "pictures.npz").items()
-    if name.startswith("gemma4_vl-clipped_")
-}
+STORED = np.load(Path(__file__).parents[2] / "golden" / "pictures.npz")
+
+
+def _golden(prefix: str) -> dict[str, NDArray[Any]]:
+    return {name.removeprefix(prefix): value for name, value in STORED.items() if name.startswith(prefix)}
+
+
+GOLDEN, CLIPPED, LAYERED = map(_golden, ("gemma4_vl_", "gemma4_vl-clipped_", "gemma4_vl-layered_"))
 PATCH, MERGE = 4, 3
 SIZED = {
     (100, 60): (120, 72),
@@ -111,7 +109,12 @@ def test_rows_in_integers_are_those_of_transformers(bundle: Path, checkpoint: Ch
         assert _db(opened.manifest.encodings["embedding"].dequantize(found), wanted) > 30, mode
 
 
-def test_logits_behind_pictures_are_those_of_transformers(bundle: Path):
+@pytest.mark.parametrize(
+    ("kind", "golden"), [("bundle", GOLDEN), ("layered_bundle", LAYERED)], ids=["plain", "layered"]
+)
+def test_logits_behind_pictures_are_those_of_transformers(
+    request: pytest.FixtureRequest, kind: str, golden: dict[str, NDArray[Any]]
+):
     files = [png(photo(*size, number)) for number, size in enumerate(SHAPED_SIZES[:2])]
     prompt = "See <|image|> and <|image|> say: what are they?"
 
@@ -121,9 +124,9 @@ def test_logits_behind_pictures_are_those_of_transformers(bundle: Path):
         assert logits is not None
         return logits
 
-    with edgekv.load(bundle) as model:
+    with edgekv.load(request.getfixturevalue(kind)) as model:
         first, other = last(model, files), last(model, files[::-1])
-    wanted = GOLDEN["logits"][-1]
+    wanted = golden["logits"][-1]
     assert _db(first, wanted) > 15
     assert _db(other, wanted) < _db(first, wanted) - 6
 
@@ -207,10 +210,58 @@ def test_bounds_on_one_side_of_zero_are_refused(tmp_path: Path, end: str):
         Checkpoint.open(str(folder))
 
 
-@pytest.mark.parametrize("width", [None, 256])
-def test_an_encoder_beside_inputs_of_layers_is_left_out(width: int | None):
-    """As in E2B and E4B, and by default."""
-    text = {} if width is None else {"hidden_size_per_layer_input": width}
-    fields = {"model_type": "gemma4", "vision_config": {}, "text_config": text}
-    assert encoder_family(Config(fields)) is None
-    assert encoder_family(Config(fields | {"text_config": {"hidden_size_per_layer_input": 0}})) is not None
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """As E2B and E4B: layers of the decoder have inputs of their own, and the last ones share caches."""
+    folder = tmp_path_factory.mktemp("vlm") / "gemma4"
+    return Checkpoint.open(str(write_gemma4_vl(folder, clipped=True, layered=True)))
+
+
+@pytest.fixture(scope="module")
+def layered_bundle(layered: Checkpoint) -> Path:
+    return exported(layered.folder, export_options(context=192, ar=(1, 16)))
+
+
+def test_what_layers_read_of_pictures_is_that_of_transformers(layered: Checkpoint):
+    vision, spec, ids = layered.vision, layered.spec, LAYERED["ids"].copy()
+    assert vision is not None and spec.layer_inputs == 8
+    shown = [encoder_inputs(tile, vision.spec, vision.pictures) for tile in _tiles(layered, 2)]
+    rows = np.concatenate(encode(NumpyEncoder(vision), vision.spec, shown))
+    embedded = rows[:, : spec.hidden]
+    assert np.abs(embedded - LAYERED["rows"]).max() < 1e-4 * np.abs(LAYERED["rows"]).max()
+    pictured = ids == vision.pictures.token_id
+    ids[pictured] = spec.vocab + np.arange(pictured.sum())
+
+    def error(rows: NDArray[np.float32]) -> float:
+        (logits,) = Reference(layered.with_pictures(PicturedRows(rows, np.zeros((len(rows), 3), np.int64)))).logits(
+            [ids]
+        )
+        return float(np.abs(logits[-8:] - LAYERED["logits"]).max() / np.ptp(LAYERED["logits"]))
+
+    assert error(rows) < 1e-4
+    assert error(np.concatenate([embedded, 0 * rows[:, spec.hidden :]], axis=1)) > 0.02
+
+
+def test_what_layers_read_of_pictures_in_integers(layered_bundle: Path, layered: Checkpoint):
+    opened, vision = open_bundle(layered_bundle), layered.vision
+    assert vision is not None
+    tiles = _tiles(layered, 2)
+    shown = [encoder_inputs(tile, vision.spec, vision.pictures) for tile in tiles]
+    wanted = np.concatenate(encode(NumpyEncoder(vision), vision.spec, shown))[:, layered.spec.hidden :]
+    modes: tuple[CpuMode, ...] = ("emulate", "fast")
+    for mode in modes:
+        encoder = PictureEncoder(opened, CpuEngine(1, mode=mode))
+        encoded = [encoder.encode(tile) for tile in tiles]
+        rows = np.concatenate([tile.embeddings for tile in encoded])
+        assert _db(opened.manifest.encodings["embedding"].dequantize(rows), LAYERED["rows"]) > 30, mode
+        behind = np.concatenate([tile.behind for tile in encoded])
+        assert _db(opened.manifest.encodings["per_layer_inputs"].dequantize(behind), wanted) > 30, mode
+    losses = measure_encoder(opened, layered)
+    assert losses[-1].place == "inputs of layers" and losses[-1].worst.name == "vision.layer_rows.weight"
+    assert min(layer.rows.mean_db for layer in losses) > 24
+
+
+@pytest.mark.htp
+def test_the_htp_computes_what_layers_read_in_integers_alone(layered: Checkpoint):
+    opened = open_bundle(exported(layered.folder, export_options(context=192, ar=(1, 16), check_on_htp=True)))
+    assert opened.manifest.vision is not None and opened.manifest.htp_check == "integers-only"
