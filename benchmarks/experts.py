@@ -11,14 +11,16 @@ The forms, for a layer of E experts of which the router chooses k for each token
 - `expert`: a graph for each expert with static weights. The host routes, and runs the graphs of chosen experts.
 - `operands`: one graph whose matrices are uint8 inputs; the host routes, and binds the addresses of a chosen expert's
   integers, for each chosen expert once.
-- `operands of k`: the same for all k experts of a token at once: one call a layer. For several tokens, of all experts
-  that any of them has chosen.
+- `operands of k`: the same for all k experts of a token at once: one call a layer. It is the graph that
+  `edgekv compile --experts operands` writes, in which the scales of columns are inputs too.
 - `gathered`: a graph that gathers the k experts of a token from stacked uint8 constants by the router's indices.
   Simulated with as few experts as there are to choose from, plus 4.
 
 Where tokens choose alike often, the number of experts that a pass reads is smaller: here choices are independent. What
-a call costs on a device is not in the figures; the last column says below which cost a form is faster than `all` of the
-same type (of int8 for uint8). A call of onnxruntime alone is measured here, on the CPU, and says nothing of a device.
+a call costs on a device is not in the simulated figures: `at ... us a call` adds it, and the last column says below
+which cost a form is faster than `all` of the same type (of int8 for uint8). The default, 200 us, was measured by clpeak
+with onnxruntime-qnn on a Snapdragon X (V73): 196 us for a trivial graph, 203 for a product of 256 x 256
+(https://github.com/krrishnarraj/clpeak/issues/197). A call of onnxruntime alone is measured here, on the CPU.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from rich.table import Table
 from devices.simulated import QCS9100, SA8797, Proxy
 from edgekv.errors import EngineError
 from edgekv.machine.scratch import scratch_folder
+from edgekv.spec import EXPERT_INPUT, EXPERT_SHARES, EXPERT_SUM, ExpertSteps, expert_ports
+from exporters.graphs.divided import expert_graph
 from exporters.graphs.nodes import QdqNodes, Tensor
 from exporters.htp.estimate import simulate
 from quant import Encoding
@@ -47,6 +51,11 @@ from quant import Encoding
 _RESULT = Encoding("u16", 2e-4, 32768)
 _SHARE = Encoding("u16", 1 / 65535, 0)
 _OPERAND = Encoding("u8", 1e-3, 128)
+_SIGMOID = Encoding("u16", 1 / 65536, 0)
+_RESULTS = (
+    *(EXPERT_INPUT, EXPERT_SUM, "gate", "up", "silu", "mlp", "expert"),
+    *("gate_product", "up_product", "down_product"),
+)
 _SIMULATED = 4  # experts of the form `all`
 _NAMES = {"int8": "int8", "int4": "int4", "u8": "uint8"}
 _ALONE = {"all": "expert", "operands": "operands"}
@@ -119,6 +128,11 @@ class _Graph:
     def model(self) -> onnx.ModelProto:
         """The model, with its constants inside."""
         case, mixture, nodes = self._case, self._mixture, self._nodes
+        if case.form == "operands" and case.rows == 1:
+            encodings = dict.fromkeys(_RESULTS, _RESULT) | {"sigmoid": _SIGMOID, EXPERT_SHARES: _SHARE}
+            ports = expert_ports(mixture.hidden, mixture.inner, case.experts)
+            steps = ExpertSteps(gate=1e-3, up=1e-3, down=1e-3)
+            return onnx.load_from_string(expert_graph(*ports, encodings, steps))
         x = self._input("x", _RESULT, [1, 1, case.rows, mixture.hidden])
         total: Tensor | None = None
         for expert in range(case.experts):
@@ -297,6 +311,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="Forms of a layer of experts on the HTP, simulated.")
     parser.add_argument("--rows", default="1,8,32,128", help="tokens of a pass")
+    parser.add_argument("--call-us", type=float, default=200.0, help="what a call costs")
     parser.add_argument("--kept", type=Path, help="file that keeps what was simulated")
     given = parser.parse_args()
     console = Console()
@@ -311,6 +326,7 @@ def main() -> None:
                 "us a layer",
                 "ms a pass",
                 "tokens/s",
+                f"at {given.call_us:g} us a call",
                 "call us <",
             )
             table = Table(title=f"{mixture.name}, {proxy.soc} (V{proxy.arch}): experts alone, simulated")
@@ -318,10 +334,12 @@ def main() -> None:
                 table.add_column(column, justify="left" if column == "form" else "right")
             for rows in map(int, given.rows.split(",")):
                 for line in lines(mixture, proxy, rows, costs):
-                    figures = ["-"] * 3
+                    figures = ["-"] * 4
                     if line.us is not None:
                         pass_us = line.us * mixture.layers
-                        figures = [f"{line.us:,.0f}", f"{pass_us / 1e3:.1f}", f"{rows * 1e6 / pass_us:,.0f}"]
+                        called_us = pass_us + mixture.layers * line.calls * given.call_us
+                        figures = [f"{line.us:,.0f}", f"{pass_us / 1e3:.1f}"]
+                        figures += [f"{rows * 1e6 / total_us:,.0f}" for total_us in (pass_us, called_us)]
                     calls = f"{line.calls:.3g}"
                     limit = "" if line.gain_us is None else f"{max(0, line.gain_us / line.calls):,.0f}"
                     table.add_row(str(rows), line.form, calls, f"{line.read_bytes / 1e6:,.0f}", *figures, limit)

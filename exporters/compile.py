@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -20,9 +20,11 @@ from edgekv.bundle import (
     file_hashes,
 )
 from edgekv.errors import UsageError
+from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
 from exporters.capabilities import ENGINE, Capabilities
+from exporters.graphs.divided import check_divisible, write_divided
 from exporters.graphs.parts import weight_files
 from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
 from exporters.htp.compile_tflite import compiler as tflite_compiler
@@ -37,6 +39,24 @@ from exporters.pipeline.write import take_binaries
 from exporters.preconditions import check_encoder_fits
 from exporters.progress import Progress, one_step, silent
 
+
+@dataclass(frozen=True, slots=True)
+class BinaryChoice:
+    """Which binaries are compiled.
+
+    Attributes:
+        per_graph: also write one binary per graph. The emulator on x86 loads only these; a phone needs none, and they
+            double the compile time. None: yes, unless the layers are split into parts, which are too large for the
+            emulator.
+        divides_experts: divide decode graphs at the routers of experts, so that a step reads those alone that a router
+            has chosen, as inputs of one graph.
+    """
+
+    per_graph: bool | None = None
+    divides_experts: bool = False
+
+
+USUAL = BinaryChoice()
 _PLAIN = RunOptions()
 _RESUMED = RunOptions(resume=True)
 
@@ -46,7 +66,7 @@ def compile_bundle(
     device: Device,
     run: RunOptions = _PLAIN,
     *,
-    per_graph_binaries: bool | None = None,
+    choice: BinaryChoice = USUAL,
     force: bool = False,
     progress: Progress = silent,
     watch: Watch = unwatched,
@@ -61,9 +81,7 @@ def compile_bundle(
         bundle: what to compile.
         device: the target.
         run: where and how the work is done.
-        per_graph_binaries: also write one binary per graph. The emulator on x86 loads only these; a phone needs none,
-            and they double the compile time. None: yes, unless the layers are split into parts, which are too large
-            for the emulator.
+        choice: which binaries.
         force: replace earlier binaries.
         progress: called for each binary.
         watch: called with the peak RAM of each. It is not stored, so that compiling again writes the same bytes.
@@ -71,44 +89,54 @@ def compile_bundle(
 
     Raises:
         UsageError: options that are not for compiling, or the device cannot run the bundle, was compiled for before, or
-            `per_graph_binaries` does not fit the bundle.
+            the choice does not fit the bundle.
         ServiceError: the scheduler cannot be reached, or vanished.
         EngineError: the compiler failed, targeted something else, or would compute a node in float that the export did
             not allow.
     """
-    _check(bundle, device, options, per_graph_binaries)
+    _check(bundle, device, options, choice, run)
     target = bundle.path / "compiled" / device.soc
     check_new(target, force=force, marker=COMPILED)
-    parts, plan, store = device_parts(bundle.manifest.graphs, bundle.path), Plan(), open_store(run)
+    whole = [graph for graph in bundle.manifest.graphs if not (choice.divides_experts and graph.role == "decode")]
+    parts, plan, store = device_parts(whole, bundle.path), Plan(), open_store(run)
+    inputs, divided = Inputs(store, None, progress), None
     bundle_files = give_bundle(plan, bundle)
     vision = bundle.manifest.vision
     encoder = [] if vision is None else [{ENCODER: bundle.path / vision.file}]
-    if bundle.manifest.graph_format == "tflite":
-        compiler = tflite_compiler()
-        names = [plan_tflite(plan, bundle_files, models, device, compiler) for models in (parts[0], *encoder)]
-    else:
-        alone, compiler = bundle.manifest.is_whole if per_graph_binaries is None else per_graph_binaries, qnn.compiler()
-        sets = [*binary_sets(parts, per_graph_binaries=alone), *encoder]
-        names = []
-        for models in sets:
-            chosen = _with_found_level(bundle, device, [*models], run, progress, options)
-            names += plan_binaries(plan, bundle_files, [models], device, compiler, chosen)
-    if run.cluster is not None:
-        from exporters.pipeline.dask.run import run_on  # its packages are optional
+    with scratch_folder("divided") as scratch:
+        if bundle.manifest.graph_format == "tflite":
+            compiler = tflite_compiler()
+            names = [plan_tflite(plan, bundle_files, models, device, compiler) for models in (parts[0], *encoder)]
+        else:
+            alone, compiler = bundle.manifest.is_whole if choice.per_graph is None else choice.per_graph, qnn.compiler()
+            sets = [*binary_sets(parts, per_graph_binaries=alone), *encoder]
+            names = []
+            for models in sets:
+                chosen = _with_found_level(bundle, device, [*models], run, progress, options)
+                names += plan_binaries(plan, bundle_files, [models], device, compiler, chosen)
+            if choice.divides_experts:
+                divided = write_divided(bundle, scratch)
+                models = {part.name: scratch / part.file for graph in divided.graphs for part in graph.parts}
+                models[divided.experts] = scratch / f"{divided.experts}.onnx"
+                graph_files = _give_folder(plan, inputs, scratch, models)
+                chosen = _with_found_level(bundle, device, [], run, progress, options)
+                of_graphs = binary_sets([models], per_graph_binaries=alone)
+                names += plan_binaries(plan, graph_files, of_graphs, device, compiler, chosen, "shared_divided_")
+        if run.cluster is not None:
+            from exporters.pipeline.dask.run import run_on  # its packages are optional
 
-        bundle_bytes = sum(file.bytes for file in bundle.manifest.files.values())
-        run_on(run.cluster, plan, names, store, None, None, progress, disk_bytes=bundle_bytes)
-    else:
-        inputs = Inputs(store, None, progress)
-        inputs.adopt(bundle_files, bundle.path)
-        run_serial(plan, names, inputs, progress, resume=run.resume)
+            bundle_bytes = sum(file.bytes for file in bundle.manifest.files.values())
+            run_on(run.cluster, plan, names, store, None, None, progress, disk_bytes=bundle_bytes)
+        else:
+            inputs.adopt(bundle_files, bundle.path)
+            run_serial(plan, names, inputs, progress, resume=run.resume)
     floating = floating_in([read_compiled(store, name) for name in names])
     ENGINE.check_nodes(bundle, floating)
     with atomic_directory(target, force=force, marker=COMPILED) as folder:
         binaries = take_binaries(names, store, folder, watch)
         with one_step("seal", progress):
             compiled = write_compiled(
-                folder, device, binaries, compiler, bundle.path / MANIFEST, options, floating=floating
+                folder, device, binaries, compiler, bundle.path / MANIFEST, options, floating=floating, divided=divided
             )
     if run.removes_pieces:
         store.remove([*names, bundle_files])
@@ -161,13 +189,7 @@ def compile_folder(
     plan, store = Plan(), open_store(run)
     inputs, names, compiler = Inputs(store, None, progress), list[str](), qnn.compiler()
     for models in sets:
-        source = next(iter(models.values())).parent
-        weights = {name for file in models.values() for name in weight_files(onnx.load(file, load_external_data=False))}
-        files = sorted({*(file.name for file in models.values()), *weights})
-        with file_hashes() as known:
-            hashes = [(name, known.sha256_of(source / name)) for name in files]
-        graph_files = plan.give(lambda folder: None, "graphs", hashes)
-        inputs.adopt(graph_files, source)
+        graph_files = _give_folder(plan, inputs, next(iter(models.values())).parent, models)
         names += plan_binaries(plan, graph_files, [models], device, compiler, COMPILER_DEFAULTS, prefix)
     run_serial(plan, names, inputs, progress, resume=run.resume)
     binaries = [read_compiled(store, name) for name in names]
@@ -178,12 +200,23 @@ def compile_folder(
     return binaries
 
 
+def _give_folder(plan: Plan, inputs: Inputs, folder: Path, models: Mapping[str, Path]) -> str:
+    """Add a folder with ONNX files and the files of their weights, where it is; returns its name."""
+    weights = {name for file in models.values() for name in weight_files(onnx.load(file, load_external_data=False))}
+    with file_hashes() as known:
+        files = sorted({*(file.name for file in models.values()), *weights})
+        hashes = [(name, known.sha256_of(folder / name)) for name in files]
+    name = plan.give(lambda folder: None, "graphs", hashes)
+    inputs.adopt(name, folder)
+    return name
+
+
 def floating_in(binaries: Sequence[Compiled]) -> list[str]:
     """The nodes in binaries that compute in float, each once: a graph may be in two."""
     return [*dict.fromkeys(node for binary in binaries for nodes in binary.floating.values() for node in nodes)]
 
 
-def _check(bundle: Bundle, device: Device, options: HtpOptions, per_graph_binaries: bool | None) -> None:
+def _check(bundle: Bundle, device: Device, options: HtpOptions, choice: BinaryChoice, run: RunOptions) -> None:
     manifest = bundle.manifest
     options.check_for_compiling(device)
     if manifest.graph_format == "tflite" and options != COMPILER_DEFAULTS:
@@ -202,7 +235,12 @@ def _check(bundle: Bundle, device: Device, options: HtpOptions, per_graph_binari
         )
     if manifest.vision is not None:
         check_encoder_fits(device)
-    if manifest.graph_format == "tflite" and per_graph_binaries is not None:
+    if choice.divides_experts:
+        check_divisible(manifest)
+        if run.cluster is not None:
+            fix = "Leave one of them out."
+            raise UsageError("--experts", got="operands with --scheduler", expected="this machine", fix=fix)
+    if manifest.graph_format == "tflite" and choice.per_graph is not None:
         raise UsageError(
             "--per-graph-binaries/--no-per-graph-binaries",
             got="one of them for a bundle of TFLite graphs",

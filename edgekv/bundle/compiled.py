@@ -14,6 +14,7 @@ from edgekv.bundle.verified import FileHashes, file_hashes
 from edgekv.errors import BundleError
 from edgekv.machine.json_file import read_json
 from edgekv.machine.system import sha256_of
+from edgekv.spec import DividedDecode
 
 FOLDER, COMPILED = "compiled", "compiled.json"
 
@@ -35,7 +36,7 @@ class CompiledBinary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     optimization: int | None
 
 
-class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`compiled.json`, beside the binaries of one chip.
 
     Attributes:
@@ -49,6 +50,8 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             graph, if requested, then one in which all graphs share their weights.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed, and for `.tflite` files.
         files: size and hash of every file.
+        divided: decode graphs that are divided at the routers of experts, which then stand for the bundle's own; null
+            if those are compiled.
     """
 
     soc: str
@@ -60,6 +63,7 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     binaries: list[CompiledBinary]
     floating_nodes: list[str]
     files: dict[str, FileRecord]
+    divided: DividedDecode | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureLayerRows, PictureRows, PositionOffsets
 from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_rows, whole_texts
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.engine import appending_decode_of, expert_stats_of, run_by, wide_prefill_of
+from edgekv.runtime.engine import appending_decode_of, divided_by, expert_stats_of, run_by, wide_prefill_of
 from edgekv.runtime.expert_memory import ExpertStats
 from edgekv.runtime.graph import Embeddings, HostTables, rope_tables
 from edgekv.spec import FINAL_NORM_RESULT, LAYER_INPUTS_PORT
@@ -350,16 +350,19 @@ class Graphs:
     def _load(self, record: GraphRecord) -> StaticGraph:
         graph = self._loaded.get(record.name)
         if graph is None:
-            bindings = [self._engine.load(self._bundle.part_path(part), part.name) for part in record.parts]
+            as_run, experts = divided_by(self._engine, record) or (record, None)
+            bindings = [self._engine.load(self._bundle.part_path(part), part.name) for part in as_run.parts]
             graph = StaticGraph(
                 bindings,
                 self._manifest,
-                record,
+                as_run,
                 self.cache,
                 HostTables(self._ropes, self._embeddings, self._layer_inputs, self._positions, self._whole),
                 self._adapter,
                 self.clock,
             )
+            if experts is not None:
+                graph.route(experts)
             self._loaded[record.name] = graph
         return graph
 

@@ -304,6 +304,14 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     return add_layer_input(ops, spec, layer, hidden, gated_layer_input(ops, spec, layer, hidden))
 
 
+def route_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> tuple[V, V, V]:
+    """A layer up to its router: the residual behind the mixer, the input of the experts, and the weights of all."""
+    mixed = _mixed(ops, spec, layer, mixer_inputs(ops, spec, layer, hidden))
+    behind = _add_mixers(ops, spec, layer, hidden, mixed)
+    x = feed_forward_inputs(ops, spec, layer, hidden if spec.parallel else behind)
+    return behind, x, routed(ops, spec, layer, x)[0]
+
+
 def layer_result(spec: DecoderSpec, layer: int) -> str:
     """Name of the residual after a layer."""
     last = "mlp_add" if spec.has_feed_forward(layer) else "attention_add"

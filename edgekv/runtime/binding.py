@@ -22,7 +22,7 @@ from edgekv.runtime.adapter import AdapterMemory
 from edgekv.runtime.expert_memory import PartExperts
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.shared_memory import SharedAllocator, shared_device
-from edgekv.spec import FLOAT, OPEN_ROWS, OPEN_TOKENS, GraphInterface, PartRecord, Port, cache_stack
+from edgekv.spec import FLOAT, OPEN_ROWS, OPEN_TOKENS, DividedPart, GraphInterface, PartRecord, Port, cache_stack
 
 BatchInvariance: TypeAlias = Literal["equal", "in-place", "unequal"]
 """Whether a token's results have the same bits alone and beside others, in graphs of every AR.
@@ -208,6 +208,7 @@ class BoundPart:
         reads_used_rows: whether windows can have fewer columns than the graph's past rows.
         takes_fewer: whether steps can have fewer tokens than AR.
         appends: whether it writes new rows to the cache itself, behind the past ones.
+        routed_layer: the layer at whose router it ends; None for another part.
         run: runs the part on the bound memory.
         release: see `Binding`.
     """
@@ -248,6 +249,8 @@ class BoundPart:
         self._borrowed = borrowed
         self.reads_used_rows = not attends or binding.reads_used_rows
         self.takes_fewer = binding.takes_fewer
+        is_routed = isinstance(record, DividedPart) and record.routes
+        self.routed_layer = record.stop_layer - 1 if is_routed else None
         self.run = binding.run
         self.release = binding.release
         self._layers = record.layers

@@ -13,6 +13,7 @@ from edgekv.graphs.cpu_mode import CPU_MODES, CpuMode
 from edgekv.machine.system import parse_bytes
 from edgekv.runtime.binding import BatchInvariance, Binding
 from edgekv.runtime.expert_memory import ExpertStats
+from edgekv.runtime.expert_operands import RoutedExperts
 from edgekv.runtime.load_options import EngineOptions
 
 GROUP = "edgekv.engines"
@@ -70,6 +71,15 @@ def run_by(engine: Engine, manifest: Manifest) -> Manifest:
     """A manifest with the cache of the graphs that an engine loads: it may build its own; see `CpuEngine`."""
     own = getattr(engine, "as_run", None)
     return manifest if own is None else own(manifest)
+
+
+def divided_by(engine: Engine, graph: GraphRecord) -> tuple[GraphRecord, RoutedExperts | None] | None:
+    """A graph in the parts in which an engine runs it, and the experts that the host runs between them, if any.
+
+    None if it runs the bundle's parts.
+    """
+    own = getattr(engine, "divided", None)
+    return None if own is None else own(graph)
 
 
 def open_encoder(engine: Engine, file: Path) -> Binding:

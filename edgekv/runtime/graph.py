@@ -16,6 +16,7 @@ from edgekv.kv import KVCache, Window
 from edgekv.kv.memory import aligned_zeros
 from edgekv.runtime.adapter import NO_ADAPTER, AdapterMemory
 from edgekv.runtime.binding import Binding, BoundPart
+from edgekv.runtime.expert_operands import RoutedExperts
 from edgekv.spec import (
     CONV_ROWS,
     LAST_HIDDEN,
@@ -173,8 +174,9 @@ class StaticGraph:
         groups = [group.geometry for group in cache.groups] if manifest.interface.is_cached else []
         self._inputs = StepInputs(manifest, record, tables, takes_fewer=self.takes_fewer, groups=groups)
         interfaces = manifest.interface.parts(record)
-        own = ("hidden", "logits", "last_hidden")
+        own = ("hidden", "logits", "last_hidden", "expert")
         own_ports = [port for interface in interfaces for port in interface.outputs if port.kind in own]
+        own_ports += [port for interface in interfaces for port in interface.inputs if port.kind == "expert"]
         exits = {port.name: aligned_zeros(port.shape, port.dtype) for port in own_ports}
         stop = manifest.model.first_without_cache or manifest.model.layers
         self._parts = [
@@ -199,8 +201,15 @@ class StaticGraph:
         if self.appends:
             self.row_block = 1
         self._before_next_run: Callable[[], None] | None = None
+        self._experts: RoutedExperts | None = None
+        self._exits = exits
         self.use(cache)
         self.adapt(adapter)
+
+    def route(self, experts: RoutedExperts) -> None:
+        """Compute experts between parts that end at a router; see `DividedPart`."""
+        experts.use(self._exits)
+        self._experts = experts
 
     @property
     def logits(self) -> NDArray[Any]:
@@ -305,6 +314,8 @@ class StaticGraph:
         try:
             for part in parts:
                 part.run()
+                if part.routed_layer is not None and self._experts is not None:
+                    self._experts.run(part.routed_layer)
         except Exception as error:  # the runtimes' exceptions have no common base
             raise EngineError(
                 f"running {self.record.name}",

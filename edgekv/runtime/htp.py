@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import onnxruntime as ort
+from msgspec import structs
 
 from devices import Device, find
-from edgekv.bundle import ENCODER, Bundle, GraphFormat, open_compiled
+from edgekv.bundle import ENCODER, Bundle, GraphFormat, GraphRecord, open_compiled
 from edgekv.errors import EdgeKVWarning, EngineError, UsageError
 from edgekv.machine.child import ChildEndedError, call
 from edgekv.machine.scratch import scratch_folder
@@ -24,6 +25,7 @@ from edgekv.qnn.this_chip import find_chip
 from edgekv.qnn.vendor_libraries import Platform, has_rpc_memory
 from edgekv.qnn.worker import HtpJob, HtpStep, context_config, create_sessions
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
+from edgekv.runtime.expert_operands import ExpertOperands, RoutedExperts
 from edgekv.runtime.shared_memory import SharedAllocator
 
 _SHARE = "ep.share_ep_contexts"
@@ -46,6 +48,8 @@ class HtpEngine:
             sessions of all its graphs.
         first: a graph that every text runs.
         shared: the allocator of memory that the HTP reaches too; None for ordinary memory.
+        operands: experts that decode graphs, divided at their routers, read as inputs; None if graphs are whole. Then
+            a step of one token rounds in other places than prefill, which computes every expert.
     """
 
     graph_format: ClassVar[GraphFormat] = "onnx"
@@ -55,8 +59,9 @@ class HtpEngine:
     alone: Mapping[Path, Path] = field(default_factory=dict, compare=False)
     shares_weights: bool = False
     options: HtpOptions = _DEFAULT
-    name: Literal["htp"] = "htp"
+    name: Literal["htp", "htp-operands"] = "htp"
     first: Path | None = field(default=None, compare=False)
+    operands: ExpertOperands | None = field(default=None, compare=False)
     shared: SharedAllocator | None = field(default=None, init=False, repr=False, compare=False)
     _sessions: dict[Path, ort.InferenceSession] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -83,12 +88,16 @@ class HtpEngine:
         """
         # The emulator cannot load binaries of several graphs, and V68 and V69 are not known to share weights.
         decode = min(bundle.manifest.graphs, key=lambda graph: graph.ar)
-        first = bundle.part_path(decode.parts[0])
+        compiled = open_compiled(bundle, device.soc, compiler())
+        divided = None if compiled is None else compiled.manifest.divided
+        operands = None if divided is None else ExpertOperands(bundle, divided)
+        first = bundle.part_path(decode.parts[0] if divided is None else divided.graphs[0].parts[0])
         kinds = (True, False) if Platform.here().has_npu and device.arch >= _SHARES_FROM else (False,)
         for is_shared in kinds:
             if wrappers := _wrappers(bundle, device, is_shared=is_shared):
                 alone = _wrappers(bundle, device, is_shared=False) if is_shared else wrappers
-                return cls(device, wrappers, alone, shares_weights=is_shared, first=first)
+                engine = cls(device, wrappers, alone, shares_weights=is_shared, first=first, operands=operands)
+                return engine if operands is None else replace(engine, name="htp-operands")
         return cls(device, _encoder(bundle, device), first=first)
 
     def with_options(self, options: HtpOptions) -> HtpEngine:
@@ -122,8 +131,8 @@ class HtpEngine:
 
     @property
     def batch_invariance(self) -> BatchInvariance:
-        """`equal`: sums are of integers."""
-        return "equal"
+        """`equal`: sums are of integers, unless decode graphs are divided."""
+        return "equal" if self.operands is None else "unequal"
 
     @property
     def alignment_bytes(self) -> int:
@@ -134,6 +143,20 @@ class HtpEngine:
             with step(f"load {file.name} on htp"):
                 self._sessions[file] = self.session(file)
         return MemoryBinding(self._sessions[file], shared=self.shared)
+
+    def divided(self, graph: GraphRecord) -> tuple[GraphRecord, RoutedExperts] | None:
+        """See `divided_by`.
+
+        Raises:
+            EngineError: the runtime is missing or refused the graph of experts.
+        """
+        if (operands := self.operands) is None:
+            return None
+        parts = next((own.parts for own in operands.record.graphs if own.graph == graph.name), None)
+        if parts is None:
+            return None
+        binding = self.load(operands.file, operands.record.experts)
+        return structs.replace(graph, parts=[*parts]), RoutedExperts(binding, operands, self.shared)
 
     def encoder(self, file: Path) -> Binding:
         """A vision encoder.
@@ -220,9 +243,13 @@ def _wrappers(bundle: Bundle, device: Device, *, is_shared: bool = False) -> Map
     compiled = open_compiled(bundle, device.soc, compiler())
     if compiled is None:
         return {}
-    by_part = {
-        bundle.part_path(part): compiled.wrapper(part.name, is_shared=is_shared) for part in bundle.manifest.parts
-    }
+    files = {bundle.part_path(part): part.name for part in bundle.manifest.parts}
+    if (divided := compiled.manifest.divided) is not None:
+        files |= {bundle.part_path(part): part.name for graph in divided.graphs for part in graph.parts}
+        files[ExpertOperands(bundle, divided).file] = divided.experts
+    by_part = {path: compiled.wrapper(name, is_shared=is_shared) for path, name in files.items()}
+    if is_shared and any(by_part.values()):  # a part with one graph has no binary that it shares
+        by_part = {path: wrapper or compiled.wrapper(files[path]) for path, wrapper in by_part.items()}
     wrappers = {part: wrapper for part, wrapper in by_part.items() if wrapper is not None}
     return wrappers | _encoder(bundle, device) if wrappers else {}
 

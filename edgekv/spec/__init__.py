@@ -28,6 +28,20 @@ if TYPE_CHECKING:
         describe_cache as describe_cache,
         describe_drafter as describe_drafter,
     )
+    from edgekv.spec.divided import (
+        EXPERT_INPUT as EXPERT_INPUT,
+        EXPERT_MATRICES as EXPERT_MATRICES,
+        EXPERT_SCALES as EXPERT_SCALES,
+        EXPERT_SHARES as EXPERT_SHARES,
+        EXPERT_SUM as EXPERT_SUM,
+        DividedDecode as DividedDecode,
+        DividedGraph as DividedGraph,
+        DividedPart as DividedPart,
+        ExpertMatrix as ExpertMatrix,
+        ExpertSteps as ExpertSteps,
+        divided_parts as divided_parts,
+        expert_ports as expert_ports,
+    )
     from edgekv.spec.encoders import ENCODERS as ENCODERS, encoder_family as encoder_family
     from edgekv.spec.families import ARCHITECTURES as ARCHITECTURES
     from edgekv.spec.folders import FolderKind as FolderKind, identify as identify, is_hub_id as is_hub_id

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.divided import boundary_ports
 from edgekv.spec.geometry import ConvSpec, DeltaSpec, KeyLayout, KvDtype, KvTensor, LayerSpec, RowSpec
 from edgekv.spec.layers import Geometry
 from edgekv.spec.lora import LoraSlots
@@ -79,6 +80,7 @@ class DecoderInterface:
         cache_owners: see `DecoderSpec`.
         layer_inputs: width of what the host gathers for all layers of a token; 0 without.
         picture_layers: the first layers, which alone read it; 0 if all do.
+        experts: of a layer with a mixture; 0 if none has.
         given_hidden: width of the hidden state that graphs give beside the logits; 0 if they give none.
         reads_hidden: whether they read one of the target's, of the same width.
         is_cached: whether they read and write rows of keys and values; else a step is a whole text.
@@ -96,6 +98,7 @@ class DecoderInterface:
     reads_hidden: bool = False
     is_cached: bool = True
     picture_layers: int = 0
+    experts: int = 0
 
     @classmethod
     def of(
@@ -134,6 +137,7 @@ class DecoderInterface:
             spec.target is not None,
             not spec.bidirectional,
             spec.picture_layers,
+            0 if spec.experts is None else spec.experts.count,
         )
 
     def graph(self, graph: GraphRecord, part: PartRecord | None = None) -> GraphInterface:
@@ -153,7 +157,8 @@ class DecoderInterface:
         part's output. In a drafter's graphs `target_hidden` [1, 1, AR, H], and the rows
         of the target's layers as if those were an earlier part. In graphs with slots: the A's and B's of
         `LoraSlots.tensors`. In prefill graphs whose last part has layers: `logits_index` [1]. Without a cache AR is S,
-        P is 0, no past is read and no new row given.
+        P is 0, no past is read and no new row given. A part of a graph that is divided at its routers reads and gives
+        `boundary_ports` too.
 
         Outputs: each new [1, 1, AR, D], keys as columns [1, 1, D, AR]; `last_hidden` [1, 1, AR, H] of a part with the
         last layer, if graphs give it; and `logits` [1, AR or 1, V] or `hidden_{L}`.
@@ -221,6 +226,7 @@ class DecoderInterface:
         else:
             kind: PortKind = "embeddings" if part.entry == EMBEDDINGS else "hidden"
             yield self._activation(kind, part.entry, (1, 1, rows, self.hidden))
+        yield from (port for is_input, port in boundary_ports(part, self.hidden, self.experts) if is_input)
         if self.reads_hidden:
             yield self._activation("target_hidden", TARGET_HIDDEN, (1, 1, ar, self.given_hidden))
         if self.layer_inputs and part.layers and (not self.picture_layers or part.first_layer < self.picture_layers):
@@ -257,6 +263,7 @@ class DecoderInterface:
             encoding = TARGET_OUT_RESULT if self.reads_hidden else FINAL_NORM_RESULT
             shape = (1, 1, graph.ar, self.given_hidden)
             yield self._activation("last_hidden", LAST_HIDDEN, shape, encoding)
+        yield from (port for is_input, port in boundary_ports(part, self.hidden, self.experts) if not is_input)
         if part.head:
             yield self._activation("logits", LOGITS, (1, graph.logit_rows, self.outputs))
         else:

@@ -18,7 +18,7 @@ OPEN_ROWS, OPEN_TOKENS = "rows_", "tokens_"
 
 PortKind = Literal[
     "ids", "embeddings", "layer_inputs", "hidden", "mask", "cos", "sin", "past", "borrowed", "state", "conv_rows",
-    "others", "lora", "logits_index", "new", "logits", "target_hidden", "last_hidden",
+    "others", "lora", "logits_index", "new", "logits", "target_hidden", "last_hidden", "expert",
 ]  # fmt: skip
 
 

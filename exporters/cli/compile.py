@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
 from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
+from edgekv.errors import UsageError
 from edgekv.option import Option, OptionGroup
 from edgekv.qnn.options import HtpOptions
 from exporters.cli.common import DeviceOption, EstimateOption, ForceOption, ready_to_run
@@ -44,6 +45,14 @@ def compile_(
             shown="yes, unless the graphs are split into parts",
         ),
     ] = None,
+    experts: Annotated[
+        Literal["all", "operands"],
+        Option(
+            "How decode graphs of a mixture compute experts: all of them, or divided at the routers, with the integers "
+            "of chosen experts as inputs of one graph.",
+            metavar="all|operands",
+        ),
+    ] = "all",
     htp: Annotated[
         HtpOptions,
         Option(
@@ -62,8 +71,11 @@ def compile_(
     import msgspec
 
     from edgekv.bundle import open_bundle
-    from exporters.compile import compile_bundle  # slow to import, as are all in commands
+    from exporters.compile import BinaryChoice, compile_bundle  # slow to import, as are all in commands
 
+    if estimate and experts == "operands":
+        fix = "Leave one of them out."
+        raise UsageError("--estimate", got="it with --experts operands", expected="graphs of the export", fix=fix)
     run = ready_to_run(run)
     with progress_bars(output.is_quiet) as bars, resumable(bars) as progress:
         with one_step("verify bundle", progress):
@@ -73,7 +85,7 @@ def compile_(
             opened,
             device,
             run,
-            per_graph_binaries=per_graph_binaries,
+            choice=BinaryChoice(per_graph_binaries, divides_experts=experts == "operands"),
             force=force,
             progress=progress,
             watch=peaks.__setitem__,

@@ -50,7 +50,7 @@ from edgekv.qnn.provider import compiler
 from edgekv.qnn.vendor_libraries import stated_version
 from edgekv.qnn.worker import HtpStep, context_config
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
+from exporters.compile import BinaryChoice, compile_bundle
 from exporters.conformance.families import FAMILIES, write_family
 from exporters.conformance.operations import OPERATIONS, SCORES, cut, order_of, quantized, with_outputs
 from exporters.conformance.record import (
@@ -431,7 +431,7 @@ def _export_model(checkpoint: Path, device: Device, target: Path, scratch: Path)
     run = RunOptions(cache_dir=scratch / "cache")
     export_bundle(opened, target, options, run)
     bundle = open_bundle(target, verify=False)
-    compile_bundle(bundle, device, run, per_graph_binaries=True)
+    compile_bundle(bundle, device, run, choice=BinaryChoice(per_graph=True))
     return target
 
 

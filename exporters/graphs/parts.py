@@ -87,7 +87,11 @@ def save_part(part: QdqOps, path: Path, weights: Path) -> None:
         path: the target.
         weights: the bundle's folder.
     """
-    model = part.finish()
+    save_model_beside(part.finish(), path, weights)
+
+
+def save_model_beside(model: onnx.ModelProto, path: Path, weights: Path) -> None:
+    """Write a model and put hard links to the files of its weights beside it; see `save_part`."""
     for name in weight_files(model):
         if not (link := path.parent / name).exists():
             link_or_copy(weights / name, link)

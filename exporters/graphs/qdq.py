@@ -641,6 +641,14 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
             name: quantization for name, quantization in self._nodes.quantized.items() if not _NOT_TRACED.search(name)
         }
 
+    def read(self, name: str) -> Tensor:
+        """The input of this name."""
+        return self._read(self._ports[name])
+
+    def give(self, x: Tensor, name: str) -> None:
+        """Make a result the output of this name, in the encoding of that."""
+        self._nodes.quantize(x.name, name, self._encodings[name])
+
     def give_residual(self, hidden: Tensor) -> None:
         """Make the integers of a result the last output."""
         if self._form.gives_results:
@@ -656,7 +664,7 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         """The model. Flush the store first."""
         stored = [self._weights.initializer(name) for name in self._stored]
         constants = [*self._nodes.constants, *stored]
-        inputs, outputs = ([_value_info(port) for port in ports] for ports in self._formed())
+        inputs, outputs = ([value_info(port) for port in ports] for ports in self._formed())
         return make_model(self._part.name, self._nodes.nodes, inputs, outputs, constants)
 
     def _formed(self) -> tuple[Sequence[Port], Sequence[Port]]:
@@ -729,7 +737,8 @@ def _result(name: str, encoding: Encoding) -> Port:
     return Port(name, DTYPES[encoding.dtype].name, ())
 
 
-def _value_info(port: Port) -> onnx.ValueInfoProto:
+def value_info(port: Port) -> onnx.ValueInfoProto:
+    """An input or output of a model."""
     element = helper.np_dtype_to_tensor_dtype(np.dtype(port.dtype))
     value: onnx.ValueInfoProto = helper.make_tensor_value_info(port.name, element, port.shape or None)
     return value

@@ -16,7 +16,7 @@ from edgekv.errors import BundleError, EngineError
 from edgekv.spec.decoder import Convolution
 from exporters.capabilities import AI_HUB, GENAI, GENIE, GENIEX, ONNX, Capabilities
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
+from exporters.compile import BinaryChoice, compile_bundle
 from exporters.export import export_bundle
 from exporters.graphs.qdq import QdqOps, Tensor
 from exporters.lora.options import LoraOptions
@@ -146,7 +146,7 @@ def test_every_target_refuses_float_nodes_that_the_export_did_not_allow_and_reco
     genie = GenieOptions(check=False, per_graph_binaries=False)
 
     def written(bundle: Bundle) -> Iterator[Callable[[], CompiledManifest | TargetRecord]]:
-        yield lambda: compile_bundle(bundle, device, per_graph_binaries=False)
+        yield lambda: compile_bundle(bundle, device, choice=BinaryChoice(per_graph=False))
         yield lambda: write_genie(bundle, tmp_path / "genie", genie)
         yield lambda: write_geniex(bundle, tmp_path / "geniex", genie)
         yield lambda: write_genai(bundle, tmp_path / "genai", GenaiOptions(device, pad_token=5, check=False))

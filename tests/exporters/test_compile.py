@@ -13,7 +13,7 @@ from edgekv.qnn import provider as qnn
 from edgekv.runtime import HtpEngine, make_engine
 from edgekv.runtime.load_options import EngineOptions
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.compile import compile_bundle
+from exporters.compile import BinaryChoice, compile_bundle
 from exporters.export import ExportOptions, export_bundle
 from exporters.htp.binary import check_chip
 from exporters.quantize.recipe import find_recipe
@@ -66,7 +66,7 @@ def test_the_binary_itself_says_which_chip_it_targets(compiled):
 )
 def test_every_chip_of_the_catalogue_is_targeted_for_real(small_compiled, soc):
     """Read back from the binary that both graphs share."""
-    record = compile_bundle(open_bundle(small_compiled[0]), find(soc), per_graph_binaries=False)
+    record = compile_bundle(open_bundle(small_compiled[0]), find(soc), choice=BinaryChoice(per_graph=False))
     assert (record.soc, record.arch, len(record.binaries)) == (soc, find(soc).arch, 1)
 
 
@@ -99,9 +99,9 @@ def test_a_compiled_bundle_still_opens(compiled):
 def test_compiling_again_needs_force(small_compiled, tmp_path):
     opened = open_bundle(shutil.copytree(small_compiled[0], tmp_path / "copy"))
     with pytest.raises(UsageError, match="--force"):
-        compile_bundle(opened, find("SM8650"), per_graph_binaries=False)
+        compile_bundle(opened, find("SM8650"), choice=BinaryChoice(per_graph=False))
     assert (
-        compile_bundle(opened, find("SM8650"), force=True, per_graph_binaries=False).binaries
+        compile_bundle(opened, find("SM8650"), force=True, choice=BinaryChoice(per_graph=False)).binaries
         == small_compiled[1].binaries[-1:]
     )
 

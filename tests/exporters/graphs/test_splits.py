@@ -17,7 +17,7 @@ from edgekv.errors import BundleError, UsageError
 from edgekv.plan import divide
 from edgekv.runtime import CpuEngine, make_engine
 from edgekv.runtime.load_options import EngineOptions
-from exporters.compile import compile_bundle
+from exporters.compile import BinaryChoice, compile_bundle
 from exporters.htp.check import floating_nodes
 from exporters.inspect.probe import Probe
 from exporters.targets.genai.write import choose_graphs
@@ -145,7 +145,7 @@ def test_one_binary_for_each_part_that_all_graphs_share(bundles: dict[str, Path]
     assert peaks.keys() == {binary.file for binary in record.binaries}
     assert all(50e6 < peak_bytes < 2e9 for peak_bytes in peaks.values())
     with pytest.raises(UsageError, match="--force"):
-        compile_bundle(two, DEVICE, per_graph_binaries=True)
+        compile_bundle(two, DEVICE, choice=BinaryChoice(per_graph=True))
 
 
 @pytest.mark.thorough
@@ -155,7 +155,7 @@ def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path
     made = exported(bundles["two"].parent / "checkpoint", options)
     bundle = open_bundle(shutil.copytree(made, tmp_path / "bundle"))
     rows = [edgekv.load(bundle, "htp").session.feed(PROMPT[:4]).copy()]
-    compile_bundle(bundle, DEVICE, per_graph_binaries=True)
+    compile_bundle(bundle, DEVICE, choice=BinaryChoice(per_graph=True))
     loaded = make_engine(bundle, EngineOptions("htp")).compiled
     assert {part.stem: wrapper.stem for part, wrapper in loaded.items()} == {
         name: name for name in ("ar1_cl24_body", "head")
