@@ -4,8 +4,8 @@
 
 Each mode runs in a process of its own, after a first one that fills the cache of graphs. `resident` and
 `proportional` (shared pages count once, in equal parts) are what the process has more than before the bundle was
-opened, with all packages imported; `own` is the part that no file backs. `of the file` is the proportional memory.
-Linux only.
+opened, with all packages imported; `own` is the part that no file backs. `of the file` is the proportional memory,
+`peak of it` the peak. Linux only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from edgekv.bundle import open_bundle
 from edgekv.graphs.cpu_mode import CPU_MODES
 
 _KIB, _MIB = 1 << 10, 1 << 20
+_PACKAGES = ("edgekv.loading", "edgekv.runtime.cpu", "tokenizers", "jinja2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Memory:
 
 def run(bundle: Path, mode: str, tokens: int, new: int) -> tuple[Memory, Memory]:
     """The memory before a bundle is opened and after a generation."""
+    for name in _PACKAGES:
+        import_module(name)
     before = Memory.now()
     with edgekv.load(bundle, cpu_mode=mode, threads=1) as model:
         random = np.random.default_rng(0)
@@ -67,8 +71,8 @@ def measure(bundle: Path, mode: str, tokens: int, new: int) -> list[int]:
     """Resident, proportional, own and peak bytes that a model adds, in a new process."""
     command = [sys.executable, "-m", "benchmarks.cpu_memory", str(bundle), "--mode", mode]
     command += ["--tokens", str(tokens), "--new", str(new)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return [*map(int, found.split())]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [*map(int, printed.split())]
 
 
 def main() -> None:
@@ -91,12 +95,13 @@ def main() -> None:
     open_bundle(args.bundle)
     file_bytes = sum(path.stat().st_size for path in args.bundle.iterdir() if path.suffix == ".safetensors")
     table = Table(title=f"{args.bundle.name}: weights of {file_bytes / _MIB:.0f} MiB; MiB of memory")
-    for column in ("mode", "resident", "proportional", "own", "peak", "of the file"):
+    for column in ("mode", "resident", "proportional", "own", "peak", "of the file", "peak of it"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for mode in CPU_MODES:
         measure(args.bundle, mode, args.tokens, args.new)
-        found = measure(args.bundle, mode, args.tokens, args.new)
-        table.add_row(mode, *(f"{each / _MIB:.0f}" for each in found), f"{found[1] / file_bytes:.2f}")
+        added = measure(args.bundle, mode, args.tokens, args.new)
+        ratios = (f"{size_bytes / file_bytes:.2f}" for size_bytes in (added[1], added[3]))
+        table.add_row(mode, *(f"{size_bytes / _MIB:.0f}" for size_bytes in added), *ratios)
     Console(width=110).print(table)
 
 

@@ -19,7 +19,14 @@ from edgekv.kv import KVCache, Requantization, Rows
 from edgekv.pictures import PictureEncoder, PictureLayerRows, PictureRows, PositionOffsets
 from edgekv.runtime import BatchInvariance, Engine, StaticGraph, StepTimes, tree_rows, whole_texts
 from edgekv.runtime.adapter import AdapterMemory
-from edgekv.runtime.engine import appending_decode_of, divided_by, expert_stats_of, run_by, wide_prefill_of
+from edgekv.runtime.engine import (
+    appending_decode_of,
+    divided_by,
+    expert_stats_of,
+    release_results_of,
+    run_by,
+    wide_prefill_of,
+)
 from edgekv.runtime.expert_memory import ExpertStats
 from edgekv.runtime.graph import Embeddings, HostTables, rope_tables
 from edgekv.spec import FINAL_NORM_RESULT, LAYER_INPUTS_PORT
@@ -48,8 +55,8 @@ def choose_context(columns: int, available: Sequence[int]) -> int:
 _IDLE_STEPS = 16
 """Steps of another graph after which one is idle: reading its pages again takes less time than one step.
 
-Prefill graphs of any number of tokens have weights of their own. They are idle at once, so that these and those of a
-decode step are never in memory together.
+Prefill graphs of any number of tokens have weights of their own. They are idle at once, and so are others when these
+run: their weights and those of a decode step are never in memory together.
 """
 _IDLE_VERIFY_STEPS = 256
 """The same for verify graphs: where drafts are rare, a fifth of their pass would go to reading pages."""
@@ -336,16 +343,16 @@ class Graphs:
 
     def _release_idle(self, chosen: StaticGraph) -> None:
         """Release the memory of other graphs once, when one has been chosen often enough in a row."""
+        ends_prompt = self._chosen is not None and self._chosen.takes_fewer and not chosen.takes_fewer
         self._in_a_row = self._in_a_row + 1 if chosen is self._chosen else 0
         self._chosen = chosen
         if self._in_a_row not in (0, _IDLE_STEPS, _IDLE_VERIFY_STEPS):
             return
         for graph in self._loaded.values():
-            idle_steps = (
-                _IDLE_VERIFY_STEPS if graph.record.role == "verify" else 0 if graph.takes_fewer else _IDLE_STEPS
-            )
-            if self._in_a_row == idle_steps and graph is not chosen:
+            if graph is not chosen and self._in_a_row == _idle_steps(graph, chosen):
                 graph.release()
+        if ends_prompt:
+            release_results_of(self._engine)
 
     def _load(self, record: GraphRecord) -> StaticGraph:
         graph = self._loaded.get(record.name)
@@ -365,6 +372,13 @@ class Graphs:
                 graph.route(experts)
             self._loaded[record.name] = graph
         return graph
+
+
+def _idle_steps(graph: StaticGraph, chosen: StaticGraph) -> int:
+    """Steps of a chosen graph after which another one is idle."""
+    if graph.record.role == "verify":
+        return _IDLE_VERIFY_STEPS
+    return 0 if graph.takes_fewer or chosen.takes_fewer else _IDLE_STEPS
 
 
 def _ladders(graphs: Iterable[GraphRecord]) -> dict[Role, _Ladder]:

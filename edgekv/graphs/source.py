@@ -141,14 +141,30 @@ def built_manifest(manifest: Manifest) -> Manifest:
 def wide_prefill(manifest: Manifest) -> list[GraphRecord]:
     """A prefill graph for each context that the bundle does not have, for engines that build graphs.
 
-    It takes any number of tokens up to AR, and is divided as the bundle's graphs are.
+    It takes any number of tokens up to AR. Its layers are in two parts at least, each with the pages of its weights in
+    memory alone: weights of a prompt have up to twice the bits of a decode step's.
     """
     contexts, windows = manifest.contexts, [window for window in manifest.windows if window is not None]
     ar = min(WIDE_ROWS, contexts[0] // 2, *(window // 2 for window in windows))
     if ar < 2:
         return []
     decode = [graph for graph in manifest.graphs if graph.role == "decode"]
-    return [structs.replace(_variant(graph, "wide"), ar=ar, role="prefill") for graph in decode]
+    return [structs.replace(_variant(_halved(graph), "wide"), ar=ar, role="prefill") for graph in decode]
+
+
+def _halved(graph: GraphRecord) -> GraphRecord:
+    """A graph whose layers are in two parts instead of one."""
+    whole = [part for part in graph.parts if part.layers]
+    if len(whole) > 1 or len(whole[0].layers) == 1:
+        return graph
+    (part,) = whole
+    middle = (part.first_layer + part.stop_layer) // 2
+    halves = [
+        structs.replace(part, name=f"{part.name}_first", stop_layer=middle, head=False),
+        structs.replace(part, name=f"{part.name}_last", first_layer=middle, embeds=False),
+    ]
+    at = graph.parts.index(part)
+    return structs.replace(graph, parts=[*graph.parts[:at], *halves, *graph.parts[at + 1 :]])
 
 
 def appending_decode(manifest: Manifest) -> list[GraphRecord]:

@@ -22,6 +22,7 @@ from edgekv.spec import (
     CONV_ROWS,
     EMBEDDING,
     EMBEDDING_COLUMNS,
+    FLOAT,
     LAST_HIDDEN,
     LAYER_INPUTS_PORT,
     LOGITS,
@@ -314,6 +315,8 @@ class StackedOps(StackedDelta):
         self._rows = port.shape[1] if self._part.embeds else port.shape[2]
         if self._part.embeds:
             return self._rounded(self._embedded(port.name), "embedding")
+        if port.dtype == FLOAT:
+            return View(self._nodes.reshape(port.name, [1, -1, self.spec.hidden]))
         encoding = self._port_encoding(port)
         floats = self._nodes.dequantize(port.name, [encoding], f"{port.name}.floats")
         return View(self._nodes.reshape(floats, [1, -1, self.spec.hidden]), encodings=(encoding,))
@@ -351,12 +354,15 @@ class StackedOps(StackedDelta):
 
     def give(self, result: View) -> None:
         """Make a result the last output, `[1, rows, vocab]` or `[1, 1, AR, hidden]`."""
-        port = self._ports.exit
-        encoding = self._encoding("head") if port.name == LOGITS else self._port_encoding(port)
-        floats = self._tensor(result)
-        if port.name != LOGITS:
-            floats = self._nodes.reshape(floats, [1, 1, -1, self.spec.hidden])
-        self._nodes.quantize(floats, [encoding], port.name)
+        port, floats = self._ports.exit, self._tensor(result)
+        if port.name == LOGITS:
+            self._nodes.quantize(floats, [self._encoding("head")], port.name)
+            return
+        shape = [1, 1, -1, self.spec.hidden]
+        if port.dtype == FLOAT:
+            self._nodes.write("Reshape", [floats, self._nodes.integers(shape)], [port.name])
+        else:
+            self._nodes.quantize(self._nodes.reshape(floats, shape), [self._port_encoding(port)], port.name)
 
     def _port_encoding(self, port: Port) -> Encoding:
         assert port.encoding is not None, "hidden states are integers"
@@ -386,7 +392,8 @@ class StackedOps(StackedDelta):
         if self._reads_used_rows and port.kind in ("past", "mask"):
             axis = 2 if port.kind == "past" else 3
             shape[axis] = f"{OPEN_ROWS}{shape[axis]}"
-        element = helper.np_dtype_to_tensor_dtype(np.dtype(port.dtype))
+        dtype = np.dtype(np.float32 if port.dtype == FLOAT else port.dtype)
+        element = helper.np_dtype_to_tensor_dtype(dtype)
         info: onnx.ValueInfoProto = helper.make_tensor_value_info(port.name, element, shape)
         return info
 

@@ -10,7 +10,7 @@ from typing import Any
 from edgekv.graphs.floats import GATE_AND_UP, FloatOps, Projection
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.stacks import View
-from edgekv.spec import KvTensor
+from edgekv.spec import KvTensor, hidden_name
 
 _BLOCK_ROWS = 128
 """Rows of a block. Fewer skip more of what no row sees, but take more nodes."""
@@ -26,6 +26,11 @@ class WideOps(FloatOps):
 
     _layer = 0
     """The layer that is under construction."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `FloatOps`. Hidden states between layers stay floats: a bundle's graphs may not be divided there."""
+        super().__init__(*args, **options)
+        self._ports = self._ports.with_float_hidden(hidden_name(layer) for layer in range(self.spec.layers))
 
     def _together(self, weight: str) -> tuple[Projection, ...]:
         together = super()._together(weight)

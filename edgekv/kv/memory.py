@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edgekv.errors import EngineError, UsageError
 
 ALIGNMENT_BYTES = 64
+_LARGE_BYTES = 1 << 20
 
 _FIX = "Choose the update strategy pointer-shift or slot, which need plain memory only."
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 0
@@ -25,13 +26,13 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Memory(Protocol):
-    """Bytes that live as long as `buffer` or an array on it is referenced.
+    """Bytes, all 0 at first, that live as long as `buffer` or an array on it is referenced.
 
     Attributes:
         address: the first byte, a multiple of 64.
         offset: offset of `address` in `buffer`.
         buffer: the bytes.
-        held_bytes: physical memory in use.
+        held_bytes: physical memory in use, once all pages are written.
     """
 
     address: int
@@ -45,11 +46,12 @@ Allocate = Callable[[int], Memory]
 
 
 class HeapMemory:
-    """Plain memory that starts on a 64-byte boundary; see `Memory`."""
+    """Plain memory that starts on a 64-byte boundary; see `Memory`. The system provides a page when it is written."""
 
     def __init__(self, size_bytes: int) -> None:
         """Allocate `size_bytes`, up to 64 of which are lost to alignment."""
-        memory = np.empty(size_bytes, np.uint8)
+        # Arrays of numpy's own ask for pages of 2 MB: a first row would bring all others.
+        memory = np.zeros(size_bytes, np.uint8) if size_bytes < _LARGE_BYTES else _pages(size_bytes)
         self.buffer: Any = memory
         self.offset = -memory.ctypes.data % ALIGNMENT_BYTES
         self.address = memory.ctypes.data + self.offset
@@ -103,8 +105,12 @@ def aligned_zeros(shape: Sequence[int], dtype: str) -> NDArray[Any]:
     """An array of zeros, aligned to 64 bytes, which every runtime accepts."""
     memory = HeapMemory(math.prod(shape) * np.dtype(dtype).itemsize + ALIGNMENT_BYTES)
     aligned: NDArray[Any] = np.ndarray(tuple(shape), dtype, memory.buffer, memory.offset)
-    aligned.fill(0)
     return aligned
+
+
+def _pages(size_bytes: int) -> NDArray[np.uint8]:
+    private = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # none on Windows
+    return np.frombuffer(mmap.mmap(-1, size_bytes, **private), np.uint8)
 
 
 def aligned(size_bytes: int) -> int:

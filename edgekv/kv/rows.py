@@ -154,8 +154,9 @@ class RowArena:
         # Without scratch rows there are no bytes after the tensors for an array.
         scratch_offset = layout.scratch_offset_bytes if layout.scratch_rows else 0
         self.scratch = tensors(scratch_offset, layout.scratch_rows, layout.scratch_stride_bytes)
-        self.array.fill(geometry.zero_point)
-        self.scratch.fill(geometry.zero_point)
+        if geometry.zero_point:  # new memory is 0, and has no pages yet
+            self.array.fill(geometry.zero_point)
+            self.scratch.fill(geometry.zero_point)
 
         scratch_base = memory.address + scratch_offset
         scratch_tensors = layout.tensors if layout.scratch_rows else 0

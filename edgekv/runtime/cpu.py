@@ -30,6 +30,7 @@ from edgekv.machine.system import format_bytes, free_memory_bytes, return_freed_
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.expert_memory import ExpertMemory, PartExperts
 from edgekv.runtime.mapped import MappedWeights
+from edgekv.runtime.result_memory import release_results, share_results
 
 _Loaded = tuple[ort.InferenceSession, MappedWeights | None, PartExperts | None]
 
@@ -132,6 +133,10 @@ class CpuEngine:
         session, weights, experts = self._sessions[file]
         return MemoryBinding(session, weights, experts=experts)
 
+    def release_results(self) -> None:
+        """Give memory back to the system that a larger step needed."""
+        release_results()
+
     def encoder(self, file: Path) -> Binding:
         """A vision encoder: in `emulate` its graph as it is, else one that is built for the mode.
 
@@ -176,6 +181,7 @@ class CpuEngine:
                 session = self._session(file, content, folder, has_shapes=has_shapes, is_optimized=True)
             # The session maps what its kernels made of the weights; their own copies are freed.
             return_freed_memory()
+            weights.release()
             experts = None
             if self.experts is not None and isinstance(source, PartSource) and source.tells_experts:
                 assert source.manifest.model.experts is not None, "its layers have some"
@@ -231,6 +237,7 @@ class CpuEngine:
             options.enable_mem_pattern = has_shapes and not self.batch_invariant
             # The planner compares each result with all before it whose sizes it does not know: seconds for a graph.
             options.enable_mem_reuse = has_shapes
+            share_results(options)
             return ort.InferenceSession(model, options, providers=PROVIDERS)
         except Exception as error:  # the runtime's exceptions have no common base
             raise _refused(graph, error) from None

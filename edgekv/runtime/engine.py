@@ -82,6 +82,13 @@ def divided_by(engine: Engine, graph: GraphRecord) -> tuple[GraphRecord, RoutedE
     return None if own is None else own(graph)
 
 
+def release_results_of(engine: Engine) -> None:
+    """Give memory back to the system that a larger step of an engine needed; see `CpuEngine`."""
+    release = getattr(engine, "release_results", None)
+    if release is not None:
+        release()
+
+
 def open_encoder(engine: Engine, file: Path) -> Binding:
     """A vision encoder on an engine.
 

@@ -19,6 +19,7 @@ from edgekv.runtime.binding import Binding, BoundPart
 from edgekv.runtime.expert_operands import RoutedExperts
 from edgekv.spec import (
     CONV_ROWS,
+    FLOAT,
     LAST_HIDDEN,
     LAYER_INPUTS_PORT,
     LOGITS_INDEX,
@@ -173,11 +174,16 @@ class StaticGraph:
         self.takes_fewer = any(binding.takes_fewer for binding in bindings)
         groups = [group.geometry for group in cache.groups] if manifest.interface.is_cached else []
         self._inputs = StepInputs(manifest, record, tables, takes_fewer=self.takes_fewer, groups=groups)
-        interfaces = manifest.interface.parts(record)
+        interfaces = [
+            interface.with_hidden_like(binding.interface)
+            for binding, interface in zip(bindings, manifest.interface.parts(record), strict=True)
+        ]
         own = ("hidden", "logits", "last_hidden", "expert")
         own_ports = [port for interface in interfaces for port in interface.outputs if port.kind in own]
         own_ports += [port for interface in interfaces for port in interface.inputs if port.kind == "expert"]
-        exits = {port.name: aligned_zeros(port.shape, port.dtype) for port in own_ports}
+        exits = {
+            port.name: aligned_zeros(port.shape, "float32" if port.dtype == FLOAT else port.dtype) for port in own_ports
+        }
         stop = manifest.model.first_without_cache or manifest.model.layers
         self._parts = [
             BoundPart(
@@ -308,6 +314,7 @@ class StaticGraph:
             self._inputs.write(tokens, position, windows)
         parts = self._parts if logits else [part for part in self._parts if part.is_needed]
         self._ran_all = len(parts) == len(self._parts)
+        releases = self.takes_fewer and len(parts) > 1
         for part in parts:
             part.bind(windows, len(tokens))
         entered = perf_counter_ns()
@@ -316,6 +323,8 @@ class StaticGraph:
                 part.run()
                 if part.routed_layer is not None and self._experts is not None:
                     self._experts.run(part.routed_layer)
+                if releases:
+                    part.release()
         except Exception as error:  # the runtimes' exceptions have no common base
             raise EngineError(
                 f"running {self.record.name}",

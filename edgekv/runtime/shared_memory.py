@@ -39,6 +39,7 @@ class SharedMemory:
         self.offset = 0
         self.held_bytes = size_bytes
         self.buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.address)
+        ctypes.memset(self.address, 0, size_bytes)
 
 
 class SharedAllocator:

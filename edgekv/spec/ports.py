@@ -11,7 +11,8 @@ from edgekv.errors import BundleError
 from edgekv.spec.lora import STACK
 
 FLOAT = "float"
-"""The type of inputs for adapters that a CPU's graph reads dequantized; ONNX Runtime's name."""
+"""The type of inputs for adapters that a CPU's graph reads dequantized, and of hidden states between parts into which
+an engine has divided a graph; ONNX Runtime's name."""
 
 OPEN_ROWS, OPEN_TOKENS = "rows_", "tokens_"
 """Names of a graph's sizes that can be smaller, past rows and new tokens; behind each is the most that it can be."""
@@ -111,6 +112,20 @@ class GraphInterface:
         ]
         others = [port for port in self.inputs if port.kind != "lora"]
         return GraphInterface((*others, *alone, *together), self.outputs)
+
+    def with_float_hidden(self, names: Iterable[str]) -> GraphInterface:
+        """The same with hidden states of these names as floats."""
+        chosen = {*names}
+
+        def retyped(port: Port) -> Port:
+            return replace(port, dtype=FLOAT) if port.kind == "hidden" and port.name in chosen else port
+
+        return GraphInterface(tuple(map(retyped, self.inputs)), tuple(map(retyped, self.outputs)))
+
+    def with_hidden_like(self, rewritten: GraphInterface) -> GraphInterface:
+        """The same with hidden states of the type that a rewritten graph has."""
+        ports = (*rewritten.inputs, *rewritten.outputs)
+        return self.with_float_hidden(port.name for port in ports if port.dtype == FLOAT)
 
     def with_cache_stacks(self, names: Iterable[str]) -> GraphInterface:
         """The same of a graph that appends to the cache in its memory: it gives all rows, past and new.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.source import wide_prefill
 from edgekv.runtime import CpuEngine, StaticGraph
-from edgekv.runtime.binding import Binding
+from edgekv.runtime.binding import Binding, MemoryBinding
 from tests.support.bundles import Arrays, any_step, as_loaded
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
@@ -35,14 +36,24 @@ def _run(binding: Binding, feeds: Arrays, outputs: Arrays) -> Arrays:
     return outputs
 
 
-def _outputs(bundle: Bundle, file: str, feeds: Arrays, ar: int, mode: CpuMode) -> Arrays:
-    """The results of AR tokens in a graph for as many or more."""
+def _outputs(bundle: Bundle, files: list[str], feeds: Arrays, ar: int, mode: CpuMode) -> Arrays:
+    """The results of AR tokens in a graph for as many or more, part after part."""
     graph = structs.replace(bundle.manifest.graph("prefill"), ar=ar)
     engine = CpuEngine(1, mode)
     ports = engine.as_run(bundle.manifest).interface.graph(graph).outputs
     made = {port.name: np.zeros(port.shape, port.dtype) for port in ports}
-    binding = engine.load(bundle.path / file, "any")
-    return _run(binding, as_loaded(binding, feeds), made)
+    hidden = np.zeros((1, 1, ar, bundle.manifest.model.hidden), np.float32)
+    for file in files:
+        binding = engine.load(bundle.path / file, "any")
+        names = {port.name for port in (*binding.interface.inputs, *binding.interface.outputs)}
+        between = {name: hidden for name in names if name.startswith("hidden_")}
+        outputs = {name: array for name, array in (made | between).items() if name in names}
+        read = {name: array for name, array in feeds.items() if name in names}
+        reads_hidden = any(port.name in between for port in binding.interface.inputs)
+        if reads_hidden:
+            outputs, read = {name: outputs[name] for name in outputs.keys() - between.keys()}, read | between
+        _run(binding, as_loaded(binding, read), outputs)
+    return made
 
 
 @pytest.mark.parametrize("mode", ["exact16", "fast"])
@@ -53,7 +64,8 @@ def test_a_window_has_the_bits_of_a_graph_of_its_size(small: Path, mode: CpuMode
     (wide,) = wide_prefill(bundle.manifest)
     assert (wide.ar, wide.role, wide.context) == (32, "prefill", 64)
     feeds = any_step(bundle, graph)
-    static, found = (_outputs(bundle, each.part.file, feeds, 8, mode) for each in (graph, wide))
+    parts = ([part.file for part in each.parts] for each in (graph, wide))
+    static, found = (_outputs(bundle, files, feeds, 8, mode) for files in parts)
     assert np.ptp(static["logits"]) > 1000
     assert [name for name in static if not np.array_equal(static[name], found[name])] == []
 
@@ -133,14 +145,38 @@ def test_blocks_of_rows_change_only_the_order_of_sums(
     assert (10 * np.log10(scored[0].var(axis=1) / np.maximum(noise, 1e-9)) > 30).all()
 
 
-def test_weights_of_prefill_leave_before_the_first_decode_step(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_prompt_and_of_decode_steps_are_never_in_memory_together(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     released = list[str]()
     monkeypatch.setattr(StaticGraph, "release", lambda graph: released.append(graph.record.name))
     with edgekv.load(small, cpu_mode="fast") as model:
         for turn in range(2):
             model.session.feed(PROMPT)
-            assert released == ["ar1_cl64_wide"] * turn
+            assert released == ["ar1_cl64_appending"] * turn
+            released.clear()
             for token in range(3):
                 model.session.feed([token])
-            assert released == ["ar1_cl64_wide"] * (turn + 1)
+            assert released == ["ar1_cl64_wide"]
+            released.clear()
             model.session.reset()
+
+
+def test_halves_of_a_prompt_are_never_in_memory_together(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[tuple[str, int]]()
+    run, release = MemoryBinding.run, MemoryBinding.release
+
+    def noted(name: str, call: Callable[[MemoryBinding], None]) -> Callable[[MemoryBinding], None]:
+        def note(binding: MemoryBinding) -> None:
+            events.append((name, id(binding)))
+            call(binding)
+
+        return note
+
+    monkeypatch.setattr(MemoryBinding, "run", noted("run", run))
+    monkeypatch.setattr(MemoryBinding, "release", noted("release", release))
+    with edgekv.load(small, cpu_mode="fast") as model:
+        model.session.feed(PROMPT)
+        first, _, last, _ = (binding for _, binding in events)
+    assert first != last
+    assert events == [("run", first), ("release", first), ("run", last), ("release", last)]
