@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -86,6 +87,7 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
+@cache
 def _limits(dtype: Dtype) -> tuple[int, int]:
     info = np.iinfo(DTYPES[dtype])
     return int(info.min), int(info.max)

@@ -164,7 +164,8 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
 def _check_encodings(manifest: Manifest, fail: Fail) -> None:
     """Check that every encoding of an input or output has the type that the graphs expect."""
     try:
-        interfaces = [interface for graph in manifest.graphs for interface in manifest.interface.parts(graph)]
+        decoder = manifest.interface
+        interfaces = [interface for graph in manifest.graphs for interface in decoder.parts(graph)]
     except ValueError as error:
         fail("graphs", error, "graphs that can exist")
     for port in dict.fromkeys(port for interface in interfaces for port in (*interface.inputs, *interface.outputs)):

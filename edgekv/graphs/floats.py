@@ -280,6 +280,7 @@ class FloatOps(StackedOps):
             with nodes.branch() as taken:
                 read, weight, places = x, self.slice(weights, expert, 1), ""
                 if gathers:
+                    self._products.made = {}  # of another number of rows
                     places = self._places(chosen, expert)
                     read, weight = (self._gathered(rows, places) for rows in (x, weight))
                 inner = expert_inner(self, spec, layer, expert, read)

@@ -290,7 +290,7 @@ class Products:
         """
         nodes, (inputs, _) = self._nodes, integers.shape
         groups = 1 if x.is_normal else _groups(inputs)
-        parts = self._once(x, groups, lambda: _round_groups(nodes, x.name, inputs, groups))
+        parts = self._once(x, groups, lambda: self._round_groups(x, inputs, groups))
         steps, one, middle = self._stored(f"{key}.steps", scales), nodes.number(1), nodes.number(_MIDDLE, np.uint8)
         total = ""
         for at, ((rows, row_steps), weights) in enumerate(zip(parts, np.split(integers, groups), strict=True)):
@@ -300,6 +300,31 @@ class Products:
             scaled = nodes.add("Mul", [product, row_steps], f"{key}.scaled")
             total = nodes.add("Add", [total, scaled], f"{key}.sum") if total else scaled
         return total
+
+    def _round_groups(self, x: Rows, inputs: int, groups: int) -> list[tuple[str, str]]:
+        """For each group of inputs the rows `[1, AR, K / groups]` of uint8 around 128, and steps `[AR, 1]`."""
+        nodes, name = self._nodes, x.name
+        by_group = name if groups == 1 else nodes.reshape(name, [1, -1, inputs // groups])
+        magnitude = nodes.add("Abs", [by_group], f"{name}.abs")
+        largest = nodes.add("ReduceMax", [magnitude, nodes.integers([0, 2])], f"{name}.largest", keepdims=0)
+        scaled = nodes.add("Mul", [largest, nodes.number(_STEPS[0])], f"{name}.scaled")
+        steps = nodes.add("Max", [scaled, nodes.number(_MIN_STEP)], f"{name}.steps")
+        rows = nodes.add("QuantizeLinear", [by_group, steps, self._middles(x, steps, groups)], f"{name}.rows", axis=1)
+        row_steps = nodes.reshape(steps, [-1, groups])
+        if groups == 1:
+            return [(rows, row_steps)]
+        sizes = [inputs // groups] * groups
+        parts = nodes.split(nodes.reshape(rows, [1, -1, inputs]), sizes, -1)
+        return [*zip(parts, nodes.split(row_steps, [1] * groups, -1), strict=True)]
+
+    def _middles(self, x: Rows, steps: str, groups: int) -> str:
+        """The zero point for each of the steps `[AR * groups]`, one tensor for all of as many rows."""
+        nodes, name = self._nodes, f"{x.count} rows"
+        if (name, groups) not in self.made:
+            count = nodes.add("Shape", [steps], f"{steps}.count")
+            self.made[name, groups] = nodes.add("Expand", [nodes.number(_MIDDLE, np.uint8), count], f"{steps}.middles")
+        middles: str = self.made[name, groups]
+        return middles
 
     # ------------------------------------------------------------------ blocks
 
@@ -377,24 +402,6 @@ def _groups(inputs: int) -> int:
     """Into how many groups of adjacent inputs activations are divided."""
     counts = range(min(_MAX_GROUPS, -(-inputs // _GROUP_INPUTS)), 0, -1)
     return next(count for count in counts if inputs % (count * _GROUP_MULTIPLE) == 0 or count == 1)
-
-
-def _round_groups(nodes: Nodes, x: str, inputs: int, groups: int) -> list[tuple[str, str]]:
-    """For each group of inputs the rows `[1, AR, K / groups]` of uint8 with the zero point 128, and steps `[AR, 1]`."""
-    by_group = x if groups == 1 else nodes.reshape(x, [1, -1, inputs // groups])
-    magnitude = nodes.add("Abs", [by_group], f"{x}.abs")
-    largest = nodes.add("ReduceMax", [magnitude, nodes.integers([0, 2])], f"{x}.largest", keepdims=0)
-    scaled = nodes.add("Mul", [largest, nodes.number(_STEPS[0])], f"{x}.scaled")
-    steps = nodes.add("Max", [scaled, nodes.number(_MIN_STEP)], f"{x}.steps")
-    middle = nodes.number(_MIDDLE, np.uint8)
-    middles = nodes.add("Expand", [middle, nodes.add("Shape", [steps], f"{x}.count")], f"{x}.middles")
-    rows = nodes.add("QuantizeLinear", [by_group, steps, middles], f"{x}.rows", axis=1)
-    row_steps = nodes.reshape(steps, [-1, groups])
-    if groups == 1:
-        return [(rows, row_steps)]
-    sizes = [inputs // groups] * groups
-    parts = nodes.split(nodes.reshape(rows, [1, -1, inputs]), sizes, -1)
-    return [*zip(parts, nodes.split(row_steps, [1] * groups, -1), strict=True)]
 
 
 def _round_each_row(nodes: Nodes, x: Rows) -> _Part:

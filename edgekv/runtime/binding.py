@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any, Literal, Protocol, TypeAlias
@@ -494,7 +494,7 @@ class MemoryBinding:
     def _has_size(self, name: str) -> bool:
         return any(str(size).startswith(name) for port in self._session.get_inputs() for size in port.shape)
 
-    @property
+    @cached_property
     def interface(self) -> GraphInterface:
         outputs = [arg for arg in self._session.get_outputs() if arg.name != CHOSEN]
         return GraphInterface(_ports(self._session.get_inputs()), _ports(outputs))

@@ -56,7 +56,8 @@ class CpuEngine:
     batch_invariant: bool = False
     experts: ExpertMemory | None = None
     _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _manifests: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _manifests: dict[Path, Manifest] = field(default_factory=dict, repr=False, compare=False)
+    _run_as: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, bundle: Bundle, threads: int | None) -> CpuEngine:
@@ -70,7 +71,8 @@ class CpuEngine:
             fix = "Leave --threads out for all of them; no mode is faster with more."
             raise UsageError("threads", got=threads, expected=f"1 to {max_threads}, the processors", fix=fix)
         has_drafts = bundle.manifest.graph("verify") is not None
-        return cls(threads, batch_invariant=has_drafts and can_build() and not is_arm())
+        is_invariant = has_drafts and can_build() and not is_arm()
+        return cls(threads, batch_invariant=is_invariant, _manifests={bundle.path: bundle.manifest})
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -195,7 +197,9 @@ class CpuEngine:
 
     def _source(self, file: Path) -> PartSource:
         """What a bundle's manifest says of a file."""
-        manifest = self.as_run(self._manifest(file.parent))
+        if file.parent not in self._run_as:
+            self._run_as[file.parent] = self.as_run(self._manifest(file.parent))
+        manifest = self._run_as[file.parent]
         own = self.wide_prefill(manifest), self.appending_decode(manifest)
         source = PartSource.of(file.parent, manifest, file.name, *own)
         return replace(source, tells_experts=self.experts is not None and bool(source.expert_layers))

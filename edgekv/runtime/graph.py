@@ -172,11 +172,12 @@ class StaticGraph:
         self.steps = 0
         self.clock = StepTimes() if clock is None else clock
         self.takes_fewer = any(binding.takes_fewer for binding in bindings)
-        groups = [group.geometry for group in cache.groups] if manifest.interface.is_cached else []
+        decoder = manifest.interface
+        groups = [group.geometry for group in cache.groups] if decoder.is_cached else []
         self._inputs = StepInputs(manifest, record, tables, takes_fewer=self.takes_fewer, groups=groups)
         interfaces = [
             interface.with_hidden_like(binding.interface)
-            for binding, interface in zip(bindings, manifest.interface.parts(record), strict=True)
+            for binding, interface in zip(bindings, decoder.parts(record), strict=True)
         ]
         own = ("hidden", "logits", "last_hidden", "expert")
         own_ports = [port for interface in interfaces for port in interface.outputs if port.kind in own]
@@ -192,7 +193,7 @@ class StaticGraph:
                 interface,
                 self._inputs.arrays | exits,
                 self._inputs.groups,
-                manifest.interface.borrowed(part),
+                decoder.borrowed(part),
                 is_needed=part.first_layer < stop,
             )
             for binding, part, interface in zip(bindings, record.parts, interfaces, strict=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +30,10 @@ class MappedWeights:
         """What is mapped from files of the folder between the begin and the end of the block."""
         weights, before = cls(), _mapped(folder)
         yield weights
-        # Pages that were written to are no longer the file's.
-        for name, start, length in _mapped(folder) - before:
-            if _is_as_in_file(start, length):
-                weights._places.setdefault(name, []).append((start, length))
+        with suppress(OSError), (_PROCESS / "pagemap").open("rb", buffering=0) as pages:
+            for name, start, length in _mapped(folder) - before:
+                if _is_as_in_file(pages, start, length):
+                    weights._places.setdefault(name, []).append((start, length))
 
     def release(self, name: str | None = None) -> None:
         """Let the system take the pages, of one file or of all.
@@ -47,26 +49,31 @@ class MappedWeights:
 
 def _mapped(folder: Path) -> set[tuple[str, int, int]]:
     """Name, start and length of each private mapping of a file in the folder."""
-    prefix, mapped = os.fsencode(f"{folder.resolve()}{os.sep}"), set()
+    place = re.escape(os.fsencode(f"{folder.resolve()}{os.sep}"))
+    line = rb"^([0-9a-f]+)-([0-9a-f]+) ...p \S+ \S+ \S+ +" + place + rb"(.+)$"
     with suppress(OSError):
-        for line in (_PROCESS / "maps").read_bytes().splitlines():
-            if prefix in line:
-                span, rights, *_, path = line.split(maxsplit=5)
-                if rights.endswith(b"p") and path.startswith(prefix):
-                    start, end = (int(address, 16) for address in span.split(b"-"))
-                    mapped.add((os.fsdecode(path.removeprefix(prefix)), start, end - start))
-    return mapped
+        spans = re.findall(line, (_PROCESS / "maps").read_bytes(), re.MULTILINE)
+        ends = ((name, int(start, 16), int(end, 16)) for start, end, name in spans)
+        return {(os.fsdecode(name), start, end - start) for name, start, end in ends}
+    return set()
 
 
-def _is_as_in_file(start: int, length: int) -> bool:
-    """Whether no page of a mapping was written to; False if the system does not tell.
+def _is_as_in_file(pages: FileIO, start: int, length: int) -> bool:
+    """Whether no page of a mapping was written to: then it would no longer be the file's.
 
     `smaps` tells as well, but walks the pages of all mappings of the process. Bits of a page's entry: 63 present, 62
     swapped, 61 of a file (https://docs.kernel.org/admin-guide/mm/pagemap.html).
+
+    Args:
+        pages: `pagemap` of this process.
+        start: address of the mapping.
+        length: its bytes.
+
+    Raises:
+        OSError: the system does not tell.
     """
-    with suppress(OSError), (_PROCESS / "pagemap").open("rb", buffering=0) as table:
-        table.seek(start // mmap.PAGESIZE * _ENTRY.itemsize)
-        entries = np.frombuffer(table.read(length // mmap.PAGESIZE * _ENTRY.itemsize), _ENTRY)
-        is_own = (entries >> 62 != 0) & (entries >> 61 & 1 == 0)
-        return entries.size == length // mmap.PAGESIZE and not is_own.any()
-    return False
+    count = length // mmap.PAGESIZE
+    pages.seek(start // mmap.PAGESIZE * _ENTRY.itemsize)
+    entries = np.frombuffer(pages.read(count * _ENTRY.itemsize), _ENTRY)
+    is_own = (entries >> 62 != 0) & (entries >> 61 & 1 == 0)
+    return entries.size == count and not is_own.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 KvDtype = Literal["u8", "s8", "s16", "u16"]
@@ -61,12 +62,17 @@ class KvTensor:
     @property
     def has_heads(self) -> bool:
         """Whether each head has a tensor of its own."""
-        return self.kind in (*KINDS, "decay")
+        return self.kind in KINDS or self.kind == "decay"
 
     @property
     def _stem(self) -> str:
-        stem = f"past_{self.kind}_{self.layer}" if self.kind in KINDS else f"{self.kind}_state_{self.layer}"
-        return f"{stem}_h{self.head}" if self.has_heads else stem
+        return _stem(self.kind, self.layer, self.head if self.has_heads else None)
+
+
+@lru_cache(maxsize=1 << 14)
+def _stem(kind: Kind, layer: int, head: int | None) -> str:
+    stem = f"past_{kind}_{layer}" if kind in KINDS else f"{kind}_state_{layer}"
+    return stem if head is None else f"{stem}_h{head}"
 
 
 class _Tensors:

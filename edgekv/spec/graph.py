@@ -12,7 +12,7 @@ from typing import Literal
 
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.divided import boundary_ports
-from edgekv.spec.geometry import ConvSpec, DeltaSpec, KeyLayout, KvDtype, KvTensor, LayerSpec, RowSpec
+from edgekv.spec.geometry import ConvSpec, DeltaSpec, KeyLayout, Kind, KvDtype, KvTensor, LayerSpec, RowSpec
 from edgekv.spec.layers import Geometry
 from edgekv.spec.lora import LoraSlots
 from edgekv.spec.parts import EMBEDDINGS, IDS, LOGITS, GraphRecord, PartRecord
@@ -273,18 +273,18 @@ class DecoderInterface:
         return Port(name, _TYPE_NAMES[self.activations], shape, kind, encoding or name)
 
     def _cached(self, kind: Literal["past", "borrowed", "new", "others"], tensor: KvTensor, rows: int) -> Port:
-        group = self._group_of(tensor)
-        names = {"past": tensor.past, "others": tensor.others}
-        name, shape = names.get(kind, tensor.new), group.shape(tensor.kind, rows)
+        group, past = self._group_of(tensor), tensor.past
+        name = past if kind == "past" else tensor.others if kind == "others" else tensor.new
+        shape = group.shape(tensor.kind, rows)
         port_kind: PortKind = "state" if kind == "past" and tensor.result != "cache" else kind
-        return Port(name, _TYPE_NAMES[group.kv_dtype], shape, port_kind, tensor.past)
+        return Port(name, _TYPE_NAMES[group.kv_dtype], shape, port_kind, past)
 
     def _past_rows(self, layer: int, graph: GraphRecord) -> int:
         """Past rows that a layer with attention reads."""
         return self._attending[layer].past_rows(graph.ar, graph.context) if self.is_cached else 0
 
     def _group_of(self, tensor: KvTensor) -> LayerSpec:
-        return next(group for group in self._all_groups[tensor.layer] if tensor.kind in group.kinds)
+        return self._by_kind[tensor.layer, tensor.kind]
 
     @property
     def _has_delta_rule(self) -> bool:
@@ -306,6 +306,12 @@ class DecoderInterface:
             for group in groups
             if isinstance(group, ConvSpec)
         }
+
+    @cached_property
+    def _by_kind(self) -> dict[tuple[int, Kind], LayerSpec]:
+        """The sizes of a layer's tensors."""
+        groups = ((layer, group) for layer, layer_groups in self._all_groups.items() for group in layer_groups)
+        return {(layer, kind): group for layer, group in groups for kind in group.kinds}
 
     @cached_property
     def _all_groups(self) -> dict[int, list[LayerSpec]]:
