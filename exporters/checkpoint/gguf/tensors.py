@@ -18,8 +18,17 @@ from exporters.checkpoint.gguf.part import Block
 from exporters.checkpoint.gguf.rope import TENSORS
 from exporters.checkpoint.stored import ComputedTensor
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-"""The stored types that can be read."""
+PLAIN_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TABLE_TYPES = (
+    *("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S"),
+    *("TQ1_0", "TQ2_0"),
+)
+"""Integers of a block stand for numbers of a table. Files whose rows are no multiple of 256 have IQ4_NL in place of
+Q4_K and IQ4_XS."""
+TYPES = (*PLAIN_TYPES, *K_TYPES, *TABLE_TYPES)
+"""The stored types that can be read. Those of llama.cpp that are missing: NVFP4 has scales in tensors of their own, and
+package gguf does not read Q1_0 and Q2_0, nor MXFP4 before version 0.18."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z0-9_.]+?)(?:\.(weight|bias))?")
 _TABLES = {
@@ -201,7 +210,7 @@ def gguf_tensors(file: GgufFile) -> dict[str, ComputedTensor]:
             raise CheckpointError(
                 f"{file.path.name}: {name}",
                 got=f"type {block.type}",
-                expected=" or ".join(TYPES),
+                expected=f"one of {', '.join(TYPES)}",
                 fix="Take a file with one of these types; Q8_0 or F16 keep the most quality.",
             )
         if (experts := _of_experts(file, name, block)) is not None:

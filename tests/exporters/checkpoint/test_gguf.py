@@ -23,7 +23,7 @@ from edgekv.spec import views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.gguf import GgufFile, gguf_tensors, rebuild_tokenizer
 from exporters.checkpoint.gguf.part import Block, open_part
-from exporters.checkpoint.gguf.tensors import TYPES, GgufTensor
+from exporters.checkpoint.gguf.tensors import K_TYPES, PLAIN_TYPES, TABLE_TYPES, GgufTensor
 from exporters.checkpoint.gguf.tokenizer import _SPLITTERS, _scored_merges
 from exporters.conformance.families import FAMILIES
 from exporters.quantize.reference import Reference
@@ -110,7 +110,7 @@ def test_a_file_of_bamba_is_refused_by_its_rotary_embedding(tmp_path: Path) -> N
         Checkpoint.open(str(write_gguf(folder, tmp_path / "model.gguf", **changes)))
 
 
-@pytest.mark.parametrize("kind", [each for each in TYPES if not each.endswith("_K")])
+@pytest.mark.parametrize("kind", PLAIN_TYPES)
 def test_every_simple_type_is_read_as_it_was_written(kind: str) -> None:
     values = np.random.default_rng(1).normal(0, 1, (6, 64)).astype(np.float32)
     stored = quantize(values, gguf.GGMLQuantizationType[kind])
@@ -227,6 +227,17 @@ def test_every_k_type_is_read_as_its_layout_says(kind: str, size: int) -> None:
     tensor = GgufTensor(Path("x"), (3, 512), Block(stored, kind, (3, 512), Path("x")))
     expected = np.stack([k_block(kind, each) for each in stored.reshape(-1, size)]).reshape(3, 512)
     np.testing.assert_allclose(tensor.read(slice(None)), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [*K_TYPES, *TABLE_TYPES])
+def test_types_that_llama_cpp_alone_writes_are_read_as_it_reads_them(kind: str) -> None:
+    """`tests/golden/gguf_types.py` makes the file with llama.cpp's own code."""
+    with np.load(Path("tests/golden/gguf_types.npz")) as kept:
+        stored, expected = kept[kind], kept[f"{kind}.floats"]
+    assert len(np.unique(expected)) > 2
+    tensor = GgufTensor(Path("x"), expected.shape, Block(stored, kind, expected.shape, Path("x")))
+    np.testing.assert_array_equal(tensor.read(slice(None)), expected)
+    np.testing.assert_array_equal(tensor.read(slice(1, 2)), expected[1:])
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
@@ -782,9 +793,9 @@ def test_a_flipped_byte_never_gives_a_traceback(file: Path, tmp_path: Path) -> N
 def test_a_tensor_of_an_unknown_type_is_named(llama: Path, tmp_path: Path) -> None:
     file = GgufFile(write_gguf(llama, tmp_path / "model.gguf"))
     name, block = next(iter(file.blocks.items()))
-    changed = dict(file.blocks) | {name: Block(block.data, "IQ2_XS", block.shape, block.file)}
+    changed = dict(file.blocks) | {name: Block(block.data, "NVFP4", block.shape, block.file)}
     file.blocks = changed
-    with pytest.raises(CheckpointError, match=f"{name}: got type IQ2_XS; expected F32 or F16"):
+    with pytest.raises(CheckpointError, match=f"{name}: got type NVFP4; expected one of F32, F16"):
         gguf_tensors(file)
 
 
