@@ -1,7 +1,14 @@
-"""Random checkpoints of real models' exact shapes, written some rows at a time."""
+"""Random checkpoints of real models' exact shapes, written some rows at a time.
+
+    python -m benchmarks.large_checkpoint SHAPE DIR
+
+How integers were chosen does not show in a bundle's speed: `edgekv export DIR -o BUNDLE --effort 0 --no-quality-check`
+gives one for benchmarks of the CPU engine.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Mapping
@@ -270,3 +277,15 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
     """The same types, chosen without calibration."""
     rules = tuple(msgspec.structs.replace(rule, method="nearest") for rule in recipe.weights)
     return msgspec.structs.replace(recipe, weights=rules, rotation="none")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    write_large_checkpoint(args.folder, args.shape)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """What drafts bring: tokens a pass, acceptance by drafter, and time beside plain decoding.
 
     python -m benchmarks.speculation BUNDLE [--speculate lookup,auto] [--draft-corpus FILE] [--draft BUNDLE]
+    python -m benchmarks.speculation BUNDLE --draft BUNDLE --speculate draft,auto --draft-tokens 1,3,7 --text FILE
     python -m benchmarks.speculation --host
 
 The 50 prompts of `speculation.txt` were written for this: edits, rewrites, code, calls of tools, and open chat. With a
@@ -9,7 +10,9 @@ turns; the order changes from prompt to prompt, and the answers must have the sa
 decoding divided by that with drafts, after the first token: `processor` is the processor time of all threads, which
 other work on the machine disturbs less, `wall` that of the clock. The mode `off` is a second plain answer and shows the
 disturbance. `us a pass` is the time in drafters, and that to choose tokens. The bundle needs graphs of
-`edgekv export --draft-rows`.
+`edgekv export --draft-rows`. `--draft` is a smaller model or a drafter, which is asked for so many tokens a pass.
+
+With `--text` the prompts are 48 tokens each, cut from a text: for models that follow no instructions.
 
 `--host` measures drafters alone, at 8,192 tokens of history, in processor time.
 """
@@ -46,10 +49,13 @@ from edgekv.draft import (
 )
 from edgekv.engine import SpeculationStats
 from edgekv.errors import EdgeKVError
+from edgekv.loading import open_draft
+from edgekv.runtime.load_options import EngineOptions
 
 PROMPTS = Path(__file__).with_suffix(".txt")
 FOUR = ("edit", "rewrite", "code", "tools")
 HISTORY = 8192
+_CUT_TOKENS, _CUT_EVERY = 48, 997
 MODES = ("lookup", "corpus", "draft", "auto", "off")
 
 
@@ -130,12 +136,14 @@ def answer(model: edgekv.Model, prompt: Sequence[int], new_tokens: int, speculat
 
 
 def compare(
-    model: edgekv.Model, prompts: Sequence[Prompt], new_tokens: int, modes: Sequence[Speculation]
+    model: edgekv.Model,
+    prompts: Sequence[tuple[str, Sequence[int]]],
+    new_tokens: int,
+    modes: Sequence[Speculation],
 ) -> dict[tuple[str, str], Total]:
-    """Totals by mode and kind; each prompt is answered plainly and in every mode."""
+    """Totals by mode and kind; each prompt, a kind and tokens, is answered plainly and in every mode."""
     totals: dict[tuple[str, str], Total] = {}
-    for number, prompt in enumerate(prompts):
-        tokens = prompt_tokens(model, prompt.text)
+    for number, (kind, tokens) in enumerate(prompts):
         turns = {
             f"{at} {mode.mode}": partial(answer, model, tokens, new_tokens, mode)
             for at, mode in enumerate([Speculation("off"), *modes])
@@ -143,10 +151,11 @@ def compare(
         list(model.generate(tokens, 1, sequence=1))  # so that all turns find the prompt in the cache
         (plain,), *answers = by_turns(turns, 1, warm_up=0, first=number).values()
         for mode, (own,) in zip(modes, answers, strict=True):
-            total = totals.setdefault((mode.mode, prompt.kind), Total())
+            name = mode.mode if mode.tokens is None else f"{mode.mode} {mode.tokens}"
+            total = totals.setdefault((name, kind), Total())
             if own.stats.passes and len(plain.tokens) > 1:
                 total.add(plain, own)
-        print(f"{number + 1} of {len(prompts)}: {prompt.kind}", file=sys.stderr, flush=True)
+        print(f"{number + 1} of {len(prompts)}: {kind}", file=sys.stderr, flush=True)
     return totals
 
 
@@ -164,8 +173,8 @@ def totals_table(totals: dict[tuple[str, str], Total]) -> Table:
         table.add_column(name, justify="right")
     for mode in dict.fromkeys(mode for mode, _ in totals):
         rows = {kind: total for (own, kind), total in totals.items() if own == mode}
-        four = sum((rows[kind] for kind in FOUR if kind in rows), start=Total())
-        for kind, total in {**rows, "first four": four}.items():
+        four = {"first four": sum((rows[kind] for kind in FOUR), start=Total())} if rows.keys() >= {*FOUR} else {}
+        for kind, total in (rows | four).items():
             if total.passes:
                 table.add_row(mode, kind, *_figures(total))
     return table
@@ -182,6 +191,13 @@ def _figures(total: Total) -> Iterator[str]:
     yield f"{total.plain_ns['wall'] / total.own_ns['wall']:.2f}"
     yield f"{total.draft_ns / 1e3 / total.passes:.0f} + {total.accept_ns / 1e3 / total.passes:.0f}"
     yield str(total.different)
+
+
+def cut(model: edgekv.Model, text: Path, count: int) -> list[tuple[str, list[int]]]:
+    """Prompts from a text."""
+    tokens = model.encode(text.read_text("utf-8"))
+    starts = range(0, len(tokens) - _CUT_TOKENS, _CUT_EVERY)
+    return [("text", tokens[start : start + _CUT_TOKENS]) for start in starts][:count]
 
 
 def pass_times(model: edgekv.Model) -> str:
@@ -234,7 +250,10 @@ def main() -> None:
     parser.add_argument("--host", action="store_true", help="measure drafters alone")
     parser.add_argument("--speculate", default="lookup,auto", help=f"modes, comma-separated: {', '.join(MODES)}")
     parser.add_argument("--draft-corpus", type=Path)
-    parser.add_argument("--draft", type=Path)
+    parser.add_argument("--draft", type=Path, help="a bundle of a smaller model or of a drafter")
+    parser.add_argument("--draft-tokens", default="", help="of the mode draft a pass, comma-separated")
+    parser.add_argument("--text", type=Path, help="to cut prompts from")
+    parser.add_argument("--prompts", type=int, default=16, help="number of these")
     parser.add_argument("--kinds", default="", help="of prompts, comma-separated; all if left out")
     parser.add_argument("--new-tokens", type=int, default=128, help="of an answer at most")
     parser.add_argument("--engine", default="cpu")
@@ -246,18 +265,29 @@ def main() -> None:
         console.print(host_table())
     if args.bundle is None:
         return
-    options = {"engine": args.engine, "threads": args.threads if args.engine == "cpu" else None}
-    options["cpu_mode"] = args.cpu_mode if args.engine == "cpu" else None
+    on_cpu = args.engine == "cpu"
+    engine = EngineOptions(
+        engine=args.engine, threads=args.threads if on_cpu else None, cpu_mode=args.cpu_mode if on_cpu else None
+    )
+    counts = [int(count) for count in args.draft_tokens.split(",") if count] or [None]
     try:
         with ExitStack() as stack:
-            model = stack.enter_context(edgekv.load(args.bundle, **options))
+            model = stack.enter_context(
+                edgekv.load(args.bundle, engine=engine.engine, threads=engine.threads, cpu_mode=engine.cpu_mode)
+            )
             corpus = None if args.draft_corpus is None else model.open_corpus(args.draft_corpus)
-            draft = None if args.draft is None else stack.enter_context(edgekv.load(args.draft, **options))
+            draft = None if args.draft is None else open_draft(args.draft, engine)
+            if draft is not None:
+                stack.callback(draft.close)
             modes = []
             for name in args.speculate.split(","):
                 given = (corpus if name in ("corpus", "auto") else None, draft if name in ("draft", "auto") else None)
-                modes.append(Speculation(name, *given))
-            prompts = read_prompts(args.kinds.split(",") if args.kinds else ())
+                modes += [Speculation(name, *given, tokens=count) for count in (counts if name == "draft" else [None])]
+            if args.text is None:
+                written = read_prompts(args.kinds.split(",") if args.kinds else ())
+                prompts = [(prompt.kind, prompt_tokens(model, prompt.text)) for prompt in written]
+            else:
+                prompts = cut(model, args.text, args.prompts)
             console.print(totals_table(compare(model, prompts, args.new_tokens, modes)))
             console.print(pass_times(model))
     except EdgeKVError as error:

@@ -364,7 +364,7 @@ def describe_recipe(record: RecipeRecord, split: Sequence[SplitChannel] = ()) ->
     """How the matrices were quantized, in lines that join the layers that were treated alike, and what was split."""
     names: dict[tuple[str, str, str], list[str]] = {}
     for weight in record.weights:
-        part = re.sub(r"^model\.layers\.\d+\.(self_attn|mlp|conv)\.", "", weight.tensor).removesuffix(".weight")
+        part = re.sub(r"^model\.layers\.\d+\.((self_attn|mlp|conv)\.)?", "", weight.tensor).removesuffix(".weight")
         part = re.sub(r"^experts\.\d+\.", "experts.", part)
         names.setdefault((weight.dtype, weight.method, part), []).append(weight.tensor)
     kinds: dict[tuple[str, str], list[str]] = {}

@@ -12,6 +12,7 @@ import pytest
 import edgekv
 from edgekv.bundle import RecipeRecord, WeightRecord, open_bundle
 from edgekv.errors import UsageError
+from edgekv.spec import Config, describe
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import FoldedCheckpoint
 from exporters.checkpoint.rotate import applied_rotation, hadamard, principal_directions
@@ -20,7 +21,7 @@ from exporters.quantize.effort import EFFORTS, Effort
 from exporters.quantize.matrices import needs_quantized_pass
 from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
-from tests.support.checkpoints import NEWER, write_checkpoint
+from tests.support.checkpoints import ARCHITECTURES, NEWER, config_of, write_checkpoint
 from tests.support.exports import export_options, exported, small_options
 from tests.support.thorough import variants
 
@@ -110,6 +111,12 @@ def test_the_last_rule_that_matches_holds_and_the_manifest_says_so(checkpoint, t
     changed = [each.tensor for each in record.weights if (each.dtype, each.method) == ("int8", "search")]
     assert changed == ["model.layers.1.mlp.down_proj.weight"]
     assert "int8, search: down_proj of layer 1" in list(describe_recipe(record))
+
+
+def test_layers_that_were_treated_alike_share_a_line():
+    spec = describe(Config(config_of(ARCHITECTURES["gemma4"])))
+    (int8, *_) = describe_recipe(find_recipe("w8a16").record(spec))
+    assert "per_layer_input_gate of 5 layers" in int8 and "q_proj of 5 layers" in int8 and "model.layers" not in int8
 
 
 @pytest.mark.parametrize("name", recipe_names())
