@@ -88,6 +88,16 @@ def test_a_sequence_larger_than_the_memory_is_stored_as_far_as_it_fits() -> None
     assert (found(store, SEQUENCE), store.stats.blocks_refused) == (4, 1)
 
 
+def test_blocks_that_make_way_are_counted_and_memory_is_never_exceeded() -> None:
+    store = store_of(2)
+    for first in (10, 20, 30, 40):
+        insert(store, (first, first + 1))
+        assert store.stats.memory.bytes_held <= 2 * BLOCK_BYTES
+    stats = store.stats
+    assert (stats.memory.blocks, stats.memory.evictions, stats.blocks_inserted) == (2, 2, 4)
+    assert (stats.disk.blocks, stats.disk.bytes_held, store.save()) == (0, 0, 0), "it has no folder"
+
+
 def test_without_reuse_nothing_is_stored_or_found() -> None:
     store = store_of(8, enable_block_reuse=False)
     assert insert(store, SEQUENCE) == 0
@@ -234,13 +244,14 @@ def test_statistics_tell_hits_from_partial_hits_and_misses() -> None:
 def test_what_was_counted_since_a_copy_adds_up() -> None:
     store, total = store_of(8), StoreStats()
     insert(store, SEQUENCE)
+    found(store, SEQUENCE)
     before = store.stats
     found(store, SEQUENCE)
     for _ in range(2):
         add_since(total, store.counters, counts(before))
     moved = store.counters.memory.bytes_out - before.memory.bytes_out
     assert (total.hits, total.blocks_inserted, total.memory.bytes_in) == (2, 0, 0)
-    assert total.memory.bytes_out == 2 * moved > 0 and before.hits == 0
+    assert total.memory.bytes_out == 2 * moved > 0 and before.hits == 1
 
 
 # ---------------------------------------------------------------------- layers with an attention window
@@ -364,6 +375,14 @@ def test_a_snapshot_goes_before_the_rows_that_lead_to_it() -> None:
     inserted = store.stats.blocks_inserted
     keep_states(store, tokens, 4)
     assert (store.match(tokens).tokens, store.stats.blocks_inserted - inserted) == (4, 1)
+
+
+def test_a_snapshot_larger_than_the_memory_is_refused_and_nothing_makes_way_for_it() -> None:
+    store, tokens = states_store(blocks=2), SEQUENCE[:4]
+    large = Snapshot(4, {"state": np.zeros(5 * BLOCK_BYTES, np.uint8)})
+    store.insert(tokens, source(tokens), snapshot=large)
+    stats = store.stats
+    assert (stats.memory.bytes_held, stats.memory.evictions, stats.blocks_refused) == (2 * BLOCK_BYTES, 0, 1)
 
 
 def test_snapshots_and_stores_without_are_kept_apart() -> None:

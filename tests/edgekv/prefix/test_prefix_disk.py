@@ -411,6 +411,16 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- several processes and models
 
 
+def test_readers_of_the_table_do_not_wait_for_its_writer(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    insert(store, LONG)
+    writer, reader = (sqlite3.connect(tmp_path / INDEX, isolation_level=None, timeout=0) for _ in range(2))
+    writer.execute("BEGIN EXCLUSIVE")
+    assert reader.execute("SELECT count(*) FROM blocks").fetchone() == (0,)
+    writer.execute("ROLLBACK")
+    assert store.save() == len(files(tmp_path)) == len(LONG) // STEP
+
+
 def test_a_store_finds_what_another_saves_while_both_are_open(tmp_path: Path) -> None:
     one, other = opened(tmp_path), opened(tmp_path)
     insert(one, LONG)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,16 @@ def test_a_sequence_keeps_its_own_cache_and_takes_from_others(model: edgekv.Mode
         model.generate(text, 3, cache_salt="none")
     )
     assert (other.stats.cache.reused_tokens, other.stats.cache.restored_tokens) == (50, 50)
+
+
+def test_a_generation_leaves_its_blocks_in_the_folder(bundle: Path, tmp_path: Path, text: list[int]) -> None:
+    """At its end, not when the model is closed: a process may be killed before."""
+    model = _load(bundle, prefix_cache=replace(CONFIG, disk_folder=tmp_path))
+    list(model.generate(text[: 2 * STEP], 1))
+    assert model.prefix_store is not None and model.prefix_store.stats.disk.blocks == 2
+    found = _load(bundle, prefix_cache=replace(CONFIG, disk_folder=tmp_path)).generate(text, 1)
+    list(found)
+    assert found.stats.cache.restored_tokens == 2 * STEP
 
 
 def test_beams_start_from_a_prefix_too(bundle: Path, model: edgekv.Model, text: list[int]) -> None:
