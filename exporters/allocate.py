@@ -98,14 +98,14 @@ def allocated(
         choose = _FastEnough(speed, Fronts(spec, timed, times), options.target_tokens_per_s)
     goal: _Goal
     if options.recipe.mean_bits is not None:
-        goal = _MeanBits(choose, spec, options.recipe.name, options.recipe.mean_bits)
+        goal = _mean_bits(choose, spec, options.recipe.name, options.recipe.mean_bits)
     elif options.target_mb is not None:
         head = None if has_head else export.options.recipe.rule(HEAD).dtype
         goal = _Size(choose, options, other_bytes(export.checkpoint, len(export.graphs), head))
     elif options.max_kl is not None:
         goal = _Divergence(choose, options)
     else:
-        goal = _LeastLoss(choose)
+        goal = _Known(choose)
     fast = "" if options.target_tokens_per_s is None else f"{options.target_tokens_per_s:g}tps"
     while True:
         chosen = goal.propose()
@@ -196,16 +196,24 @@ class _Goal(Protocol):
         """Whether the goal is reached; if not, the next proposal is another."""
 
 
-class _LeastLoss:
-    """The least loss within the other goals."""
+class _Known:
+    """A goal that is reached before anything is measured: the bytes of matrices are known before they are written.
 
-    name = ""
+    Args:
+        choose: chooses allocations.
+        choice: what to take of a front; the least loss within the other goals if left out.
+        name: of the goal.
+    """
 
-    def __init__(self, choose: Choose) -> None:
+    def __init__(
+        self, choose: Choose, choice: Callable[[Front], Allocation] = lambda front: front.largest, name: str = ""
+    ) -> None:
+        self.name = name
         self._choose = choose
+        self._choice = choice
 
     def propose(self) -> Allocation:
-        return self._choose(lambda front: front.largest)
+        return self._choose(self._choice)
 
     def pieces(self, exported: ExportResult) -> list[str]:
         return [exported.write]
@@ -215,6 +223,32 @@ class _LeastLoss:
 
     def is_reached(self, chosen: Allocation, figures: Sequence[float]) -> bool:
         return True
+
+
+def _mean_bits(choose: Choose, spec: DecoderSpec, name: str, max_bits: float) -> _Known:
+    """The least loss with so many bits a weight on average, with scales, over the matrices of the layers.
+
+    Args:
+        choose: chooses allocations.
+        spec: the decoder.
+        name: of the recipe.
+        max_bits: the goal.
+
+    Raises:
+        UsageError: no allocation reaches it; names the nearest.
+    """
+    shapes, smallest = matrices(spec), choose(lambda front: front.smallest)
+    weights = sum(math.prod(shapes[tensor]) for tensor in smallest.types)
+    max_bytes = int(max_bits * weights / 8)
+    if smallest.bytes > max_bytes:
+        least = math.ceil(smallest.bytes * 80 / weights) / 10
+        raise UsageError(
+            f"--recipe {name}",
+            got=f"{max_bits:g} bits a weight",
+            expected=f"{least:g} or more: every matrix of the layers in 4 bits, and their scales",
+            fix=f"Use --recipe front-{least:g}.",
+        )
+    return _Known(choose, lambda front: front.within(max_bytes), name)
 
 
 class _Size:
@@ -287,49 +321,6 @@ class _Size:
             expected=f"{least}: every matrix in its smallest type, and all other files",
             fix="Allow more, or write fewer graphs (--ar, --context).",
         )
-
-
-class _MeanBits:
-    """At most so many bits a weight on average, with scales, over the matrices of the layers.
-
-    Args:
-        choose: chooses allocations.
-        spec: the decoder.
-        name: of the recipe.
-        max_bits: the goal.
-
-    Raises:
-        UsageError: no allocation reaches it; names the nearest.
-    """
-
-    def __init__(self, choose: Choose, spec: DecoderSpec, name: str, max_bits: float) -> None:
-        self.name = name
-        self._choose = choose
-        shapes, smallest = matrices(spec), choose(lambda front: front.smallest)
-        weights = sum(math.prod(shapes[tensor]) for tensor in smallest.types)
-        self._max_bytes = int(max_bits * weights / 8)
-        if smallest.bytes > self._max_bytes:
-            least = math.ceil(smallest.bytes * 80 / weights) / 10
-            raise UsageError(
-                f"--recipe {name}",
-                got=f"{max_bits:g} bits a weight",
-                expected=f"{least:g} or more: every matrix of the layers in 4 bits, and their scales",
-                fix=f"Use --recipe front-{least:g}.",
-            )
-
-    def propose(self) -> Allocation:
-        """The allocation within these bytes that loses least."""
-        return self._choose(lambda front: front.within(self._max_bytes))
-
-    def pieces(self, exported: ExportResult) -> list[str]:
-        return [exported.write]
-
-    def read(self, store: PieceStore, names: Sequence[str]) -> list[float]:
-        return []
-
-    def is_reached(self, chosen: Allocation, figures: Sequence[float]) -> bool:
-        """Always: the bytes of matrices are known before they are written."""
-        return True
 
 
 class _Divergence:
