@@ -10,8 +10,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnxruntime as ort
 import pytest
@@ -103,6 +104,7 @@ def _entry(options: ort.SessionOptions | None, name: str) -> str:
     return found
 
 
+children = WarmChildren()
 _compile_graph = HtpEngine._compiled_in
 
 
@@ -122,13 +124,15 @@ def pytest_configure(config: pytest.Config) -> None:
         exports.prune()
     else:
         ort.SessionOptions = OneThread
-    if can_fork() and "not htp" not in config.getoption("markexpr"):
-        child.started = WarmChildren().started
     if VARIANTS in os.environ:
         config.pluginmanager.register(FewVariants())
+    if WORKERS > 1:
+        config.pluginmanager.register(LongestFirst())
     selected = config.getoption("markexpr")
     if "not thorough" in selected:
         settings.load_profile("few")
+    if can_fork() and "not htp" not in selected:
+        child.started = children.started
     if "not htp" in selected:
         sys.modules["onnxruntime_qnn"] = None  # type: ignore[assignment]  # a test that needs it must say so
 
@@ -172,7 +176,39 @@ class FewVariants:
         items[:] = [item for item in items if item in left]
 
 
+class LongestFirst:
+    """Gives each worker as many tests, those that take seconds first.
+
+    The workers divide the list evenly and take each other's last tests: those that are left at the end are short.
+    """
+
+    SECONDS: ClassVar = {"thorough": 2.0, "htp": 1.0, "slow": 0.7}
+    """Of a test with the mark, about."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        modules: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            if self._seconds(item):
+                modules[item.nodeid.partition("::")[0]].append(item)
+        taken = [(0.0, list[pytest.Item]()) for _ in range(WORKERS)]
+        for module in sorted(modules.values(), key=lambda module: -sum(map(self._seconds, module))):
+            seconds, share = min(taken, key=itemgetter(0))
+            taken[taken.index((seconds, share))] = seconds + sum(map(self._seconds, module)), share + module
+        short, left, ordered = [item for item in items if not self._seconds(item)], len(items), list[pytest.Item]()
+        for number, (_, share) in enumerate(taken):
+            size = left // (WORKERS - number)  # as the workers divide them
+            added = max(0, size - len(share))
+            ordered += [*share, *short[:added]]
+            short, left = short[added:], left - size
+        items[:] = ordered + short
+
+    def _seconds(self, item: pytest.Item) -> float:
+        return max((self.SECONDS.get(mark.name, 0.0) for mark in item.iter_markers()), default=0.0)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
+    children.close()
     if WORKER is None:
         exports.forget_layers()
 

@@ -73,7 +73,14 @@ class WarmChildren:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._kept = _kept()
+
+    def close(self) -> None:
+        """End the server, if there is one, and all its children."""
+        if self._socket is not None and self._server is not None:
+            self._socket.close()
+            self._server.wait()
 
     @contextmanager
     def started(
@@ -124,7 +131,7 @@ class WarmChildren:
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
             # It ends with our end of the socket, and its children with it: the thread that starts it may end before.
-            subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT, stdin=subprocess.DEVNULL)
+            self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT, stdin=subprocess.DEVNULL)
         return ours
 
 
