@@ -131,7 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
     selected = config.getoption("markexpr")
     if "not thorough" in selected:
         settings.load_profile("few")
-    if can_fork() and "not htp" not in selected:
+    if can_fork():
         child.started = children.started
     if "not htp" in selected:
         sys.modules["onnxruntime_qnn"] = None  # type: ignore[assignment]  # a test that needs it must say so

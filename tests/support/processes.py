@@ -200,6 +200,8 @@ def end(kind: str) -> int:
     print("the last line", flush=True)
     if kind == "hang":
         time.sleep(600)
+    if kind == "grow":
+        bytearray(1 << 31)
     if kind == "refuse":
         raise UsageError("a field", got=1, expected="another", fix="Mend it.")
     os.abort()

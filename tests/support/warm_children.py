@@ -1,9 +1,9 @@
-"""Child processes of tests that begin with what most of them import: a server imports it once, and forks for each.
+"""Child processes of tests that begin with what they would import: a server imports it once, and forks for each.
 
-Starting Python and loading ONNX Runtime with Qualcomm's provider takes as long as compiling a small graph. A fork is a
-process of its own all the same: it crashes, hangs and is killed alone, and no session was created in it before.
-Children of programs that tests start begin cold, as those of users do; so does one with limits or an environment of its
-own.
+Starting Python and loading ONNX Runtime with Qualcomm's provider takes as long as compiling a small graph; importing
+Pillow takes longer than decoding a picture. A fork is a process of its own all the same: it crashes, hangs, is limited
+and is killed alone, and no session was created in it before. Children of programs that tests start begin cold, as those
+of users do; so does one with an environment of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -30,6 +30,8 @@ from edgekv.machine import child, child_start
 _ROOT = Path(__file__).parents[2]
 _READ_AT_START = ("ADSP", "EDGEKV_QNN", "LD_", "OMP", "OPENBLAS", "PYTHON", "QAIRT", "QNN")
 """What the names of variables begin with that only a new process reads."""
+_LIMITED = ("edgekv.spec.template_sandbox", "jinja2.sandbox", "edgekv.pictures.decoder_child", "PIL.Image")
+"""Modules of children whose address space is limited: they take a tenth of the least limit."""
 _STATUS = struct.Struct("i")
 _REQUEST_BYTES = 1 << 16
 
@@ -57,7 +59,8 @@ class WarmChild:
             raise subprocess.TimeoutExpired("a forked child", timeout or 0)
         with self._lock:
             if self.returncode is None:
-                self.returncode = os.waitstatus_to_exitcode(_received(self._status))
+                ended = os.read(self._status, _STATUS.size)  # nothing if it ended with the server
+                self.returncode = os.waitstatus_to_exitcode(_STATUS.unpack(ended)[0]) if ended else -signal.SIGKILL
                 os.close(self._status)
         return self.returncode
 
@@ -72,15 +75,15 @@ class WarmChildren:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._server: subprocess.Popen[bytes] | None = None
+        self._servers: dict[str, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
         self._kept = _kept()
 
     def close(self) -> None:
-        """End the server, if there is one, and all its children."""
-        if self._socket is not None and self._server is not None:
-            self._socket.close()
-            self._server.wait()
+        """End the servers and all their children."""
+        for ours, server in self._servers.values():
+            ours.close()
+            server.wait()
+        self._servers.clear()
 
     @contextmanager
     def started(
@@ -95,14 +98,15 @@ class WarmChildren:
         stderr: int | IO[bytes],
     ) -> Iterator[Any]:
         """As `child.started`."""
-        is_limited = kind == "calls" and command[0] != "0"  # to fewer bytes than the server has mapped
-        if kind != "calls" or environment or is_limited or _kept() != self._kept:
+        server = "limited" if command[0] != "0" else "htp"
+        is_other = not environment.items() <= os.environ.items() or _kept() != self._kept
+        if kind != "calls" or is_other or (server == "htp" and not has_htp()):
             streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
             with _cold(kind, command, environment, dies_with_thread=dies_with_thread, **streams) as process:
                 yield process
             return
         assert stdin == stdout == subprocess.PIPE and not isinstance(stderr, int), "as `Child` starts it"
-        forked = self._fork(command, stderr)
+        forked = self._fork(server, command, stderr)
         child._running.add(forked)  # type: ignore[arg-type]
         try:
             yield forked
@@ -112,33 +116,37 @@ class WarmChildren:
             forked.wait()
             child._running.discard(forked)  # type: ignore[arg-type]
 
-    def _fork(self, command: Sequence[str], stderr: IO[bytes]) -> WarmChild:
+    def _fork(self, server: str, command: Sequence[str], stderr: IO[bytes]) -> WarmChild:
         (its_input, stdin), (stdout, its_output), (status, its_status) = os.pipe(), os.pipe(), os.pipe()
         request = {"command": command, "environment": dict(os.environ), "folder": str(Path.cwd())}
         request["cores"] = sorted(os.sched_getaffinity(0))
         given = [its_input, its_output, stderr.fileno(), its_status]
         with self._lock:
-            if self._socket is None:
-                self._socket = self._serve()
-            socket.send_fds(self._socket, [json.dumps(request).encode()], given)
+            if server not in self._servers:
+                self._servers[server] = self._serve(server)
+            socket.send_fds(self._servers[server][0], [json.dumps(request).encode()], given)
         for descriptor in (its_input, its_output, its_status):
             os.close(descriptor)
-        opened = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
-        return WarmChild(_received(status), *opened, _status=status)
+        (pid,) = _STATUS.unpack(os.read(status, _STATUS.size))
+        return WarmChild(pid, os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), _status=status)
 
-    def _serve(self) -> socket.socket:
+    def _serve(self, server: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            command = [sys.executable, "-m", __name__, server, str(theirs.fileno())]
             # It ends with our end of the socket, and its children with it: the thread that starts it may end before.
-            self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT, stdin=subprocess.DEVNULL)
-        return ours
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT, stdin=subprocess.DEVNULL)
+        return ours, process
 
 
 def can_fork() -> bool:
     """Whether a server has one thread: on Linux, where BLAS has no others."""
-    is_single = os.environ.get("OPENBLAS_NUM_THREADS") == "1"
-    return sys.platform == "linux" and is_single and util.find_spec("onnxruntime_qnn") is not None
+    return sys.platform == "linux" and os.environ.get("OPENBLAS_NUM_THREADS") == "1"
+
+
+def has_htp() -> bool:
+    """Whether Qualcomm's provider is installed, and may be used."""
+    return sys.modules.get("onnxruntime_qnn", ...) is not None and util.find_spec("onnxruntime_qnn") is not None
 
 
 def _kept() -> tuple[object, ...]:
@@ -149,18 +157,19 @@ def _kept() -> tuple[object, ...]:
     return *variables, resource.getrlimit(resource.RLIMIT_FSIZE)
 
 
-def _received(status: int) -> int:
-    return int(_STATUS.unpack(os.read(status, _STATUS.size))[0])
-
-
 # The server
 
 
-def _main(descriptor: int) -> None:
-    from edgekv.qnn import provider, worker  # noqa: F401 - what children import
-
+def _main(kind: str, descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    provider._provider()
+    if kind == "limited":
+        for module in _LIMITED:
+            with suppress(ImportError):
+                import_module(module)
+    else:
+        from edgekv.qnn import provider, worker  # noqa: F401 - what children import
+
+        provider._provider()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has this thread alone"  # noqa: PTH208
     awake, waker = os.pipe()
     for end in (awake, waker):
@@ -217,4 +226,4 @@ def _run(request: dict[str, Any], given: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(sys.argv[1], int(sys.argv[2]))
