@@ -7,7 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,15 +22,17 @@ from tests.test_imports import PACKAGES, ROOT, _imports
 GRAPHS, PIECES = "edgekv.graphs.graph_cache", "exporters.pipeline.pieces"
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+@cache
+def _imported(source: bytes) -> set[tuple[str, str]]:
     """Modules and names that a module imports anywhere, unless it is for type checkers."""
-    waiting: list[ast.AST] = [tree]
+    waiting, found = list[ast.AST]([ast.parse(source)]), set[tuple[str, str]]()
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.module, alias.name) for alias in node.names)
+            found.update((node.module, alias.name) for alias in node.names)
         is_checked = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         waiting += [] if is_checked else ast.iter_child_nodes(node)
+    return found
 
 
 @pytest.mark.parametrize("module", [GRAPHS, PIECES, "exporters.htp.check", "edgekv.cli"])
@@ -37,7 +40,7 @@ def test_the_sources_are_those_of_all_imports(module: str) -> None:
     """Also of names that a lazy package imports when they are asked for."""
     found = program_sources(module)
     for source in (content for _, content in found.values()):
-        for home, name in _imported(ast.parse(source)):
+        for home, name in _imported(source):
             if home.split(".")[0] not in PACKAGES:
                 continue
             value = getattr(import_module(home), name)

@@ -438,7 +438,7 @@ def test_keys_of_two_rotary_embeddings_are_not_moved(tmp_path):
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("name", [*EVERY_OPERATION, *APART])
+@pytest.mark.parametrize("name", variants([*EVERY_OPERATION, *APART], EVERY_OPERATION))
 def test_the_htp_runs_every_operation_in_integers(tmp_path, name):
     """Between them they have every operation: biases, norms of heads and of all heads, norms behind blocks, partial and
     no rotation, two rotary embeddings, windows, GELU, both soft caps, multipliers, norms behind the rotation, blocks in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,10 @@ from exporters.quantize.survey import survey
 from tests.support.bundles import source_of
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
+from tests.support.thorough import variants
 
 MIXTURES = ("granitemoe", "lfm2_moe", "mellum", "olmoe", "qwen3_moe")
+RECIPES = ("w8a16", "w4a16", "w4a16-lpbq32")
 TEXT = "The quick brown fox jumps over the lazy dog, then sleeps until noon."
 
 
@@ -218,8 +221,9 @@ def test_branches_skip_experts_and_change_no_bit(tmp_path, monkeypatch):
     assert branches == [2 * 8, 0]
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("recipe", ["w8a16", "w4a16", "w4a16-lpbq32"])
+@pytest.mark.parametrize(
+    ("name", "recipe"), variants(product(MIXTURES, RECIPES), {*zip(MIXTURES, cycle(RECIPES), strict=False)})
+)
 def test_one_node_computes_the_experts_of_a_single_row_as_branches_do(tmp_path, monkeypatch, name, recipe):
     """Both round activations to 8 bits, each in its own blocks."""
     checkpoint = opened(tmp_path / "checkpoint", name)

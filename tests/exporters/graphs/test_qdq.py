@@ -17,6 +17,7 @@ from exporters.graphs.parts import build_part, save_part
 from tests.support.bundles import Arrays, any_step, outputs
 from tests.support.checkpoints import EVERY_OPERATION
 from tests.support.exports import exported_architecture
+from tests.support.thorough import variants
 
 
 def _operations(bundle: Bundle, graph: GraphRecord) -> Counter[str]:
@@ -39,7 +40,7 @@ def test_queries_that_share_keys_have_one_encoding(small: Path) -> None:
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("architecture", sorted(EVERY_OPERATION))
+@pytest.mark.parametrize("architecture", variants(sorted(EVERY_OPERATION), {"llama-biased", "gemma2", "gemma4"}))
 def test_folded_heads_have_the_bits_of_single_ones(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
