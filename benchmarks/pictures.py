@@ -1,7 +1,7 @@
 """A vision encoder of a published shape with random weights, and the answers of a small trained model.
 
 python -m benchmarks.pictures encoder                 SmolVLM2's encoder: export, SQNR per row, compiler
-python -m benchmarks.pictures encoder internvl3.5     InternVL's; also lfm2-vl, qwen3-vl and gemma3
+python -m benchmarks.pictures encoder internvl3.5     InternVL's; also lfm2-vl, qwen3-vl, gemma3 and gemma4
 python -m benchmarks.pictures encoder --format tflite                          as a TFLite graph
 python -m benchmarks.pictures encoder --encoder-16bit 'vision.layers.*.fc2.weight'    matrices at 16 bits
 python -m benchmarks.pictures speed [SHAPE]           a tile on the CPU, beside onnxruntime's float32 graph
@@ -14,7 +14,6 @@ import argparse
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,9 +37,10 @@ from edgekv.kv.memory import aligned_zeros
 from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs, row_places
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.litert import LitertEngine
-from edgekv.spec import ENCODERS, ROWS_PORT, Config, PictureSpec
+from edgekv.spec import ROWS_PORT, Config, PictureSpec
 from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
 from exporters.checkpoint.vision import VisionEncoder, WideEncoder
+from exporters.conformance.encoders import random_encoder
 from exporters.graphs.encoder import QdqEncoder
 from exporters.graphs.tflite.encoder import write_tflite_encoder
 from exporters.graphs.weights import ShardWriter
@@ -100,39 +100,22 @@ _GEMMA3: dict[str, Any] = {
         "patch_size": 14,
     },
 }
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4",
+    "text_config": {"hidden_size": 1536, "num_hidden_layers": 35, "hidden_size_per_layer_input": 256},
+    "vision_config": {"use_clipped_linears": True},
+}
 SHAPES = {
     "smolvlm2": (_SMOLVLM, {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "resample": 1}),
     "internvl3.5": (_INTERNVL, {"size": {"height": 448, "width": 448}, "resample": 3}),
     "lfm2-vl": (_LFM2_VL, {}),
     "qwen3-vl": (_QWEN3_VL, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "gemma3": (_GEMMA3, {"size": {"height": 896, "width": 896}, "resample": 2}),
+    "gemma4": (_GEMMA4, {"do_normalize": False}),
 }
 
 
-@dataclass(frozen=True)
-class _Random:
-    """A random tensor of a checkpoint: a matrix that keeps the size of its inputs, a norm's weight, or a bias."""
-
-    name: str
-    shape: tuple[int, ...]
-    file: Path = Path("random")
-
-    def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:
-        random = np.random.default_rng([3, *self.name.encode()])
-        width = int(np.prod(self.shape[1:])) if len(self.shape) > 1 else 0
-        values = random.standard_normal(self.shape, np.float32)
-        if width > 1:
-            return values[rows] / np.float32(width**0.5)
-        return values[rows] * np.float32(0.2) + np.float32("norm" in self.name and self.name.endswith("weight"))
-
-    def largest(self) -> float:
-        return 1.0
-
-    def count_not_finite(self) -> int:
-        return 0
-
-
-def random_encoder(shape: str, layers: int | None = None) -> VisionEncoder:
+def published_encoder(shape: str, layers: int | None = None) -> VisionEncoder:
     """An encoder of random weights, of so many layers; None for those of the published one."""
     fields, prepared = SHAPES[shape]
     if layers is not None:
@@ -140,12 +123,7 @@ def random_encoder(shape: str, layers: int | None = None) -> VisionEncoder:
         if shape == "qwen3-vl":
             fewer = {"depth": layers, "deepstack_visual_indexes": [*range(min(layers, 3))]}
         fields = fields | {"vision_config": fields["vision_config"] | fewer}
-    config, processor = Config(fields), Config(prepared)
-    family = ENCODERS[config.text("model_type")]
-    spec = family.describe(config, processor)
-    empty = VisionEncoder(spec, family.pictures(config, processor), None, family.names, {})
-    tensors = {name: _Random(name, shape) for name, shape in empty.shapes.items()}
-    return VisionEncoder(spec, empty.pictures, None, family.names, tensors)
+    return random_encoder(Config(fields), Config(prepared))
 
 
 def measure_encoder(shape: str, graph_format: GraphFormat, wide: Sequence[str]) -> None:
@@ -156,7 +134,7 @@ def measure_encoder(shape: str, graph_format: GraphFormat, wide: Sequence[str]) 
         graph_format: of the graph.
         wide: patterns over the names of matrices that are kept at 16 bits.
     """
-    vision = random_encoder(shape)
+    vision = published_encoder(shape)
     began, spec = time.perf_counter(), vision.spec
     recipe = msgspec.structs.replace(find_recipe("w8a16"), encoder_16bit=tuple(wide))
     names = recipe.wide_matrices(spec)
@@ -194,7 +172,7 @@ class _Float32Ops(FloatEncoderOps):
 
 def measure_speed(shape: str, tiles: int, layers: int | None = None) -> None:
     """Print what a tile takes in `exact16`, `fast` and float32: processor time of one thread, the least by turns."""
-    vision = random_encoder(shape, layers)
+    vision = published_encoder(shape, layers)
     spec = vision.spec
     names = find_recipe("w8a16").wide_matrices(spec)
     tensors: EncoderTensors = WideEncoder(vision, names) if names else vision
@@ -279,7 +257,8 @@ def _compare(vision: VisionEncoder, picture: EncoderInputs, encodings: Mapping[s
     found = run()
     seconds = time.process_time() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    (wanted,) = encode(NumpyEncoder(vision), vision.spec, [picture])
+    (wanted,) = encode(NumpyEncoder(vision), spec, [picture])
+    wanted = wanted[:, : spec.output]  # what layers read is not compared
     noise = np.square(encodings[ROWS_PORT].dequantize(found[0, 0, : len(wanted)]) - wanted).sum(-1)
     ratios = 10 * np.log10(np.square(wanted).sum(-1) / noise)
     print(f"SQNR of rows {ratios.min():.1f} dB at least, median {np.median(ratios):.1f}")

@@ -275,7 +275,7 @@ OF_PICTURES: Mapping[str, str] = {
     "qwen3_vl": "qwen3",
     "smolvlm": "llama",
 }
-"""Families with a vision encoder beside the decoder of another one, whose graphs they have."""
+"""Families with a vision encoder beside the decoder of another one, whose graphs they have; `encoders` has encoders."""
 EMBEDDERS = ("embedding_gemma2",)
 """Families that write no text: kits compare decoders with a cache."""
 DRAFTERS = ("gemma4_assistant", "qwen3_5_mtp")

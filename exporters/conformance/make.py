@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from devices import Device, NoProxyError, proxies_for
 from devices.report import Prediction
 from edgekv.bundle import (
-    ENCODER,
     Bundle,
     GraphRecord,
     PartRecord,
@@ -51,6 +50,7 @@ from edgekv.qnn.vendor_libraries import stated_version
 from edgekv.qnn.worker import HtpStep, context_config
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.compile import BinaryChoice, compile_bundle
+from exporters.conformance.encoders import KINDS, write_kind
 from exporters.conformance.families import FAMILIES, write_family
 from exporters.conformance.operations import OPERATIONS, SCORES, cut, order_of, quantized, with_outputs
 from exporters.conformance.record import (
@@ -121,16 +121,18 @@ def make_kit(
     if _VISION in chosen and not pictures.is_dir():
         raise _missing(PICTURES)
     left_out = dict[str, str]()
-    if _VISION in chosen and not device.supports_kv("s16"):
-        if _VISION in parts:
+    encoders = [name for name in KINDS if f"{_VISION}/{name}" in chosen]
+    if (seen := chosen & {_VISION, *(f"{_VISION}/{name}" for name in encoders)}) and not device.supports_kv("s16"):
+        if any(is_named(part, _VISION) for part in parts):
             check_encoder_fits(device)
-        chosen.remove(_VISION)
-        left_out[_VISION] = f"it needs {ENCODER_PRODUCTS}"
+        chosen -= seen
+        encoders.clear()
+        left_out |= dict.fromkeys(sorted(seen), f"it needs {ENCODER_PRODUCTS}")
     families = [name for name in FAMILIES if f"{_FAMILIES}/{name}" in chosen or _operations(name, chosen)]
     user = None if bundle is None else _users_bundle(bundle, device, checkpoint)
     with atomic_directory(output, force=force, marker=KIT) as folder, scratch_folder("kit") as scratch:
         made, models, predictions = list[KitPart](), list[KitModel](), list[Prediction]()
-        steps = len(families) + (_VISION in chosen) + (checkpoint is not None) + (user is not None)
+        steps = len(families) + len(encoders) + (_VISION in chosen) + (checkpoint is not None) + (user is not None)
         for done, name in enumerate(families):
             progress(f"{_FAMILIES}/{name}", done, steps)
             try:
@@ -140,8 +142,11 @@ def make_kit(
                 if error.field != "--device" or own & {*parts}:
                     raise
                 left_out |= dict.fromkeys(sorted(own & chosen), f"it needs {error.expected}")
+        for done, name in enumerate(encoders, len(families)):
+            progress(f"{_VISION}/{name}", done, steps)
+            made.append(_random_encoder(name, device, folder, scratch / f"{_VISION}-{name}"))
         if _VISION in chosen:
-            progress(_VISION, len(families), steps)
+            progress(_VISION, len(families) + len(encoders), steps)
             made.append(_encoder(device, folder, scratch / _VISION, pictures))
         if checkpoint is not None:
             progress("decode", steps - 1 - (user is not None), steps)
@@ -184,7 +189,7 @@ def make_kit(
 def _wanted(parts: Sequence[str]) -> set[str]:
     """The names of the chosen parts."""
     names = [f"{_GRAPHS}/{name}" for name in OPERATIONS] + [f"{_FAMILIES}/{name}" for name in FAMILIES]
-    names += [_VISION, "decode"]
+    names += [_VISION, *(f"{_VISION}/{name}" for name in KINDS), "decode"]
     chosen = {name for name in names if not parts or any(is_named(name, part) for part in parts)}
     if unknown := [part for part in parts if not any(is_named(name, part) for name in names)]:
         expected = f"a part or a group of {', '.join(names)}"
@@ -404,13 +409,26 @@ def _encoder(device: Device, folder: Path, scratch: Path, checkpoint: Path) -> K
     export_bundle(Checkpoint.open(str(checkpoint)), bundle, options, RunOptions(cache_dir=scratch / "cache"))
     vision = open_bundle(bundle, verify=False).manifest.vision
     assert vision is not None, "the model reads pictures"
+    return _compiled_encoder(_VISION, device, folder, bundle / vision.file)
+
+
+def _random_encoder(name: str, device: Device, folder: Path, scratch: Path) -> KitPart:
+    """The tiny vision encoder of a family."""
+    model, inputs = write_kind(name, scratch, CASES)
+    return _compiled_encoder(f"{_VISION}/{name}", device, folder, model, inputs)
+
+
+def _compiled_encoder(part: str, device: Device, folder: Path, model: Path, inputs: Path | None = None) -> KitPart:
+    """A part of an encoder, on inputs or noise."""
+    graph = part.replace("/", "-")
     (folder / "graphs").mkdir(exist_ok=True)
-    wrapper, cases = folder / "graphs" / f"{ENCODER}.onnx", folder / "graphs" / f"{ENCODER}.safetensors"
+    wrapper, cases = (folder / "graphs" / f"{graph}.{suffix}" for suffix in ("onnx", "safetensors"))
     level = dict(with_level(COMPILER_DEFAULTS).provider_options)
-    model = str(bundle / vision.file)
-    run_steps(device, [HtpStep(model=model, session_config=context_config(wrapper), provider_options=level)])
-    results = _called(record_encoder, EncoderJob(soc=device.soc, wrapper=str(wrapper), cases=str(cases)))
-    return KitPart(name=_VISION, kind="vision", graph=kit_graph(ENCODER, wrapper, cases, results, folder))
+    run_steps(device, [HtpStep(model=str(model), session_config=context_config(wrapper), provider_options=level)])
+    fed = "" if inputs is None else str(inputs)
+    job = EncoderJob(soc=device.soc, wrapper=str(wrapper), cases=str(cases), inputs=fed)
+    results = _called(record_encoder, job)
+    return KitPart(name=part, kind="vision", graph=kit_graph(graph, wrapper, cases, results, folder))
 
 
 def _export_model(checkpoint: Path, device: Device, target: Path, scratch: Path) -> Path:

@@ -14,7 +14,7 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.conformance.models import golden_arrays
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
-from edgekv.machine.tensor_file import encode_tensors
+from edgekv.machine.tensor_file import decode_tensors, encode_tensors
 from edgekv.qnn.provider import create_session
 from edgekv.runtime.htp import HtpEngine
 from exporters.inspect.probe import Probe
@@ -175,16 +175,22 @@ def _write(file: str, runs: list[tuple[Arrays, Arrays]]) -> list[str]:
 
 
 class EncoderJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled vision encoder, the shape of its pixels and their type, and the file to write."""
+    """A compiled vision encoder, a safetensors file of `in.CASE.NAME` or none for noise, and the file to write."""
 
     soc: str
     wrapper: str
     cases: str
+    inputs: str = ""
 
 
 def record_encoder(job: EncoderJob) -> list[str]:
-    """Run an encoder on pictures of noise; returns the names of its outputs."""
+    """Run an encoder on these inputs, or on pictures of noise; returns the names of its outputs."""
     session, random = create_session(Path(job.wrapper), find(job.soc)), np.random.Generator(np.random.PCG64(7))
+    if job.inputs:
+        arrays = decode_tensors(Path(job.inputs).read_bytes()).arrays
+        ports = [port.name for port in session.get_inputs()]
+        fed = [{port: arrays[f"in.{case}.{port}"] for port in ports} for case in range(CASES)]
+        return _write(job.cases, [(feeds, _run(session, feeds)) for feeds in fed])
     runs = []
     for _ in range(CASES):
         feeds: Arrays = {}

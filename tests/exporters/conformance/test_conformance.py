@@ -18,8 +18,9 @@ from edgekv.conformance.kit import LIMIT_BYTES, Kit, open_kit
 from edgekv.conformance.models import DECODE_STRATEGIES, GOLDEN_TOKENS
 from edgekv.conformance.run import LocalRunner, RunChoice, run_kit
 from edgekv.errors import BundleError, UsageError
-from edgekv.spec import families
+from edgekv.spec import encoders, families
 from exporters.conformance import make as making
+from exporters.conformance.encoders import KINDS, OF_MODEL
 from exporters.conformance.families import DRAFTERS, EMBEDDERS, FAMILIES, OF_PICTURES
 from exporters.conformance.make import make_kit
 from exporters.conformance.operations import OPERATIONS
@@ -47,6 +48,23 @@ def test_every_family_is_in_a_kit_or_says_why_not() -> None:
     modules = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__"}
     assert {*FAMILIES, *OF_PICTURES, *EMBEDDERS, *DRAFTERS} == modules
     assert {*OF_PICTURES.values()} <= FAMILIES.keys()
+
+
+def test_a_kit_has_an_encoder_of_every_family() -> None:
+    """A new file in `edgekv/spec/encoders` belongs into one of these lists."""
+    modules = {path.stem for path in Path(encoders.__file__).parent.glob("*.py")} - {"__init__", "names", "processor"}
+    assert {*KINDS, *OF_MODEL} == modules
+
+
+@pytest.mark.htp
+@pytest.mark.parametrize("name", ["gemma4", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_encoders_give_their_integers(tmp_path: Path, name: str) -> None:
+    """All outputs: of Gemma 4's what layers of its decoder read, too."""
+    kit = make_kit(tmp_path / "kit", find(kits.SOC), parts=[f"vision/{name}"])
+    (part,) = kit.manifest.parts
+    assert part.graph.results == ["image_features", *(["layer_rows"] if name == "gemma4" else [])]
+    found = found_on(LocalRunner(), kit, tmp_path, RunChoice(("vision",), minutes=0))
+    assert found.verdict == "equal" and [graph.name for graph in found.graphs] == [f"vision/{name}"]
 
 
 def test_a_page_says_what_was_not_measured_and_shows_the_long_decode() -> None:
@@ -206,7 +224,8 @@ def test_what_a_chip_cannot_run_is_left_out_and_named(wide: Path, tmp_path: Path
         patch.setattr(making, "OPERATIONS", {name: OPERATIONS[name] for name in ("state", "delta-rule")})
         kit = make_kit(tmp_path / "kit", find("QCS6490"), model=wide)
     assert [part.name for part in kit.manifest.parts] == ["operation/state", "family/lfm2"]
-    assert sorted(kit.manifest.left_out) == ["family/qwen3_5", "operation/delta-rule", "vision"]
+    seen = ["vision", *(f"vision/{name}" for name in sorted(KINDS))]
+    assert sorted(kit.manifest.left_out) == ["family/qwen3_5", "operation/delta-rule", *seen]
     found = found_on(LocalRunner(), kit, tmp_path)
     assert found.verdict == "equal"
     reasons = {each.what: each.reason for each in found.unmeasured}
