@@ -228,6 +228,7 @@ def estimate_config(
     if family is not None:
         processor = read_processor(file.parent, is_needed=False)
         encoder = family.describe(config, processor), family.pictures(config, processor)
+        spec = spec if family.decoder is None else family.decoder(config, spec)
     planned = plan_graphs(graphs.ar, (graphs.context,), Split.whole(spec.layers))
     records = [graph for graph in planned if graph.role != "score"]
     interface = DecoderInterface.of(spec, graphs.context, cast(KvDtype, graphs.kv), key_layout, "u16")

@@ -309,9 +309,27 @@ def test_a_plan_has_the_time_of_a_tile(write: Callable[[Path], Path], tmp_path: 
     folder, run = write(tmp_path / "checkpoint"), RunOptions(cache_dir=tmp_path)
     made = estimate_config(folder, find("SM8650"), PlanOptions(context=96, ar=(1, 16)), run=run)
     opened = open_bundle(exported(folder, export_options(context=96, ar=(1, 16))))
-    planned, encoder = (graphs[-1] for graphs in (made.graphs, estimate_bundle(opened, find("SM8650"), run).graphs))
+    shipped = estimate_bundle(opened, find("SM8650"), run)
+    planned, encoder = (graphs[-1] for graphs in (made.graphs, shipped.graphs))
     assert (planned.graph, planned.role, planned.ar) == ("vision", "encoder", encoder.ar)
     assert planned.us == pytest.approx(encoder.us, rel=0.15)
+
+
+@pytest.mark.htp
+def test_a_plan_has_what_pictures_add_to_the_decoder(tmp_path: Path) -> None:
+    """Rows of DeepStack behind the first layers, as graphs of an export have them."""
+    folder, run = write_qwen3_vl(tmp_path / "checkpoint", layers=6), RunOptions(cache_dir=tmp_path)
+    made = estimate_config(folder, find("SM8650"), PlanOptions(context=96, ar=(1, 16)), run=run)
+    opened = open_bundle(exported(folder, export_options(context=96, ar=(1, 16))))
+    shipped = estimate_bundle(opened, find("SM8650"), run, in_slices=True)
+    text_config = json.loads((folder / "config.json").read_text())["text_config"]
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    (tmp_path / "config.json").write_text(json.dumps(text_config | rope | {"model_type": "qwen3"}))
+    text = estimate_config(tmp_path, find("SM8650"), PlanOptions(context=96, ar=(1, 16)), run=run)
+    for planned, graph, alone in zip(made.graphs[:-1], shipped.graphs[:-1], text.graphs, strict=True):
+        assert (planned.graph, planned.role) == (graph.graph, graph.role)
+        assert planned.us == pytest.approx(graph.us, rel=0.2)  # of so small a decoder
+        assert alone.us < planned.us
 
 
 @pytest.mark.parametrize("recipe", ["front-5", "as-stored"])
