@@ -1,5 +1,7 @@
 """What transformers' `save_pretrained` writes of each random checkpoint: its config.json and its names of tensors.
 
+Of those that read pictures, it is what their processors write, too.
+
     python tests/golden/saved.py            write them
     python tests/golden/saved.py --check    write the checkpoints again and compare
 
@@ -22,8 +24,30 @@ from typing import Any
 import numpy as np
 import torch
 from kept import TOLERANCE
+from pictures import (  # it makes torchvision importable
+    Gemma3ImageProcessorPil,
+    Gemma4ImageProcessorPil,
+    GotOcr2ImageProcessorPil,
+    Lfm2VlImageProcessor,
+    Lfm2VlProcessor,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    SmolVLMImageProcessorPil,
+)
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma4AssistantForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma4AssistantForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Reference
@@ -38,8 +62,10 @@ from tests.support.picture_models import (
 )
 
 FILE = Path(__file__).with_suffix(".json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 MORE: dict[str, Callable[[Path], Path]] = {
     "gemma3-pictures": write_gemma3_vl,
+    "gemma4-layered": lambda folder: write_gemma4_vl(folder, clipped=True, layered=True),
     "gemma4-pictures": write_gemma4_vl,
     "internvl": write_internvl,
     "internvl-unbiased": lambda folder: write_internvl(folder, attention_bias=False),
@@ -48,6 +74,54 @@ MORE: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl-pictures": write_qwen3_vl,
     "smolvlm": write_smolvlm,
 }
+MARKS: dict[str, dict[str, str]] = {
+    "gemma3-pictures": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+    "gemma4-pictures": {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "video_token": "<|video|>",
+        **dict.fromkeys(("audio_token", "boa_token", "eoa_token"), "<|audio|>"),
+    },
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<img>",
+    },
+    "lfm2_vl-pictures": {
+        "image_token": "<image>",
+        "image_start_token": "<|image_start|>",
+        "image_end_token": "<|image_end|>",
+        "image_thumbnail": "<|img_thumbnail|>",
+    },
+    "qwen3_vl-pictures": {},
+    "smolvlm": {},
+}
+"""Tokens that tokenizers have names for, by the checkpoints whose processors are saved."""
+
+
+def processor(name: str, folder: Path) -> Any:
+    """The processor of a checkpoint; that of pictures alone where the whole one needs another package (SmolVLM)."""
+    special = {"bos_token": "<|0|>", "eos_token": "<|1|>", "pad_token": "<|2|>", "extra_special_tokens": MARKS[name]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **special)
+    if name == "gemma3-pictures":
+        return Gemma3Processor(Gemma3ImageProcessorPil.from_pretrained(folder), tokenizer)
+    if name == "gemma4-pictures":
+        images, sound = Gemma4ImageProcessorPil.from_pretrained(folder), Gemma4AudioFeatureExtractor()
+        return Gemma4Processor(sound, images, tokenizer, Gemma4VideoProcessor())
+    if name == "internvl":
+        images = GotOcr2ImageProcessorPil.from_pretrained(folder)
+        return InternVLProcessor(images, tokenizer, InternVLVideoProcessor())
+    if name == "lfm2_vl-pictures":
+        return Lfm2VlProcessor(Lfm2VlImageProcessor.from_pretrained(folder), tokenizer)
+    if name == "qwen3_vl-pictures":
+        return Qwen3VLProcessor(Qwen2VLImageProcessorPil.from_pretrained(folder), tokenizer, Qwen3VLVideoProcessor())
+    return SmolVLMImageProcessorPil.from_pretrained(folder)
 
 
 def checkpoints(scratch: Path) -> Iterator[tuple[str, Path, Any]]:
@@ -83,9 +157,15 @@ def saved(scratch: Path, name: str, folder: Path, model: Any) -> dict[str, Any]:
     for file in folder.iterdir():
         if not (into / file.name).exists():
             shutil.copy(file, into)
-    if hasattr(model, "get_image_features") and not (processor := into / "preprocessor_config.json").exists():
-        processor.write_text("{}")  # all of it has defaults
-    return {"config": json.loads((into / "config.json").read_text()), "names": names}
+    if hasattr(model, "get_image_features") and not (prepared := into / "preprocessor_config.json").exists():
+        prepared.write_text("{}")  # all of it has defaults
+    record: dict[str, Any] = {"config": json.loads((into / "config.json").read_text()), "names": names}
+    if name in MARKS:
+        (into / "preprocessor_config.json").unlink()
+        processor(name, folder).save_pretrained(into)
+        written = [file for file in PROCESSORS if (into / file).exists()]
+        record["processor"] = {file: json.loads((into / file).read_text()) for file in written}
+    return record
 
 
 def _of_same_layer(key: str, equal: list[str]) -> str:

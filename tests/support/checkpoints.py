@@ -792,6 +792,10 @@ def as_saved(folder: Path, record: dict[str, Any]) -> Path:
         weights[name] = weights.pop(written)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(record["config"]))
+    if prepared := record.get("processor"):
+        (folder / "preprocessor_config.json").unlink()
+        for name, fields in prepared.items():
+            (folder / name).write_text(json.dumps(fields))
     return folder
 
 

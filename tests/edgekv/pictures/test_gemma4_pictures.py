@@ -265,3 +265,47 @@ def test_what_layers_read_of_pictures_in_integers(layered_bundle: Path, layered:
 def test_the_htp_computes_what_layers_read_in_integers_alone(layered: Checkpoint):
     opened = open_bundle(exported(layered.folder, export_options(context=192, ar=(1, 16), check_on_htp=True)))
     assert opened.manifest.vision is not None and opened.manifest.htp_check == "integers-only"
+
+
+def test_published_files_are_read(layered: Checkpoint, tmp_path: Path):
+    """Fields as those of E2B and E4B, some of which no program reads today."""
+    folder = write_gemma4_vl(tmp_path / "gemma4", clipped=True, layered=True)
+    config = json.loads((folder / "config.json").read_text())
+    nothing = {"_name_or_path": "", "architectures": None, "problem_type": None, "chunk_size_feed_forward": 0}
+    shown = {
+        "is_encoder_decoder": False,
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "return_dict": True,
+    }
+    labels = {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
+    config["vision_config"] |= {
+        **nothing,
+        **outputs,
+        **labels,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "default_output_length": 280,
+        "dtype": "bfloat16",
+        "global_head_dim": 12,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    }
+    config["text_config"] |= {"use_bidirectional_attention": None, "num_global_key_value_heads": None}
+    config |= {"vision_soft_tokens_per_image": 280, "boa_token_id": 256000, "eoa_token_index": 258883}
+    (folder / "config.json").write_text(json.dumps(config))
+    prepared = json.loads((folder / "preprocessor_config.json").read_text())
+    images = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3, "image_seq_length": 280, "rescale_factor": 1 / 255}
+    prepared |= images | {"image_processor_type": "Gemma4ImageProcessor", "resample": 3, "do_convert_rgb": True}
+    (folder / "preprocessor_config.json").unlink()
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": prepared, "image_seq_length": 280}))
+    opened = Checkpoint.open(str(folder))
+    assert opened.vision is not None and layered.vision is not None
+    assert (opened.vision.spec, opened.vision.pictures) == (layered.vision.spec, layered.vision.pictures)
+    config["vision_config"]["rope_parameters"] = {"rope_theta": 100.0, "rope_type": "linear", "factor": 2.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="rope_type: got 'linear'; expected 'axial' or 'default'"):
+        Checkpoint.open(str(folder))

@@ -88,6 +88,7 @@ from tests.support.picture_models import (
     photo,
     png,
     write_gemma3_vl,
+    write_gemma4_vl,
     write_internvl,
     write_lfm2_vl,
     write_qwen3_vl,
@@ -164,7 +165,14 @@ def write_plain(folder: Path) -> Path:
     return write_lfm2_vl(folder, merged_norm=False)
 
 
+def write_layered(folder: Path) -> Path:
+    return write_gemma4_vl(folder, clipped=True, layered=True)
+
+
 WRITERS = {
+    "gemma3-pictures": write_gemma3_vl,
+    "gemma4-layered": write_layered,
+    "gemma4-pictures": write_gemma4_vl,
     "smolvlm": write_smolvlm,
     "internvl": write_internvl,
     "internvl-unbiased": write_unbiased,
@@ -177,10 +185,13 @@ SAVED = json.loads((Path(__file__).parents[2] / "golden" / "saved.json").read_te
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_encoder_reads_what_transformers_saves(name: str, tmp_path: Path):
-    """The rows are those of the test below, whose files have the names of transformers' classes."""
+    """The rows are those of files that have the names of transformers' classes; nothing that processors write is left
+    unread.
+    """
     expected = Checkpoint.open(str(WRITERS[name](tmp_path / "written"))).vision
     found = Checkpoint.open(str(as_saved(WRITERS[name](tmp_path / "saved"), SAVED[name]))).vision
     assert expected is not None and found is not None
+    assert found.pictures == expected.pictures and found.spec == expected.spec
     picture = cut_tiles(photo(*SIZES[0]), found.pictures, found.spec.image)
     assert np.array_equal(_rows(found, picture), _rows(expected, picture))
 
