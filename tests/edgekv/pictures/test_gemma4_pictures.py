@@ -272,12 +272,7 @@ def test_published_files_are_read(layered: Checkpoint, tmp_path: Path):
     folder = write_gemma4_vl(tmp_path / "gemma4", clipped=True, layered=True)
     config = json.loads((folder / "config.json").read_text())
     nothing = {"_name_or_path": "", "architectures": None, "problem_type": None, "chunk_size_feed_forward": 0}
-    shown = {
-        "is_encoder_decoder": False,
-        "output_attentions": False,
-        "output_hidden_states": False,
-        "return_dict": True,
-    }
+    outputs = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
     labels = {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
     config["vision_config"] |= {
         **nothing,
