@@ -40,11 +40,11 @@ def summary(stats: GenerationStats) -> str:
 def expert_line(stats: ExpertStats) -> str:
     """What became of the experts that passes have read."""
     held, budget, most, read = map(
-        format_bytes, (stats.held_bytes, stats.budget_bytes, stats.max_pass_bytes, stats.read_bytes)
+        format_bytes, (stats.held_bytes, stats.budget_bytes, stats.max_held_bytes, stats.read_bytes)
     )
     return (
         f"[experts: {stats.hits:,} of {stats.hits + stats.misses:,} were in memory, {read} read from files; "
-        f"{held} of {budget} kept between passes, {most} at most in one]"
+        f"{held} of {budget} in memory now, {most} at most]"
     )
 
 

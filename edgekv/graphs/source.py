@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,7 @@ class PartSource:
         file: str,
         wide: Sequence[GraphRecord] = (),
         appending: Sequence[GraphRecord] = (),
+        divide: Callable[[GraphRecord], GraphRecord] = lambda graph: graph,
     ) -> PartSource:
         """The part that is stored in a file, or would be.
 
@@ -62,14 +63,16 @@ class PartSource:
             manifest: of the bundle.
             wide: graphs that the bundle does not have; see `wide_prefill`.
             appending: further ones; see `appending_decode`.
+            divide: gives the graph in the parts in which it is run.
 
         Raises:
             ValueError: there is none.
         """
         for graph in (*manifest.graphs, *wide, *appending):
-            for part in graph.parts:
+            divided = divide(graph)
+            for part in divided.parts:
                 if part.file == file:
-                    return cls(folder, manifest, graph, part, graph in wide, graph in appending)
+                    return cls(folder, manifest, divided, part, graph in wide, graph in appending)
         raise ValueError(f"file: got {file}; expected a graph of the bundle {folder}")
 
     @property
@@ -170,6 +173,28 @@ def _halved(graph: GraphRecord) -> GraphRecord:
 def appending_decode(manifest: Manifest) -> list[GraphRecord]:
     """Decode graphs that append keys and values to the cache themselves, for a manifest with a `signed_cache`."""
     return [_variant(graph, "appending") for graph in manifest.graphs if graph.role == "decode" and graph.ar == 1]
+
+
+def divided_by_experts(graph: GraphRecord, with_experts: frozenset[int]) -> GraphRecord:
+    """A graph whose parts have at most one layer of experts each, so that experts can leave memory between them."""
+    return structs.replace(graph, parts=[piece for part in graph.parts for piece in _pieces(part, with_experts)])
+
+
+def _pieces(part: PartRecord, with_experts: frozenset[int]) -> Iterator[PartRecord]:
+    stops = [layer + 1 for layer in part.layers if layer in with_experts]
+    stops = [*stops[:-1], part.stop_layer]  # what is behind the last layer of experts goes with it
+    for first, stop in zip([part.first_layer, *stops], stops, strict=False):
+        is_first, is_last = first == part.first_layer, stop == part.stop_layer
+        name = part.name if is_first and is_last else f"{part.name}_layers{first}to{stop}"
+        yield structs.replace(
+            part,
+            name=name,
+            file=part.file.replace(part.name, name, 1),
+            first_layer=first,
+            stop_layer=stop,
+            embeds=part.embeds and is_first,
+            head=part.head and is_last,
+        )
 
 
 def _variant(graph: GraphRecord, kind: str) -> GraphRecord:

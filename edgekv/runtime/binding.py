@@ -527,6 +527,8 @@ class MemoryBinding:
             other = self._other or _BindingSet(self._session, self._shared)
             self._bound, self._other = other, bound
             other.moving = BackgroundTask(partial(other.move, ahead))
+        if self._experts is not None:
+            self._experts.make_room()
         began = perf_counter_ns()
         self._session.run_with_iobinding(bound.io)
         self._run_ns = perf_counter_ns() - began

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import onnxruntime as ort
 
 from edgekv.bundle import Bundle, GraphFormat, GraphRecord, Manifest, read_manifest
@@ -21,6 +22,7 @@ from edgekv.graphs.source import (
     appending_decode,
     built_manifest,
     can_append,
+    divided_by_experts,
     signed_cache,
     wide_prefill,
 )
@@ -83,7 +85,7 @@ class CpuEngine:
         return replace(self, mode=mode)
 
     def with_expert_budget(self, manifest: Manifest, budget_bytes: int) -> CpuEngine:
-        """An engine that keeps at most `budget_bytes` of experts in memory between two runs.
+        """An engine that has at most `budget_bytes` of experts in memory.
 
         Raises:
             UsageError: the mode computes all experts, or see `ExpertMemory.of`.
@@ -124,6 +126,13 @@ class CpuEngine:
             return manifest
         built = built_manifest(manifest)
         return signed_cache(built) if self._appends(built) else built
+
+    def divided(self, graph: GraphRecord) -> tuple[GraphRecord, None] | None:
+        """See `divided_by`: within a budget, a part has one layer of experts at most."""
+        return None if self.experts is None else (self._in_parts(graph), None)
+
+    def _in_parts(self, graph: GraphRecord) -> GraphRecord:
+        return graph if self.experts is None else divided_by_experts(graph, self.experts.layers)
 
     def _appends(self, manifest: Manifest) -> bool:
         return self.mode != "emulate" and not self.batch_invariant and can_append(manifest)
@@ -186,9 +195,11 @@ class CpuEngine:
             weights.release()
             experts = None
             if self.experts is not None and isinstance(source, PartSource) and source.tells_experts:
-                assert source.manifest.model.experts is not None, "its layers have some"
-                files, count = self.experts.add(content, folder, weights), source.manifest.model.experts.count
-                experts = PartExperts(self.experts, source.expert_layers, count, files)
+                model = source.manifest.model
+                assert model.experts is not None, "its layers have some"
+                files, most = self.experts.add(content, folder, weights), source.graph.ar * model.experts.used
+                chosen = np.zeros((len(source.expert_layers), model.experts.count), np.float32)
+                experts = PartExperts(self.experts, source.expert_layers, chosen, files, most)
             return session, weights, experts
         except EdgeKVError:
             raise
@@ -201,7 +212,7 @@ class CpuEngine:
             self._run_as[file.parent] = self.as_run(self._manifest(file.parent))
         manifest = self._run_as[file.parent]
         own = self.wide_prefill(manifest), self.appending_decode(manifest)
-        source = PartSource.of(file.parent, manifest, file.name, *own)
+        source = PartSource.of(file.parent, manifest, file.name, *own, divide=self._in_parts)
         return replace(source, tells_experts=self.experts is not None and bool(source.expert_layers))
 
     def _manifest(self, folder: Path) -> Manifest:
@@ -216,6 +227,8 @@ class CpuEngine:
             EngineError: there is too little free memory.
         """
         weights_bytes = source.manifest.weights.total_bytes
+        if self.experts is not None:
+            weights_bytes -= max(0, self.experts.total_bytes - self.experts.stats.budget_bytes)
         is_emulated = self.mode == "emulate"
         min_bytes = _MIN_GROWTH * weights_bytes if is_emulated else weights_bytes
         try:

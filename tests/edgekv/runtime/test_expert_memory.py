@@ -14,7 +14,7 @@ import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
-from edgekv.runtime.expert_memory import Expert, ExpertMemory, ExpertStats, _File
+from edgekv.runtime.expert_memory import Expert, ExpertMemory, ExpertStats, PartExperts, _File
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
 
@@ -24,6 +24,8 @@ SIZES = {"granitemoe": {"intermediate_size": 64}, "lfm2_moe": {"moe_intermediate
 """A graph itself has matrices below 4 KiB."""
 READ = range(2 * 15 + 19 * 2 * 3, 2 * 16 + 19 * 2 * 3 + 1)
 """Experts of two windows of prefill, which read nearly all, and of 19 steps, which read three in each of two layers."""
+LAYER = 8 * 6 * PAGE
+"""Experts of a layer of `granitemoe`, as prefill reads them: the least budget."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
@@ -66,20 +68,28 @@ def test_tokens_are_those_of_all_experts_in_memory(tmp_path: Path, mode, name) -
     plain, none = ran(folder, mode)
     whole, stats = ran(folder, mode, expert_budget="1GB")
     assert none is None and stats.held_bytes == stats.read_bytes
-    within, stats = ran(folder, mode, expert_budget=20 * PAGE)
-    assert within == whole and stats.held_bytes < stats.read_bytes
+    within, stats = ran(folder, mode, expert_budget=LAYER)
+    assert within == whole and stats.max_held_bytes <= LAYER < stats.read_bytes
     assert within == plain or mode == "fast"
 
 
-def test_a_budget_below_what_a_token_reads_is_kept_and_still_finds_some(bundle: Path) -> None:
-    budget = 4 * 4 * PAGE
-    with edgekv.load(bundle, cpu_mode="fast", expert_budget=budget) as model:
-        tokens(model)
+def test_no_run_of_prefill_or_decode_exceeds_the_budget(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of files that are mapped are counted when a part has run, before anything leaves."""
+    resident = list[int]()
+    with edgekv.load(bundle, cpu_mode="fast", expert_budget=LAYER) as model:
         stats, memory = model.expert_stats, model.engine.graphs._engine.experts
-        names = {file.path.name for file in memory._mappings}
-        assert 0 < resident_bytes(names) <= budget
-    assert stats.held_bytes <= budget == stats.budget_bytes
-    assert stats.max_pass_bytes > budget, "prefill reads nearly all"
+        note = PartExperts.note
+
+        def counted(part: PartExperts) -> None:
+            resident.append(resident_bytes({file.path.name for file in memory._mappings}))
+            note(part)
+
+        monkeypatch.setattr(PartExperts, "note", counted)
+        tokens(model)
+        stats = model.expert_stats
+        assert 0 < resident_bytes({file.path.name for file in memory._mappings}) <= LAYER
+    assert 0 < max(resident) <= LAYER and max(resident[:4]) > LAYER // 2, "prefill reads nearly all of a layer"
+    assert stats.held_bytes <= stats.max_held_bytes <= LAYER == stats.budget_bytes
     assert stats.hits + stats.misses in READ
     assert stats.hits > 0 and stats.read_bytes > sum(file.used_bytes for file in memory._mappings), "some twice"
 
@@ -90,37 +100,68 @@ def test_a_budget_for_all_reads_each_file_once(bundle: Path) -> None:
         stats, memory = model.expert_stats, model.engine.graphs._engine.experts
     assert 15 < stats.misses <= 2 * 16, "steps read what down has for one row"
     assert stats.hits + stats.misses in READ
-    assert stats.held_bytes == stats.read_bytes == stats.max_pass_bytes
+    assert stats.held_bytes == stats.read_bytes == stats.max_held_bytes
     files = {file for held in memory._held.values() for file in held}
     assert stats.read_bytes == sum(file.used_bytes for file in files)
 
 
-def test_the_oldest_pass_leaves_first_and_of_one_the_last_layer(bundle: Path) -> None:
+def test_the_oldest_pass_leaves_first_and_of_one_the_last_layer() -> None:
     memory = ExpertMemory(2 * 4 * PAGE)
-    files = {Expert(at // 4, at % 4): {_File(Path(f"none{at}"), 4 * PAGE)} for at in range(12)}
-    memory._mappings = {file: [] for (file,) in files.values()}
-    flags = np.zeros((3, 4), np.float32)
-    flags[[0, 1, 2], [0, 1, 2]] = 1
-    memory.read(range(3), flags, files)
-    assert {*memory._held} == {(0, 0), (1, 1)}
-    memory.read(range(3), flags, files)
-    assert (memory.stats.hits, memory.stats.misses) == (2, 4)
-    memory.read(range(1), np.eye(1, 4, 3, dtype=np.float32), files)
-    assert {*memory._held} == {(0, 0), (0, 3)}
+    files = [{Expert(layer, at): {_File(Path(f"none{layer}.{at}"), 4 * PAGE)} for at in range(4)} for layer in range(3)]
+    memory._mappings = {file: [] for own in files for (file,) in own.values()}
+
+    def run_layer(layer: int, *numbers: int) -> None:
+        memory.make_room(files[layer], len(numbers))
+        flags = np.zeros((1, 4), np.float32)
+        flags[0, [*numbers]] = 1
+        memory.read([layer], flags, files[layer])
+
+    for layer in range(3):
+        run_layer(layer, layer)
+    assert {*memory._held} == {(0, 0), (2, 2)}, "what the next pass reads last has left"
+    for layer in range(3):
+        run_layer(layer, layer)
+    assert (memory.stats.hits, memory.stats.misses) == (1, 5)
+    run_layer(0, 3)
+    assert {*memory._held} == {(0, 0), (0, 3)} and memory.stats.max_held_bytes == memory.stats.budget_bytes
 
 
-def test_parts_of_a_graph_let_experts_leave_between_them(tmp_path: Path) -> None:
-    folder = mixture(tmp_path, splits=2)
-    plain, _ = ran(folder, expert_budget="1GB")
-    within, stats = ran(folder, expert_budget=4 * PAGE)
-    assert within == plain
-    assert stats.max_pass_bytes <= 8 * 6 * PAGE + stats.budget_bytes, "a part has one layer of experts"
+def test_what_a_graph_may_read_has_room_before_it_runs() -> None:
+    """A layer may read all of its experts: those of others leave, and its own in the form of another graph."""
+    memory = ExpertMemory(4 * 4 * PAGE)
+    own, others, packed = (
+        {Expert(layer, at): {_File(Path(f"{name}{at}"), 4 * PAGE)} for at in range(4)}
+        for layer, name in ((0, "own"), (1, "others"), (0, "packed"))
+    )
+    memory._mappings = {file: [] for files in (own, others, packed) for (file,) in files.values()}
+    flags = np.array([[1, 1, 0, 0]], np.float32)
+    memory.read([0], flags, own)
+    memory.read([1], flags, others)
+    memory.make_room(own, 4)
+    assert {*memory._held} == {(0, 0), (0, 1)} and memory.stats.held_bytes == 2 * 4 * PAGE
+    memory.make_room(packed, 1)
+    assert memory.stats.held_bytes == 2 * 4 * PAGE, "one more fits"
+    memory.make_room(packed, 4)
+    assert memory._held == {} and memory.stats.held_bytes == 0
+
+
+def test_a_graph_runs_layer_by_layer_within_a_budget(bundle: Path, tmp_path: Path) -> None:
+    with edgekv.load(bundle, cpu_mode="fast", expert_budget=LAYER) as model:
+        within = tokens(model)
+        runs = {graph.record.name: len(graph.record.parts) for graph in model.session._graphs.loaded}
+    assert set(runs.values()) == {2}
+    split = mixture(tmp_path, splits=2)
+    assert ran(split, expert_budget=LAYER)[0] == within == ran(split, expert_budget="1GB")[0]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("granitemoe", {"expert_budget": 1000}, ["1.0 kB", "at least one expert, ", "bytes", "All experts together"]),
+        (
+            "granitemoe",
+            {"expert_budget": 1000},
+            ["1.0 kB", "at least the experts of a layer, ", "bytes", "All experts together"],
+        ),
         ("granitemoe", {"expert_budget": "12 apples"}, ["'12 apples'", "4GB or 512MiB"]),
         ("granitemoe", {"expert_budget": "1MB", "cpu_mode": "emulate"}, ["emulate", "fast or exact16"]),
         ("llama-2", {"expert_budget": "1MB"}, ["a model without experts"]),
@@ -134,21 +175,22 @@ def test_budgets_that_cannot_be_are_refused(tmp_path: Path, name, options, words
 
 
 def test_the_command_prints_what_became_of_experts(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--prompt", "hello", "--max-new-tokens", "4", "--expert-budget", "64KiB"]
+    options = ["--prompt", "hello", "--max-new-tokens", "4", "--expert-budget", "192KiB"]
     assert run(["generate", str(bundle), *options]) == 0
     plain = capsys.readouterr()
-    assert re.search(r"\[experts: \d+ of \d+ were in memory, .* of 65.5 kB kept between passes", plain.err)
+    assert re.search(r"\[experts: \d+ of \d+ were in memory, .* of 196.6 kB in memory now, ", plain.err)
     assert run(["generate", str(bundle), *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["experts"]
-    assert found["budget_bytes"] == 64 << 10 and found["misses"] > 0
+    assert found["budget_bytes"] == 192 << 10 and found["misses"] > 0
     assert run(["generate", str(bundle), *options[:-1], "1kB"]) == 2
-    assert "--expert-budget: got 1.0 kB; expected at least one expert" in capsys.readouterr().err
+    assert "--expert-budget: got 1.0 kB; expected at least the experts of a layer" in capsys.readouterr().err
 
 
-def test_what_an_expert_has_is_known_from_the_manifest(bundle: Path) -> None:
+def test_what_a_layer_has_is_known_from_the_manifest(bundle: Path) -> None:
     manifest = open_bundle(bundle).manifest
-    names = [f"model.layers.0.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down")]
-    own_bytes = sum(map(manifest.weights.bytes, names))
-    with pytest.raises(UsageError, match=f"at least one expert, {own_bytes:,} bytes"):
+    own_bytes = sum(manifest.weights.bytes(key) for key in manifest.weights.matrices if ".0.mlp.experts." in key)
+    with pytest.raises(UsageError, match=f"at least the experts of a layer, {own_bytes:,} bytes"):
         ExpertMemory.of(manifest, own_bytes - 1)
     assert ExpertMemory.of(manifest, own_bytes).stats.budget_bytes == own_bytes
+    with pytest.raises(UsageError, match=f"at least the experts of a layer, {LAYER:,} bytes"):
+        ran(bundle, expert_budget=LAYER - 1)
