@@ -90,6 +90,12 @@ class BlockOps(Protocol[V]):
     def exact_gelu(self, x: V, name: str) -> V:
         """`x / 2 * (1 + erf(x / sqrt(2)))`."""
 
+    def sigmoid(self, x: V, name: str) -> V: ...
+
+    def silu(self, x: V, at: str) -> V:
+        """`x * sigmoid(x)`; a runtime may have an operation of its own for it."""
+        return self.multiply(x, self.sigmoid(x, at + "sigmoid"), at + "silu")
+
     def join(self, parts: list[V], name: str) -> V:
         """Concatenated; the parts and the result have the encoding of `name`."""
 
@@ -127,8 +133,6 @@ class Ops(BlockOps[V], Protocol[V]):
 
     def shares(self, x: V, name: str) -> V:
         """`x / (sum(x) + 1e-6)` over the width, of elements from 0 to 1."""
-
-    def sigmoid(self, x: V, name: str) -> V: ...
 
     def tanh(self, x: V, name: str) -> V: ...
 
@@ -205,10 +209,6 @@ class Ops(BlockOps[V], Protocol[V]):
     def heads_of(self, x: V, count: int) -> list[V]:
         """The elements of x, one for each head, each `[1, 1, AR, 1]`, in the encoding of `x`."""
         return self.split(x, [1] * count)
-
-    def silu(self, x: V, at: str) -> V:
-        """`x * sigmoid(x)`."""
-        return self.multiply(x, self.sigmoid(x, at + "sigmoid"), at + "silu")
 
     def fold_heads(self, heads: list[V], names: Sequence[str] = ()) -> list[V]:
         """Heads of one group, `[1, 1, AR, width]`, as they are; or all as the rows of one, `[1, 1, G * AR, width]`.

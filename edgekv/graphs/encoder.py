@@ -1,13 +1,14 @@
 """The vision encoder, written once over the operations of `EncoderOps`.
 
-LayerNorm is `normalize`: matrices that write the residual are stored without the mean of their outputs, so that every
-row has the mean 0 and its deviation is its root mean square; weights and biases of norms are in the matrices that read
-them. Both are exact. A norm of merged patches needs the means of each, which are a second residual of width 1 then; if
-it follows a norm of each patch, the mean of the merged ones is taken away before it. Where the merged ones are
-averaged, the bias of the norm is added to their averages.
+LayerNorm is `normalize`, as RMSNorm is: matrices that write the residual are stored without the mean of their outputs,
+so that every row has the mean 0 and its deviation is its root mean square; weights and biases of norms are in the
+matrices that read them. Both are exact. A norm of merged patches needs the means of each, which are a second residual
+of width 1 then; if it follows a norm of each patch, the mean of the merged ones is taken away before it. Where the
+merged ones are averaged, the bias of the norm is added to their averages.
 DeepStack's mergers read the residual behind some layers; where they have such a norm, it has the means too.
 Pictures come as patches in the order of the squares that the projector merges, so that merging
-moves nothing. Those of a picture with a shape of its own are followed by inputs that no patch sees.
+moves nothing. Those of a picture with a shape of its own are followed by inputs that no patch sees; where layers
+attend within windows, patches come window by window, and those inputs are behind or between them.
 """
 
 from __future__ import annotations
@@ -57,8 +58,14 @@ class EncoderOps(BlockOps[V], Protocol[V]):
     def turns(self) -> tuple[V, V]:
         """Cosines and sines of each patch, `[1, 1, inputs, head_dim]`; the first half of the sines is negative."""
 
-    def unpadded(self, scores: V, name: str) -> V:
+    def unpadded(self, scores: V, name: str, *, in_windows: bool = False) -> V:
         """The scores lowered at inputs that are no patches."""
+
+    def in_windows(self, x: V) -> list[V]:
+        """The patches of `x` by windows, in one tensor `[1, windows, patches, width]` or in several."""
+
+    def from_windows(self, parts: list[V]) -> V:
+        """Of such parts the patches of all windows, `[1, 1, inputs, width]`."""
 
     def rms_norm(self, x: V, weight: str, name: str) -> V:
         """`x / rms(x) * weight`, over the width."""
@@ -120,6 +127,8 @@ def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[
     if spec.gemma_layers:
         seen = _linear(ops, spec, pixels, PATCHES, "vision.patches")
         return Residual(ops.add(seen, _linear(ops, spec, ops.places(), TABLE, "vision.places"), "vision.entry"), None)
+    if spec.has_shapes and not spec.has_table:  # the rotary embedding has all positions
+        return Residual(_linear(ops, spec, pixels, PATCHES, "vision.entry"), None)
     if spec.has_shapes:
         seen, places = _linear(ops, spec, pixels, PATCHES, "vision.patches", bias=PATCHES_BIAS), ops.places()
         rows = ops.add(seen, _linear(ops, spec, places, TABLE, "vision.places"), "vision.entry")
@@ -136,7 +145,7 @@ def encoder_entry(ops: EncoderOps[V], spec: EncoderSpec, pixels: V) -> Residual[
 
 
 def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: Residual[V]) -> Residual[V]:
-    """One layer: attention of all patches to all, and a feed-forward, each added to the residual.
+    """One layer: attention, and a feed-forward, each added to the residual.
 
     Keys have no bias, which adds the same to all scores of a patch, unless they are rotated; that of values is in the
     bias of `o_proj`.
@@ -148,15 +157,27 @@ def encoder_layer(ops: EncoderOps[V], spec: EncoderSpec, layer: int, residual: R
         residual = Residual(residual.rows, None)
     x = ops.normalize(residual.rows, spec.hidden, at + "attention_norm")
     for head in range(spec.heads):
-        query, key, value = (_head(ops, spec, x, at, kind, head) for kind in "qkv")
-        scores = ops.scores(query, key, f"{at}scores.h{head}")
-        if spec.has_shapes:
-            scores = ops.unpadded(scores, f"{at}unpadded.h{head}")
-        outputs.append(ops.attend(ops.softmax(scores, "vision.probabilities"), value, at + "attention"))
+        outputs.append(_attention(ops, spec, layer, [_head(ops, spec, x, at, kind, head) for kind in "qkv"], head))
     residual = _added(ops, spec, residual, ops.join(outputs, at + "attention"), at, "o_proj")
     x = ops.normalize(residual.rows, spec.hidden, at + "mlp_norm")
-    inner = _gelu(ops, spec, _linear(ops, spec, x, at + "fc1.weight", at + "fc1", bias=at + "fc1.bias"), at + "gelu")
+    inner = _linear(ops, spec, x, at + "fc1.weight", at + "fc1", bias=at + "fc1.bias")
+    inner = _gelu(ops, spec, inner, at + "gelu") if spec.feed_forward == "gelu" else ops.silu(inner, at)
+    if spec.feed_forward == "gated":
+        up = _linear(ops, spec, x, at + "up.weight", at + "up", bias=at + "up.bias")
+        inner = ops.multiply(inner, up, at + "gated")
     return _added(ops, spec, residual, inner, at, "fc2")
+
+
+def _attention(ops: EncoderOps[V], spec: EncoderSpec, layer: int, heads: list[V], head: int) -> V:
+    """The attention of a head, of its queries, keys and values: of all patches to all, or within windows."""
+    at, windowed, outputs = f"vision.layers.{layer}.", spec.is_windowed(layer), list[V]()
+    parts = zip(*(ops.in_windows(x) if windowed else [x] for x in heads), strict=True)
+    for query, key, value in parts:
+        scores = ops.scores(query, key, f"{at}scores.h{head}")
+        if spec.has_shapes:
+            scores = ops.unpadded(scores, f"{at}unpadded.h{head}", in_windows=windowed)
+        outputs.append(ops.attend(ops.softmax(scores, "vision.probabilities"), value, at + "attention"))
+    return ops.from_windows(outputs) if windowed else outputs[0]
 
 
 def _head(ops: EncoderOps[V], spec: EncoderSpec, x: V, at: str, kind: str, head: int) -> V:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -58,8 +59,24 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
     def turns(self) -> tuple[View, View]:
         return View(self._input(COS_PORT)), View(self._input(SIN_PORT))
 
-    def unpadded(self, scores: View, name: str) -> View:
-        return self._each("Add", [scores], name, [self._input(PADDING_PORT)])
+    def unpadded(self, scores: View, name: str, *, in_windows: bool = False) -> View:
+        padding = self._input(PADDING_PORT)
+        if in_windows:
+            shape = [1, self._spec.windows, 1, -1]
+            padding = self._once(("in windows", padding), lambda: self._nodes.reshape(padding, shape))
+        return self._each("Add", [scores], name, [padding])
+
+    def in_windows(self, x: View) -> list[View]:
+        shape = [x.heads, self._spec.windows, -1, self._spec.head_dim]
+        return [replace(x, tensor=self._once(("windows", x.tensor), lambda: self._nodes.reshape(x.tensor, shape)))]
+
+    def from_windows(self, parts: list[View]) -> View:
+        (x,) = parts
+        shape = [x.heads, 1, -1, self._spec.head_dim]
+        return replace(x, tensor=self._once(("rows", x.tensor), lambda: self._nodes.reshape(x.tensor, shape)))
+
+    def silu(self, x: View, at: str) -> View:
+        return self._each("QuickGelu", [x], at + "silu", alpha=1.0)
 
     def linear(
         self, x: View, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
@@ -87,15 +104,15 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
         return self._normalized(x, self._floats(weight), name, self._spec.eps)
 
     def rms_norm_parts(self, x: View, weight: str, parts: int, eps: float, name: str) -> View:
-        split = View(self._nodes.reshape(x.tensor, [self._spec.rows, parts, -1]))
+        split = View(self._nodes.reshape(x.tensor, [self._spec.output_rows, parts, -1]))
         normal = self._normalized(split, self._floats(weight), name, eps)
-        return View(self._nodes.reshape(normal.tensor, [1, self._spec.rows, -1]))
+        return View(self._nodes.reshape(normal.tensor, [1, self._spec.output_rows, -1]))
 
     def averaged(self, x: View, rows: int, name: str) -> View:
-        squares = self._nodes.reshape(x.tensor, [self._spec.patches // rows, rows, -1])
+        squares = self._nodes.reshape(x.tensor, [self._spec.slots // rows, rows, -1])
         axis = self._nodes.constant(np.array([1], np.int64), "axis_1")
         averages = self._nodes.add("ReduceMean", [squares, axis], name, keepdims=0)
-        return View(self._nodes.reshape(averages, [1, self._spec.patches // rows, -1]))
+        return View(self._nodes.reshape(averages, [1, self._spec.slots // rows, -1]))
 
     def normalize_merged(self, x: View, name: str) -> View:
         weights = self._unit_weights(self._spec.merged_width)
@@ -111,7 +128,7 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
         return self._each("Add", [x], name, [self._floats(weight)])
 
     def merged(self, x: View, rows: int) -> View:
-        reshaped = self._nodes.reshape(x.tensor, [1, self._spec.patches // rows, -1])
+        reshaped = self._nodes.reshape(x.tensor, [1, self._spec.slots // rows, -1])
         if x.tensor in self._normal:
             self._normal.add(reshaped)
         return View(reshaped)

@@ -81,11 +81,8 @@ class PictureEncoder:
             got = " ".join(str(error).split())
             fix = "Try another --engine; if it runs there, report this graph."
             raise EngineError(f"running {vision.file}", got=got, expected="a picture's rows", fix=fix) from None
-        height, width = pixels.shape[:2]
-        count = vision.encoder.rows_of(width, height)
-        first, *more = (
-            vision.encodings[port].dequantize(values[0, 0, :count]) for port, values in self._outputs.items()
-        )
+        rows = inputs.output_rows(vision.encoder)
+        first, *more = (vision.encodings[port].dequantize(values[0, 0, rows]) for port, values in self._outputs.items())
         behind = None
         if more:
             assert self._behind is not None, "a decoder whose layers read rows of pictures"

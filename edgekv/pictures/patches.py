@@ -21,15 +21,22 @@ class EncoderInputs:
 
     Attributes:
         patches: channels, rows and columns of each, `[patches, 3 * patch**2]`, and zeros for a class.
-        places: how much of each row of the table of positions a patch gets, `[patches, table_side**2]`; None if all
-            tiles have one size.
+        slots: where each stands in the input of a graph.
+        places: how much of each row of the table of positions a patch gets, `[patches, table_side**2]`; None without
+            a table.
         turns: cosines and sines of the rotary embedding of each patch, `[patches, head_dim]`; the first half of the
             sines is negative. None without one.
     """
 
     patches: _Floats
+    slots: NDArray[np.int64]
     places: _Floats | None = None
     turns: tuple[_Floats, _Floats] | None = None
+
+    def output_rows(self, spec: EncoderSpec) -> NDArray[np.int64]:
+        """Where each row of the tile stands in the output of a graph."""
+        first: NDArray[np.int64] = self.slots[: len(self.slots) - spec.has_class : spec.merged] // spec.merged
+        return first
 
 
 def block_order(rows: int, columns: int, merge: int) -> NDArray[np.int64]:
@@ -53,17 +60,30 @@ def encoder_inputs(pixels: NDArray[np.uint8], spec: EncoderSpec, pictures: Pictu
     order = block_order(rows, columns, spec.merge)
     inputs = np.zeros((len(patches) + spec.has_class, spec.patch_values), np.float32)
     inputs[: len(patches)] = patches[order]
+    slots = _window_slots(rows // spec.merge, columns // spec.merge, spec) if spec.window else np.arange(len(inputs))
     if not spec.has_shapes:
-        return EncoderInputs(inputs)
+        return EncoderInputs(inputs, slots)
     turns = None if spec.rotary_theta is None else _turns(rows, columns, spec.head_dim, spec.rotary_theta, order)
+    if not spec.has_table:
+        return EncoderInputs(inputs, slots, None, turns)
     if spec.interpolation == "summed":
         table = np.eye(spec.table_side, dtype=np.float32)
         down_at, across_at = np.divmod(order, columns)
-        return EncoderInputs(inputs, np.concatenate([table[across_at], table[down_at]], axis=1), turns)
+        return EncoderInputs(inputs, slots, np.concatenate([table[across_at], table[down_at]], axis=1), turns)
     weights = _antialiased if spec.interpolation == "antialiased" else _between_corners
     down, across = (weights(edge, spec.table_side) for edge in (rows, columns))
     places = down[:, None, :, None] * across[None, :, None, :]
-    return EncoderInputs(inputs, places.reshape(rows * columns, -1)[order], turns)
+    return EncoderInputs(inputs, slots, places.reshape(rows * columns, -1)[order], turns)
+
+
+def _window_slots(rows: int, columns: int, spec: EncoderSpec) -> NDArray[np.int64]:
+    """Where the patches of so many rows and columns of squares stand: window by window, each in its own square."""
+    edge = spec.window
+    down, across = np.divmod(np.arange(rows * columns), columns)
+    windows = down // edge * -(-columns // edge) + across // edge
+    squares = windows * edge**2 + down % edge * edge + across % edge
+    slots: NDArray[np.int64] = (squares[:, None] * spec.merged + np.arange(spec.merged)).reshape(-1)
+    return slots
 
 
 def _turns(rows: int, columns: int, head_dim: int, theta: float, order: NDArray[np.int64]) -> tuple[_Floats, _Floats]:
@@ -95,13 +115,15 @@ def graph_inputs(
     inputs: EncoderInputs, spec: EncoderSpec, encodings: Mapping[str, Encoding]
 ) -> dict[str, NDArray[Any]]:
     """What an encoder's graph reads of a tile, by input; no patch sees the inputs behind those of the tile."""
-    count, shapes = len(inputs.patches), spec.input_shapes
+    slots, shapes = inputs.slots, spec.input_shapes
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    values[PIXELS_PORT][0, 0, :count] = inputs.patches
+    values[PIXELS_PORT][0, 0, slots] = inputs.patches
+    if spec.has_shapes:
+        values[PADDING_PORT][:] = -np.inf
+        values[PADDING_PORT][..., slots] = 0
     if inputs.places is not None:
-        values[PLACES_PORT][0, 0, :count] = inputs.places
-        values[PADDING_PORT][..., count:] = -np.inf
+        values[PLACES_PORT][0, 0, slots] = inputs.places
     if inputs.turns is not None:
         for port, turns in zip((COS_PORT, SIN_PORT), inputs.turns, strict=True):
-            values[port][0, 0, :count] = turns
+            values[port][0, 0, slots] = turns
     return {name: encodings[name].quantize(array) for name, array in values.items()}

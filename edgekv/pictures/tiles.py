@@ -103,6 +103,9 @@ def _within(width: int, height: int, shapes: PictureShapes) -> tuple[int, int]:
     if within[0] * within[1] > most:  # of a long strip; transformers has more rows there than it lets others have
         longer = int(within[1] > within[0])
         within[longer] = max(most // within[1 - longer] // step, 1) * step
+    if shapes.windows_of(*within) > shapes.windows:  # of a strip too, whose windows are not full
+        longer, edge = int(within[1] > within[0]), shapes.window * step
+        within[longer] = shapes.windows // -(-within[1 - longer] // edge) * edge
     return within[0], within[1]
 
 

@@ -74,5 +74,5 @@ OTHER_CACHES = frozenset(
     }
 )
 """Those of them with another cache than keys and values of each token, once in every layer."""
-ENCODER = "an encoder of pictures or sound, other than those of InternVL, LFM2-VL, Qwen3-VL and SmolVLM"
+ENCODER = "an encoder of pictures or sound, other than those of Gemma, InternVL, LFM2-VL, Qwen-VL and SmolVLM"
 """What a model lacks, if nothing else, whose decoder is described apart."""

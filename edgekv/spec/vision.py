@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -34,10 +35,14 @@ PIXELS_PORT, ROWS_PORT = "pixel_values", "image_features"
 LAYER_ROWS_PORT = "layer_rows"
 """Output `[1, 1, rows, layers * width]`: what layers of the decoder read of rows; see `LayerRows`."""
 PLACES_PORT, PADDING_PORT = "position_weights", "padding_mask"
-"""Further inputs of an encoder whose pictures have shapes of their own: how much of each row of its table each patch
-gets, `[1, 1, inputs, table_side**2]`, and what lowers the scores of inputs that are no patches, `[1, 1, 1, inputs]`."""
+"""Further inputs of an encoder whose pictures have shapes of their own: how much of each row of its table, if it has
+one, each patch gets, `[1, 1, inputs, table_side**2]`, and what lowers the scores of inputs that are no patches,
+`[1, 1, 1, inputs]`."""
 COS_PORT, SIN_PORT = "position_ids_cos", "position_ids_sin"
 """Inputs of an encoder with a rotary embedding, `[1, 1, inputs, head_dim]`; the first half of the sines is negative."""
+
+MOST_SLOTS = 1 << 14
+"""Inputs of an encoder at most."""
 
 
 def deepstack_port(number: int) -> str:
@@ -119,12 +124,19 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         interpolation: how: bilinear with antialiasing, or bilinear between corners that stay corners. `summed` is none:
             there are two tables, of columns and of rows, and a patch has the sum of its positions in both.
         most_patches: of the largest picture with a shape of its own; None for those of the square.
+        window: edge of the windows within which patches attend, in rows of the output; 0 if they attend to all. A
+            graph's inputs stand window by window, and those at a picture's edges may not be full.
+        windows: of the input.
+        full_layers: those whose patches attend to all in spite of windows.
         rotary_theta: base of the rotary embedding of queries and keys, half of whose pairs turn with the row of a patch
             and half with its column; None without one.
         deepstack: layers behind which patches are merged a second time, by a norm and two matrices of their own: the
             decoder adds these rows to the residual behind its first layers (arXiv 2406.04334).
         projector: one matrix, or two with a GELU between them.
         projector_width: of the results of the first of two; None for that of the output.
+        feed_forward: `gelu`; `quick`, its approximation `x * sigmoid(1.702 x)`, whose factor is in the matrices; or
+            `gated`: SiLU of the results of one matrix, times those of another.
+        rms_norms: whether norms take no mean away and have no biases.
         norms: what is normalized behind the layers: each patch, the patches that become one row together, the
             patches and then what they become, or the averages of patches alone.
         pooled: whether the patches that become one row are averaged, and the root mean square of that is its norm;
@@ -156,10 +168,15 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     table_side: Annotated[int, msgspec.Meta(ge=0, le=1 << 12)] = 0
     interpolation: Literal["antialiased", "corners", "summed"] = "antialiased"
     most_patches: _Count | None = None
+    window: Annotated[int, msgspec.Meta(ge=0, le=1 << 8)] = 0
+    windows: Annotated[int, msgspec.Meta(ge=0, le=1 << 12)] = 0
+    full_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 12)], ...], msgspec.Meta(max_length=64)] = ()
     rotary_theta: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None
     deepstack: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 12)], ...], msgspec.Meta(max_length=16)] = ()
     projector: Literal["matrix", "mlp"] = "matrix"
     projector_width: _Width | None = None
+    feed_forward: Literal["gelu", "quick", "gated"] = "gelu"
+    rms_norms: bool = False
     norms: Literal["patches", "merged", "both", "averages"] = "patches"
     pooled: bool = False
     projector_eps: _Epsilon = 1e-5
@@ -178,8 +195,16 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"image: got {self.image} pixels; expected a multiple of {self.patch} x {self.merge}")
         if self.has_shapes and self.has_class:
             raise ValueError("table_side: got a class; expected patches alone")
+        if (self.window > 0) != (self.windows > 0) or (self.window and (self.rotary_theta is None or self.has_table)):
+            raise ValueError(f"window: got {self.window}; expected windows, and a rotary embedding without a table")
+        if self.windows and not self.patches <= self.slots <= MOST_SLOTS:
+            expected = f"enough for {self.patches:,} patches, and for {MOST_SLOTS:,} at most"
+            raise ValueError(f"windows: got {self.windows}; expected {expected}")
+        if (not self.has_table or self.rms_norms) and self.has_shapes and (self.norms != "patches" or self.deepstack):
+            raise ValueError(f"norms: got {self.norms}; expected those of patches alone, without a table of positions")
         if self.most_patches is not None and (not self.has_shapes or self.most_patches % self.merged):
-            raise ValueError(f"most_patches: got {self.most_patches}; expected squares of {self.merged}, with a table")
+            expected = f"squares of {self.merged}, of pictures with shapes"
+            raise ValueError(f"most_patches: got {self.most_patches}; expected {expected}")
         if self.pooled != (self.norms == "averages") and self.norms != "both":
             raise ValueError(f"norms: got {self.norms}; expected averages where pooled is true")
         if self.kv_heads is not None and (not self.gemma_layers or self.heads % self.kv_heads):
@@ -191,7 +216,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.layer_rows is not None and (self.deepstack or not self.gemma_layers):
             raise ValueError("layer_rows: got some; expected gemma_layers, and no deepstack")
         if self.rotary_theta is not None and (self.head_dim % 4 or not self.has_shapes):
-            raise ValueError("rotary_theta: got it; expected heads of a multiple of 4, and pictures with shapes")
+            raise ValueError("rotary_theta: got it; expected heads of a multiple of 4, and patches without a class")
         if (self.deepstack and self.deepstack[-1] >= self.layers) or [*self.deepstack] != sorted({*self.deepstack}):
             raise ValueError(f"deepstack: got {self.deepstack}; expected ascending numbers below {self.layers}")
 
@@ -228,6 +253,11 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def has_shapes(self) -> bool:
         """Whether pictures have shapes of their own."""
+        return self.has_table or self.rotary_theta is not None
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the positions of a picture's shape are interpolated."""
         return self.table_side > 0
 
     @property
@@ -236,9 +266,18 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return 2 * self.table_side if self.interpolation == "summed" else self.table_side**2
 
     @property
+    def slots(self) -> int:
+        """Places for patches in the input: those of the largest picture, or of windows."""
+        return self.windows * self.window**2 * self.merged if self.window else self.patches
+
+    @property
     def inputs(self) -> int:
-        """Rows of the input: patches, and a class."""
-        return self.patches + self.has_class
+        """Rows of the input: places for patches, and a class."""
+        return self.slots + self.has_class
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether the patches of a layer attend within windows."""
+        return self.window > 0 and layer not in self.full_layers
 
     @property
     def patch_values(self) -> int:
@@ -257,15 +296,21 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def rows(self) -> int:
-        """Rows of the output; those of a picture, if all have one size."""
+        """Rows of a picture; of the largest, if they have shapes of their own."""
         return self.patches // self.merged
+
+    @property
+    def output_rows(self) -> int:
+        """Rows of the output of its graph."""
+        return self.slots // self.merged
 
     @property
     def input_shapes(self) -> dict[str, tuple[int, int, int, int]]:
         """The shapes of the inputs of its graph, by name."""
         shapes = {PIXELS_PORT: (1, 1, self.inputs, self.patch_values)}
         if self.has_shapes:
-            shapes[PLACES_PORT] = 1, 1, self.inputs, self.table_rows
+            if self.has_table:
+                shapes[PLACES_PORT] = 1, 1, self.inputs, self.table_rows
             shapes[PADDING_PORT] = 1, 1, 1, self.inputs
         if self.rotary_theta is not None:
             shapes |= dict.fromkeys((COS_PORT, SIN_PORT), (1, 1, self.inputs, self.head_dim))
@@ -275,9 +320,9 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def outputs(self) -> dict[str, tuple[int, int, int, int]]:
         """The shapes of the outputs of its graph, by name: what is embedded, and what layers of the decoder read."""
         ports = ROWS_PORT, *map(deepstack_port, range(len(self.deepstack)))
-        shapes = dict.fromkeys(ports, (1, 1, self.rows, self.output))
+        shapes = dict.fromkeys(ports, (1, 1, self.output_rows, self.output))
         if self.layer_rows is not None:
-            shapes[LAYER_ROWS_PORT] = 1, 1, self.rows, self.layer_rows.elements
+            shapes[LAYER_ROWS_PORT] = 1, 1, self.output_rows, self.layer_rows.elements
         return shapes
 
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
@@ -297,14 +342,14 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             at = f"vision.layers.{layer}."
             matrices |= {f"{at}{name}_proj.weight": (self.hidden, self.hidden) for name in "qkvo"}
             matrices[at + "fc1.weight"] = self.intermediate, self.hidden
-            if self.gemma_layers:
+            if self.gemma_layers or self.feed_forward == "gated":
                 matrices[at + "up.weight"] = self.intermediate, self.hidden
             matrices[at + "fc2.weight"] = self.hidden, self.intermediate
         inner = self.output if self.projector_width is None else self.projector_width
         matrices[PROJECTOR] = inner, self.merged_width
         if self.projector == "mlp":
             matrices[PROJECTOR_OUT] = self.output, inner
-        if self.has_shapes:
+        if self.has_table:
             matrices[TABLE] = self.hidden, self.table_rows
         if self.norms == "both" and not self.pooled:
             matrices[CENTER] = 1, self.hidden * self.merged
@@ -327,7 +372,10 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return self._gemma_tensors
         inner = self.output if self.projector_width is None else self.projector_width
         tensors: dict[str, tuple[int, ...]] = {PROJECTOR_BIAS: (inner,)}
-        tensors |= {PATCHES_BIAS: (self.hidden,)} if self.has_shapes else {POSITIONS: (self.inputs, self.hidden)}
+        if self.has_table:
+            tensors[PATCHES_BIAS] = (self.hidden,)
+        elif not self.has_shapes:
+            tensors[POSITIONS] = self.inputs, self.hidden
         if self.norms == "both":
             tensors |= {LAST_NORM: (self.hidden,), LAST_NORM_BIAS: (self.hidden,)}
         if self.projector == "mlp":
@@ -340,6 +388,8 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             }
             tensors |= {f"{at}o_proj.bias": (self.hidden,), f"{at}fc2.bias": (self.hidden,)}
             tensors[at + "fc1.bias"] = (self.intermediate,)
+            if self.feed_forward == "gated":
+                tensors[at + "up.bias"] = (self.intermediate,)
             if layer < self.mean_layers:
                 tensors |= {f"{at}o_proj_mean.bias": (1,), f"{at}fc2_mean.bias": (1,)}
         if self.keeps_means:
@@ -375,6 +425,8 @@ class PictureShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         most: rows that it has at most.
         split_above: a picture of more than so many times `most` is split.
         fills: whether smaller pictures are enlarged to the greatest area too, and edges rounded down.
+        window: edge of an encoder's windows, in rows of its output; 0 without.
+        windows: that a picture has at most, those at its edges that are not full too.
     """
 
     patch: _Pixels
@@ -383,6 +435,21 @@ class PictureShapes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     most: _Count
     split_above: Annotated[float, msgspec.Meta(gt=0, le=1 << 12)]
     fills: bool = False
+    window: Annotated[int, msgspec.Meta(ge=0, le=1 << 8)] = 0
+    windows: Annotated[int, msgspec.Meta(ge=0, le=1 << 12)] = 0
+
+    def windows_of(self, width: int, height: int) -> int:
+        """Windows of a picture of so many pixels; 0 without any."""
+        edge = self.window * self.step
+        return -(-width // edge) * -(-height // edge) if edge else 0
+
+    @property
+    def square(self) -> int:
+        """Edge of the largest square, in pixels."""
+        edge = math.isqrt(self.most)
+        while self.windows_of(edge * self.step, edge * self.step) > self.windows:
+            edge -= 1
+        return edge * self.step
 
     @property
     def step(self) -> int:

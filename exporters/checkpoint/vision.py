@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +69,10 @@ _CLIPPED = {
 }
 """The results that a matrix of a layer reads and writes, of which some checkpoints have bounds."""
 _OF_LAYER_ROWS = LAYER_TABLE, LAYER_TABLE_PROJECTION, LAYER_TABLE_NORM
+_INNER = "fc1", "up"
+"""Matrices whose results have the width of the feed-forward."""
+_QUICK = 1.702
+"""`x * sigmoid(1.702 x)` is nearly GELU (arXiv 1606.08415)."""
 _FARTHEST = float(np.finfo(np.float32).max)
 _DEEPSTACK = re.compile(r"vision\.deepstack\.(\d+)\.(fc[12])\.(weight|bias)")
 
@@ -176,9 +179,10 @@ class VisionEncoder:
             expected = f"at most {MOST_PATCHES * self.spec.patch**2:,} pixels"
             raise UsageError(field, got=f"{patches:,} patches", expected=expected, fix="Use smaller sizes.")
         rows = patches // self.spec.merged
-        shapes = msgspec.structs.replace(shapes, least=min(shapes.least, rows), most=rows)
+        windows = max(shapes.windows_of(width, height) for width, height in sizes)
+        shapes = msgspec.structs.replace(shapes, least=min(shapes.least, rows), most=rows, windows=windows)
         pictures = msgspec.structs.replace(self.pictures, sizes=tuple(sizes), shapes=shapes)
-        spec = msgspec.structs.replace(self.spec, most_patches=patches, image=math.isqrt(rows) * step)
+        spec = msgspec.structs.replace(self.spec, most_patches=patches, windows=shapes.windows, image=shapes.square)
         if spec.interpolation == "summed":
             side, stored = max(map(max, sizes)) // spec.patch, self._tensors[self.names.positions].shape[1]
             if side > stored:
@@ -227,7 +231,8 @@ class VisionEncoder:
             return self._deepstack(int(merger[1]), merger[2], merger[3])
         entry = (PATCHES, POSITIONS, PATCHES_BIAS, TABLE)
         if name in entry or name.endswith(("o_proj.weight", "o_proj.bias", "fc2.weight", "fc2.bias")):
-            centered = _centered(self._written(name))
+            written = self._written(name)
+            centered = written if self.spec.rms_norms else _centered(written)
             return centered.T if name == POSITIONS else centered
         if name == PROJECTOR:
             return self._projector() * self._folded("weight")
@@ -349,7 +354,8 @@ class VisionEncoder:
     def _folded(self, kind: str) -> Floats:
         """The weights or biases of the norm before the projector, for each element of merged patches."""
         if self.spec.norms == "patches":
-            return np.tile(self._stored(f"{_named(self.names.last_norm)}.{kind}"), self.spec.merged)
+            read = self._weight if kind == "weight" else self._bias
+            return np.tile(read(_named(self.names.last_norm)), self.spec.merged)
         if self.spec.pooled:
             return 1 + self._stored(f"{_named(self.names.merged_norm)}.{kind}")
         return self._stored(f"{_named(self.names.merged_norm)}.{kind}")
@@ -382,27 +388,34 @@ class VisionEncoder:
 
     def _layer(self, part: str, layer: int) -> Floats:
         names, matrix, _, kind = self.names, *part.rpartition(".")
-        reads = {"q_proj": names.q, "k_proj": names.k, "v_proj": names.v, "fc1": names.fc1}
+        reads = {"q_proj": names.q, "k_proj": names.k, "v_proj": names.v, "fc1": names.fc1, "up": names.up or ""}
         if matrix in reads:
-            norm = names.feed_forward_norm if matrix == "fc1" else names.attention_norm
+            norm = names.feed_forward_norm if matrix in _INNER else names.attention_norm
             weight = self._own_part(self._weight(reads[matrix], layer), matrix)
+            gain = self._quick if matrix in _INNER else np.float32(1)
             if kind == "weight":
-                return weight * self._weight(norm, layer)
-            return self._own_part(self._bias(reads[matrix], layer), matrix) + weight @ self._bias(norm, layer)
+                return weight * (self._weight(norm, layer) * gain)
+            bias: Floats = self._own_part(self._bias(reads[matrix], layer), matrix) + weight @ self._bias(norm, layer)
+            return bias * gain
         is_attention = matrix == "o_proj"
         writes, scale = (names.o, names.attention_scale) if is_attention else (names.fc2, names.feed_forward_scale)
         weight = self._weight(writes, layer)
         factors = np.ones(len(weight), np.float32) if scale is None else self._stored(scale, layer)
         if kind == "weight":
-            return weight * factors[:, None]
+            return weight * (factors if is_attention else factors / self._quick)[:, None]
         bias = self._bias(writes, layer)
         if is_attention:  # shares of a patch sum to 1, so the bias of values reaches the result
             bias = bias + weight @ self._layer("v_proj.bias", layer)
         return bias * factors
 
+    @property
+    def _quick(self) -> np.float32:
+        """The factor of what SiLU reads, by which its results are divided."""
+        return np.float32(_QUICK if self.spec.feed_forward == "quick" else 1)
+
     def _own_part(self, fused: Floats, matrix: str) -> Floats:
         """The rows of queries, keys or values, if they are stored as one matrix."""
-        if matrix == "fc1" or not self.names.is_fused:
+        if matrix in _INNER or not self.names.is_fused:
             return fused
         return fused[self.spec.hidden * "qkv".index(matrix[0]) :][: self.spec.hidden]
 
@@ -419,8 +432,11 @@ class VisionEncoder:
 
     @property
     def _unbiased(self) -> tuple[str, ...]:
-        """The projections that checkpoints have no biases of."""
-        return () if self.spec.biased_inputs else (self.names.q, self.names.k, self.names.v)
+        """The projections and norms that checkpoints have no biases of; those of the width of the residual."""
+        names = self.names
+        inputs = () if self.spec.biased_inputs else (names.q, names.k, names.v)
+        norms = (names.attention_norm, names.feed_forward_norm, _named(names.last_norm)) if self.spec.rms_norms else ()
+        return *inputs, *norms
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -432,10 +448,11 @@ class VisionEncoder:
         positions = spec.table_side**2 if spec.has_shapes else spec.patches
         shapes: dict[str, tuple[int, ...]] = {
             names.patches + ".weight": (spec.hidden, 3, spec.patch, spec.patch),
-            names.patches + ".bias": (spec.hidden,),
-            names.positions: (1, spec.inputs, spec.hidden) if spec.has_class else (positions, spec.hidden),
             names.projector_weight: (inner, spec.merged_width),
         }
+        if positions:
+            shapes[names.patches + ".bias"] = (spec.hidden,)
+            shapes[names.positions] = (1, spec.inputs, spec.hidden) if spec.has_class else (positions, spec.hidden)
         if names.projector_inputs:
             shapes[names.projector_weight] = spec.merged_width, inner
         if names.frames:
@@ -454,6 +471,7 @@ class VisionEncoder:
                 **dict.fromkeys((names.q, names.k, names.v), (spec.hidden * (3 if names.is_fused else 1), spec.hidden)),
                 names.o: (spec.hidden, spec.hidden),
                 names.fc1: (spec.intermediate, spec.hidden),
+                **({} if names.up is None else {names.up: (spec.intermediate, spec.hidden)}),
                 names.fc2: (spec.hidden, spec.intermediate),
             }.items():
                 shapes[name.format(layer=layer) + ".weight"] = shape
@@ -461,8 +479,9 @@ class VisionEncoder:
                     shapes[name.format(layer=layer) + ".bias"] = shape[:1]
             for scale in filter(None, (names.attention_scale, names.feed_forward_scale)):
                 shapes[scale.format(layer=layer)] = (spec.hidden,)
-        shapes |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in ("weight", "bias")}
-        for kind in ("weight", "bias"):
+        kinds = ("weight",) if spec.rms_norms else ("weight", "bias")
+        shapes |= {f"{norm}.{kind}": (spec.hidden,) for norm in norms for kind in kinds}
+        for kind in kinds:
             if spec.norms != "merged":
                 shapes[f"{_named(names.last_norm)}.{kind}"] = (spec.hidden,)
             if spec.norms != "patches" and not (spec.pooled and kind == "bias"):

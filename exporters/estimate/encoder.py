@@ -24,6 +24,8 @@ def encoder_slices(spec: EncoderSpec) -> list[tuple[EncoderSpec, int]]:
 
     The mergers behind layers are in each.
     """
+    if spec.window:
+        return _window_slices(spec)
     least = max(len(spec.deepstack), _SLICE_LAYERS)
     least += (spec.layers - least) % _SLICE_LAYERS
     if spec.layers <= least + _SLICE_LAYERS:
@@ -34,6 +36,26 @@ def encoder_slices(spec: EncoderSpec) -> list[tuple[EncoderSpec, int]]:
         for layers in (least, least + _SLICE_LAYERS)
     )
     return [(more, times), (few, 1 - times)]
+
+
+def _window_slices(spec: EncoderSpec) -> list[tuple[EncoderSpec, int]]:
+    """The same where layers are of two kinds: with attention within windows, and of all patches."""
+    full = len({*spec.full_layers} & {*range(spec.layers)})
+    kinds = spec.layers - full, full
+    least = [min(count, _SLICE_LAYERS + count % _SLICE_LAYERS) for count in kinds]
+    times = [(count - few) // _SLICE_LAYERS for count, few in zip(kinds, least, strict=True)]
+    if not any(times):
+        return [(spec, 1)]
+    slices = [(_of_kinds(spec, *least), 1 - sum(times))]
+    for kind, count in enumerate(times):
+        more = [few + _SLICE_LAYERS * (at == kind) for at, few in enumerate(least)]
+        slices += [(_of_kinds(spec, *more), count)] if count else []
+    return slices
+
+
+def _of_kinds(spec: EncoderSpec, windowed: int, full: int) -> EncoderSpec:
+    """The encoder with so many layers of each kind."""
+    return structs.replace(spec, layers=windowed + full, full_layers=tuple(range(windowed, windowed + full)), wide=())
 
 
 def write_random_encoder(spec: EncoderSpec, pictures: PictureSpec, file: Path) -> None:

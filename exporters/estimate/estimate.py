@@ -250,8 +250,8 @@ def _estimate_encoder(
     """A tile on each proxy, in encoders of few layers; see `encoder_slices`."""
     with scratch_folder("slices") as scratch, full_disk_named(scratch, "slices of graphs"):
         binaries = list[_Binary]()
-        for part, times in encoder_slices(spec):
-            file = scratch / str(part.layers) / f"{ENCODER}.onnx"
+        for number, (part, times) in enumerate(encoder_slices(spec)):
+            file = scratch / str(number) / f"{ENCODER}.onnx"
             file.parent.mkdir()
             write_random_encoder(part, pictures, file)
             binaries.append(_Binary({ENCODER: file}, times))

@@ -99,6 +99,9 @@ class QdqBlocks:
     def exact_gelu(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Gelu", [x.name], name)
 
+    def sigmoid(self, x: Tensor, name: str) -> Tensor:
+        return self._nodes.emit("Sigmoid", [x.name], name)
+
     def join(self, parts: list[Tensor], name: str) -> Tensor:
         return self._nodes.emit("Concat", [part.name for part in parts], name, axis=WIDTH)
 

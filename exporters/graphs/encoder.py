@@ -26,15 +26,16 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
         self._spec = spec
         self._inputs = {name: self._nodes.dequantize(name, name + "_dq", encodings[name]) for name in spec.input_shapes}
         self.entry = self._inputs[PIXELS_PORT]
+        self._window_padding: Tensor | None = None
 
     def plus(self, x: Tensor, weight: str, name: str) -> Tensor:
         return self._nodes.emit("Add", [x.name, self._weight(*self._weights.tensor(weight))], name)
 
     def merged(self, x: Tensor, rows: int) -> Tensor:
-        return self._reshape(x, x.name + ".merged", (1, 1, self._spec.patches // rows, -1))
+        return self._reshape(x, x.name + ".merged", (1, 1, self._spec.slots // rows, -1))
 
     def averaged(self, x: Tensor, rows: int, name: str) -> Tensor:
-        nodes, count = self._nodes, self._spec.patches // rows
+        nodes, count = self._nodes, self._spec.slots // rows
         squares = self._reshape(x, x.name + ".squares", (1, count, rows, -1))
         axis = nodes.constant("axis_2", np.array([2], np.int64))
         averages = nodes.emit("ReduceMean", [squares.name, axis], name, keepdims=1)
@@ -52,8 +53,21 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
     def turns(self) -> tuple[Tensor, Tensor]:
         return self._inputs[COS_PORT], self._inputs[SIN_PORT]
 
-    def unpadded(self, scores: Tensor, name: str) -> Tensor:
-        return self._nodes.emit("Add", [scores.name, self._inputs[PADDING_PORT].name], name)
+    def unpadded(self, scores: Tensor, name: str, *, in_windows: bool = False) -> Tensor:
+        padding = self._inputs[PADDING_PORT]
+        if in_windows:
+            if self._window_padding is None:
+                shape = 1, self._spec.windows, 1, -1
+                self._window_padding = self._reshape(padding, "vision.probabilities.padding", shape)
+            padding = self._window_padding
+        return self._nodes.emit("Add", [scores.name, padding.name], name)
+
+    def in_windows(self, x: Tensor) -> list[Tensor]:
+        return [self._reshape(x, x.name + ".windows", (1, self._spec.windows, -1, self._spec.head_dim))]
+
+    def from_windows(self, parts: list[Tensor]) -> Tensor:
+        (x,) = parts
+        return self._reshape(x, x.name + ".rows", (1, 1, -1, self._spec.head_dim))
 
     def rms_norm(self, x: Tensor, weight: str, name: str) -> Tensor:
         gamma = self._weight(*self._weights.tensor(weight))
@@ -61,9 +75,9 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
 
     def rms_norm_parts(self, x: Tensor, weight: str, parts: int, eps: float, name: str) -> Tensor:
         gamma = self._weight(*self._weights.tensor(weight))
-        split = self._reshape(x, x.name + ".parts", (1, self._spec.rows, parts, -1))
+        split = self._reshape(x, x.name + ".parts", (1, self._spec.output_rows, parts, -1))
         normal = self._nodes.emit("RMSNormalization", [split.name, gamma], name, axis=-1, epsilon=eps)
-        return self._reshape(normal, name + ".joined", (1, 1, self._spec.rows, -1))
+        return self._reshape(normal, name + ".joined", (1, 1, self._spec.output_rows, -1))
 
     def patches(self, x: Tensor) -> Tensor:
         spec, nodes = self._spec, self._nodes

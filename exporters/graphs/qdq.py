@@ -291,9 +291,6 @@ class QdqOps(QdqBlocks, DeltaOps[Tensor]):
         integer = self._nodes.constant(f"factor_{value!r}", encoding.quantize(np.array(value)))
         return self._nodes.dequantize_once(integer, encoding)
 
-    def sigmoid(self, x: Tensor, name: str) -> Tensor:
-        return self._nodes.emit("Sigmoid", [x.name], name)
-
     def tanh(self, x: Tensor, name: str) -> Tensor:
         return self._nodes.emit("Tanh", [x.name], name)
 

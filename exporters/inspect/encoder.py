@@ -119,7 +119,11 @@ def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched
     options = session_options(bundle.path, None)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
     integers = session.run([*names.values()], graph_inputs(shown, record.encoder, record.encodings))
-    return {name: record.encodings[name].dequantize(rows[0, 0]) for name, rows in zip(names, integers, strict=True)}
+    at = [shown.output_rows(record.encoder) if name == _ROWS else shown.slots for name in names]
+    return {
+        name: record.encodings[name].dequantize(rows[0, 0, places])
+        for name, rows, places in zip(names, integers, at, strict=True)
+    }
 
 
 def _levels(expected: Floats, actual: NDArray[np.float32]) -> Levels:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgekv.errors import CheckpointError
 from edgekv.graphs.encoder import (
@@ -100,8 +101,20 @@ class NumpyEncoder(NumpyBlocks, EncoderOps[Floats]):
         assert self.shown.turns is not None, "an encoder with a rotary embedding"
         return self.shown.turns
 
-    def unpadded(self, scores: Floats, name: str) -> Floats:
+    def unpadded(self, scores: Floats, name: str, *, in_windows: bool = False) -> Floats:
         return scores
+
+    def in_windows(self, x: Floats) -> list[Floats]:
+        return [x[patches] for patches in self._windows()]
+
+    def from_windows(self, parts: list[Floats]) -> Floats:
+        return np.concatenate(parts)[np.argsort(np.concatenate(self._windows()))]
+
+    def _windows(self) -> list[NDArray[np.int64]]:
+        """The patches of each window."""
+        spec = self._tensors.spec
+        of_patches = self.shown.slots // (spec.window**2 * spec.merged)
+        return [np.flatnonzero(of_patches == window) for window in np.unique(of_patches)]
 
     def rms_norm(self, x: Floats, weight: str, name: str) -> Floats:
         variance = np.square(x).mean(-1, keepdims=True)
@@ -277,6 +290,7 @@ def encoder_encodings(
     )
     if spec.has_shapes:
         encodings[PADDING_PORT] = mask_encoding(depth, types)
+    if spec.has_table:
         encodings[PLACES_PORT] = (
             Encoding.symmetric(1.0, "s16") if activations == "s16" else Encoding.asymmetric(0.0, 1.0, "u16")
         )
@@ -301,8 +315,14 @@ class _EncoderResults(ResultRecorder, EncoderOps[str]):
     def turns(self) -> tuple[str, str]:
         return COS_PORT, SIN_PORT
 
-    def unpadded(self, scores: str, name: str) -> str:
+    def unpadded(self, scores: str, name: str, *, in_windows: bool = False) -> str:
         return self._record("masked", name, (scores,))
+
+    def in_windows(self, x: str) -> list[str]:
+        return [x]
+
+    def from_windows(self, parts: list[str]) -> str:
+        return parts[0]
 
     def rms_norm(self, x: str, weight: str, name: str, *, gain: float = 1.0) -> str:
         return self._record("norm", name)

@@ -170,6 +170,10 @@ class NumpyBlocks:
     def exact_gelu(self, x: Floats, name: str) -> Floats:
         return self._seen(name, np.float32(0.5) * x * (1 + _erf(x * np.float32(0.5**0.5))))
 
+    def sigmoid(self, x: Floats, name: str) -> Floats:
+        with np.errstate(over="ignore"):
+            return self._seen(name, 1 / (1 + np.exp(-x)))
+
     def multiply(self, a: Floats, b: Floats, name: str) -> Floats:
         return self._seen(name, a * b)
 
@@ -322,10 +326,6 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def shares(self, x: Floats, name: str) -> Floats:
         total = self._seen(name + ".sum", x.sum(-1, keepdims=True))
         return self._seen(name, x / (total + np.float32(SHARES_EPS)))
-
-    def sigmoid(self, x: Floats, name: str) -> Floats:
-        with np.errstate(over="ignore"):
-            return self._seen(name, 1 / (1 + np.exp(-x)))
 
     def tanh(self, x: Floats, name: str) -> Floats:
         return self._seen(name, np.tanh(x))

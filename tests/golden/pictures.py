@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ from tests.support.picture_models import (
     write_gemma4_vl,
     write_internvl,
     write_lfm2_vl,
+    write_qwen2_5_vl,
+    write_qwen2_vl,
     write_qwen3_vl,
     write_smolvlm,
 )
@@ -47,7 +51,10 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil  # noqa: E402
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor  # noqa: E402
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor  # noqa: E402
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor  # noqa: E402
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor  # noqa: E402
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor  # noqa: E402
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor  # noqa: E402
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil  # noqa: E402
@@ -89,7 +96,10 @@ def make() -> dict[str, np.ndarray]:
         golden |= make_internvl(attention_bias=biased)
     for normalized in (True, False):
         golden |= make_lfm2_vl(merged_norm=normalized)
-    golden |= make_qwen3_vl() | make_gemma3_vl() | make_gemma4_vl() | make_gemma4_vl(clipped=True)
+    golden |= make_qwen_vl("qwen2_vl", write_qwen2_vl, Qwen2VLProcessor, Qwen2VLVideoProcessor)
+    golden |= make_qwen_vl("qwen2_5_vl", write_qwen2_5_vl, Qwen2_5_VLProcessor, Qwen2VLVideoProcessor)
+    golden |= make_qwen_vl("qwen3_vl", write_qwen3_vl, Qwen3VLProcessor, Qwen3VLVideoProcessor)
+    golden |= make_gemma3_vl() | make_gemma4_vl() | make_gemma4_vl(clipped=True)
     return golden | make_gemma4_vl(clipped=True, layered=True)
 
 
@@ -144,16 +154,18 @@ def make_lfm2_vl(*, merged_norm: bool = True) -> dict[str, np.ndarray]:
     return golden
 
 
-def make_qwen3_vl() -> dict[str, np.ndarray]:
+def make_qwen_vl(
+    kind: str, write: Callable[[Path], Path], own_processor: type[Any], videos: type[Any]
+) -> dict[str, np.ndarray]:
     """Of each picture its patches and their grid; rows and positions of a prompt with two, and its logits."""
     golden: dict[str, np.ndarray] = {}
-    prefix, place = "qwen3_vl_", "<|vision_start|><|image_pad|><|vision_end|>"
+    prefix, place = f"{kind}_", "<|vision_start|><|image_pad|><|vision_end|>"
     with tempfile.TemporaryDirectory() as scratch:
-        folder = write_qwen3_vl(Path(scratch) / "qwen3_vl")
+        folder = write(Path(scratch) / kind)
         model = loaded(AutoModelForImageTextToText, folder)
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
         images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor())
+        processor = own_processor(images, tokenizer, videos())
         pictures = [Image.fromarray(photo(*size, number)) for number, size in enumerate(SHAPED_SIZES)]
         for number, picture in enumerate(pictures):
             found = images([picture], return_tensors="pt")
@@ -163,7 +175,7 @@ def make_qwen3_vl() -> dict[str, np.ndarray]:
         golden[f"{prefix}ids"] = found["input_ids"][0].numpy()
         with torch.no_grad():
             features = model.model.get_image_features(found["pixel_values"], found["image_grid_thw"])
-            kinds = (features.pooler_output, *features.deepstack_features)
+            kinds = (features.pooler_output, *(getattr(features, "deepstack_features", None) or ()))
             golden[f"{prefix}rows"] = torch.cat([torch.cat(tuple(kind)) for kind in kinds], dim=1).numpy()
             places = model.model.get_rope_index(found["input_ids"], found["mm_token_type_ids"], found["image_grid_thw"])
             golden[f"{prefix}positions"] = places[0][:, 0].T.numpy()

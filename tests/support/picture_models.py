@@ -167,6 +167,80 @@ def write_qwen3_vl(folder: Path, *, seed: int = 0, gain: float = 1.5, layers: in
     return _write(folder, config, prepared, added, named | _qwen3_vl_weights(config, seed, gain), place)
 
 
+def write_qwen2_5_vl(folder: Path, *, seed: int = 0, gain: float = 1.2) -> Path:
+    """A random Qwen2.5-VL whose pictures have at most 16 rows, and whose windows are 2 x 2 rows but in one layer."""
+    vision = {
+        "model_type": "qwen2_5_vl_vision",
+        "hidden_size": 48,
+        "out_hidden_size": CONFIG["hidden_size"],
+        "intermediate_size": 96,
+        "hidden_act": "silu",
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+    }
+    return _write_qwen2_vl(folder, "qwen2_5_vl", vision, seed, gain)
+
+
+def write_qwen2_vl(folder: Path, *, seed: int = 0, gain: float = 1.5) -> Path:
+    """A random Qwen2-VL whose pictures have at most 16 rows."""
+    vision = {
+        "model_type": "qwen2_vl_vision",
+        "embed_dim": 48,
+        "hidden_size": CONFIG["hidden_size"],
+        "mlp_ratio": 2,
+        "hidden_act": "quick_gelu",
+    }
+    return _write_qwen2_vl(folder, "qwen2_vl", vision, seed, gain)
+
+
+def _write_qwen2_vl(folder: Path, kind: str, vision: dict[str, Any], seed: int, gain: float) -> Path:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = CONFIG | {"model_type": f"{kind}_text", "rope_parameters": rope, "tie_word_embeddings": True}
+    sizes = {"depth": 3, "num_heads": 4, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    config = {
+        "model_type": kind,
+        "architectures": ["Qwen2_5_VLForConditionalGeneration" if "2_5" in kind else "Qwen2VLForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision | sizes,
+        "image_token_id": 260,
+        "vision_start_token_id": 261,
+        "vision_end_token_id": 262,
+        "video_token_id": 263,
+        "tie_word_embeddings": True,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    prepared = {"min_pixels": 4 * 16**2, "max_pixels": 16 * 16**2, "patch_size": 8, "merge_size": 2}
+    weights = random_weights(text | {"model_type": "qwen2"}, seed)
+    named = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
+    random = np.random.Generator(np.random.PCG64([seed, 8]))
+
+    def matrix(rows: int, *columns: int, gain: float = gain) -> np.ndarray[Any, Any]:
+        return (gain * random.standard_normal((rows, *columns)) / np.prod(columns) ** 0.5).astype(np.float32)
+
+    model, hidden, inner, is_rms = "model.visual.", 48, 96, kind == "qwen2_5_vl"
+    named[f"{model}patch_embed.proj.weight"] = matrix(hidden, 3, 2, 8, 8)
+    norms = [f"{model}merger.ln_q"]
+    for layer in range(sizes["depth"]):
+        at = f"{model}blocks.{layer}."
+        norms += [f"{at}norm1", f"{at}norm2"]
+        shapes = {"attn.qkv": (3 * hidden, hidden), "attn.proj": (hidden, hidden)}
+        shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj") if is_rms else ("mlp.fc1",), (inner, hidden))
+        shapes["mlp.down_proj" if is_rms else "mlp.fc2"] = hidden, inner
+        for name, shape in shapes.items():
+            named |= {f"{at}{name}.weight": matrix(*shape), f"{at}{name}.bias": _vector(random, shape[0])}
+    for norm in norms:
+        named[f"{norm}.weight"] = _vector(random, hidden, 1.0)
+        if not is_rms:
+            named[f"{norm}.bias"] = _vector(random, hidden)
+    for number, shape in ((0, (4 * hidden, 4 * hidden)), (2, (text["hidden_size"], 4 * hidden))):
+        named[f"{model}merger.mlp.{number}.weight"] = matrix(*shape, gain=1.0)
+        named[f"{model}merger.mlp.{number}.bias"] = _vector(random, shape[0])
+    added = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+    return _write(folder, config, prepared, added, named, "<|vision_start|><|image_pad|><|vision_end|>")
+
+
 def write_gemma3_vl(folder: Path, *, seed: int = 0, gain: float = 2.0, window: int = WINDOW) -> Path:
     """A random Gemma 3 of the sizes of `SMALL`, whose pictures have 4 rows; a layer of its decoder has a window."""
     own = {"model_type": "gemma3_text", "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}

@@ -11,7 +11,7 @@ class EncoderNames:
 
     Attributes:
         patches: the convolution of pixels.
-        positions: the table of position embeddings, with its whole name.
+        positions: the table of position embeddings, with its whole name; empty without one.
         attention_norm: before attention.
         q: of queries; k and v alike. All three the same if they are one matrix, in this order.
         o: the projection of attention's results.
@@ -30,6 +30,7 @@ class EncoderNames:
         bucketed: whether patches find their positions as SigLIP for any resolution does; else they are in order.
         frames: pictures that the convolution takes at a time; a single one is given to it as often, so that its parts
             are added. 0 if it takes one and says nothing of time.
+        up: the matrix whose results are multiplied with those of `fc1`, if feed-forwards are gated; None without one.
         gemma: of Gemma's layers: the matrix that `fc1` gates, the norms of a head of queries and of keys, and those
             behind attention and the feed-forward. None for other layers.
     """
@@ -55,6 +56,7 @@ class EncoderNames:
     projector_inputs: bool = False
     bucketed: bool = False
     frames: int = 0
+    up: str | None = None
     gemma: tuple[str, str, str, str, str] | None = None
 
     @property

@@ -21,21 +21,24 @@ CLIP_DEVIATION: Channels = (0.26862954, 0.26130258, 0.27577711)
 """Those of CLIP's (arXiv 2103.00020)."""
 
 
-def read_heads(vision: Config, field: str = "num_attention_heads", *, parts: int = 1) -> tuple[int, int]:
+def read_heads(
+    vision: Config, field: str = "num_attention_heads", *, width: str = "hidden_size", parts: int = 1
+) -> tuple[int, int]:
     """Heads of an encoder, and its width, which they divide.
 
     Args:
         vision: its configuration.
         field: with the heads.
+        width: the field with the width.
         parts: into which the width of a head is divided.
 
     Raises:
         CheckpointError: the width of a head is no multiple of them.
     """
-    heads, hidden = vision.size(field), vision.size("hidden_size")
+    heads, hidden = vision.size(field), vision.size(width)
     if hidden % (parts * heads):
         times = f"{parts} times " if parts > 1 else ""
-        raise vision.refusal("hidden_size", f"a multiple of {times}{field} = {heads}")
+        raise vision.refusal(width, f"a multiple of {times}{field} = {heads}")
     return heads, hidden
 
 

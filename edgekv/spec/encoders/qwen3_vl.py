@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec.structs import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.encoders.names import EncoderNames
-from edgekv.spec.encoders.processor import BICUBIC, CLIP_DEVIATION, CLIP_MEAN, read_heads, read_normalization, read_side
-from edgekv.spec.vision import EncoderSpec, PictureShapes, PictureSpec
+from edgekv.spec.encoders.processor import read_heads, read_side
+from edgekv.spec.encoders.qwen_vl import (
+    EPS,
+    FRAMES,
+    read_pictures,
+    read_sections,
+    read_shapes,
+    read_theta,
+    read_width,
+)
+from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("qwen3_vl",)
 
@@ -32,14 +39,10 @@ NAMES = EncoderNames(
     projector=_MODEL + "merger.linear_fc1",
     projector_out=_MODEL + "merger.linear_fc2",
     deepstack=(_DEEPSTACK + "norm", _DEEPSTACK + "linear_fc1", _DEEPSTACK + "linear_fc2"),
-    frames=2,
+    frames=FRAMES,
 )
 
-_IMAGE_TOKEN = 151655
-_MAX_ROWS = 256
-"""Of a picture where the export names no sizes: 512 x 512 pixels. Checkpoints allow 16,384, beyond any phone."""
-_SECTIONS = [24, 20, 20]
-_EPS = 1e-6
+_PATCH = 16
 
 
 def describe(config: Config, processor: Config) -> EncoderSpec:
@@ -47,67 +50,41 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     vision = _vision(config)
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("in_channels", 3)
-    vision.expect("temporal_patch_size", NAMES.frames)
-    rope = vision.table("rope_parameters")
-    rope.expect("rope_type", "axial", "default")
+    vision.expect("temporal_patch_size", FRAMES)
     layers, (heads, hidden) = vision.size("depth"), read_heads(vision, "num_heads", parts=4)
     side = read_side(vision, "num_position_embeddings", 2304)
     deepstack = _deepstack(vision, layers)
-    width = config.text_decoder().size("hidden_size")
-    if vision.size("out_hidden_size", 3584) != width:
-        raise vision.refusal("out_hidden_size", f"{width}, the hidden_size of text_config")
-    shapes = _shapes(vision, processor)
+    shapes = read_shapes(vision, processor, _PATCH)
     return EncoderSpec(
         model_type=config.text("model_type"),
         layers=layers,
         hidden=hidden,
         heads=heads,
         intermediate=vision.size("intermediate_size"),
-        image=math.isqrt(shapes.most) * shapes.step,
+        image=shapes.square,
         patch=shapes.patch,
         merge=shapes.merge,
-        output=width,
-        eps=_EPS,
+        output=read_width(config, vision, "out_hidden_size"),
+        eps=EPS,
         table_side=side,
         interpolation="corners",
         most_patches=shapes.most * shapes.merge**2,
-        rotary_theta=rope.number("rope_theta", 1e4),
+        rotary_theta=read_theta(vision),
         deepstack=deepstack,
         projector="mlp",
         projector_width=hidden * shapes.merge**2,
-        projector_eps=_EPS,
+        projector_eps=EPS,
     )
 
 
 def pictures(config: Config, processor: Config) -> PictureSpec:
-    """As transformers' `Qwen2VLImageProcessor` and `Qwen3VLProcessor` do it, for pictures of at most `_MAX_ROWS`.
+    """As transformers' `Qwen2VLImageProcessor` and `Qwen3VLProcessor` do it, for pictures of limited rows.
 
     Args:
         config: the checkpoint's `config.json`.
         processor: its `preprocessor_config.json`.
     """
-    vision = config.table("vision_config")
-    shapes = _shapes(vision, processor)
-    for name, size in (("patch_size", shapes.patch), ("merge_size", shapes.merge)):
-        if (prepared_size := processor.size(name, size)) != size:
-            raise processor.refusal(name, f"{size}, as config.json says", got=str(prepared_size))
-    processor.expect("temporal_patch_size", NAMES.frames)
-    mean, deviation = read_normalization(processor, BICUBIC, CLIP_MEAN, CLIP_DEVIATION)
-    token = "<|image_pad|>"
-    return PictureSpec(
-        tiling="none",
-        resample="bicubic",
-        mean=mean,
-        deviation=deviation,
-        token=token,
-        token_id=config.count("image_token_id", _IMAGE_TOKEN),
-        begin="",
-        whole="",
-        end="",
-        layout="joined",
-        written=f"<|vision_start|>{token}<|vision_end|>",
-        shapes=shapes,
-    )
+    return read_pictures(config, processor, read_shapes(config.table("vision_config"), processor, _PATCH))
 
 
 def decoder(config: Config, spec: DecoderSpec) -> DecoderSpec:
@@ -119,11 +96,7 @@ def decoder(config: Config, spec: DecoderSpec) -> DecoderSpec:
     vision, text = _vision(config), config.table("text_config")
     table = text.table("rope_scaling") or text.table("rope_parameters")
     table.expect("mrope_interleaved", True)
-    sections = table.fields.get("mrope_section", _SECTIONS)
-    pairs = spec.rope.width // 2
-    is_list = isinstance(sections, list) and len(sections) == 3 and all(type(section) is int for section in sections)
-    if not is_list or min(sections) < 0 or sum(sections) != pairs:
-        raise table.refusal("mrope_section", f"three numbers, together {pairs}", got=str(sections)[:80])
+    sections, pairs = read_sections(table, spec, (24, 20, 20)), spec.rope.width // 2
     axes = [0] * pairs
     for axis in (1, 2):
         for pair in range(axis, min(3 * sections[axis], pairs), 3):
@@ -139,18 +112,6 @@ def _vision(config: Config) -> Config:
     vision = config.table("vision_config").with_names(depth="num_hidden_layers", num_heads="num_attention_heads")
     defaults = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16}
     return vision.with_defaults(**defaults, deepstack_visual_indexes=[8, 16, 24])
-
-
-def _shapes(vision: Config, processor: Config) -> PictureShapes:
-    """How large a picture may be."""
-    patch, merge = vision.edge("patch_size", 16), vision.size("spatial_merge_size", 2)
-    size, step = processor.table("size"), patch * merge
-    least = processor.size("min_pixels", size.size("shortest_edge", 56 * 56))
-    most = processor.size("max_pixels", size.size("longest_edge", 28 * 28 * 1280))
-    if most < max(step**2, least):
-        raise size.refusal("longest_edge", f"at least {max(step**2, least)} pixels", got=str(most))
-    rows = min(most // step**2, _MAX_ROWS)
-    return PictureShapes(patch=patch, merge=merge, least=min(-(-least // step**2), rows), most=rows, split_above=4096.0)
 
 
 def _deepstack(vision: Config, layers: int) -> tuple[int, ...]:

@@ -106,6 +106,9 @@ class TfliteBlocks:
         self._graph.operate("GELU", [self._dequantize(x, name)], [result], "GeluOptions", options)
         return self._emit("QUANTIZE", [result], name, x.shape)
 
+    def sigmoid(self, x: Tensor, name: str) -> Tensor:
+        return self._emit("LOGISTIC", [x], name, x.shape)
+
     def join(self, parts: list[Tensor], name: str) -> Tensor:
         shape = [*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)]
         return self._emit("CONCATENATION", parts, name, shape, None, "ConcatenationOptions", axis=WIDTH)

@@ -39,6 +39,7 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
             for name, shape in spec.input_shapes.items()
         }
         self.entry = self._inputs[PIXELS_PORT]
+        self._window_padding: Tensor | None = None
 
     def plus(self, x: Tensor, weight: str, name: str) -> Tensor:
         return self.add(x, self._weights.table(self._graph, weight), name)
@@ -69,8 +70,23 @@ class TfliteEncoder(TfliteBlocks, EncoderOps[Tensor]):
     def turns(self) -> tuple[Tensor, Tensor]:
         return self._inputs[COS_PORT], self._inputs[SIN_PORT]
 
-    def unpadded(self, scores: Tensor, name: str) -> Tensor:
-        return self.add(scores, self._inputs[PADDING_PORT], name)
+    def unpadded(self, scores: Tensor, name: str, *, in_windows: bool = False) -> Tensor:
+        padding = self._inputs[PADDING_PORT]
+        if in_windows:
+            if self._window_padding is None:
+                count = self._spec.windows
+                shape = 1, count, 1, self._spec.inputs // count
+                self._window_padding = self._reshape(padding, shape, "padding.windows")
+            padding = self._window_padding
+        return self.add(scores, padding, name)
+
+    def in_windows(self, x: Tensor) -> list[Tensor]:
+        count, width = x.shape[2:]
+        return [self._reshape(x, (1, self._spec.windows, count // self._spec.windows, width), "windows")]
+
+    def from_windows(self, parts: list[Tensor]) -> Tensor:
+        (x,) = parts
+        return self._reshape(x, (1, 1, x.shape[1] * x.shape[2], x.shape[3]), "rows")
 
     def rms_norm(self, x: Tensor, weight: str, name: str) -> Tensor:
         normal = self._normalized(x, name, self._eps)

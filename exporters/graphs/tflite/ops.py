@@ -120,9 +120,6 @@ class TfliteOps(TfliteBlocks, Ops[Tensor]):
         )
         return self.multiply(x, constant, name)
 
-    def sigmoid(self, x: Tensor, name: str) -> Tensor:
-        return self._emit("LOGISTIC", [x], name, x.shape)
-
     def tanh(self, x: Tensor, name: str) -> Tensor:
         return self._emit("TANH", [x], name, x.shape)
 

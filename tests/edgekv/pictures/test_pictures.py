@@ -91,6 +91,8 @@ from tests.support.picture_models import (
     write_gemma4_vl,
     write_internvl,
     write_lfm2_vl,
+    write_qwen2_5_vl,
+    write_qwen2_vl,
     write_qwen3_vl,
     write_smolvlm,
 )
@@ -113,7 +115,8 @@ PICTURES = PictureSpec(
 )
 
 
-WRITES = [write_smolvlm, write_internvl, write_lfm2_vl, write_qwen3_vl, write_gemma3_vl]
+QWEN_WRITES = [write_qwen2_vl, write_qwen2_5_vl, write_qwen3_vl]
+WRITES = [write_smolvlm, write_internvl, write_lfm2_vl, *QWEN_WRITES, write_gemma3_vl]
 
 
 def _bomb(width: int, height: int) -> bytes:
@@ -730,7 +733,7 @@ def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
         write_smolvlm: ("", "<image>"),
         write_internvl: ("internvl_", "<IMG_CONTEXT>"),
         write_lfm2_vl: ("lfm2_vl_", "<image>"),
-        write_qwen3_vl: ("", "<|vision_start|><|image_pad|><|vision_end|>"),
+        **dict.fromkeys(QWEN_WRITES, ("", "<|vision_start|><|image_pad|><|vision_end|>")),
         write_gemma3_vl: ("", "<start_of_image>"),
     }[write]
 
@@ -740,7 +743,7 @@ def test_an_encoder_of_a_tflite_bundle_gives_the_rows_of_emulate(
             max_new_tokens=1,
             temperature=0.0,
             return_logits=True,
-            pictures=[png(photo(*(SHAPED_SIZES if write in (write_lfm2_vl, write_qwen3_vl) else SIZES)[0]))],
+            pictures=[png(photo(*(SHAPED_SIZES if write in (write_lfm2_vl, *QWEN_WRITES) else SIZES)[0]))],
         )
         found = next(generation).logits
         assert found is not None
@@ -816,7 +819,7 @@ def test_a_recipe_keeps_matrices_of_an_encoder_at_16_bits(
         assert np.abs(rows.astype(int) - wanted).max() < 0.01 * np.ptp(wanted)
     (plain, plain_db), (wide, wide_db) = measured
     assert wide_db > plain_db + 12  # what is left is the rounding of activations, most in the means of InternVL
-    assert plain.encoder.wide == ((TABLE,) if plain.encoder.has_shapes else ())
+    assert plain.encoder.wide == ((TABLE,) if plain.encoder.has_table else ())
     others = {name for name in wide.encoder.matrices if "_mean" in name or name == CENTER or "_low." in name}
     assert len(wide.encoder.wide) == len(wide.encoder.matrices.keys() - others)
     assert wide.weights.matrices[low_of(wide.encoder.wide[0])].dtype == "int8"
@@ -937,7 +940,7 @@ def test_a_chat_shows_pictures_with_its_messages(
 @pytest.mark.htp
 @pytest.mark.parametrize(
     "write",
-    variants(WRITES, [write_smolvlm, write_qwen3_vl, write_gemma3_vl]),
+    variants(WRITES, [write_smolvlm, write_qwen2_5_vl, write_qwen3_vl, write_gemma3_vl]),
 )
 def test_the_emulator_gives_the_rows_of_the_cpu(write: Callable[[Path], Path], tmp_path: Path):
     """Every graph compiles in integers, the encoder with them, and the binary is what the engine loads."""

@@ -1,0 +1,144 @@
+"""What the encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, their image processors and decoders have in common."""
+
+from __future__ import annotations
+
+from edgekv.spec.config import Config
+from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.encoders.processor import BICUBIC, CLIP_DEVIATION, CLIP_MEAN, read_normalization
+from edgekv.spec.vision import PictureShapes, PictureSpec
+
+FRAMES = 2
+"""Of a patch: a picture is shown as two."""
+EPS = 1e-6
+"""Of the norms."""
+
+_IMAGE_TOKEN = 151655
+_MAX_ROWS = 256
+"""Of a picture where the export names no sizes. Checkpoints allow 16,384, beyond any phone."""
+_LONGEST = 4
+"""How many times as long as wide a picture may be without being made smaller for the sake of windows."""
+
+
+def read_width(config: Config, vision: Config, field: str) -> int:
+    """Width of the encoder's rows, which is that of the decoder.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        vision: its `vision_config`.
+        field: with the width.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    width = config.text_decoder().size("hidden_size")
+    if vision.size(field, 3584) != width:
+        raise vision.refusal(field, f"{width}, the hidden_size of the text model")
+    return width
+
+
+def read_theta(vision: Config) -> float:
+    """Base of the rotary embedding of rows and columns."""
+    rope = vision.table("rope_parameters")
+    rope.expect("rope_type", "axial", "default")
+    return rope.number("rope_theta", 1e4)
+
+
+def read_shapes(vision: Config, processor: Config, patch_default: int, window: int = 0) -> PictureShapes:
+    """How large a picture may be.
+
+    Args:
+        vision: `vision_config`.
+        processor: `preprocessor_config.json`.
+        patch_default: edge of a patch, where the configuration has none.
+        window: edge of the encoder's windows, in pixels; 0 without.
+
+    Raises:
+        CheckpointError: no picture has such a size, or a window is no whole number of rows.
+    """
+    patch, merge = vision.edge("patch_size", patch_default), vision.size("spatial_merge_size", 2)
+    size, step = processor.table("size"), patch * merge
+    least = processor.size("min_pixels", size.size("shortest_edge", 56 * 56))
+    most = processor.size("max_pixels", size.size("longest_edge", 28 * 28 * 1280))
+    if most < max(step**2, least):
+        raise size.refusal("longest_edge", f"at least {max(step**2, least)} pixels", got=str(most))
+    rows, edge = min(most // step**2, _MAX_ROWS), window // step
+    if window and not edge:
+        raise vision.refusal("window_size", f"at least {step}, a square of merged patches")
+    return PictureShapes(
+        patch=patch,
+        merge=merge,
+        least=min(-(-least // step**2), rows),
+        most=rows,
+        split_above=4096.0,
+        window=edge,
+        windows=_most_windows(rows, edge) if edge else 0,
+    )
+
+
+def _most_windows(rows: int, edge: int) -> int:
+    """Windows of any picture of at most so many rows that is not too long."""
+    sizes = ((down, across) for down in range(1, rows + 1) for across in range(1, rows // down + 1))
+    return max(-(-a // edge) * -(-b // edge) for a, b in sizes if max(a, b) <= _LONGEST * min(a, b))
+
+
+def read_pictures(config: Config, processor: Config, shapes: PictureShapes) -> PictureSpec:
+    """As transformers' `Qwen2VLImageProcessor` and the processors of these models do it.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        processor: its `preprocessor_config.json`.
+        shapes: of pictures.
+
+    Raises:
+        CheckpointError: pictures are prepared in another way.
+    """
+    for name, size in (("patch_size", shapes.patch), ("merge_size", shapes.merge)):
+        if (prepared_size := processor.size(name, size)) != size:
+            raise processor.refusal(name, f"{size}, as config.json says", got=str(prepared_size))
+    processor.expect("temporal_patch_size", FRAMES)
+    mean, deviation = read_normalization(processor, BICUBIC, CLIP_MEAN, CLIP_DEVIATION)
+    token = "<|image_pad|>"
+    return PictureSpec(
+        tiling="none",
+        resample="bicubic",
+        mean=mean,
+        deviation=deviation,
+        token=token,
+        token_id=config.count("image_token_id", _IMAGE_TOKEN),
+        begin="",
+        whole="",
+        end="",
+        layout="joined",
+        written=f"<|vision_start|>{token}<|vision_end|>",
+        shapes=shapes,
+    )
+
+
+def read_sections(table: Config, spec: DecoderSpec, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    """How many pairs of the decoder's rotary embedding turn with the place in the text, with rows and with columns.
+
+    Args:
+        table: the parameters of the rotary embedding.
+        spec: the decoder.
+        default: where they have none.
+
+    Raises:
+        CheckpointError: they are not three numbers, or not all pairs.
+    """
+    sections, pairs = table.fields.get("mrope_section", [*default]), spec.rope.width // 2
+    is_list = isinstance(sections, list) and len(sections) == 3 and all(type(section) is int for section in sections)
+    if not is_list or min(sections) < 0 or sum(sections) != pairs:
+        raise table.refusal("mrope_section", f"three numbers, together {pairs}", got=str(sections)[:80])
+    text, rows, columns = sections
+    return text, rows, columns
+
+
+def in_sections(config: Config, spec: DecoderSpec) -> tuple[int, ...]:
+    """What each pair of the decoder's rotary embedding turns with, section by section: see `DecoderSpec.picture_axes`.
+
+    Raises:
+        CheckpointError: `mrope_section` is not three numbers of all pairs.
+    """
+    text = config.table("text_config") or config
+    sections = read_sections(text.table("rope_scaling") or text.table("rope_parameters"), spec, (16, 24, 24))
+    return tuple(axis for axis, pairs in enumerate(sections) for _ in range(pairs))
