@@ -144,7 +144,7 @@ class AppendingOps(FloatOps):
         place = self._weights.places.matrices.get(f"model.layers.{layer}.{_OUTPUT}.weight")
         if self._mode != "fast" or place is None or not self._is_plain(layer):
             return False
-        rows = Rows(_OUTPUT, self._ar, is_normal=False, only_bytes=True)
+        rows = Rows(_OUTPUT, "tokens", self._ar, is_normal=False, only_bytes=True)
         kind = WEIGHT_TYPES[place.dtype]
         if not self._products.in_blocks(rows, place.rows * place.columns, kind.bits):
             return False

@@ -82,7 +82,7 @@ class FloatEncoderOps(HeadStacks, EncoderOps[View]):
         self, x: View, weight: str, name: str, *, bias: str | None = None, head: int | None = None, gain: float = 1.0
     ) -> View:
         def product() -> str:
-            rows = Rows(x.tensor, self._spec.inputs, x.tensor in self._normal, True)
+            rows = Rows(x.tensor, f"rows of {x.tensor}", self._spec.inputs, x.tensor in self._normal, True)
             result = self._products.multiply(rows, self._weights.matrix(weight), weight)
             if bias is not None:
                 added = self._nodes.constant(self._bias(bias, is_by_head=head is not None, gain=gain), f"{name}.bias")

@@ -151,7 +151,8 @@ class FloatOps(StackedOps):
         readers = keys if projection is None else [f"{sibling.key}.weight" for sibling in _siblings(projection)]
         only_bytes = all(matrices[key].dtype == "int8" for key in readers if key in matrices)
         tensor = self._tensor(x)
-        rows = Rows(tensor, self._rows, tensor in self._normal or keys[0] == HEAD, only_bytes)
+        is_normal, axis = tensor in self._normal or keys[0] == HEAD, "outputs" if keys[0] == HEAD else "tokens"
+        rows = Rows(tensor, axis, self._rows, is_normal, only_bytes)
         weight = beside([self._matrix(key) for key in keys])
         return self._products.multiply(rows, weight, keys[0], self._row_gains(keys[0]))
 

@@ -41,12 +41,14 @@ class Rows:
 
     Attributes:
         name: of the tensor `[1, rows, K]`.
+        axis: name of the axis of its rows: tensors with the same one have as many.
         count: its rows, or the most that it can have.
         is_normal: whether it is the result of a norm: others have outliers that leave few bits to the rest.
         only_bytes: whether all matrices that multiply it have 8 bits.
     """
 
     name: str
+    axis: str
     count: int
     is_normal: bool
     only_bytes: bool
@@ -173,7 +175,7 @@ class Products:
         self._is_scoring = is_scoring
         self._batch_invariant = batch_invariant
         self._in_groups = in_groups
-        self.made: dict[tuple[str, object], Any] = {}
+        self.made: dict[tuple[object, ...], Any] = {}
 
     def takes_any(self, count: int) -> bool:
         """Whether a graph of this number of rows has products that take fewer rows too."""
@@ -318,12 +320,12 @@ class Products:
         return [*zip(parts, nodes.split(row_steps, [1] * groups, -1), strict=True)]
 
     def _middles(self, x: Rows, steps: str, groups: int) -> str:
-        """The zero point for each of the steps `[AR * groups]`, one tensor for all of as many rows."""
-        nodes, name = self._nodes, f"{x.count} rows"
-        if (name, groups) not in self.made:
+        """The zero point for each of the steps `[AR * groups]`, one tensor for all rows of an axis."""
+        nodes, key = self._nodes, ("middles", x.axis, groups)
+        if key not in self.made:
             count = nodes.add("Shape", [steps], f"{steps}.count")
-            self.made[name, groups] = nodes.add("Expand", [nodes.number(_MIDDLE, np.uint8), count], f"{steps}.middles")
-        middles: str = self.made[name, groups]
+            self.made[key] = nodes.add("Expand", [nodes.number(_MIDDLE, np.uint8), count], f"{steps}.middles")
+        middles: str = self.made[key]
         return middles
 
     # ------------------------------------------------------------------ blocks

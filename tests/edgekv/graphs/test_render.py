@@ -273,7 +273,7 @@ def test_an_outlier_takes_bits_from_its_group_of_inputs_alone(tmp_path: Path) ->
             products = Products(
                 nodes, WeightFile(file, "weights"), "fast", is_scoring=False, batch_invariant=False, in_groups=True
             )
-            result = products.multiply(Rows("x", 8, is_normal, False), weight, "matrix")
+            result = products.multiply(Rows("x", "tokens", 8, is_normal, False), weight, "matrix")
         ports = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("x", result)]
         model = nodes.model("product", ports[:1], ports[1:]).SerializeToString()
         session = ort.InferenceSession(model, session_options(tmp_path, 1), providers=PROVIDERS)
