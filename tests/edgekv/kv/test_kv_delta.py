@@ -120,6 +120,20 @@ def test_a_plan_counts_the_memory_and_the_copies_that_a_cache_makes(choice: Choi
     assert copied == [rows * size for rows, size in zip(wanted, sizes, strict=True)]
 
 
+def test_matrices_of_the_older_checkpoint_count_where_it_can_be_reached() -> None:
+    cache, plain, random = cache_of(8), Plain(), np.random.default_rng(0)
+    (matrices,) = (group for group in cache.groups if getattr(group.geometry, "kind", "") == "recurrent")
+    one = matrices.nbytes
+    for _ in range(CHECKPOINT_TOKENS // 8):
+        assert matrices.nbytes == one == 2 * RULE.key_dim * RULE.values * 2
+        run(cache, plain, random, 8, 8)
+    assert matrices.nbytes == 2 * one
+    assert cache.rewind_to(CHECKPOINT_TOKENS - 4) == CHECKPOINT_TOKENS - 4
+    del plain.rows[-4:]
+    check(cache, plain)
+    assert matrices.nbytes == one
+
+
 def test_a_step_beyond_a_checkpoint_is_refused() -> None:
     cache, plain, random = cache_of(), Plain(), np.random.default_rng(0)
     run(cache, plain, random, 24, 24)

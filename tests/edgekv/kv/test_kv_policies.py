@@ -54,6 +54,17 @@ class Model:
             raw = np.concatenate((first * cos - second * sin, second * cos + first * sin))
         return np.rint(raw) + self.zero
 
+    def check(self, wanted: list[int], rotations: int) -> None:
+        """Each token's rows are those of its age, but for the rounding of so many rotations."""
+        rows = self.cache.held_rows()
+        for store in self.cache.arenas:
+            for at, tensor in enumerate(store.tensors):
+                exact = np.array([self.row(tensor, token, age) for age, token in enumerate(wanted)]).reshape(-1, D)
+                found = store.read(at, rows).astype(np.float64)
+                # Each rotation rounds once more, and rotates what was rounded before; the first rounding is one too.
+                slack = 1.5 * (rotations + 1) if tensor.kind == "key" else 0
+                assert np.abs(found - exact).max(initial=0) <= slack
+
 
 @pytest.mark.slow
 @at_most(60)
@@ -76,14 +87,7 @@ def test_sinks_keep_the_first_and_the_newest_at_new_positions(made, sinks, windo
         model.step(ar, new)
         assert cache.position == cache.length == len(wanted) <= CONTEXT
         assert cache.tokens_seen == model.count
-    rows = cache.held_rows()
-    for store in cache.arenas:
-        for at, tensor in enumerate(store.tensors):
-            exact = np.array([model.row(tensor, token, age) for age, token in enumerate(wanted)]).reshape(-1, D)
-            found = store.read(at, rows).astype(np.float64)
-            # Each rotation rounds once more, and rotates what was rounded before; the first rounding is one too.
-            slack = 1.5 * (rotations + 1) if tensor.kind == "key" else 0
-            assert np.abs(found - exact).max(initial=0) <= slack
+    model.check(wanted, rotations)
     assert cache.positions == list(range(len(wanted)))
 
 
@@ -98,6 +102,8 @@ def test_the_error_of_rotated_keys_is_rounding_and_is_reported():
     assert cost.max_steps <= 0.5
     assert cost.rms == pytest.approx(cost.rms_steps * 0.01)
     assert cost.clipped == 0
+    held = [*range(2), *range(model.count - model.cache.length + 2, model.count)]
+    model.check(held, model.cache.stats.evicted // 18)
 
 
 def test_keys_beyond_the_integers_are_counted_as_clipped():

@@ -142,6 +142,19 @@ def test_a_state_can_be_rewound_by_its_tail_and_no_further(strategy):
     steps.step(4, [0, 2, 3])
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_across_the_end_of_the_memory_can_be_rewound(strategy):
+    """Wherever a step of several rows lies in it, the rows before a rewind are read again."""
+    group = group_of(strategy, 3, 9)
+    steps = Steps(group, 3)
+    for number in range(120):
+        steps.step(9, [*range(9)])
+        size = 1 + number % 8
+        group.rewind(size)
+        del steps.text[-size:]
+        steps.step(1, [0])
+
+
 @pytest.mark.parametrize(("strategy", "copies", "rows"), [("slot", 2, 3), ("mirror", 0, 0)])
 def test_a_decode_step_copies_what_the_strategy_says(strategy, copies, rows):
     """`slot` copies the new row to older ones, and moves the state of two; `mirror` moves a pointer."""

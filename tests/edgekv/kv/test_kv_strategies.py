@@ -25,6 +25,7 @@ from edgekv.kv import (
     Window,
     make_strategy,
 )
+from edgekv.kv.strategies.strategy import moves_of
 from tests.support.thorough import variants
 
 Cells = dict[str, list[int | None]]
@@ -183,3 +184,11 @@ def test_a_step_that_reads_only_rows_in_use_reads_the_same_tokens(
 
     assert read(part) == read(whole)
     assert (part.new_row % rows, part.in_place) == (whole.new_row % rows, whole.in_place)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=12))
+def test_neighbouring_rows_move_together(pairs: list[tuple[int, int]]) -> None:
+    moves = moves_of([src for src, _ in pairs], [dst for _, dst in pairs])
+    assert [(move.src_row + at, move.dst_row + at) for move in moves for at in range(move.rows)] == pairs
+    ends = [(move.src_row + move.rows, move.dst_row + move.rows) for move in moves]
+    assert all((move.src_row, move.dst_row) != end for end, move in zip(ends, moves[1:], strict=False))
