@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from distributed import Client
 
 from edgekv.errors import ServiceError
 from exporters.options import LOCAL, Cluster
@@ -174,6 +175,8 @@ def test_only_workers_without_enough_ram_are_left(tmp_path, monkeypatch):
 
         def replace() -> None:
             made.start_worker("small", ram_bytes=GB)
+            with Client(made.address) as client:
+                client.wait_for_workers(2, WAIT_S)
             made.kill("large")
 
         when(tmp_path, replace)
