@@ -55,8 +55,11 @@ class WarmChild:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("a forked child", timeout or 0)
+        if self.returncode is None:
+            end = select.poll()
+            end.register(self._status, select.POLLIN)
+            if not end.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired("a forked child", timeout or 0)
         with self._lock:
             if self.returncode is None:
                 ended = os.read(self._status, _STATUS.size)  # nothing if it ended with the server
@@ -65,7 +68,7 @@ class WarmChild:
         return self.returncode
 
     def kill(self) -> None:
-        with self._lock:
+        with self._lock, suppress(ProcessLookupError):
             if self.returncode is None:
                 os.kill(self.pid, signal.SIGKILL)
 

@@ -36,6 +36,7 @@ from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.embedders import EMBEDDERS, GOLDEN, TEXTS, embedder_of, with_modules, write_embedder
 from tests.support.exports import ROOT, export_options, exported, exported_architecture, small_options
 from tests.support.serving import NAME, served
+from tests.support.thorough import variants
 
 KEPT = json.loads(GOLDEN.read_text())
 NAMES = sorted(EMBEDDERS)
@@ -140,7 +141,7 @@ def test_a_bundle_of_4_bits_nearly_keeps_the_direction(tmp_path, name, recipe):
         assert 0.99 < cosines(model.embed(TEXTS), expected(name)).mean() < 0.9999
 
 
-@pytest.mark.parametrize(("recipe", "least"), [("w8a16", 0.999), ("w4a16", 0.99)])
+@pytest.mark.parametrize(("recipe", "least"), variants([("w8a16", 0.999), ("w4a16", 0.99)], [("w4a16", 0.99)]))
 @pytest.mark.slow
 def test_an_export_measures_embeddings_of_a_trained_model(tmp_path, recipe, least):
     folder = embedder_of(ROOT / "models" / "stdlib-4m", tmp_path / "checkpoint")
