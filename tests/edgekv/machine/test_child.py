@@ -281,11 +281,11 @@ def test_ends_are_named(code: int, text: str) -> None:
 
 
 def test_a_child_that_hangs_in_a_later_call_ends() -> None:
-    """One timer watches all calls: the time of each counts from its own beginning."""
-    with Child(Limits(timeout_s=2)) as child:
+    """One timer watches all calls: the time of each counts from its own beginning. The first starts Python."""
+    with Child(Limits(timeout_s=5)) as child:
         assert child.call(function("sleep_for"), 0.0) == 0
         time.sleep(0.5)
         began = time.monotonic()
-        with pytest.raises(ChildEndedError, match=r"^no answer within 2 s$"):
+        with pytest.raises(ChildEndedError, match=r"^no answer within 5 s$"):
             child.call(function("sleep_for"), 600.0)
-        assert time.monotonic() - began > 1.9
+        assert time.monotonic() - began > 4.9
