@@ -15,7 +15,7 @@ from edgekv.spec.decoder import DecoderSpec
 from edgekv.spec.tensors import HEAD, matrices
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.allocation import type_bytes
-from exporters.quantize.generated import WINDOWS_AT_ONCE
+from exporters.quantize.generated import WINDOWS_AT_ONCE, texts_of
 from exporters.quantize.recipe import Recipe
 from quant import WEIGHT_TYPES, WeightDtype
 
@@ -25,6 +25,7 @@ _ENGINE_COPIES = 4  # of a bundle
 _BLOCKS = 1.1  # of a graph's file: matrices in blocks have more nodes
 _RECORDS = 0.45  # of a graph's file
 _SHARE_OF_FREE = 4
+_COPIES_OF_SCORES = 4  # logits, those that may be drawn, and their exponentials
 _RESIDUALS_BYTES = 500_000_000  # that an export may write to be resumed, whatever the size of its bundle
 _MEASURING = "measuring what the bundle lost"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -123,7 +124,8 @@ def generated_bytes(spec: DecoderSpec, window: int) -> int:
     sizes = spec.sizes
     parameters = sizes.all_layer_parameters + 2 * sizes.table_parameters
     cache = 2 * sizes.layers * sizes.kv_heads * sizes.head_dim * WINDOWS_AT_ONCE * window
-    return _PROCESS_BYTES + 4 * (parameters + cache + 8 * WINDOWS_AT_ONCE * sizes.vocab)
+    scores = _COPIES_OF_SCORES * WINDOWS_AT_ONCE * texts_of(window) * sizes.vocab
+    return _PROCESS_BYTES + 4 * (parameters + cache + scores)
 
 
 def residual_every(spec: DecoderSpec, tokens: int, decoders: int, size_bytes: int) -> int:

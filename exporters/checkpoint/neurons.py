@@ -19,7 +19,6 @@ from edgekv.spec import DecoderSpec, View
 from exporters.checkpoint.fold import EVERY, Floats, Fold, Read
 
 _LEAST = np.float32(1 / 64)  # of the mean column: a floor, so near-zero neurons are not amplified
-_ODD_MOMENT = 5  # says on which side a row has its largest weights, which need the steps
 
 
 def applied_scaling(spec: DecoderSpec, asked: NeuronScalingName) -> NeuronScalingName:
@@ -75,7 +74,9 @@ def _relative(sizes: Floats) -> Floats:
 def _signs(up: Floats) -> Floats:
     """`[intermediate]`, 1 or -1: with it a row `[hidden]` of `up_proj` has its largest weights below 0."""
     largest = np.maximum(np.abs(up).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    moments = ((up / largest) ** _ODD_MOMENT).sum(axis=1)
+    scaled = up / largest
+    squares = np.square(scaled)
+    moments = np.einsum("nh,nh->n", np.square(squares), scaled)  # of order 5
     return np.where(moments > 0, np.float32(-1), np.float32(1))
 
 

@@ -124,7 +124,7 @@ class TextPiece(Piece):
             self.number,
             self.windows,
             self.length,
-            lambda written: inputs.progress(f"write text {self.number + 1}", written, self.length - 1),
+            partial(inputs.progress, f"write text {self.number + 1}"),
         )
         np.save(folder / TOKENS, tokens)
         return None

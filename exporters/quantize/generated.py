@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,15 @@ from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.calibrate import CHAT_SHARE
 from exporters.quantize.reference import Floats, NumpyOps, Weights
 from exporters.quantize.tail import Tail
+from quant.products import in_threads
 
 WINDOWS_AT_ONCE = 32
+
+_TEXT_TOKENS = 128
+"""Least tokens of each text that is written. A window holds several: more at a time take less time each."""
+_TEXTS_AT_ONCE = 64
+_ROWS_AT_ONCE = 4096  # of a matrix in a product
+_SUMMED = 256  # probabilities, before one of their sums is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +69,12 @@ def generated_windows(
     number: int,
     windows: int,
     length: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int, int], None],
 ) -> NDArray[np.int64]:
-    """Windows of text, `[windows, T]`: behind the tokens given what the model samples.
+    """Windows of texts, `[windows, T]`: behind the tokens given what the model samples.
+
+    A window has several texts, each written as if it were alone. Only the first has the tokens with which windows
+    begin.
 
     Args:
         tensors: the exact weights; all of them are in memory while it writes.
@@ -71,18 +82,55 @@ def generated_windows(
         number: of this batch, the random seed.
         windows: their number, at most `WINDOWS_AT_ONCE`.
         length: T of a window.
-        progress: called with the tokens written to each window.
+        progress: called with the number of tokens written, and of all.
     """
-    spec, random, weights = tensors.spec, np.random.default_rng(number), Weights(tensors)
-    drawn = beginnings.drawn(windows, random)
-    never = np.ones(spec.vocab, bool)
-    never[[*beginnings.text, *beginnings.special]] = False
+    first = beginnings.first
+    each = texts_of(length, 2 * len(beginnings.chat))
+    written = -(-(length - len(first)) // each)
+    random, weights = np.random.default_rng(number), Weights(tensors)
+    drawn = beginnings.drawn(windows * each, random)
+    groups = [slice(start, start + _TEXTS_AT_ONCE) for start in range(0, len(drawn), _TEXTS_AT_ONCE)]
+    done = [0] * len(groups)
+
+    def told(group: int, position: int) -> None:
+        done[group] = position
+        progress(sum(done), len(groups) * (len(first) + written))
+
+    def texts(group: int) -> NDArray[np.int64]:
+        own = np.random.default_rng((number, group))
+        known = drawn[groups[group]]
+        return _texts(tensors, weights, beginnings, known, len(first) + written, own, partial(told, group))
+
+    rows = np.concatenate([*in_threads(texts, range(len(groups)))])[:, len(first) :]
+    beginning = np.tile(np.array(first, np.int64), (windows, 1))
+    joined: NDArray[np.int64] = np.concatenate([beginning, rows.reshape(windows, -1)], axis=1)[:, :length]
+    return joined
+
+
+def texts_of(length: int, least: int = 0) -> int:
+    """Texts of a window of `length` tokens, of at least `least` tokens each."""
+    return max(1, length // max(_TEXT_TOKENS, least))
+
+
+def _texts(
+    tensors: Tensors,
+    weights: Weights,
+    beginnings: Beginnings,
+    drawn: Sequence[Sequence[int]],
+    length: int,
+    random: np.random.Generator,
+    progress: Callable[[int], None],
+) -> NDArray[np.int64]:
+    """Texts `[texts, length]` that begin with the tokens drawn."""
+    spec = tensors.spec
+    refused = np.full(spec.vocab, -np.inf, np.float32)
+    refused[[*beginnings.text, *beginnings.special]] = 0
     longest, least = max(map(len, drawn)), min(map(len, drawn))
-    tokens = np.zeros((windows, max(longest, length)), np.int64)
+    tokens = np.zeros((len(drawn), max(longest, length)), np.int64)
     for row, known in zip(tokens, drawn, strict=True):
         row[: len(known)] = known
     ends = np.array([*map(len, drawn)])
-    ops = _DecodeOps(tensors, weights, windows, length)
+    ops = _DecodeOps(tensors, weights, len(drawn), length)
     for position in range(length - 1):
         ops.position = position
         ops.begin(0, tokens[:, position, None])
@@ -90,9 +138,9 @@ def generated_windows(
         for layer in range(spec.layers):
             hidden = decoder_layer(ops, spec, layer, hidden)
         if position + 1 >= least:
-            sampled = _sampled(np.where(never, -np.inf, logits(ops, spec, hidden)[:, 0]), random)
+            sampled = _sampled(logits(ops, spec, hidden)[:, 0] + refused, random)
             tokens[:, position + 1] = np.where(position + 1 >= ends, sampled, tokens[:, position + 1])
-        progress(position + 1)
+        progress(position + 2)
     return tokens[:, :length]
 
 
@@ -115,10 +163,30 @@ class _DecodeOps(NumpyOps):
         self._shape = (sequences, length)
         self._cache: dict[KvTensor, Floats] = {}
         self._tails: dict[int, Tail] = {}
+        self._multiplied: tuple[Floats | None, dict[str, Floats]] = None, {}
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        """One product for all sequences; otherwise numpy reads the matrix once for each."""
-        return super().product(x[:, 0], weight, rows, gain)[:, None]
+        """One product for all sequences and for all heads; otherwise numpy reads the matrix once for each.
+
+        The matrix is the left operand: BLAS is slow where the left one has few rows.
+        """
+        if self._multiplied[0] is not x:
+            self._multiplied = x, {}
+        products = self._multiplied[1]
+        if weight not in products:
+            matrix, columns = self._weights[weight], x[:, 0].T
+            parts = range(0, len(matrix), _ROWS_AT_ONCE)
+            whole = np.concatenate([matrix[start : start + _ROWS_AT_ONCE] @ columns for start in parts])
+            products[weight] = np.ascontiguousarray(whole.T)[:, None]
+        product = products[weight][..., rows]
+        return product * np.float32(gain) if gain != 1 else product
+
+    def fold_heads(self, heads: list[Floats], names: Sequence[str] = ()) -> list[Floats]:
+        """As rows: their scores are one product for each sequence."""
+        return [np.concatenate(heads, axis=-2)]
+
+    def unfold_heads(self, folded: list[Floats], heads: int) -> list[Floats]:
+        return np.split(folded[0], heads, axis=-2)
 
     def rotation(self, layer: int, heads: int) -> tuple[Floats, Floats]:
         cos, sin = super().rotation(layer, heads)
@@ -157,8 +225,22 @@ class _DecodeOps(NumpyOps):
 
 
 def _sampled(scores: Floats, random: np.random.Generator) -> NDArray[np.int64]:
-    """A token for each row of logits `[sequences, V]`, at temperature 1."""
-    sums = np.exp(scores - scores.max(-1, keepdims=True), dtype=np.float64).cumsum(-1)
+    """A token for each row of logits `[sequences, V]`, at temperature 1: a block of the vocabulary, then one of it."""
+    chances = np.zeros((len(scores), -(-scores.shape[1] // _SUMMED) * _SUMMED), np.float32)
+    np.exp(scores - scores.max(-1, keepdims=True), out=chances[:, : scores.shape[1]])
+    likely = chances.reshape(len(scores), -1, _SUMMED)
+    sums = likely.sum(-1).cumsum(-1, dtype=np.float64)
     drawn = random.random((len(scores), 1)) * sums[:, -1:]
-    chosen: NDArray[np.int64] = (sums <= drawn).sum(-1)
-    return np.minimum(chosen, scores.shape[1] - 1)
+    blocks = _first_above(sums, drawn)
+    rows = np.arange(len(scores))
+    before = np.where(blocks > 0, sums[rows, blocks - 1], 0.0)
+    tokens: NDArray[np.int64] = blocks * _SUMMED
+    tokens += _first_above(likely[rows, blocks].cumsum(-1, dtype=np.float64), drawn - before[:, None])
+    return tokens
+
+
+def _first_above(sums: NDArray[np.float64], drawn: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The first place in each row of growing sums that exceeds a number `[rows, 1]` below the last of them."""
+    below: NDArray[np.float64] = np.minimum(drawn, np.nextafter(sums[:, -1:], 0))
+    places: NDArray[np.int64] = (sums <= below).sum(-1)
+    return places

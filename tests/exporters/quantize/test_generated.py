@@ -51,18 +51,23 @@ def test_rows_of_a_quantized_table_are_those_of_the_whole_table(tmp_path, change
     assert written(checkpoint, 4).shape == (WINDOWS_AT_ONCE, 4)
 
 
-def written(checkpoint, length, windows=WINDOWS_AT_ONCE, number=0, progress=lambda done: None, chat=(), special=()):
+def written(checkpoint, length, windows=WINDOWS_AT_ONCE, number=0, progress=lambda done, of: None, chat=(), special=()):
     beginnings = Beginnings((256,), text_tokens(checkpoint.tokenizer, checkpoint.spec.vocab), special, chat)
     return generated_windows(checkpoint, beginnings, number, windows, length, progress)
 
 
 def test_windows_begin_alike_and_contain_tokens_of_the_vocabulary(checkpoint):
     told = []
-    windows = written(checkpoint, 8, progress=told.append)
+    windows = written(checkpoint, 8, progress=lambda done, of: told.append(done / of))
     assert windows.shape == (WINDOWS_AT_ONCE, 8) and windows.dtype == np.int64
     assert (windows[:, 0] == 256).all() and (windows[:, 1] < 256).all()  # from 256 on tokens are special
     assert windows.min() >= 0 and windows.max() < checkpoint.spec.vocab
-    assert len(np.unique(windows, axis=0)) == len(windows) and told == [*range(1, 8)]
+    assert len(np.unique(windows, axis=0)) == len(windows) and told == sorted(told) and told[-1] == 1
+
+
+def test_a_window_holds_several_texts_of_which_the_first_begins_as_windows_do(checkpoint):
+    windows = written(checkpoint, 512, windows=2, chat=(70, 71, 72))
+    assert windows.shape == (2, 512) and (windows[:, 0] == 256).all() and windows[:, 1:].max() < 256
 
 
 def test_special_tokens_are_written_as_far_as_chats_have_them(checkpoint):
