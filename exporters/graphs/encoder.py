@@ -74,10 +74,16 @@ class QdqEncoder(QdqBlocks, EncoderOps[Tensor]):
         return self._nodes.emit("RMSNormalization", [x.name, gamma], name, axis=-1, epsilon=self._eps)
 
     def rms_norm_parts(self, x: Tensor, weight: str, parts: int, eps: float, name: str) -> Tensor:
-        gamma = self._weight(*self._weights.tensor(weight))
-        split = self._reshape(x, x.name + ".parts", (1, self._spec.output_rows, parts, -1))
-        normal = self._nodes.emit("RMSNormalization", [split.name, gamma], name, axis=-1, epsilon=eps)
-        return self._reshape(normal, name + ".joined", (1, 1, self._spec.output_rows, -1))
+        nodes, gamma, (width,) = self._nodes, self._weight(*self._weights.tensor(weight)), self._spec.tensors[weight]
+        encoding, results = self._encodings[name], list[Tensor]()
+        for part in range(parts):  # an axis of parts would be another layout, which takes as long as a layer
+            bounds = part * width, (part + 1) * width, 3
+            begin, end, axis = (nodes.constant(f"at_{at}", np.array([at], np.int64)) for at in bounds)
+            own = nodes.emit("Slice", [x.name, begin, end, axis], x.name + ".part", x.encoding)
+            results.append(
+                nodes.emit("RMSNormalization", [own.name, gamma], name + ".part", encoding, axis=-1, epsilon=eps)
+            )
+        return self.join(results, name)
 
     def patches(self, x: Tensor) -> Tensor:
         spec, nodes = self._spec, self._nodes
