@@ -13,7 +13,8 @@ import pytest
 import edgekv
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
-from edgekv.errors import UsageError
+from edgekv.errors import EngineError, UsageError
+from edgekv.runtime import cpu
 from edgekv.runtime.expert_memory import Expert, ExpertMemory, ExpertStats, PartExperts, _File
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
@@ -152,6 +153,17 @@ def test_a_graph_runs_layer_by_layer_within_a_budget(bundle: Path, tmp_path: Pat
     assert set(runs.values()) == {2}
     split = mixture(tmp_path, splits=2)
     assert ran(split, expert_budget=LAYER)[0] == within == ran(split, expert_budget="1GB")[0]
+
+
+def test_a_model_larger_than_free_memory_runs_within_a_budget(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = ran(bundle, expert_budget="1GB")
+    places = open_bundle(bundle).manifest.weights
+    experts_bytes = sum(places.bytes(key) for key in places.matrices if ".mlp.experts." in key)
+    monkeypatch.setattr(cpu, "free_memory_bytes", lambda: places.total_bytes - experts_bytes + LAYER)
+    with pytest.raises(EngineError, match="memory for bundle: got "):
+        ran(bundle)
+    found, stats = ran(bundle, expert_budget=LAYER)
+    assert found == expected and stats.max_held_bytes <= LAYER
 
 
 @pytest.mark.parametrize(
