@@ -39,7 +39,6 @@ _MAX_SAMPLED = 131_072  # of all windows
 _FLOAT_BYTES = 4
 
 _PROCESS_BYTES = 120_000_000
-_MIXTURE_BYTES = 12_000_000  # measured: 1 to 8 MB more than the rest says, as the C library keeps what experts freed
 _TOKENIZER_BYTES = 800  # per token of the vocabulary
 _SCORES_AT_ONCE = 5  # [T, T]: scores, masked scores, and intermediate results of softmax
 _ROWS_AT_ONCE = 5  # [T, intermediate]: gate, up, sigmoid, silu and their product
@@ -185,8 +184,7 @@ def quantization_bytes(decoder: Decoder, cache_tensors: int, tokens: int, window
     sampled = window * decoder.head_dim
     kept = -(-sampled // (sampled // _SAMPLE | 1))
     samples = _FLOAT_BYTES * cache_tensors * min(tokens // window * kept, _MAX_SAMPLED)
-    mixture = _MIXTURE_BYTES if decoder.experts > 1 else 0
-    return _base_bytes(decoder) + mixture + samples + decoder.layer_parameters + max(pieces)
+    return _base_bytes(decoder) + samples + decoder.layer_parameters + max(pieces)
 
 
 def writing_bytes(decoder: Decoder) -> int:

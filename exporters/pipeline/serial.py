@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
+from edgekv.machine.system import return_freed_memory
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.parallel import Job, side_by_side
 from exporters.pipeline.piece import Plan, Planned
@@ -68,7 +69,9 @@ def _run(
 ) -> None:
     def do(name: str) -> PieceRecord:
         piece = unfinished[name].piece
-        return inputs.store.make(name, piece.kind, partial(piece.make, inputs=inputs), anew=not resume)
+        record = inputs.store.make(name, piece.kind, partial(piece.make, inputs=inputs), anew=not resume)
+        return_freed_memory()  # arrays below a megabyte, as experts have, would stay with the C library
+        return record
 
     totals = Counter(plan.kinds(ancestors))
     done = totals - Counter(plan.kinds(unfinished))

@@ -18,6 +18,7 @@ from distributed import Client, Future, KilledWorker, as_completed, get_worker
 
 from edgekv.errors import ServiceError, UsageError
 from edgekv.machine.child import TIMEOUT_VARIABLE, vendor_timeout_s
+from edgekv.machine.system import return_freed_memory
 from exporters.options import Cluster
 from exporters.pipeline.chains import find_chains
 from exporters.pipeline.dask.cluster import connected
@@ -300,6 +301,7 @@ def do_chain(
             store.make(piece.name, piece.kind, partial(piece.make, inputs=inputs))
         except Exception as error:
             raise PieceError(piece.name, error) from None
+        return_freed_memory()
         get_worker().log_event(topic, piece.name)
 
 
