@@ -13,6 +13,7 @@ from edgekv.cli.command import command
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
+from edgekv.machine.system import format_bytes
 from edgekv.option import Option, OptionGroup
 from edgekv.qnn.options import HtpOptions
 from exporters.cli.common import DeviceOption, EstimateOption, ForceOption, ready_to_run
@@ -71,6 +72,7 @@ def compile_(
     import msgspec
 
     from edgekv.bundle import open_bundle
+    from edgekv.runtime.expert_operands import ExpertOperands
     from exporters.compile import BinaryChoice, compile_bundle  # slow to import, as are all in commands
 
     if estimate and experts == "operands":
@@ -96,6 +98,9 @@ def compile_(
         print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks, "estimate": estimated})
         return
     show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
+    if compiled.divided is not None:
+        held = format_bytes(ExpertOperands(opened, compiled.divided).held_bytes)
+        click.echo(f"  experts are inputs of decode graphs: {held} in memory, beside the binaries")
     if estimated is not None:
         show_estimate(estimated)
     click.echo(next_line(bundle, opened.manifest, is_compiled=True))

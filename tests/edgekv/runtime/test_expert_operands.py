@@ -12,15 +12,15 @@ import pytest
 
 import edgekv
 from devices import find
-from edgekv.bundle import open_bundle
+from edgekv.bundle import all_compiled, open_bundle
 from edgekv.cli import run
 from edgekv.engine.session import Graphs, Session
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.kv import KVCache
 from edgekv.runtime.expert_operands import ExpertOperands
 from edgekv.runtime.htp import HtpEngine
-from exporters.compile import BinaryChoice, compile_bundle
 from exporters.graphs.divided import write_divided
+from exporters.htp.check import floating_nodes
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
 
@@ -105,13 +105,27 @@ def test_what_cannot_be_divided_is_refused(tmp_path, capsys, name, recipe, optio
     assert not (bundle / "compiled").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.htp
-def test_a_trained_mixture_writes_the_same_text_with_experts_as_operands(tmp_path, embedded):
+@pytest.mark.parametrize("name", ["granitemoe", "lfm2_moe", "mellum", "olmoe", "qwen3_moe"])
+def test_divided_graphs_are_integers_alone(tmp_path, name):
+    bundle = open_bundle(mixture(tmp_path, name))
+    (folder := tmp_path / "divided").mkdir()
+    divided = write_divided(bundle, folder)
+    files = [folder / part.file for graph in divided.graphs for part in graph.parts]
+    assert floating_nodes([*files, folder / f"{divided.experts}.onnx"], find("SM8650")) == []
+
+
+@pytest.mark.htp
+def test_a_trained_mixture_writes_the_same_text_with_experts_as_operands(tmp_path, embedded, capsys):
     """Divided at the routers, compiled for a chip, on the HTP emulator: integers alone, the tokens of `emulate`."""
     text = embedded / "heldout.txt"
     folder = tmp_path / "bundle"
     shutil.copytree(exported(embedded.parent / "experts-900k", export_options(context=512, ar=(1, 64))), folder)
-    compiled = compile_bundle(open_bundle(folder), find("SM8650"), choice=BinaryChoice(divides_experts=True))
+    capsys.readouterr()
+    assert run(["compile", str(folder), "--device", "SM8650", "--experts", "operands", "--quiet"]) == 0
+    assert "experts are inputs of decode graphs: 602.1 kB in memory" in capsys.readouterr().out
+    (compiled,) = [found.manifest for found in all_compiled(open_bundle(folder))]
     assert compiled.floating_nodes == []
     (graph,) = compiled.divided.graphs
     assert [part.routes for part in graph.parts] == [True] * 3 + [False]
