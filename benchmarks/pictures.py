@@ -1,7 +1,7 @@
 """A vision encoder of a published shape with random weights, and the answers of a small trained model.
 
 python -m benchmarks.pictures encoder                 SmolVLM2's encoder: export, SQNR per row, compiler
-python -m benchmarks.pictures encoder internvl3.5     InternVL's; also lfm2-vl, qwen3-vl, gemma3 and gemma4
+python -m benchmarks.pictures encoder internvl3.5     InternVL's; also lfm2-vl, qwen2.5-vl, qwen3-vl, gemma3 and gemma4
 python -m benchmarks.pictures encoder --format tflite                          as a TFLite graph
 python -m benchmarks.pictures encoder --encoder-16bit 'vision.layers.*.fc2.weight'    matrices at 16 bits
 python -m benchmarks.pictures speed [SHAPE]           a tile on the CPU, beside onnxruntime's float32 graph
@@ -88,6 +88,11 @@ _QWEN3_VL: dict[str, Any] = {
         "deepstack_visual_indexes": [5, 11, 17],
     },
 }
+_QWEN2_5_VL: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "text_config": {"hidden_size": 2048, "num_hidden_layers": 36},
+    "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048},
+}
 _GEMMA3: dict[str, Any] = {
     "model_type": "gemma3",
     "text_config": {"hidden_size": 2560, "num_hidden_layers": 34},
@@ -109,6 +114,7 @@ SHAPES = {
     "smolvlm2": (_SMOLVLM, {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "resample": 1}),
     "internvl3.5": (_INTERNVL, {"size": {"height": 448, "width": 448}, "resample": 3}),
     "lfm2-vl": (_LFM2_VL, {}),
+    "qwen2.5-vl": (_QWEN2_5_VL, {"min_pixels": 3136, "max_pixels": 12845056}),
     "qwen3-vl": (_QWEN3_VL, {"size": {"shortest_edge": 65536, "longest_edge": 16777216}}),
     "gemma3": (_GEMMA3, {"size": {"height": 896, "width": 896}, "resample": 2}),
     "gemma4": (_GEMMA4, {"do_normalize": False}),
@@ -122,6 +128,8 @@ def published_encoder(shape: str, layers: int | None = None) -> VisionEncoder:
         fewer: dict[str, Any] = {"num_hidden_layers": layers}
         if shape == "qwen3-vl":
             fewer = {"depth": layers, "deepstack_visual_indexes": [*range(min(layers, 3))]}
+        if shape == "qwen2.5-vl":
+            fewer = {"depth": layers, "fullatt_block_indexes": [*range(7, layers, 8)] or [layers - 1]}
         fields = fields | {"vision_config": fields["vision_config"] | fewer}
     return random_encoder(Config(fields), Config(prepared))
 
@@ -167,7 +175,9 @@ class _Float32Ops(FloatEncoderOps):
 
     def __init__(self, vision: VisionRecord, weights: BundleWeights, file: WeightFile) -> None:
         super().__init__(vision, weights, "fast", file)
-        self._products = _FloatProducts(self._nodes, file, "fast", is_scoring=False, batch_invariant=False)
+        self._products = _FloatProducts(
+            self._nodes, file, "fast", is_scoring=False, batch_invariant=False, in_groups=False
+        )
 
 
 def measure_speed(shape: str, tiles: int, layers: int | None = None) -> None:
@@ -241,7 +251,7 @@ def _compare(vision: VisionEncoder, picture: EncoderInputs, encodings: Mapping[s
             return session.run([ROWS_PORT], given)[0]
     else:
         engine, binding = "litert", LitertEngine(1).encoder(file)
-        rows = aligned_zeros((1, 1, spec.rows, spec.output), "int16")
+        rows = aligned_zeros((1, 1, spec.output_rows, spec.output), "int16")
         placed = {name: aligned_zeros(values.shape, "int16") for name, values in given.items()}
         for name, values in placed.items():
             values[:] = given[name]
@@ -259,7 +269,8 @@ def _compare(vision: VisionEncoder, picture: EncoderInputs, encodings: Mapping[s
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     (wanted,) = encode(NumpyEncoder(vision), spec, [picture])
     wanted = wanted[:, : spec.output]  # what layers read is not compared
-    noise = np.square(encodings[ROWS_PORT].dequantize(found[0, 0, : len(wanted)]) - wanted).sum(-1)
+    rows_found = found[0, 0, picture.output_rows(spec)]
+    noise = np.square(encodings[ROWS_PORT].dequantize(rows_found) - wanted).sum(-1)
     ratios = 10 * np.log10(np.square(wanted).sum(-1) / noise)
     print(f"SQNR of rows {ratios.min():.1f} dB at least, median {np.median(ratios):.1f}")
     print(f"{engine}: {seconds:.2f} s of processor time a tile, one thread; {peak:.2f} GB at most so far")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.find_gguf import find_gguf
+from benchmarks.pictures import measure_speed
 from benchmarks.retrieval import Agreement, Search
 from benchmarks.turns import by_turns, turns_table
 from edgekv.errors import CheckpointError
@@ -50,6 +51,15 @@ def test_retrieval_compares_the_order_of_documents():
     other = Agreement.of(exact, drawn.standard_normal(exact.shape).astype(np.float32))
     assert other.least_rank < other.rank < 0.2 < 0.9 < near.least_rank < near.rank < 1
     assert other.found < 0.3 and other.cosine < 0.2 < 0.98 < near.least_cosine < near.cosine < 1
+
+
+@pytest.mark.slow
+def test_encoders_are_timed_beside_their_float_graph(capsys: pytest.CaptureFixture[str]):
+    """With and without windows; of one layer, so that no time is stated."""
+    for shape in ("smolvlm2", "qwen2.5-vl"):
+        measure_speed(shape, 1, 1)
+        modes = [line.removeprefix(f"{shape}: ").split()[0] for line in capsys.readouterr().out.splitlines()]
+        assert modes == ["exact16", "fast", "float32"]
 
 
 def test_queries_and_documents_are_parts_of_docstrings():
