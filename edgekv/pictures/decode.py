@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
 from edgekv.errors import UsageError
 from edgekv.machine.system import MIB
@@ -26,6 +27,9 @@ MAX_DECODED_BYTES = 704 * MIB
 """Of a picture as its decoder holds it."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_BEGINS = re.compile(rb"\x89PNG|\xff\xd8\xff|RIFF....WEBP|GIF8|BM", re.DOTALL)
+"""How their files begin."""
+_DAMAGED = (OSError, ValueError, SyntaxError, EOFError, struct.error, IndexError, KeyError, TypeError)
 _JPEG = frozenset({"JPEG", "MPO"})  # MPO: a JPEG with previews or a second view, its first picture is the photo
 _MAX_JPEG_STEPS = 3  # of a half each
 _STRIP_PIXELS = 1 << 22
@@ -45,6 +49,7 @@ _FIRST_SIDEWAYS = 5
 """This orientation and the later ones swap width and height."""
 
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY  # programs that draw store large texts
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # a limit of our own follows
 
 
@@ -72,16 +77,16 @@ def read_picture(content: bytes, field: str) -> PicturePixels:
     Raises:
         UsageError: it is no picture of a known format, truncated, or too large.
     """
-    with _named(field), Image.open(BytesIO(content), formats=FORMATS) as image:
+    with _named(field, content), Image.open(BytesIO(content), formats=FORMATS) as image:
         _check(image, field)
         size = image.size
         if image.format in _JPEG:  # its decoder is faster for a half, and holds less
             steps = min((_factor(size) - 1).bit_length(), _MAX_JPEG_STEPS)
             image.draft(None, (max(size[0] >> steps, 1), max(size[1] >> steps, 1)))
         image.load()
-        orientation = image.getexif().get(ExifTags.Base.Orientation)  # that of a PNG may stand behind the pixels
+        orientation = _orientation(image.getexif)  # that of a PNG may stand behind the pixels
         shown = _on_white(image)
-        if isinstance(orientation, int) and orientation in _TURNS:
+        if orientation in _TURNS:
             shown = shown.transpose(_TURNS[orientation])
         return PicturePixels(np.asarray(shown), _turned(size, orientation))
 
@@ -94,16 +99,24 @@ def picture_size(content: bytes, field: str) -> tuple[int, int]:
     Raises:
         UsageError: as `read_picture`, as far as the headers say.
     """
-    with _named(field), Image.open(BytesIO(content), formats=FORMATS) as image:
+    with _named(field, content), Image.open(BytesIO(content), formats=FORMATS) as image:
         _check(image, field)
-        exif = Image.Image.getexif(image)  # that of PngImageFile reads to the end of the pixels
-        return _turned(image.size, exif.get(ExifTags.Base.Orientation))
+        # `getexif` of PngImageFile reads to the end of the pixels
+        return _turned(image.size, _orientation(lambda: Image.Image.getexif(image)))
 
 
-def _turned(size: tuple[int, int], orientation: object) -> tuple[int, int]:
+def _orientation(read: Callable[[], Image.Exif]) -> int:
+    """What a file's EXIF says; 1 where that is damaged, which says nothing of the pixels."""
+    try:
+        orientation = read().get(ExifTags.Base.Orientation)
+    except _DAMAGED:
+        return 1
+    return orientation if isinstance(orientation, int) else 1
+
+
+def _turned(size: tuple[int, int], orientation: int) -> tuple[int, int]:
     width, height = size
-    sideways = isinstance(orientation, int) and orientation in _TURNS and orientation >= _FIRST_SIDEWAYS
-    return (height, width) if sideways else size
+    return (height, width) if orientation in _TURNS and orientation >= _FIRST_SIDEWAYS else size
 
 
 def _factor(size: tuple[int, int]) -> int:
@@ -156,18 +169,21 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _named(field: str) -> Iterator[None]:
+def _named(field: str, content: bytes) -> Iterator[None]:
     """Name what Pillow raises on damaged files, which has no common base."""
     try:
         yield
     except UsageError:
         raise
     except UnidentifiedImageError:
+        if _BEGINS.match(content):
+            fix, expected = "Save or fetch it again.", "a whole picture"
+            raise UsageError(field, got="a damaged file: its header is wrong", expected=expected, fix=fix) from None
         fix = "Convert it to PNG or JPEG."
         raise UsageError(field, got="a file of another kind", expected=EXPECTED, fix=fix) from None
     except Image.DecompressionBombError:
         expected = f"at most {MAX_PIXELS:,} pixels"
         raise UsageError(field, got="a picture of far more", expected=expected, fix="Resize it first.") from None
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, IndexError, KeyError, TypeError) as error:
+    except _DAMAGED as error:
         got = f"a damaged file: {' '.join(str(error).split())[:120]}"
         raise UsageError(field, got=got, expected="a whole picture", fix="Save or fetch it again.") from None

@@ -10,7 +10,7 @@ import msgspec
 from edgekv.serve.chat import chat_completions
 from edgekv.serve.completions import completions
 from edgekv.serve.embeddings import embeddings
-from edgekv.serve.http import App, Exchange, Guard, Handler, Routes
+from edgekv.serve.http import App, Bodies, Exchange, Guard, Handler, Routes
 from edgekv.serve.metrics import CONTENT_TYPE
 from edgekv.serve.options import ServeOptions
 from edgekv.serve.page import chat_page
@@ -115,7 +115,8 @@ def make_app(service: Service, options: ServeOptions) -> App:
         ("GET", "/v1/responses/NAME", responses.get),
         ("DELETE", "/v1/responses/NAME", responses.delete),
     )
-    return Guard(Routes(paths), options, service.metrics)
+    bodies = Bodies(options.limits, has_pictures=service.pictures.are_read)
+    return Guard(Routes(paths), options, service.metrics, bodies)
 
 
 def _record(service: Service, name: str) -> ModelRecord:

@@ -49,7 +49,8 @@ MAX_PIXELS = 1 << 28
 """Of all pictures of a prompt: one photo of 200 million pixels, or 20 of 12. Decoding them takes seconds."""
 MAX_MESSAGES = 10_000
 """Of a conversation, with the turns that a full context drops."""
-_DATA = re.compile(r"data:image/[a-z0-9.+-]+(;[^;,]{0,80}){0,4};base64,", re.IGNORECASE | re.ASCII)
+_KINDS = r"(image/[a-z0-9.+-]+|application/octet-stream)"  # the second one says nothing, as of a file without an ending
+_DATA = re.compile(rf"data:{_KINDS}(;[^;,]{{0,80}}){{0,4}};base64,", re.IGNORECASE | re.ASCII)
 _PICTURE = "a data URI: data:image/png;base64,..."
 _DETAILS = (None, "auto", "low", "high")
 
@@ -85,6 +86,7 @@ class MessagePictures:
         if (detail := inner.get("detail")) not in _DETAILS:
             fix = "Ask for low to have a large picture in one tile."
             raise refused(f"{within}.detail", got=repr(detail)[:40], expected="auto, low or high", fix=fix)
+        url = url.strip() if isinstance(url, str) else url
         if not isinstance(url, str) or (start := _DATA.match(url)) is None:
             got = url[:40] if isinstance(url, str) else type(url).__name__
             fix = "Send the picture itself: the server fetches nothing."
@@ -93,7 +95,7 @@ class MessagePictures:
             raise refused(at, got="one more", expected=f"at most {MAX_PICTURES} pictures", fix="Send fewer.")
         try:
             encoded = "".join(unquote(url[start.end() :]).split())  # as browsers read such a URI
-            content = b64decode(encoded, validate=True)
+            content = b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
         except (binascii.Error, ValueError) as error:
             raise refused(at, got=error, expected="whole base64", fix="Encode the picture again.") from None
         self.sent.append(PictureSent(picture_content(content, at), at, detail != "low"))

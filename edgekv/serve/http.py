@@ -127,6 +127,40 @@ def event(record: msgspec.Struct, name: str | None = None) -> bytes:
     return head + b"data: " + _encode(record) + b"\n\n"
 
 
+class Bodies:
+    """How large bodies may be: each, and those above `Limits.body_bytes` together. In the loop's thread.
+
+    Attributes:
+        most_bytes: of one.
+    """
+
+    def __init__(self, limits: Limits, *, has_pictures: bool) -> None:
+        """Args: limits: of the server. has_pictures: whether its model reads pictures."""
+        self.most_bytes = max(limits.picture_body_bytes if has_pictures else 0, limits.body_bytes)
+        self._plain_bytes = limits.body_bytes
+        self._left_bytes = limits.large_bytes
+
+    def grow(self, held: int, size: int) -> int:
+        """The bytes that a body of so many holds, of which it held some before.
+
+        Raises:
+            ApiError: 413, it is too large; 503, others are.
+        """
+        if size > self.most_bytes:
+            raise _too_large(self.most_bytes)
+        if size <= self._plain_bytes:
+            return held
+        if size - held > self._left_bytes:
+            message = "body: got one too large beside those of other requests; expected a smaller one. Try again later."
+            raise ApiError(503, message, code="busy", retry_after_s=1)
+        self._left_bytes -= size - held
+        return size
+
+    def free(self, held: int) -> None:
+        """Take back what a body held."""
+        self._left_bytes += held
+
+
 class Exchange:
     """A request and its answer on a socket: reads the one within the limits, and writes the other.
 
@@ -145,7 +179,7 @@ class Exchange:
         cycle: uvicorn's own record of the request.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: Limits, bodies: Bodies) -> None:
         self.scope = scope
         self.name = ""
         self.salt: str | None = None
@@ -158,6 +192,8 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._limits = limits
+        self._bodies = bodies
+        self._held_bytes = 0
         self._lock = threading.Lock()
         self._error: ApiError | None = None
         self._stops: list[Callable[[ApiError], object]] = []
@@ -217,7 +253,9 @@ class Exchange:
                 self._stops.remove(stop)
 
     def close(self) -> None:
-        """Watch for nothing any more, in the loop's thread."""
+        """Watch for nothing and hold nothing any more, in the loop's thread."""
+        self._bodies.free(self._held_bytes)
+        self._held_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self.connection.on_lost = None
@@ -286,10 +324,9 @@ class Exchange:
         await self._write(data, more=more)
 
     async def _body(self) -> bytes:
-        limit = self._limits.body_bytes
         announced = self.header(b"content-length")
-        if announced is not None and int(announced) > limit:
-            raise _too_large(limit)
+        if announced is not None:
+            self._held_bytes = self._bodies.grow(0, int(announced))
         parts, size, more = [], 0, True
         try:
             # A timer for the rest of a body that has arrived would cost as much as reading it.
@@ -300,8 +337,7 @@ class Exchange:
                         raise DisconnectedError()
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > limit:
-                        raise _too_large(limit)
+                    self._held_bytes = self._bodies.grow(self._held_bytes, max(size, self._held_bytes))
                     more = message.get("more_body", False)
         except TimeoutError:
             limit_s = self._limits.body_s
@@ -432,8 +468,9 @@ class Guard:
     Pages of the allowed origins can read errors too.
     """
 
-    def __init__(self, routes: Routes, options: ServeOptions, metrics: Metrics) -> None:
+    def __init__(self, routes: Routes, options: ServeOptions, metrics: Metrics, bodies: Bodies) -> None:
         self._routes = routes
+        self._bodies = bodies
         self._options = options
         self._is_local = options.is_local
         self._keys = ApiKeys(options.keys)
@@ -467,7 +504,7 @@ class Guard:
                 write_line(record.line(scope["method"], scope["raw_path"][:200].decode("ascii", "backslashreplace")))
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._options.limits)
+        exchange = Exchange(scope, receive, send, self._options.limits, self._bodies)
         try:
             self._check(exchange)
             if scope["path"] not in POLLED and scope["state"]["connection"].is_crowded:

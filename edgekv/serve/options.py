@@ -24,7 +24,9 @@ class Limits:
     """What a client may use.
 
     Attributes:
-        body_bytes: bytes of a request.
+        body_bytes: bytes of a request to a model that reads text alone.
+        picture_body_bytes: of one to a model that reads pictures: base64 of the largest file, and text.
+        large_bytes: of all requests above `body_bytes` together, until they are answered.
         header_bytes: bytes of the headers of a request.
         header_s: seconds until the headers of a request are complete.
         body_s: seconds until its body is.
@@ -42,6 +44,8 @@ class Limits:
         float, Option("Seconds from a request to the end of its answer, with its time in the queue.", "--timeout")
     ] = 600.0
     body_bytes: int = 4 << 20
+    picture_body_bytes: int = 48 << 20
+    large_bytes: int = 192 << 20
     header_bytes: int = 32 << 10
     header_s: float = 10.0
     body_s: float = 30.0
@@ -50,7 +54,8 @@ class Limits:
     stored_responses: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("sessions", "queue", "body_bytes", "header_bytes", "connections", "stored_responses"):
+        sizes = "body_bytes", "picture_body_bytes", "large_bytes", "header_bytes"
+        for name in ("sessions", "queue", *sizes, "connections", "stored_responses"):
             if getattr(self, name) < 1:
                 raise UsageError(name, got=getattr(self, name), expected="at least 1", fix="Leave it out.")
         for name in ("request_s", "header_s", "body_s", "send_s"):

@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -281,6 +282,19 @@ def say(chat: Tab, text: str, turns: int | None = None) -> None:
     chat.press("Enter")
     if turns is not None:
         wait_for_turns(chat, turns)
+
+
+def drop_files(chat: Tab, type: str = "image/png", **contents: bytes) -> None:
+    """Drop files by name, of which the browser is told this type."""
+    files = json.dumps({name: b64encode(content).decode() for name, content in contents.items()})
+    chat.run(
+        "(files => { const data = new DataTransfer();"
+        " for (const [name, text] of Object.entries(files))"
+        " data.items.add(new File([Uint8Array.from(atob(text), each => each.charCodeAt(0))], name,"
+        f" {{ type: {json.dumps(type)} }}));"
+        " document.dispatchEvent(new DragEvent('drop', { dataTransfer: data, cancelable: true })); })"
+        f"({files})"
+    )
 
 
 def wait_for_turns(chat: Tab, turns: int) -> None:

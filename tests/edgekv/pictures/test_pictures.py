@@ -21,6 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from openai import BadRequestError, OpenAI
 from PIL import Image, ImageFilter, ImageOps
+from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Browser
 
 import edgekv
@@ -55,6 +56,7 @@ from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.htp import HtpEngine
 from edgekv.runtime.litert import LitertEngine
 from edgekv.runtime.tflite import TfliteEngine
+from edgekv.serve import Limits
 from edgekv.spec import CENTER, TABLE, EncoderSpec, PictureSpec, low_of
 from edgekv.spec.chat import ChatTemplates
 from edgekv.text import SamplingParams
@@ -85,6 +87,7 @@ from tests.support.exports import export_options, exported, exported_architectur
 from tests.support.picture_models import (
     SHAPED_SIZES,
     SIZES,
+    data_uri,
     photo,
     png,
     write_gemma3_vl,
@@ -96,7 +99,7 @@ from tests.support.picture_models import (
     write_qwen3_vl,
     write_smolvlm,
 )
-from tests.support.serving import KEPT, NAME, change_settings, new_chat, say, served
+from tests.support.serving import ERROR, IDLE, KEPT, NAME, change_settings, drop_files, new_chat, say, served
 from tests.support.thorough import variants
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "pictures.npz")
@@ -124,6 +127,18 @@ def _bomb(width: int, height: int) -> bytes:
     small = png(np.zeros((1, 1, 3), np.uint8))
     header = b"IHDR" + width.to_bytes(4) + height.to_bytes(4) + small[24:29]
     return small[:12] + header + zlib.crc32(header).to_bytes(4) + small[33:]
+
+
+def _png16(pixels: np.ndarray[Any, Any]) -> bytes:
+    """A PNG of 16 bits a channel, which Pillow does not write; the lower ones are others."""
+    height, width, _ = pixels.shape
+    wide = (pixels.astype(">u2") << 8 | 77).astype(">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in wide)
+    header = width.to_bytes(4) + height.to_bytes(4) + bytes([16, 2, 0, 0, 0])
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4) for kind, data in chunks
+    )
 
 
 def _read(content: bytes) -> np.ndarray[Any, Any]:
@@ -413,6 +428,8 @@ def test_too_many_pictures_are_refused_before_any_is_decoded(
         (b"\x00\x01 no picture", "a file of another kind"),
         (b"%PDF-1.7 a document that says it is a picture", "a file of another kind"),
         (b"", "a file of another kind"),
+        (_bomb(0, 4), "a damaged file: its header is wrong"),
+        (png(photo(40, 30), "BMP")[:18] + bytes(8) + png(photo(40, 30), "BMP")[26:], "a damaged file"),
         (_bomb(60_000, 60_000), "60,000 x 60,000 pixels|far more"),
         (_bomb(14_000, 14_000), "14,000 x 14,000 pixels; expected at most 184,549,376 pixels in such a file"),
     ],
@@ -448,6 +465,38 @@ def test_a_picture_is_turned_as_its_exif_says(orientation: int, kind: str):
     read = read_picture(content, "p")
     assert np.array_equal(read.pixels, np.asarray(turned))
     assert read.size == turned.size == picture_size(content, "p")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_a_damaged_exif_turns_nothing(kind: str):
+    """It says nothing of the pixels, which are whole."""
+    content = png(photo(40, 24), kind, exif=b"Exif\0\0no directory")
+    read = read_picture(content, "p")
+    assert read.size == (40, 24) == picture_size(content, "p")
+    assert np.array_equal(read.pixels, _read(png(photo(40, 24), kind)))
+
+
+def test_bits_and_palettes_of_png_are_read_as_they_look():
+    """Of 1 to 16 bits, with a color that is clear, or how clear each is; long texts beside them are skipped."""
+    pixels = photo(40, 24)
+    picture, clear = Image.fromarray(pixels), np.zeros((24, 40, 2), np.uint8)
+    for mode in ("1", "L", "P"):
+        file, transparent = BytesIO(), BytesIO()
+        made = picture.quantize(16) if mode == "P" else picture.convert(mode)
+        made.save(file, "PNG")
+        made.save(transparent, "PNG", transparency=(last := int(np.asarray(made).max())))
+        plain, over = _read(file.getvalue()), _read(transparent.getvalue())
+        of_last = np.asarray(made) == last
+        assert np.array_equal(plain, np.asarray(made.convert("RGB"))) and np.array_equal(
+            over[~of_last], plain[~of_last]
+        )
+        assert (over[of_last] == 255).all()
+    assert (_read(png(clear)) == 255).all()  # gray with alpha
+    text = PngInfo()
+    text.add_text("workflow", "x" * (2 << 20), zip=True)
+    assert np.array_equal(_read(png(pixels, pnginfo=text)), pixels)
+    rows = (np.arange(24 * 40 * 3).reshape(24, 40, 3) % 256).astype(np.uint8)
+    assert np.array_equal(_read(_png16(rows)), rows)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("GIF", {}), ("PNG", {}), ("WEBP", {"lossless": True})])
@@ -600,12 +649,16 @@ def test_openai_clients_send_pictures(model: Model, bundle: Path):
         assert shown == ask(client, f"data:image/png;base64,{encoded}")  # its content says what it is
         written_otherwise = f"DATA:image/JPEG;name=a b;charset=utf-8;base64,{encoded[:40]}%0A {encoded[40:]}"
         assert shown == ask(client, written_otherwise.replace("+", "%2B"), detail="high")
+        assert shown == ask(client, f" data:application/octet-stream;base64,{encoded.rstrip('=')}\n")
         ask(client, f"data:image/jpeg;base64,{encoded}", detail="low")
         assert counts[0] > 20 and counts[0] - 16 > counts[-1] > 4  # one tile of five
         with pytest.raises(BadRequestError, match=r"image_url.detail: got 'most'; expected auto, low or high"):
             ask(client, f"data:image/jpeg;base64,{encoded}", detail="most")
         for url, found in {
             "https://example.org/picture.png": "the server fetches nothing",
+            "file:///etc/passwd": "the server fetches nothing",
+            "data:image/png,%89PNG": "expected a data URI",
+            "data:image/png;base64,QUJDR": "whole base64",
             "data:text/plain;base64,aGk=": "expected a data URI",
             "data:image/png;base64,aGk=": "a file of another kind",
             f"data:image/png;base64,{encoded[:-60]}": "a damaged file",
@@ -1037,15 +1090,9 @@ def test_genie_compares_the_rows_of_pictures(bundle: Path, tmp_path: Path, monke
 
 
 def test_the_page_takes_dropped_pictures(bundle: Path, chromium: Browser):
-    dropped = b64encode(png(photo(70, 45))).decode()
     with served(bundle) as server, new_chat(chromium, server) as chat:
         change_settings(chat, max_tokens=2, temperature=0)
-        chat.run(
-            "(bytes => { const data = new DataTransfer();"
-            " for (const name of ['1.png', '2.png']) data.items.add(new File([bytes], name, { type: 'image/png' }));"
-            " document.dispatchEvent(new DragEvent('drop', { dataTransfer: data, cancelable: true })); })"
-            f"(Uint8Array.from(atob('{dropped}'), each => each.charCodeAt(0)))"
-        )
+        drop_files(chat, first=png(photo(70, 45)), second=png(photo(70, 45)))
         chat.wait("document.querySelectorAll('#dropped img').length === 2")
         say(chat, "What?", turns=2)
         assert chat.run("document.querySelectorAll('.user .pictures img').length") == 2
@@ -1060,16 +1107,51 @@ def test_the_page_shows_a_large_transparent_picture_on_white(bundle: Path, chrom
     content = png(noise)
     assert len(content) > 1 << 20
     with served(bundle) as server, new_chat(chromium, server) as chat:
-        chat.run(
-            "(bytes => { const data = new DataTransfer();"
-            " data.items.add(new File([bytes], '1.png', { type: 'image/png' }));"
-            " document.dispatchEvent(new DragEvent('drop', { dataTransfer: data, cancelable: true })); })"
-            f"(Uint8Array.from(atob('{b64encode(content).decode()}'), each => each.charCodeAt(0)))"
-        )
+        drop_files(chat, noise=content)
         chat.wait("document.querySelectorAll('#dropped img').length === 1")
         url = chat.run("document.querySelector('#dropped img').src")
     assert url.startswith("data:image/jpeg")
     assert (_read(b64decode(url.partition(",")[2])) > 250).all()
+
+
+def test_the_page_says_what_is_no_picture(bundle: Path, chromium: Browser):
+    """A file of another kind is not taken; one that the server refuses is named by it, however large."""
+    with served(bundle) as server, new_chat(chromium, server) as chat:
+        drop_files(chat, "text/plain", note=b"no picture")
+        chat.wait(f"{ERROR} === 'These files are no pictures.'")
+        for content, found in (
+            (png(photo(70, 45))[:-40], "a damaged file"),
+            (png(photo(70, 45), "TIFF") + bytes(1 << 20), "a file of another kind"),
+            (b"", "a file of another kind"),
+        ):
+            drop_files(chat, "", odd=content)  # the browser does not know its kind
+            chat.wait(f"dropped.length === 1 && {ERROR} === ''")
+            say(chat, "What?")
+            chat.wait(f"{IDLE} && {ERROR}.includes({found!r})")
+            chat.run("keep([]), undefined")
+            assert all("400" in message for message in chat.messages)
+            chat.messages.clear()
+        drop_files(chat, "", photo=png(photo(70, 45)))
+        chat.wait("dropped.length === 1")
+
+
+def test_a_photo_of_many_bytes_is_taken_as_a_file_is(bundle: Path):
+    """By the API of a model that reads pictures, which others refuse; all of them together are limited."""
+    noise = png(np.random.default_rng(0).integers(0, 256, (1400, 1400, 3), np.uint8))
+    assert len(noise) > 5 << 20
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(noise)}}, {"type": "text", "text": "What?"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"connection: close\r\ncontent-length: %d\r\n\r\n"
+    with served(bundle, limits=Limits(large_bytes=10 << 20)) as server:
+        assert b" 413 " in server.raw(head % (49 << 20))
+        refused = server.raw(head % (11 << 20))
+        assert b" 503 " in refused and b"beside those of other requests" in refused
+        for _ in range(2):  # each takes nothing from the next
+            status, answer = server.post("/v1/chat/completions", body)
+            assert status == 200 and answer["usage"]["prompt_tokens"] > 20
+    with served(exported_architecture("smollm3")) as server:
+        assert b" 413 " in server.raw(head % (5 << 20))
 
 
 def test_the_page_has_a_button_for_pictures_where_the_model_reads_them(

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
+from playwright.sync_api import Browser
 
 from benchmarks.pictures import compare_answers
 from edgekv.cli import run
 from models.shapes import QUESTION, drawn
 from tests.support.exports import export_options, exported
 from tests.support.picture_models import data_uri
-from tests.support.serving import NAME, served
+from tests.support.serving import NAME, TURNS, change_settings, drop_files, new_chat, say, served
 
 MODEL = Path(__file__).parents[3] / "models" / "shapes-360k"
 PICTURES = 50
@@ -80,6 +81,29 @@ ODD: dict[str, Callable[[Image.Image], bytes]] = {
 }
 
 
+def _is_right(answer: str, words: str, kind: str) -> bool:
+    """Whether all words are right; of a gray picture, those behind the colour."""
+    expected = words.split()[2:] if "gray" in kind else words.split()
+    return answer.split()[-len(expected) :] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ODD)
+def test_the_page_reads_odd_pictures_as_people_do(kind: str, chromium: Browser):
+    """As they are, and above a size at which the browser makes them smaller: what is behind a picture is none of it."""
+    bundle, (pixels, words) = exported(MODEL, export_options(context=128, ar=(1, 32))), drawn(9)
+    content = ODD[kind](Image.fromarray(pixels))
+    with served(bundle) as server:
+        for file in (content, content + bytes(1 << 20)):
+            with new_chat(chromium, server) as chat:
+                change_settings(chat, max_tokens=24, temperature=0)
+                drop_files(chat, odd=file)
+                chat.wait("document.querySelectorAll('#dropped img').length === 1")
+                assert chat.run("dropped[0].startsWith('data:image/jpeg')") == (file is not content or "JPEG" in kind)
+                say(chat, QUESTION, turns=2)
+                assert _is_right(chat.run(TURNS)[1][1], words, kind), chat.run(TURNS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD)
 def test_commands_and_servers_read_odd_pictures_as_people_do(
@@ -89,10 +113,9 @@ def test_commands_and_servers_read_odd_pictures_as_people_do(
     bundle, (pixels, words) = exported(MODEL, export_options(context=128, ar=(1, 32))), drawn(9)
     content, file = ODD[kind](Image.fromarray(pixels)), tmp_path / "odd"
     file.write_bytes(content)
-    shape = words.split()[2:] if "gray" in kind else words.split()
 
     def is_right(answer: str | None) -> bool:
-        return answer is not None and answer.split()[-len(shape) :] == shape
+        return answer is not None and _is_right(answer, words, kind)
 
     assert run(["chat", str(bundle), "--message", QUESTION, "--image", str(file), "--temperature", "0"]) == 0
     assert is_right(capsys.readouterr().out.strip())

@@ -27,7 +27,7 @@ from edgekv.errors import UsageError
 from edgekv.pictures import PictureFile, PictureReader, TileGrid
 from edgekv.serve import Limits
 from edgekv.serve.errors import ApiError, DisconnectedError, stopping, timed_out
-from edgekv.serve.http import Exchange
+from edgekv.serve.http import Bodies, Exchange
 from edgekv.serve.work import WorkQueue
 from edgekv.spec.chat import ChatTemplates
 from tests.edgekv.pictures.test_pictures import PICTURES
@@ -56,7 +56,7 @@ def _exchange(client: str = "a") -> Exchange:
     """A request of a client, without a socket."""
     scope: Any = {"state": {"record": None, "connection": None, "cycle": None}, "client": (client, 1)}
     nothing: Any = None
-    return Exchange(scope, nothing, nothing, Limits())
+    return Exchange(scope, nothing, nothing, Limits(), Bodies(Limits(), has_pictures=False))
 
 
 def test_clients_take_turns():
