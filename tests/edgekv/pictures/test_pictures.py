@@ -99,7 +99,18 @@ from tests.support.picture_models import (
     write_qwen3_vl,
     write_smolvlm,
 )
-from tests.support.serving import ERROR, IDLE, KEPT, NAME, change_settings, drop_files, new_chat, say, served
+from tests.support.serving import (
+    ERROR,
+    IDLE,
+    KEPT,
+    NAME,
+    change_settings,
+    drop_files,
+    new_chat,
+    say,
+    served,
+    talking_bundle,
+)
 from tests.support.thorough import variants
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "pictures.npz")
@@ -396,9 +407,13 @@ def test_prompts_and_pictures_must_agree(model: Model):
 
 
 def test_too_many_pictures_are_refused_before_any_is_decoded(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    chromium: Browser,
 ):
-    """By the library, `generate` and `chat`; a policy that evicts tokens has room for them."""
+    """By the library, `generate`, `chat` and the page; a policy that evicts tokens has room for them."""
     file = tmp_path / "photo.png"
     file.write_bytes(png(photo(70, 45)))
     decoded = list[int]()
@@ -411,6 +426,12 @@ def test_too_many_pictures_are_refused_before_any_is_decoded(
     for command in (["generate", str(bundle), "--prompt", "What?"], ["chat", str(bundle), "--message", "What?"]):
         assert run([*command, *many]) != 0
         assert found in " ".join(capsys.readouterr().err.split())
+    with served(bundle) as server, new_chat(chromium, server) as chat:
+        drop_files(chat, **{f"photo{number}": file.read_bytes() for number in range(9)})
+        chat.wait("dropped.length === 9")
+        say(chat, "What?")
+        chat.wait(f"{IDLE} && {ERROR}.includes('tokens')")
+        chat.messages.clear()
     assert not decoded
     with edgekv.load(bundle, policy="sliding-window") as model:
         assert [*model.generate("What?", max_new_tokens=1, pictures=[file] * 9)] and len(decoded) == 9
@@ -739,9 +760,36 @@ def test_a_picture_of_a_tool_is_shown(model: Model, sees: str):
     assert text.endswith("[user]c" if sees == "all" else f"[user]{shown}c")
 
 
-def test_a_bundle_of_text_refuses_pictures():
-    with edgekv.load(exported_architecture("smollm3")) as model, pytest.raises(UsageError, match="reads text alone"):
-        model.generate("What?", pictures=[png(photo(8, 8))])
+def test_a_bundle_of_text_refuses_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chromium: Browser
+):
+    """The library, commands, both kinds of requests, and the page, which sends none; all go on with text."""
+    bundle, file, found = talking_bundle(tmp_path), tmp_path / "photo.png", "reads text alone"
+    file.write_bytes(png(photo(8, 8)))
+    with edgekv.load(bundle) as model, pytest.raises(UsageError, match=found):
+        model.generate("What?", pictures=[file])
+    for command in (["generate", str(bundle), "--prompt", "What?"], ["chat", str(bundle), "--message", "What?"]):
+        assert run([*command, "--image", str(file)]) == 2
+        assert found in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr("sys.stdin", StringIO(f"/image {file}\nWhat?\n"))
+    assert run(["chat", str(bundle), "--max-new-tokens", "2"]) == 0
+    told = capsys.readouterr()
+    assert found in " ".join(told.err.split()) and told.out.strip()
+    url = data_uri(file.read_bytes())
+    asked: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    shown: Any = [{"role": "user", "content": [{"type": "input_image", "detail": "auto", "image_url": url}]}]
+    with served(bundle) as server:
+        client = server.client()
+        with pytest.raises(BadRequestError, match=found):
+            client.chat.completions.create(model=NAME, messages=asked)
+        with pytest.raises(BadRequestError, match=found):
+            client.responses.create(model=NAME, input=shown)
+        with new_chat(chromium, server) as chat:
+            change_settings(chat, max_tokens=2)
+            drop_files(chat, photo=file.read_bytes())
+            chat.wait(f"{ERROR} === 'This model reads text alone.'")
+            say(chat, "What?", turns=2)
+            assert chat.run(ERROR) == ""
 
 
 def _tile(bundle: Bundle) -> NDArray[np.uint8]:
