@@ -24,6 +24,7 @@ from exporters.quantize.pictures import drawn_picture
 
 _TEXT = {"hidden_size": 64, "num_hidden_layers": 4}
 _VISION = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_QWEN = {"depth": 3, "num_heads": 4, "patch_size": 8}
 _SQUARE = {"height": 32, "width": 32}
 _BOUND = 4.0
 """Of what matrices read and write, where they have bounds."""
@@ -56,14 +57,29 @@ KINDS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"projector_hidden_size": 80, "vision_config": {**_VISION, "num_patches": 16, "patch_size": 8}},
         {"tile_size": 32, "encoder_patch_size": 8, "min_image_tokens": 1, "max_image_tokens": 4},
     ),
+    "qwen2_vl": (
+        {"vision_config": {**_QWEN, "embed_dim": 48, "mlp_ratio": 2, "hidden_size": 64}},
+        {"patch_size": 8, "min_pixels": 256, "max_pixels": 2048},
+    ),
+    "qwen2_5_vl": (
+        {
+            "vision_config": {
+                **_QWEN,
+                "hidden_size": 48,
+                "intermediate_size": 96,
+                "out_hidden_size": 64,
+                "window_size": 32,
+                "fullatt_block_indexes": [1],
+            }
+        },
+        {"patch_size": 8, "min_pixels": 256, "max_pixels": 2048},
+    ),
     "qwen3_vl": (
         {
             "vision_config": {
-                "depth": 3,
+                **_QWEN,
                 "hidden_size": 48,
                 "intermediate_size": 96,
-                "num_heads": 4,
-                "patch_size": 8,
                 "out_hidden_size": 64,
                 "num_position_embeddings": 25,
                 "deepstack_visual_indexes": [0, 1],
