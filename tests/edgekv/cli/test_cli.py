@@ -438,7 +438,6 @@ def test_sampling_options_reach_the_sampler(bundle: Path, capsys: pytest.Capture
         (["--temperature", "nan"], "temperature: got nan; expected a number"),
         (["--temperature", "9" * 5000], "temperature: got inf"),
         (["--max-new-tokens", "9" * 5000], "Invalid value for '--max-new-tokens'"),
-        (["--seed", str(2**64)], "seed: got 18446744073709551616"),
         (["--logit-bias", "9" * 5000 + ":1"], "--logit-bias: got "),
         (["--logit-bias", f"{2**32}:1"], "--logit-bias: got 4294967296"),
         (["--logit-bias", "5"], "--logit-bias: got '5'; expected ID:BIAS"),
@@ -448,7 +447,6 @@ def test_sampling_options_reach_the_sampler(bundle: Path, capsys: pytest.Capture
         (["--retention", f"0-9:{'9' * 5000}"], "--retention: got"),
         (["--threads", str(2**31)], "--threads: got 2147483648"),
         (["--threads", "9" * 5000], "Invalid value for '--threads'"),
-        (["--cache-salt", "x"], "--cache-salt: got one without a prefix cache"),
     ],
 )
 def test_absurd_numbers_are_refused(

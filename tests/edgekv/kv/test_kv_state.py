@@ -100,6 +100,7 @@ def test_what_does_not_belong_is_refused_by_name(file):
     assert "fingerprint: got a model; expected another" in refused(make(**same), file, "another")
     assert "geometry: got" in refused(make(context=13, **same), file)
     assert "geometry: got" in refused(make(kv_dtype="s16"), file)
+    assert "geometry: got" in refused(KVCache(geometry_of(12, row_bytes=16), ar=[1, 4], **same), file)
     assert "encodings: got" in refused(make(), file)
     assert "encodings: got" in refused(make(encodings=[Encoding("u8", 0.25, 128)] * 4), file)
     assert "file: got No such file" in refused(make(), file.with_name("none"))

@@ -168,19 +168,10 @@ def changed(bundle: Path, **changes: object) -> Bundle:
     return Bundle(opened.path, structs.replace(opened.manifest, **changes))
 
 
-def test_what_it_cannot_express_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
+def test_what_it_cannot_express_is_refused_before_anything_is_written(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"cache: got s16; expected u8, all .*genai has. Export it with --kv u8"):
         choose_graphs(changed(bundle, kv_dtype="s16"))
-    manifest = open_bundle(bundle, verify=False).manifest
-    graphs, model = manifest.graphs, manifest.model
-    with pytest.raises(BundleError, match=r"graphs: got only ar1_cl128; .*--ar 1,32"):
-        choose_graphs(changed(bundle, graphs=[g for g in graphs if g.role == "decode"]))
-    with pytest.raises(
-        BundleError, match=r"windows: got 32, all, 32, all; expected layers that all attend to the whole"
-    ):
-        choose_graphs(changed(bundle, model=structs.replace(model, limits=(32, None))))
-    with pytest.raises(BundleError, match=r"got tflite graphs; expected onnx graphs, which onnxruntime-genai"):
-        choose_graphs(changed(bundle, graph_format="tflite"))
+    graphs = open_bundle(bundle, verify=False).manifest.graphs
     wide = [structs.replace(g, ar=96) if g.role == "prefill" else g for g in graphs]
     with pytest.raises(
         BundleError, match=r"context 128, 96 tokens per inference; expected a context of at least .* 192"

@@ -306,10 +306,6 @@ def test_genie_moves_to_the_next_context_as_edgekv_does(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (
-            {"limits": (16, None)},
-            "attention windows: got 16, all; expected layers that all attend to the whole",
-        ),
-        (
             {"rope": Rope("linear", 1e4, 64, {"factor": 2.0})},
             "rotary embedding: got linear of 64 elements; expected default",
         ),

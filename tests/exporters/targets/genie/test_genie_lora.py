@@ -11,7 +11,6 @@ from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.engine import LoraChoice
 from edgekv.engine.adapters import Adapters
-from edgekv.errors import BundleError
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions
@@ -95,8 +94,3 @@ def test_a_bundle_without_adapters_runs_as_its_base(bundle: Bundle, tmp_path: Pa
     shutil.copytree(bundle.path, plain, ignore=shutil.ignore_patterns("adapters"))
     manifest = write_genie(open_bundle(plain), tmp_path / "genie", GenieOptions())
     assert manifest.checked and not manifest.adapters
-
-
-def test_geniex_refuses_slots(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="GenieX"):
-        write_genie(bundle, tmp_path / "genie", GenieOptions(stacked=True))
