@@ -65,8 +65,9 @@ _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
 _CHECK_BYTES_PER_GRAPH_BYTE = 186  # one check took 655 MB: a graph of 1.76 MB, and by the recipe 86 MB of weights
 
 _MEASURED_TOKENS = 768  # of the texts that show what was lost, by the exact decoder and by the graphs
+_FACTOR_PRODUCTS = 1 / 3  # by the cube of the inputs; the square of the factor, which descent reads, takes 1 more
 _BUSY = 0.78  # share of the cores' time that an export uses
-_UNCOUNTED = 1.74  # processor time by that which is counted: norms, activations, samples, reading; 1.57 and 1.92
+_SCORES_OF_A_VALUE = 4.9  # a value's norms, activations, samples and files take as long as so many scores
 _CHECK_SECONDS = 0.7
 _CHECK_SECONDS_PER_WEIGHT_BYTE = 7e-9
 _CHECK_PRODUCTS_PER_S = 88e9  # of a core where checks were measured; see `HostSpeed`
@@ -260,8 +261,9 @@ def export_cost(
 def _export_seconds(decoder: Decoder, tokens: int, window: int, host: HostSpeed, *, is_followed: bool) -> float:
     """Time of the exact decoder, which runs twice, of the quantized one beside it, of rounding, and of the measurement.
 
-    Rounding: for each input width the sum of squares over tokens, with those of the quantized decoder two more; then
-    the elements of each matrix, and the products that grow with the square of its inputs; the same for the head.
+    Beside its products, a decoder takes a time for each value that a layer gives. Rounding: for each input width the
+    sum of squares over tokens, with those of the quantized decoder two more, their factor and its square; then the
+    elements of each matrix, and the products that grow with the square of its inputs; the same for the head.
 
     Args:
         decoder: the model.
@@ -274,17 +276,20 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int, host: HostSpeed,
     inner = decoder.intermediate // decoder.experts
     passes = 3 if is_followed else 2
     parameters = decoder.all_layer_parameters
+    widths = (hidden, queries, *(hidden, inner) * decoder.experts)  # of inputs
     products: float = tokens * (passes * parameters + decoder.table_parameters)
     products += 2 * _MEASURED_TOKENS * (parameters + decoder.table_parameters)
-    squares = tokens * decoder.layers * sum(width**2 for width in (hidden, queries, *(hidden, inner) * decoder.experts))
-    products += squares * (1.5 if is_followed else 0.5)
+    products += tokens * decoder.layers * sum(width**2 for width in widths) * (1.5 if is_followed else 0.5)
+    products += (_FACTOR_PRODUCTS + is_followed) * (decoder.layers * sum(width**3 for width in widths) + hidden**3)
     kinds = decoder.layer_kinds
     pairs = sum(kind.layers * matrix.inputs**2 * matrix.outputs for kind in kinds for matrix in kind.matrices)
     products += host.rounding_products * (pairs + hidden * decoder.table_parameters)
-    scores = passes * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
+    scores: float = passes * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
+    values = _attention_width(decoder, 0) + _feed_forward_width(decoder)
+    scores += _SCORES_OF_A_VALUE * passes * decoder.layers * tokens * values
     elements = parameters + decoder.table_parameters
-    counted = products / host.products_per_s + scores / host.scores_per_s + elements / host.elements_per_s
-    return _UNCOUNTED * counted / (_BUSY * host.cores)
+    core_s = products / host.products_per_s + scores / host.scores_per_s + elements / host.elements_per_s
+    return core_s / (_BUSY * host.cores)
 
 
 def _check_seconds(weights: Weights, size_bytes: int) -> float:
