@@ -97,11 +97,11 @@ class Capabilities:
             yield "graphs", f"{manifest.graph_format} graphs", expected, "Export it with --format onnx."
         if not self.pictures and manifest.vision is not None:
             kind = manifest.vision.encoder.model_type
-            expected = f"text alone: {self.reader} runs no encoder of {kind}"
+            expected = f"text alone: edgekv writes no encoder of {kind} for {self.reader}"
             yield "vision encoder", manifest.vision.file, expected, "Run it with edgekv generate or serve."
         elif not self.picture_shapes and manifest.vision is not None and manifest.vision.encoder.has_shapes:
             got = f"one of {manifest.vision.encoder.model_type}, whose pictures have shapes of their own"
-            expected = f"pixels as its only input, all that {self.reader} feeds"
+            expected = f"pixels as its only input: edgekv writes no others for {self.reader}"
             yield "vision encoder", got, expected, "Run it with edgekv generate or serve."
         if self.parts == "one" and not manifest.is_whole:
             parts = max(len(graph.parts) for graph in manifest.graphs)
@@ -146,7 +146,7 @@ class Capabilities:
             expected = f"token ids or embeddings alone, all that {self.reader} feeds"
             yield "layers", "inputs that the host gathers for each layer", expected, "Run it with edgekv generate."
         if not self.picture_layers and (model.picture_layers or model.picture_axes):
-            expected = f"rows of pictures among the embeddings alone, all that {self.reader} feeds"
+            expected = f"rows of pictures among the embeddings alone: edgekv writes no others for {self.reader}"
             got = "layers that add rows of pictures, and positions of rows and columns"
             yield "layers", got, expected, "Run it with edgekv generate."
         if not self.picture_layers and model.whole_pictures:

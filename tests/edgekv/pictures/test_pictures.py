@@ -1092,7 +1092,7 @@ def test_genie_reads_pictures_as_edgekv_does(
     assert run(["genie", "run", str(folder), "--prompt", "See", "--image", str(file), "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out
     assert run(["bundle", "geniex", str(bundle), "-o", str(tmp_path / "geniex")]) != 0
-    assert "GenieX runs no encoder of " in capsys.readouterr().err
+    assert "text alone: edgekv writes no encoder of " in capsys.readouterr().err
 
 
 @pytest.mark.htp
