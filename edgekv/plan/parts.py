@@ -109,7 +109,8 @@ def quantization_bytes(spec: EncoderSpec, tiles: int, *, fits: bool = False) -> 
     """
     integers = sum(rows * columns for rows, columns in spec.matrices.values())
     layer = 4 * spec.hidden * (4 * spec.hidden + 2 * spec.intermediate)
-    projector = 12 * spec.output * spec.hidden * spec.merged
+    read = 0 if spec.layer_rows is None else spec.layer_rows.elements
+    projector = 12 * spec.output * max(spec.hidden * spec.merged, read)
     results = 12 * spec.patches * max(spec.patches, spec.intermediate, spec.patch_values)
     inputs = 0
     if fits:
