@@ -99,7 +99,7 @@ def compile_bundle(
     check_new(target, force=force, marker=COMPILED)
     whole = [graph for graph in bundle.manifest.graphs if not (choice.divides_experts and graph.role == "decode")]
     parts, plan, store = device_parts(whole, bundle.path), Plan(), open_store(run)
-    inputs, divided = Inputs(store, None, progress), None
+    inputs, steps = Inputs(store, None, progress), None
     bundle_files = give_bundle(plan, bundle)
     vision = bundle.manifest.vision
     encoder = [] if vision is None else [{ENCODER: bundle.path / vision.file}]
@@ -115,9 +115,7 @@ def compile_bundle(
                 chosen = _with_found_level(bundle, device, [*models], run, progress, options)
                 names += plan_binaries(plan, bundle_files, [models], device, compiler, chosen)
             if choice.divides_experts:
-                divided = write_divided(bundle, scratch)
-                models = {part.name: scratch / part.file for graph in divided.graphs for part in graph.parts}
-                models[divided.experts] = scratch / f"{divided.experts}.onnx"
+                models, steps = write_divided(bundle, scratch)
                 graph_files = _give_folder(plan, inputs, scratch, models)
                 chosen = _with_found_level(bundle, device, [], run, progress, options)
                 of_graphs = binary_sets([models], per_graph_binaries=alone)
@@ -136,7 +134,14 @@ def compile_bundle(
         binaries = take_binaries(names, store, folder, watch)
         with one_step("seal", progress):
             compiled = write_compiled(
-                folder, device, binaries, compiler, bundle.path / MANIFEST, options, floating=floating, divided=divided
+                folder,
+                device,
+                binaries,
+                compiler,
+                bundle.path / MANIFEST,
+                options,
+                floating=floating,
+                expert_steps=steps,
             )
     if run.removes_pieces:
         store.remove([*names, bundle_files])

@@ -14,7 +14,7 @@ from edgekv.bundle.verified import FileHashes, file_hashes
 from edgekv.errors import BundleError
 from edgekv.machine.json_file import read_json
 from edgekv.machine.system import sha256_of
-from edgekv.spec import DividedDecode
+from edgekv.spec import ExpertSteps
 
 FOLDER, COMPILED = "compiled", "compiled.json"
 
@@ -50,8 +50,8 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             graph, if requested, then one in which all graphs share their weights.
         floating_nodes: QNN nodes that run in float, empty unless they were allowed, and for `.tflite` files.
         files: size and hash of every file.
-        divided: decode graphs that are divided at the routers of experts, which then stand for the bundle's own; null
-            if those are compiled.
+        expert_steps: of experts that decode graphs read as inputs: these graphs are compiled as
+            `divided_at_routers` gives them; null if they are compiled as in the bundle.
     """
 
     soc: str
@@ -63,7 +63,7 @@ class CompiledManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     binaries: list[CompiledBinary]
     floating_nodes: list[str]
     files: dict[str, FileRecord]
-    divided: DividedDecode | None = None
+    expert_steps: ExpertSteps | None = None
 
 
 @dataclass(frozen=True, slots=True)

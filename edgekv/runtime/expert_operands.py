@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgekv.bundle import Bundle
+from edgekv.errors import BundleError
 from edgekv.kv.memory import ALIGNMENT_BYTES, Allocate, HeapMemory, aligned, aligned_zeros
 from edgekv.runtime.binding import Binding
 from edgekv.spec import (
@@ -18,8 +19,11 @@ from edgekv.spec import (
     EXPERT_SCALES,
     EXPERT_SHARES,
     EXPERT_SUM,
-    DividedDecode,
+    EXPERTS,
+    ExpertSteps,
+    GraphRecord,
     Port,
+    divided_at_routers,
     expert_ports,
 )
 from edgekv.spec.tensors import expert_projection
@@ -39,19 +43,25 @@ class ExpertOperands:
     """The integers of all experts of a bundle, in one allocation: expert E of a layer is at a fixed distance.
 
     Attributes:
-        record: the graphs that read them.
+        steps: of the integers.
         file: of the graph of experts, by which its binary is known.
         used: experts of a token.
         places: the operands of an expert.
         expert_bytes: between two experts.
     """
 
-    def __init__(self, bundle: Bundle, record: DividedDecode) -> None:
-        """Read nothing yet."""
+    def __init__(self, bundle: Bundle, steps: ExpertSteps) -> None:
+        """Read nothing yet.
+
+        Raises:
+            BundleError: the bundle has no experts.
+        """
         spec = bundle.manifest.model
-        assert spec.experts is not None, "a mixture"
-        self.record = record
-        self.file = bundle.path / f"{record.experts}.onnx"
+        if spec.experts is None:
+            fix = "Compile the bundle again, with --force."
+            raise BundleError("expert_steps", got="them for a model without experts", expected="none", fix=fix)
+        self.steps = steps
+        self.file = bundle.path / f"{EXPERTS}.onnx"
         self._bundle = bundle
         self._rows = {layer: row for row, layer in enumerate(sorted(spec.experts.layers))}
         self._count, self.used = spec.experts.count, spec.experts.used
@@ -62,6 +72,14 @@ class ExpertOperands:
             at += aligned(int(np.prod(port.shape)) * np.dtype(port.dtype).itemsize)
         self.expert_bytes = at
         self._memory: NDArray[np.uint8] | None = None
+
+    @property
+    def graphs(self) -> dict[str, GraphRecord]:
+        """The divided decode graphs, by the names of those that they stand for."""
+        manifest = self._bundle.manifest
+        decode = [graph for graph in manifest.graphs if graph.role == "decode"]
+        layers = manifest.model.layers
+        return {graph.name: divided_at_routers(graph, layers, frozenset(self._rows)) for graph in decode}
 
     @property
     def held_bytes(self) -> int:
@@ -89,7 +107,7 @@ class ExpertOperands:
         for matrix in EXPERT_MATRICES:
             weight = weights.matrix(f"model.layers.{layer}.{expert_projection(expert, matrix + '_proj')}.weight")
             integers = np.ascontiguousarray(weight.integers).view(np.uint8) ^ _SIGN
-            scales = EXPERT_SCALES.quantize(weight.grid.scales / np.float32(self.record.steps[matrix]))
+            scales = EXPERT_SCALES.quantize(weight.grid.scales / np.float32(self.steps[matrix]))
             for place, values in zip((next(places), next(places)), (integers, scales), strict=True):
                 content = values.reshape(-1).view(np.uint8)
                 memory[place.offset : place.offset + content.size] = content

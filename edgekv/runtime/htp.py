@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import onnxruntime as ort
-from msgspec import structs
 
 from devices import Device, find
 from edgekv.bundle import ENCODER, Bundle, GraphFormat, GraphRecord, open_compiled
@@ -27,6 +26,7 @@ from edgekv.qnn.worker import HtpJob, HtpStep, context_config, create_sessions
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.expert_operands import ExpertOperands, RoutedExperts
 from edgekv.runtime.shared_memory import SharedAllocator
+from edgekv.spec import EXPERTS
 
 _SHARE = "ep.share_ep_contexts"
 _SHARES_FROM = 73
@@ -89,9 +89,9 @@ class HtpEngine:
         # The emulator cannot load binaries of several graphs, and V68 and V69 are not known to share weights.
         decode = min(bundle.manifest.graphs, key=lambda graph: graph.ar)
         compiled = open_compiled(bundle, device.soc, compiler())
-        divided = None if compiled is None else compiled.manifest.divided
-        operands = None if divided is None else ExpertOperands(bundle, divided)
-        first = bundle.part_path(decode.parts[0] if divided is None else divided.graphs[0].parts[0])
+        steps = None if compiled is None else compiled.manifest.expert_steps
+        operands = None if steps is None else ExpertOperands(bundle, steps)
+        first = bundle.part_path((decode if operands is None else operands.graphs[decode.name]).parts[0])
         kinds = (True, False) if Platform.here().has_npu and device.arch >= _SHARES_FROM else (False,)
         for is_shared in kinds:
             if wrappers := _wrappers(bundle, device, is_shared=is_shared):
@@ -150,13 +150,10 @@ class HtpEngine:
         Raises:
             EngineError: the runtime is missing or refused the graph of experts.
         """
-        if (operands := self.operands) is None:
+        if (operands := self.operands) is None or graph.name not in operands.graphs:
             return None
-        parts = next((own.parts for own in operands.record.graphs if own.graph == graph.name), None)
-        if parts is None:
-            return None
-        binding = self.load(operands.file, operands.record.experts)
-        return structs.replace(graph, parts=[*parts]), RoutedExperts(binding, operands, self.shared)
+        binding = self.load(operands.file, EXPERTS)
+        return operands.graphs[graph.name], RoutedExperts(binding, operands, self.shared)
 
     def encoder(self, file: Path) -> Binding:
         """A vision encoder.
@@ -244,9 +241,10 @@ def _wrappers(bundle: Bundle, device: Device, *, is_shared: bool = False) -> Map
     if compiled is None:
         return {}
     files = {bundle.part_path(part): part.name for part in bundle.manifest.parts}
-    if (divided := compiled.manifest.divided) is not None:
-        files |= {bundle.part_path(part): part.name for graph in divided.graphs for part in graph.parts}
-        files[ExpertOperands(bundle, divided).file] = divided.experts
+    if (steps := compiled.manifest.expert_steps) is not None:
+        operands = ExpertOperands(bundle, steps)
+        files |= {bundle.part_path(part): part.name for graph in operands.graphs.values() for part in graph.parts}
+        files[operands.file] = EXPERTS
     by_part = {path: compiled.wrapper(name, is_shared=is_shared) for path, name in files.items()}
     if is_shared and any(by_part.values()):  # a part with one graph has no binary that it shares
         by_part = {path: wrapper or compiled.wrapper(files[path]) for path, wrapper in by_part.items()}

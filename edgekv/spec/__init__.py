@@ -34,12 +34,11 @@ if TYPE_CHECKING:
         EXPERT_SCALES as EXPERT_SCALES,
         EXPERT_SHARES as EXPERT_SHARES,
         EXPERT_SUM as EXPERT_SUM,
-        DividedDecode as DividedDecode,
-        DividedGraph as DividedGraph,
+        EXPERTS as EXPERTS,
         DividedPart as DividedPart,
         ExpertMatrix as ExpertMatrix,
         ExpertSteps as ExpertSteps,
-        divided_parts as divided_parts,
+        divided_at_routers as divided_at_routers,
         expert_ports as expert_ports,
     )
     from edgekv.spec.encoders import ENCODERS as ENCODERS, encoder_family as encoder_family

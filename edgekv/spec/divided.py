@@ -11,6 +11,8 @@ from edgekv.spec.parts import GraphRecord, PartRecord
 from edgekv.spec.ports import Port
 from quant import Encoding
 
+EXPERTS = "experts"
+"""Name of the graph of experts that a token has; see `expert_ports`."""
 EXPERT_INPUT, EXPERT_SHARES, EXPERT_SUM = "expert_input", "expert_shares", "expert_sum"
 """What a part gives of its last layer, `[1, 1, 1, H]` and the weights of all experts, `[1, 1, 1, E]`; and what the next
 one adds to the residual, `[1, 1, 1, H]`. Each has one encoding in all layers.
@@ -26,7 +28,10 @@ _Step = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class ExpertSteps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The steps of the integers of experts' matrices: the largest scale of a column of any."""
+    """The steps of the integers of experts' matrices, of all experts: the largest scale of a column.
+
+    The scales of columns are inputs of the graph of experts, as shares of these.
+    """
 
     gate: _Step
     up: _Step
@@ -48,40 +53,14 @@ class DividedPart(PartRecord, frozen=True, kw_only=True, forbid_unknown_fields=T
     routes: bool
 
 
-class DividedGraph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decode graph that is divided at its routers.
-
-    Attributes:
-        graph: name of the one in the bundle that it stands for.
-        parts: in the order in which they run.
-    """
-
-    graph: str
-    parts: list[DividedPart]
-
-
-class DividedDecode(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The decode graphs of a mixture, and the graph of the experts that a token has.
-
-    Attributes:
-        graphs: one for each context.
-        experts: name of the graph of experts; see `expert_ports`.
-        steps: of the matrices' integers; the scales of columns are inputs, as shares of them.
-    """
-
-    graphs: list[DividedGraph]
-    experts: str
-    steps: ExpertSteps
-
-
-def divided_parts(graph: GraphRecord, layers: int, with_experts: frozenset[int]) -> list[DividedPart]:
-    """The parts of a decode graph that is divided behind the routers of these layers, in order."""
-    parts, first, embeds = list[DividedPart](), graph.parts[0].first_layer, graph.parts[0].embeds
+def divided_at_routers(graph: GraphRecord, layers: int, with_experts: frozenset[int]) -> GraphRecord:
+    """A decode graph of so many layers, divided behind the routers of those with experts."""
+    parts, first, embeds = list[PartRecord](), graph.parts[0].first_layer, graph.parts[0].embeds
     for stop in sorted(layer + 1 for layer in with_experts):
         parts.append(_part(graph, first, stop, embeds=embeds and not parts, resumes=bool(parts), routes=True))
         first = stop
     parts.append(_part(graph, first, layers, embeds=False, resumes=True, routes=False))
-    return parts
+    return msgspec.structs.replace(graph, parts=parts)
 
 
 def _part(graph: GraphRecord, first: int, stop: int, *, embeds: bool, resumes: bool, routes: bool) -> DividedPart:

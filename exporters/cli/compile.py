@@ -98,8 +98,8 @@ def compile_(
         print_json(msgspec.to_builtins(compiled) | {"peak_bytes": peaks, "estimate": estimated})
         return
     show_compiled(bundle / "compiled" / compiled.soc, compiled, peaks)
-    if compiled.divided is not None:
-        held = format_bytes(ExpertOperands(opened, compiled.divided).held_bytes)
+    if compiled.expert_steps is not None:
+        held = format_bytes(ExpertOperands(opened, compiled.expert_steps).held_bytes)
         click.echo(f"  experts are inputs of decode graphs: {held} in memory, beside the binaries")
     if estimated is not None:
         show_estimate(estimated)

@@ -7,7 +7,7 @@ scales of a matrix are inputs. The residual is not among them, and keeps its own
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +21,14 @@ from edgekv.spec import (
     EXPERT_SCALES,
     EXPERT_SHARES,
     EXPERT_SUM,
+    EXPERTS,
     DecoderSpec,
-    DividedDecode,
-    DividedGraph,
     DividedPart,
     ExpertMatrix,
     ExpertSteps,
     GraphRecord,
     Port,
-    divided_parts,
+    divided_at_routers,
     expert_ports,
 )
 from edgekv.spec.tensors import expert_projection
@@ -39,19 +38,19 @@ from exporters.graphs.qdq import QdqOps, make_model, value_info
 from exporters.graphs.weights import PlacedWeights
 from quant import Encoding
 
-EXPERTS = "experts"
-"""Name of the graph of experts."""
-
 _CHANNELS = ("int8", "int4")
 """Types whose columns have one scale each."""
 
 
-def write_divided(bundle: Bundle, folder: Path) -> DividedDecode:
+def write_divided(bundle: Bundle, folder: Path) -> tuple[dict[str, Path], ExpertSteps]:
     """Write the decode graphs of a mixture, divided at its routers, and the graph of experts, as ONNX files.
 
     Args:
         bundle: with undivided graphs.
         folder: the target; the files of weights are linked there.
+
+    Returns:
+        The files by the names of the parts, and the steps of the experts' integers.
 
     Raises:
         UsageError: the bundle has no experts, or such whose columns have several scales.
@@ -62,16 +61,15 @@ def write_divided(bundle: Bundle, folder: Path) -> DividedDecode:
     assert experts is not None, "checked"
     encodings = dict(_covering_encodings(manifest))
     steps, products = _operands(bundle.weights(), spec, manifest.encodings)
-    graphs = []
-    for graph in manifest.graphs:
-        if graph.role == "decode":
-            parts = divided_parts(graph, spec.layers, experts.layers)
-            graphs.append(DividedGraph(graph=graph.name, parts=parts))
-            for part, ops in zip(parts, _build(manifest, graph, parts, encodings), strict=True):
-                save_model_beside(ops.finish(), folder / part.file, bundle.path)
+    files = {EXPERTS: folder / f"{EXPERTS}.onnx"}
+    for graph in (graph for graph in manifest.graphs if graph.role == "decode"):
+        divided = divided_at_routers(graph, spec.layers, experts.layers)
+        for part, ops in zip(divided.parts, _build(manifest, divided, encodings), strict=True):
+            files[part.name] = folder / part.file
+            save_model_beside(ops.finish(), files[part.name], bundle.path)
     ports = expert_ports(spec.hidden, experts.intermediate, experts.used)
-    (folder / f"{EXPERTS}.onnx").write_bytes(expert_graph(*ports, encodings | products, steps))
-    return DividedDecode(graphs=graphs, experts=EXPERTS, steps=steps)
+    files[EXPERTS].write_bytes(expert_graph(*ports, encodings | products, steps))
+    return files, steps
 
 
 def check_divisible(manifest: Manifest) -> None:
@@ -148,13 +146,12 @@ def _magnitude(encoding: Encoding) -> float:
     return max(-low, high)
 
 
-def _build(
-    manifest: Manifest, graph: GraphRecord, parts: Iterable[DividedPart], covering: Mapping[str, Encoding]
-) -> Iterator[QdqOps]:
-    """The parts, each ready to finish."""
+def _build(manifest: Manifest, graph: GraphRecord, covering: Mapping[str, Encoding]) -> Iterator[QdqOps]:
+    """The parts of a divided graph, each ready to finish."""
     spec, weights = manifest.model, PlacedWeights(manifest.weights)
     encodings = {**with_boundaries(spec, manifest.encodings), **covering}
-    for part in parts:
+    for part in graph.parts:
+        assert isinstance(part, DividedPart), "of a divided graph"
         ops = QdqOps(graph, part, manifest.interface, spec, encodings, weights)
         hidden = ops.entry
         if part.resumes:

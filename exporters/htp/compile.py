@@ -13,7 +13,7 @@ from edgekv.machine.json_file import readable_json
 from edgekv.machine.system import MIB, sha256_of
 from edgekv.qnn.options import FASTEST, HtpOptions
 from edgekv.qnn.worker import HtpStep, context_config
-from edgekv.spec import DividedDecode
+from edgekv.spec import ExpertSteps
 from exporters.htp.binary import check_chip, count_graphs
 from exporters.htp.check import run_and_lint, run_steps
 
@@ -42,7 +42,7 @@ def write_compiled(
     options: HtpOptions = COMPILER_DEFAULTS,
     *,
     floating: Sequence[str] = (),
-    divided: DividedDecode | None = None,
+    expert_steps: ExpertSteps | None = None,
 ) -> CompiledManifest:
     """Write `compiled.json` beside the binaries of the bundle that has this manifest."""
     compiled = CompiledManifest(
@@ -55,7 +55,7 @@ def write_compiled(
         binaries=list(binaries),
         floating_nodes=list(floating),
         files=record_files(folder),
-        divided=divided,
+        expert_steps=expert_steps,
     )
     (folder / COMPILED).write_bytes(readable_json(compiled))
     return compiled

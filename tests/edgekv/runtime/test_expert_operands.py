@@ -15,10 +15,12 @@ from devices import find
 from edgekv.bundle import all_compiled, open_bundle
 from edgekv.cli import run
 from edgekv.engine.session import Graphs, Session
+from edgekv.errors import BundleError
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
 from edgekv.kv import KVCache
 from edgekv.runtime.expert_operands import ExpertOperands
 from edgekv.runtime.htp import HtpEngine
+from edgekv.spec import ExpertSteps
 from exporters.graphs.divided import write_divided
 from exporters.htp.check import floating_nodes
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
@@ -55,8 +57,8 @@ def test_divided_graphs_follow_the_whole_one(tmp_path, name, recipe):
     bundle = open_bundle(mixture(tmp_path, name, recipe))
     (folder := tmp_path / "divided").mkdir()
     manifest = bundle.manifest
-    divided = write_divided(bundle, folder)
-    operands = ExpertOperands(bundle, divided)
+    _, steps = write_divided(bundle, folder)
+    operands = ExpertOperands(bundle, steps)
     engine = OnCpu(find("SM8650"), operands=operands, folder=folder)
     encodings = [manifest.encodings[tensor.past] for tensor in manifest.cache_geometry.names()]
     cache = KVCache(manifest.cache_geometry, ar=(1,), encodings=encodings)
@@ -67,7 +69,7 @@ def test_divided_graphs_follow_the_whole_one(tmp_path, name, recipe):
         ]
     losses = sqnr_db(*map(np.array, rows))
     assert np.median(losses) > 38 and (losses > 20).mean() > 0.85
-    (graph,) = divided.graphs
+    (graph,) = operands.graphs.values()
     layers = manifest.model.experts.layers
     assert sum(part.routes for part in graph.parts) == len(layers)
     assert len(engine._sessions) == len(layers) + 2, "one graph has the experts of all layers"
@@ -78,7 +80,7 @@ def test_divided_graphs_follow_the_whole_one(tmp_path, name, recipe):
 def test_the_host_reads_the_integers_of_the_bundle(tmp_path):
     bundle = open_bundle(mixture(tmp_path, "granitemoe"))
     (folder := tmp_path / "divided").mkdir()
-    operands = ExpertOperands(bundle, write_divided(bundle, folder))
+    operands = ExpertOperands(bundle, write_divided(bundle, folder)[1])
     first = operands.load(None)
     assert operands.load(None) == first
     name = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -105,15 +107,19 @@ def test_what_cannot_be_divided_is_refused(tmp_path, capsys, name, recipe, optio
     assert not (bundle / "compiled").exists()
 
 
+def test_binaries_with_experts_of_a_model_without_are_refused(tmp_path):
+    with pytest.raises(BundleError, match="expert_steps: got them for a model without experts"):
+        ExpertOperands(open_bundle(mixture(tmp_path, "llama-2")), ExpertSteps(gate=1.0, up=1.0, down=1.0))
+
+
 @pytest.mark.slow
 @pytest.mark.htp
 @pytest.mark.parametrize("name", ["granitemoe", "lfm2_moe", "mellum", "olmoe", "qwen3_moe"])
 def test_divided_graphs_are_integers_alone(tmp_path, name):
     bundle = open_bundle(mixture(tmp_path, name))
     (folder := tmp_path / "divided").mkdir()
-    divided = write_divided(bundle, folder)
-    files = [folder / part.file for graph in divided.graphs for part in graph.parts]
-    assert floating_nodes([*files, folder / f"{divided.experts}.onnx"], find("SM8650")) == []
+    files, _ = write_divided(bundle, folder)
+    assert floating_nodes([*files.values()], find("SM8650")) == []
 
 
 @pytest.mark.htp
@@ -127,7 +133,7 @@ def test_a_trained_mixture_writes_the_same_text_with_experts_as_operands(tmp_pat
     assert "experts are inputs of decode graphs: 602.1 kB in memory" in capsys.readouterr().out
     (compiled,) = [found.manifest for found in all_compiled(open_bundle(folder))]
     assert compiled.floating_nodes == []
-    (graph,) = compiled.divided.graphs
+    (graph,) = ExpertOperands(open_bundle(folder), compiled.expert_steps).graphs.values()
     assert [part.routes for part in graph.parts] == [True] * 3 + [False]
     found, written = [], []
     for engine in "cpu", "htp":
