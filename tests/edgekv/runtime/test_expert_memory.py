@@ -155,6 +155,17 @@ def test_a_graph_runs_layer_by_layer_within_a_budget(bundle: Path, tmp_path: Pat
     assert ran(split, expert_budget=LAYER)[0] == within == ran(split, expert_budget="1GB")[0]
 
 
+def test_scores_and_drafts_are_the_same_within_a_budget(tmp_path: Path) -> None:
+    folder, found = mixture(tmp_path, draft_rows=(4,)), []
+    for budget in ("1GB", LAYER):
+        with edgekv.load(folder, cpu_mode="fast", expert_budget=budget) as model:
+            drafted = model.generate(PROMPT, max_new_tokens=20, ignore_eos=True, speculate="lookup")
+            assert [token.id for token in drafted] == tokens(model)
+            found.append(model.score(PROMPT))
+            stats = model.expert_stats
+    assert np.array_equal(*found) and stats.max_held_bytes <= LAYER
+
+
 def test_a_model_larger_than_free_memory_runs_within_a_budget(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = ran(bundle, expert_budget="1GB")
     places = open_bundle(bundle).manifest.weights
