@@ -131,6 +131,7 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
         fail("graphs", "embeddings looked up in graphs", "the host for all, which puts rows of pictures there")
     if vision.pictures.token_id >= manifest.model.vocab:
         fail("vision: pictures: token_id", vision.pictures.token_id, f"below {manifest.model.vocab}, the vocabulary")
+    _check_picture_sizes(vision, fail)
     most = max((graph.ar for graph in manifest.graphs if graph.role == "prefill"), default=1)
     if manifest.model.whole_pictures and most < spec.rows:
         fail("graphs", f"prefill of {most} tokens at most", f"one of {spec.rows}, the rows of a picture")
@@ -159,6 +160,24 @@ def _check_vision(vision: VisionRecord, manifest: Manifest, fail: Fail) -> None:
             if held.get(name) != shapes.get(name):
                 fail(f"vision: weights: {name}", held.get(name, "none"), shapes.get(name, "none of this name"))
     _check_extents(places, manifest, fail)
+
+
+def _check_picture_sizes(vision: VisionRecord, fail: Fail) -> None:
+    """Check that every picture that is prepared for the encoder has room in its input."""
+    spec, pictures, shapes = vision.encoder, vision.pictures, vision.pictures.shapes
+    if shapes is None:
+        if pictures.sizes or (spec.has_shapes and pictures.tiling == "none"):
+            fail("vision: pictures: shapes", "none", "those of the encoder's pictures")
+        return
+    kinds, expected = ((struct.patch, struct.merge, struct.window, struct.windows) for struct in (shapes, spec))
+    if kinds != expected:
+        fail("vision: pictures: shapes", kinds, f"patch, merge, window and windows of the encoder, {expected}")
+    if shapes.most > spec.rows:
+        fail("vision: pictures: shapes: most", shapes.most, f"at most {spec.rows}, the rows of the encoder")
+    for width, height in pictures.sizes:
+        is_whole = not (width % shapes.step or height % shapes.step)
+        if not is_whole or spec.rows_of(width, height) > spec.rows or shapes.windows_of(width, height) > spec.windows:
+            fail("vision: pictures: sizes", f"{width} x {height}", f"whole rows, of {spec.rows} at most")
 
 
 def _check_encodings(manifest: Manifest, fail: Fail) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 from openai import BadRequestError
 
 import edgekv
-from edgekv.bundle import Bundle, open_bundle
+from edgekv.bundle import MANIFEST, Bundle, open_bundle
 from edgekv.conversation import Conversation
-from edgekv.errors import CheckpointError, UsageError
+from edgekv.errors import BundleError, CheckpointError, UsageError
 from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.model import Model
 from edgekv.pictures import (
@@ -290,6 +291,29 @@ def test_the_published_sizes_have_21_windows():
     assert tile_grid((4000, 1000), pictures, 448).whole == (896, 224)
     assert tile_grid((9000, 1000), pictures, 448).whole == (1120, 140)
     assert tile_grid((9000, 50), pictures, 448).whole == (2352, 28)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"sizes": [[4096, 4096]]}, "sizes: got 4096 x 4096; expected whole rows, of 16 at most"),
+        ({"sizes": [[40, 48]]}, "sizes: got 40 x 48"),
+        ({"shapes": {"most": 17}}, "shapes: most: got 17; expected at most 16"),
+        ({"shapes": {"windows": 60}}, "shapes: got .*60"),
+        ({"shapes": None}, "shapes: got none"),
+    ],
+)
+def test_a_manifest_whose_pictures_have_no_room_is_refused(
+    bundle: Path, change: dict[str, Any], found: str, tmp_path: Path
+):
+    copied = shutil.copytree(bundle, tmp_path / "bundle")
+    manifest = json.loads((copied / MANIFEST).read_text())
+    pictures = manifest["vision"]["pictures"]
+    for name, value in change.items():
+        pictures[name] = pictures[name] | value if isinstance(value, dict) else value
+    (copied / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=found):
+        open_bundle(copied)
 
 
 def test_no_patch_sees_a_place_without_one(vision: VisionEncoder, bundle: Path):
