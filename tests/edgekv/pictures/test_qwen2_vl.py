@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from msgspec import structs
 from numpy.typing import NDArray
 from openai import BadRequestError
 
@@ -37,6 +38,7 @@ from edgekv.text import SamplingParams
 from exporters.checkpoint.checkpoint import Checkpoint, PicturedRows
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import VisionEncoder
+from exporters.estimate.encoder import encoder_slices
 from exporters.inspect.encoder import measure_encoder
 from exporters.quantize.encoder import NumpyEncoder, encode
 from exporters.quantize.reference import Reference
@@ -367,3 +369,14 @@ def test_what_another_encoder_has_is_refused(
 def test_sizes_that_no_picture_can_have_are_refused(vision: VisionEncoder):
     with pytest.raises(UsageError, match=r"--picture-sizes: got 50x48; expected multiples of 16 pixels\. Use 48x48"):
         vision.with_sizes(((50, 48),))
+
+
+@given(st.integers(1, 40), st.sets(st.integers(0, 39), max_size=12))
+def test_slices_of_an_encoder_with_windows_add_up_to_all_its_layers(layers: int, full: set[int]):
+    """Of each kind, so that the time of all is that of the slices, weighted."""
+    encoder, _ = _published()
+    full_layers = tuple(sorted(layer for layer in full if layer < layers))
+    slices = encoder_slices(structs.replace(encoder, layers=layers, full_layers=full_layers))
+    assert sum(times for _, times in slices) == 1 and max(part.layers for part, _ in slices) <= 8
+    assert sum(len(part.full_layers) * times for part, times in slices) == len(full_layers)
+    assert sum(part.layers * times for part, times in slices) == layers

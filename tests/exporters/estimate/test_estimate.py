@@ -43,6 +43,7 @@ from tests.support.picture_models import (
     write_gemma4_vl,
     write_internvl,
     write_lfm2_vl,
+    write_qwen2_5_vl,
     write_qwen3_vl,
     write_smolvlm,
 )
@@ -247,7 +248,9 @@ def test_every_cycle_is_some_parts(bundle: Path, cache: Path) -> None:
 
 
 @pytest.mark.htp
-@pytest.mark.parametrize("write", variants([write_smolvlm, write_internvl, write_lfm2_vl], [write_lfm2_vl]))
+@pytest.mark.parametrize(
+    "write", variants([write_smolvlm, write_internvl, write_lfm2_vl, write_qwen2_5_vl], [write_lfm2_vl])
+)
 def test_a_vision_encoder_has_a_time_for_a_tile(write: Callable[[Path], Path], tmp_path: Path) -> None:
     opened = open_bundle(exported(write(tmp_path / "checkpoint"), export_options(context=96, ar=(1, 16))))
     simulated = simulate_bundle(opened, find("SM8650"), RunOptions(cache_dir=tmp_path))
