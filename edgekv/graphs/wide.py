@@ -10,7 +10,7 @@ from typing import Any
 from edgekv.graphs.floats import GATE_AND_UP, FloatOps, Projection
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.stacks import View
-from edgekv.spec import KvTensor, hidden_name
+from edgekv.spec import FLOAT, KvTensor, hidden_name
 
 _BLOCK_ROWS = 128
 """Rows of a block. Fewer skip more of what no row sees, but take more nodes."""
@@ -31,6 +31,14 @@ class WideOps(FloatOps):
         """As `FloatOps`. Hidden states between layers stay floats: a bundle's graphs may not be divided there."""
         super().__init__(*args, **options)
         self._ports = self._ports.with_float_hidden(hidden_name(layer) for layer in range(self.spec.layers))
+
+    def entry(self) -> View:
+        hidden = super().entry()
+        if self._ports.entry.dtype != FLOAT:
+            return hidden
+        # A norm that includes a sum rounds in another order than a norm alone: where layers are divided changes no bit.
+        nothing = self._nodes.add("Mul", [hidden.tensor, self._nodes.number(0)], "nothing")
+        return self.add(hidden, View(nothing), "hidden")
 
     def _together(self, weight: str) -> tuple[Projection, ...]:
         together = super()._together(weight)

@@ -145,6 +145,19 @@ def test_blocks_of_rows_change_only_the_order_of_sums(
     assert (10 * np.log10(scored[0].var(axis=1) / np.maximum(noise, 1e-9)) > 30).all()
 
 
+@pytest.mark.parametrize("mode", ["exact16", "fast"])
+def test_halves_of_a_prompt_have_the_bits_of_the_whole(small: Path, mode: CpuMode, monkeypatch: Any) -> None:
+    logits = []
+    for divides in (True, False):
+        if not divides:
+            monkeypatch.setattr("edgekv.graphs.source._halved", lambda graph: graph)
+        with edgekv.load(small, cpu_mode=mode, threads=1) as model:
+            logits.append(model.session.feed(PROMPT).copy())
+            (graph,) = model.session._graphs.loaded
+            assert len(graph.record.parts) == 1 + divides
+    assert np.array_equal(*logits)
+
+
 def test_weights_of_a_prompt_and_of_decode_steps_are_never_in_memory_together(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
