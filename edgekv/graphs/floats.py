@@ -97,7 +97,7 @@ class FloatOps(StackedOps):
             batch_invariant: whether the bits of a row must not depend on how many others there are.
         """
         super().__init__(source, weights, batch_invariant=batch_invariant)
-        is_scoring = source.part.head and source.graph.logit_rows > 1
+        is_scoring = source.graph.logit_rows > 1
         self._products = Products(
             self._nodes, file, mode, is_scoring=is_scoring, batch_invariant=batch_invariant, in_groups=True
         )

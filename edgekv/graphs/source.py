@@ -31,7 +31,7 @@ class PartSource:
     Attributes:
         folder: of the bundle.
         manifest: of the bundle.
-        graph: the first graph with this part.
+        graph: with this part: the one that verifies, whose rows are computed as single ones, or the first.
         part: the part.
         takes_fewer: whether steps can have fewer tokens than AR.
         appends: whether it writes new keys and values directly behind the past ones, in the memory of these.
@@ -68,12 +68,14 @@ class PartSource:
         Raises:
             ValueError: there is none.
         """
-        for graph in (*manifest.graphs, *wide, *appending):
-            divided = divide(graph)
-            for part in divided.parts:
-                if part.file == file:
-                    return cls(folder, manifest, divided, part, graph in wide, graph in appending)
-        raise ValueError(f"file: got {file}; expected a graph of the bundle {folder}")
+        graphs = (*manifest.graphs, *wide, *appending)
+        using = [
+            (graph, run, part) for graph in graphs for run in [divide(graph)] for part in run.parts if part.file == file
+        ]
+        if not using:
+            raise ValueError(f"file: got {file}; expected a graph of the bundle {folder}")
+        graph, run, part = next((use for use in using if use[0].role == "verify"), using[0])
+        return cls(folder, manifest, run, part, graph in wide, graph in appending)
 
     @property
     def name(self) -> str:

@@ -162,10 +162,11 @@ def test_no_operation_of_a_decoder_rounds_drafts_otherwise_on_the_htp(tmp_path: 
         assert generation.stats.speculation.accepted > 5  # type: ignore[union-attr]
 
 
-SHAPES = {
-    "queries that share keys": ({}, "w8a16"),
-    "keys of each query": ({"num_key_value_heads": 4, "tie_word_embeddings": False}, "w8a16"),
-    "blocks of 64": ({"hidden_size": 128, "intermediate_size": 192}, "w4a16-lpbq64"),
+SHAPES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "queries that share keys": ({}, "w8a16", {}),
+    "keys of each query": ({"num_key_value_heads": 4, "tie_word_embeddings": False}, "w8a16", {}),
+    "blocks of 64": ({"hidden_size": 128, "intermediate_size": 192}, "w4a16-lpbq64", {}),
+    "parts, the first shared with prefill": ({}, "w4a16", {"splits": 2, "draft_rows": (8, 16)}),
 }
 
 
@@ -173,13 +174,15 @@ SHAPES = {
 @pytest.mark.parametrize("mode", variants(["emulate", "exact16", "fast"], ["exact16"]))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_bits_of_a_single_step(tmp_path: Path, shape: str, mode: str) -> None:
-    overrides, recipe = SHAPES[shape]
+    overrides, recipe, changes = SHAPES[shape]
     checkpoint = write_checkpoint(tmp_path / "checkpoint", {**NEWER, **overrides})
-    bundle = exported(checkpoint, export_options(recipe, context=128, ar=(1, 16), draft_rows=(3, 8)))
+    bundle = exported(
+        checkpoint, export_options(recipe, **{"context": 128, "ar": (1, 16), "draft_rows": (3, 8), **changes})
+    )
     tokens = np.random.default_rng(0).integers(3, 250, 128).tolist()
     with edgekv.load(bundle, cpu_mode=mode) as model:
         session = model.session
-        for rows in (3, 8):
+        for rows in changes.get("draft_rows", (3, 8)):
             for held in (5, 63, 64, 100):
                 session.reset()
                 session.feed(tokens[:held])
