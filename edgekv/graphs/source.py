@@ -146,30 +146,41 @@ def built_manifest(manifest: Manifest) -> Manifest:
 def wide_prefill(manifest: Manifest) -> list[GraphRecord]:
     """A prefill graph for each context that the bundle does not have, for engines that build graphs.
 
-    It takes any number of tokens up to AR. Its layers are in two parts at least, each with the pages of its weights in
-    memory alone: weights of a prompt have up to twice the bits of a decode step's.
+    It takes any number of tokens up to AR. Its layers are in two parts at least, and its head is one: weights of a
+    prompt have up to twice the bits of a decode step's, and need not all be in memory at its end.
     """
     contexts, windows = manifest.contexts, [window for window in manifest.windows if window is not None]
     ar = min(WIDE_ROWS, contexts[0] // 2, *(window // 2 for window in windows))
     if ar < 2:
         return []
     decode = [graph for graph in manifest.graphs if graph.role == "decode"]
-    return [structs.replace(_variant(_halved(graph), "wide"), ar=ar, role="prefill") for graph in decode]
+    model = manifest.model
+    has_head = not model.gives_hidden and model.target is None
+    return [structs.replace(_variant(_divided(graph, has_head), "wide"), ar=ar, role="prefill") for graph in decode]
 
 
-def _halved(graph: GraphRecord) -> GraphRecord:
-    """A graph whose layers are in two parts instead of one."""
+def _divided(graph: GraphRecord, has_head: bool) -> GraphRecord:
+    """A graph whose layers are in two parts instead of one.
+
+    Args:
+        has_head: whether a head within that part is one of its own too.
+    """
     whole = [part for part in graph.parts if part.layers]
     if len(whole) > 1 or len(whole[0].layers) == 1:
         return graph
     (part,) = whole
-    middle = (part.first_layer + part.stop_layer) // 2
-    halves = [
+    middle, stop, head = (part.first_layer + part.stop_layer) // 2, part.stop_layer, part.head and has_head
+    parts = [
         structs.replace(part, name=f"{part.name}_first", stop_layer=middle, head=False),
-        structs.replace(part, name=f"{part.name}_last", first_layer=middle, embeds=False),
+        structs.replace(part, name=f"{part.name}_last", first_layer=middle, embeds=False, head=part.head and not head),
     ]
+    if head:
+        name = f"{part.name}_wide_head"
+        parts.append(
+            PartRecord(name=name, file=f"{name}.onnx", first_layer=stop, stop_layer=stop, embeds=False, head=True)
+        )
     at = graph.parts.index(part)
-    return structs.replace(graph, parts=[*graph.parts[:at], *halves, *graph.parts[at + 1 :]])
+    return structs.replace(graph, parts=[*graph.parts[:at], *parts, *graph.parts[at + 1 :]])
 
 
 def appending_decode(manifest: Manifest) -> list[GraphRecord]:

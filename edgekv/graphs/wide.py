@@ -28,13 +28,16 @@ class WideOps(FloatOps):
     """The layer that is under construction."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As `FloatOps`. Hidden states between layers stay floats: a bundle's graphs may not be divided there."""
+        """As `FloatOps`. Hidden states stay floats where a bundle's graphs may not be divided."""
         super().__init__(*args, **options)
-        self._ports = self._ports.with_float_hidden(hidden_name(layer) for layer in range(self.spec.layers))
+        source = self._source
+        exported = {part.name for graph in source.manifest.graphs for part in graph.parts}
+        layers = range(self.spec.layers + (source.graph.parts[-1].name not in exported))
+        self._ports = self._ports.with_float_hidden(hidden_name(layer) for layer in layers)
 
     def entry(self) -> View:
         hidden = super().entry()
-        if self._ports.entry.dtype != FLOAT:
+        if self._ports.entry.dtype != FLOAT or not self._part.layers:
             return hidden
         # A norm that includes a sum rounds in another order than a norm alone: where layers are divided changes no bit.
         nothing = self._nodes.add("Mul", [hidden.tensor, self._nodes.number(0)], "nothing")

@@ -315,7 +315,7 @@ class StaticGraph:
             self._inputs.write(tokens, position, windows)
         parts = self._parts if logits else [part for part in self._parts if part.is_needed]
         self._ran_all = len(parts) == len(self._parts)
-        releases = self.takes_fewer and len(parts) > 1
+        releases = self.takes_fewer and logits  # a prompt's last step, behind which all leaves
         for part in parts:
             part.bind(windows, len(tokens))
         entered = perf_counter_ns()

@@ -42,17 +42,20 @@ def _outputs(bundle: Bundle, files: list[str], feeds: Arrays, ar: int, mode: Cpu
     engine = CpuEngine(1, mode)
     ports = engine.as_run(bundle.manifest).interface.graph(graph).outputs
     made = {port.name: np.zeros(port.shape, port.dtype) for port in ports}
-    hidden = np.zeros((1, 1, ar, bundle.manifest.model.hidden), np.float32)
+    held: Arrays = {}
     for file in files:
         binding = engine.load(bundle.path / file, "any")
-        names = {port.name for port in (*binding.interface.inputs, *binding.interface.outputs)}
-        between = {name: hidden for name in names if name.startswith("hidden_")}
-        outputs = {name: array for name, array in (made | between).items() if name in names}
-        read = {name: array for name, array in feeds.items() if name in names}
-        reads_hidden = any(port.name in between for port in binding.interface.inputs)
-        if reads_hidden:
-            outputs, read = {name: outputs[name] for name in outputs.keys() - between.keys()}, read | between
-        _run(binding, as_loaded(binding, read), outputs)
+        read, written = (
+            {port.name for port in ports} for ports in (binding.interface.inputs, binding.interface.outputs)
+        )
+        shape = (1, 1, ar, bundle.manifest.model.hidden)
+        outputs = {name: array for name, array in made.items() if name in written}
+        outputs |= {name: np.zeros(shape, np.float32) for name in written - outputs.keys()}
+        inputs = {name: array for name, array in (feeds | held).items() if name in read}
+        if "logits" in written and "logits_index" not in read:
+            (row,) = feeds["logits_index"]
+            inputs = {name: np.ascontiguousarray(array[:, :, [row]]) for name, array in inputs.items()}
+        held = _run(binding, as_loaded(binding, inputs), outputs)
     return made
 
 
@@ -146,15 +149,15 @@ def test_blocks_of_rows_change_only_the_order_of_sums(
 
 
 @pytest.mark.parametrize("mode", ["exact16", "fast"])
-def test_halves_of_a_prompt_have_the_bits_of_the_whole(small: Path, mode: CpuMode, monkeypatch: Any) -> None:
+def test_parts_of_a_prompt_have_the_bits_of_the_whole(small: Path, mode: CpuMode, monkeypatch: Any) -> None:
     logits = []
     for divides in (True, False):
         if not divides:
-            monkeypatch.setattr("edgekv.graphs.source._halved", lambda graph: graph)
+            monkeypatch.setattr("edgekv.graphs.source._divided", lambda graph, has_head: graph)
         with edgekv.load(small, cpu_mode=mode, threads=1) as model:
             logits.append(model.session.feed(PROMPT).copy())
             (graph,) = model.session._graphs.loaded
-            assert len(graph.record.parts) == 1 + divides
+            assert len(graph.record.parts) == (3 if divides else 1)
     assert np.array_equal(*logits)
 
 
@@ -175,7 +178,8 @@ def test_weights_of_a_prompt_and_of_decode_steps_are_never_in_memory_together(
             model.session.reset()
 
 
-def test_halves_of_a_prompt_are_never_in_memory_together(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_leave_memory_one_by_one_at_the_end_of_a_prompt(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier windows leave them to the next one, and need no head."""
     events = list[tuple[str, int]]()
     run, release = MemoryBinding.run, MemoryBinding.release
 
@@ -189,7 +193,9 @@ def test_halves_of_a_prompt_are_never_in_memory_together(small: Path, monkeypatc
     monkeypatch.setattr(MemoryBinding, "run", noted("run", run))
     monkeypatch.setattr(MemoryBinding, "release", noted("release", release))
     with edgekv.load(small, cpu_mode="fast") as model:
-        model.session.feed(PROMPT)
-        first, _, last, _ = (binding for _, binding in events)
-    assert first != last
-    assert events == [("run", first), ("release", first), ("run", last), ("release", last)]
+        model.session.feed([*range(5, 37), *range(5, 20)])
+    first, last = (binding for _, binding in events[:2])
+    head = events[-1][1]
+    assert len({first, last, head}) == 3
+    assert events[:2] == [("run", first), ("run", last)]
+    assert events[2:] == [(name, binding) for binding in (first, last, head) for name in ("run", "release")]
