@@ -215,14 +215,14 @@ def measure_speed(shape: str, tiles: int, layers: int | None = None) -> None:
             options = ort.SessionOptions()
             options.intra_op_num_threads = 1
             sessions[mode] = ort.InferenceSession(folder / f"{mode}.onnx", options, providers=["CPUExecutionProvider"])
-        least_s = dict.fromkeys(sessions, float("inf"))
+        min_s = dict.fromkeys(sessions, float("inf"))
         for _ in range(tiles):
             for mode, session in sessions.items():
                 began = time.process_time()
                 session.run([ROWS_PORT], given)
-                least_s[mode] = min(least_s[mode], time.process_time() - began)
-    for mode, seconds in least_s.items():
-        print(f"{shape}: {mode} {seconds:.2f} s a tile, {seconds / least_s['float32']:.2f} x float32")
+                min_s[mode] = min(min_s[mode], time.process_time() - began)
+    for mode, seconds in min_s.items():
+        print(f"{shape}: {mode} {seconds:.2f} s a tile, {seconds / min_s['float32']:.2f} x float32")
 
 
 def _write(

@@ -55,7 +55,7 @@ _SHAPES = {
 }
 """Of the models whose configuration is known."""
 
-_LEAST_PER_S = 1.0
+_MIN_PER_S = 1.0
 """Rows of fewer tokens a second are no measurement of a decoder on an NPU."""
 
 
@@ -70,7 +70,7 @@ def bandwidths(soc: str, runtime: str) -> dict[str, float]:
     for row in published_speeds():
         decoder = _SHAPES.get(row.model)
         which = row.runtime, row.unit, row.context, row.precision
-        if decoder is None or which != (runtime, "npu", _CONTEXT, _RECIPE) or row.decode_tokens_per_s < _LEAST_PER_S:
+        if decoder is None or which != (runtime, "npu", _CONTEXT, _RECIPE) or row.decode_tokens_per_s < _MIN_PER_S:
             continue
         weights = recipe_weights(decoder, _RECIPE)
         cache_bytes = 2 * decoder.layers * decoder.kv_heads * decoder.head_dim * _CONTEXT

@@ -79,18 +79,18 @@ class Agreement:
 
     Attributes:
         cosine: with the exact embedding, the mean over all texts.
-        least_cosine: of the text that has the least.
+        min_cosine: of the text that has the least.
         rank: correlation of ranks, the mean over queries.
-        least_rank: of the query that has the least.
+        min_rank: of the query that has the least.
         same_first: share of queries that put the same document first.
         found: share of queries whose own document is among the first ten.
         exact_found: the same of exact embeddings.
     """
 
     cosine: float
-    least_cosine: float
+    min_cosine: float
     rank: float
-    least_rank: float
+    min_rank: float
     same_first: float
     found: float
     exact_found: float
@@ -105,9 +105,9 @@ class Agreement:
         exact_found, found = ((np.diagonal(each) < _FIRST).mean() for each in ranks)
         return cls(
             cosine=float(cosines.mean()),
-            least_cosine=float(cosines.min()),
+            min_cosine=float(cosines.min()),
             rank=float(np.mean(correlations)),
-            least_rank=float(np.min(correlations)),
+            min_rank=float(np.min(correlations)),
             same_first=float((ranks[0].argmin(1) == ranks[1].argmin(1)).mean()),
             found=float(found),
             exact_found=float(exact_found),
@@ -118,9 +118,9 @@ class Agreement:
         return Retrieval(
             label=label,
             cosine=f"{self.cosine:.5f}",
-            least_cosine=f"{self.least_cosine:.4f}",
+            min_cosine=f"{self.min_cosine:.4f}",
             rank=f"{self.rank:.4f}",
-            least_rank=f"{self.least_rank:.4f}",
+            min_rank=f"{self.min_rank:.4f}",
             same_first=f"{100 * self.same_first:.1f}",
             found=f"{100 * self.found:.1f}",
             exact_found=f"{100 * self.exact_found:.1f}",

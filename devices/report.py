@@ -201,7 +201,7 @@ class Sample(_Record, frozen=True):
     mhz: Amount | None = None
 
 
-class Unmeasured(_Record, frozen=True):
+class MissingMeasurement(_Record, frozen=True):
     """What the run could not measure.
 
     Attributes:
@@ -283,7 +283,7 @@ class Report(_Record, frozen=True):
     decode: list[DecodeResult]
     speeds: list[SpeedResult]
     samples: list[Sample]
-    unmeasured: list[Unmeasured]
+    unmeasured: list[MissingMeasurement]
     predictions: list[Prediction]
     failures: list[Failure]
     seal: str = ""

@@ -91,9 +91,9 @@ class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         label: the model and the recipe.
         cosine: with the float model's embeddings, the mean of all texts.
-        least_cosine: of the text that has the least.
+        min_cosine: of the text that has the least.
         rank: correlation of the order of documents with the float model's, the mean of all queries.
-        least_rank: of the query that has the least.
+        min_rank: of the query that has the least.
         same_first: queries whose first document is the float model's, %.
         found: queries whose own document is among the first ten, %.
         exact_found: the same of the float model.
@@ -106,9 +106,9 @@ class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     label: str
     cosine: str
-    least_cosine: str
+    min_cosine: str
     rank: str
-    least_rank: str
+    min_rank: str
     same_first: str
     found: str
     exact_found: str
@@ -117,7 +117,7 @@ class Retrieval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cells(self) -> tuple[str, ...]:
         """The row of a table."""
         found = f"{_percent(self.found)} ({_percent(self.exact_found)})"
-        pairs = ((self.cosine, self.least_cosine), (self.rank, self.least_rank))
+        pairs = ((self.cosine, self.min_cosine), (self.rank, self.min_rank))
         return self.label, *(f"{mean} ({least})" for mean, least in pairs), _percent(self.same_first), found
 
 

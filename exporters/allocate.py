@@ -36,7 +36,7 @@ _MEASURED_BYTES = 1024  # that the manifest grows by when the bundle is checked 
 _FILLED = 0.98  # of a size, or the estimate is corrected once
 
 
-class Finished(Protocol):
+class PieceReader(Protocol):
     """Makes the pieces of an export, and reads what is wanted of them."""
 
     def __call__(
@@ -60,7 +60,7 @@ def allocated(
     options: ExportOptions,
     export: ExportPlan,
     planner: Planner,
-    finished: Finished,
+    finished: PieceReader,
     speed: DecodeSpeed | None = None,
 ) -> ExportPlan:
     """The export whose matrices have the types that reach the goals of the options.

@@ -31,7 +31,7 @@ from exporters.htp.compile_tflite import compiler as tflite_compiler
 from exporters.options import RunOptions
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Plan
-from exporters.pipeline.pieces import Compiled, read_compiled
+from exporters.pipeline.pieces import CompileResult, read_compiled
 from exporters.pipeline.planning import give_bundle, plan_binaries, plan_tflite
 from exporters.pipeline.serial import run_serial
 from exporters.pipeline.store import PieceStore, store_in
@@ -172,7 +172,7 @@ def compile_folder(
     *,
     prefix: str = "shared_",
     run: RunOptions = _RESUMED,
-) -> list[Compiled]:
+) -> list[CompileResult]:
     """Compile graphs that a target has written; binaries that an interrupted run has finished are taken.
 
     Args:
@@ -216,7 +216,7 @@ def _give_folder(plan: Plan, inputs: Inputs, folder: Path, models: Mapping[str, 
     return name
 
 
-def floating_in(binaries: Sequence[Compiled]) -> list[str]:
+def floating_in(binaries: Sequence[CompileResult]) -> list[str]:
     """The nodes in binaries that compute in float, each once: a graph may be in two."""
     return [*dict.fromkeys(node for binary in binaries for nodes in binary.floating.values() for node in nodes)]
 

@@ -19,7 +19,7 @@ from edgekv.spec.geometry import KeyLayout, KvDtype
 from exporters.graphs.places import EmbeddingPlace, HeadPlace
 from exporters.lora.options import LoraOptions
 from exporters.quantize.effort import DEFAULT_EFFORT, Effort
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_wanted import SinkRequest
 
 if TYPE_CHECKING:
     from exporters.quantize.recipe import Recipe
@@ -268,16 +268,16 @@ class ExportOptions:
         ),
     ] = None
     sink: Annotated[
-        SinkWanted,
+        SinkRequest,
         Option(
             "Tokens at position 0 whose keys and values are stored in float precision and never computed by the "
             "graphs: auto (BOS, if its outliers would set the ranges), none, or token ids.",
             metavar="auto|none|IDS",
-            parse=lambda _, text: SinkWanted.parse(text),
+            parse=lambda _, text: SinkRequest.parse(text),
             shown="auto",
             group=_QUANTIZATION,
         ),
-    ] = field(default_factory=SinkWanted)
+    ] = field(default_factory=SinkRequest)
     lora: Annotated[LoraOptions | None, OptionGroup("Slots for adapters")] = None
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ def check_ram(
     tokens: int,
     window: int,
     file_bytes: int,
-    most_bytes: int | None,
+    max_bytes: int | None,
     *,
     generates: bool = False,
     quality_bytes: int = 0,
@@ -52,7 +52,7 @@ def check_ram(
         tokens: calibration tokens.
         window: tokens per calibration window.
         file_bytes: size of a file that is built in memory, such as a .tflite; 0 if there is none.
-        most_bytes: the limit, or None.
+        max_bytes: the limit, or None.
         generates: whether the float model writes calibration text.
         quality_bytes: that the measurement at the end takes; 0 if there is none.
         encoder: of pictures; None if there is none.
@@ -64,7 +64,7 @@ def check_ram(
     Raises:
         UsageError: naming what the export needs.
     """
-    if most_bytes is None:
+    if max_bytes is None:
         try:
             return free_memory_bytes() // _SHARE_OF_FREE
         except EngineError:  # the system does not report it
@@ -82,7 +82,7 @@ def check_ram(
     if encoder is not None:
         needs["the vision encoder"] = encoder.quantization_peak_bytes
     stage, needed = max(needs.items(), key=lambda need: need[1])
-    if needed > most_bytes:
+    if needed > max_bytes:
         fewer = quantization_bytes(spec.sizes, 2 * spec.layers * spec.kv_heads, min(tokens, 2 * window), window)
         fix = f"Use --max-ram {_gb(needed)} or more"
         if stage == _MEASURING:
@@ -91,8 +91,8 @@ def check_ram(
             fix += ", or a lower --effort"
         if fewer < needed and stage == next(iter(needs)):
             fix += f", or fewer --calibration-tokens: with {2 * window:,} it takes {_gb(fewer)}"
-        raise UsageError("--max-ram", got=_gb(most_bytes), expected=f"{_gb(needed)} for {stage}", fix=fix + ".")
-    return most_bytes - needed
+        raise UsageError("--max-ram", got=_gb(max_bytes), expected=f"{_gb(needed)} for {stage}", fix=fix + ".")
+    return max_bytes - needed
 
 
 def check_disk(needs: Mapping[Path, int]) -> None:

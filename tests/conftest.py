@@ -76,7 +76,7 @@ class OneThread(ort.SessionOptions):  # type: ignore[misc]
         self.intra_op_num_threads = 1
 
 
-MOST_SESSIONS = 8
+MAX_SESSIONS = 8
 _make_session = ort.InferenceSession
 _sessions: OrderedDict[tuple[object, ...], ort.InferenceSession] = OrderedDict()
 
@@ -91,7 +91,7 @@ def shared_session(model: str | bytes, options: ort.SessionOptions | None = None
     chosen = options.intra_op_num_threads, options.enable_mem_pattern, options.enable_mem_reuse
     key = (sha256(model).digest(), folder, *chosen)
     _sessions[key] = _sessions.pop(key, None) or _make_session(model, options, **more)
-    if len(_sessions) > MOST_SESSIONS:
+    if len(_sessions) > MAX_SESSIONS:
         _sessions.popitem(last=False)
     return _sessions[key]
 

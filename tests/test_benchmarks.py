@@ -45,12 +45,12 @@ def test_retrieval_compares_the_order_of_documents():
     exact = drawn.standard_normal((200, 32)).astype(np.float32)
     exact[100:] += 2 * exact[:100]  # each document is near its query
     same = Agreement.of(exact, 3 * exact)
-    assert (same.rank, same.least_rank, same.same_first) == (pytest.approx(1), pytest.approx(1), 1)
+    assert (same.rank, same.min_rank, same.same_first) == (pytest.approx(1), pytest.approx(1), 1)
     assert same.found == same.exact_found > 0.9
     near = Agreement.of(exact, exact + 0.1 * drawn.standard_normal(exact.shape).astype(np.float32))
     other = Agreement.of(exact, drawn.standard_normal(exact.shape).astype(np.float32))
-    assert other.least_rank < other.rank < 0.2 < 0.9 < near.least_rank < near.rank < 1
-    assert other.found < 0.3 and other.cosine < 0.2 < 0.98 < near.least_cosine < near.cosine < 1
+    assert other.min_rank < other.rank < 0.2 < 0.9 < near.min_rank < near.rank < 1
+    assert other.found < 0.3 and other.cosine < 0.2 < 0.98 < near.min_cosine < near.cosine < 1
 
 
 @pytest.mark.slow

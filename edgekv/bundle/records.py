@@ -172,24 +172,24 @@ class QualityRecord(Record, frozen=True):
             float model with the rotation of the bundle's context is to that with the one of short texts (`longrope`).
         tokens: number of tokens predicted.
         kl_nats: mean Kullback-Leibler divergence of the float model's next-token distribution from the bundle's, nats.
-        kl_most_nats: the largest divergence of a token, nats.
+        kl_max_nats: the largest divergence of a token, nats.
         top1_agreement: share of positions with the same most likely token.
-        least_token_sqnr_db: lowest SQNR of a token's logits, dB.
+        min_token_sqnr_db: lowest SQNR of a token's logits, dB.
     """
 
     text: Literal["prose", "chat", "template", "short"]
     tokens: Tokens
     kl_nats: float
-    kl_most_nats: float
+    kl_max_nats: float
     top1_agreement: float
-    least_token_sqnr_db: float
+    min_token_sqnr_db: float
 
     def __str__(self) -> str:
         others = {"template": "the chat's template", "short": "short texts, by the rotation of long ones"}
         what = f"of {others.get(self.text, self.text)}"
         return (
-            f"{self.tokens} tokens {what}: KL {self.kl_nats:.2g} nats a token, {self.kl_most_nats:.2g} at "
-            f"most; top-1 {self.top1_agreement:.1%}, least token {self.least_token_sqnr_db:.1f} dB"
+            f"{self.tokens} tokens {what}: KL {self.kl_nats:.2g} nats a token, {self.kl_max_nats:.2g} at "
+            f"most; top-1 {self.top1_agreement:.1%}, least token {self.min_token_sqnr_db:.1f} dB"
         )
 
 
@@ -201,18 +201,18 @@ class EmbeddingQuality(Record, frozen=True, tag="embedding"):
     Attributes:
         texts: their number.
         cosine: mean cosine of an embedding with that of the float model.
-        least_cosine: the lowest.
+        min_cosine: the lowest.
         same_first: share of the searches whose nearest text is that of the float model.
     """
 
     texts: Count
     cosine: float
-    least_cosine: float
+    min_cosine: float
     same_first: float
 
     def __str__(self) -> str:
         return (
-            f"{self.texts} texts: cosine {self.cosine:.5f} with the float model, {self.least_cosine:.5f} at least; "
+            f"{self.texts} texts: cosine {self.cosine:.5f} with the float model, {self.min_cosine:.5f} at least; "
             f"same nearest text {self.same_first:.1%}"
         )
 
@@ -223,19 +223,19 @@ class RankingQuality(Record, frozen=True, tag="ranking"):
     Attributes:
         pairs: of a query and a document.
         difference: mean of the differences.
-        most_difference: the largest.
+        max_difference: the largest.
         same_first: share of the queries with the same best document.
     """
 
     pairs: Count
     difference: float
-    most_difference: float
+    max_difference: float
     same_first: float
 
     def __str__(self) -> str:
         return (
             f"{self.pairs} pairs: scores differ from the float model's by {self.difference:.2g}, by "
-            f"{self.most_difference:.2g} at most; same best document {self.same_first:.1%}"
+            f"{self.max_difference:.2g} at most; same best document {self.same_first:.1%}"
         )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from edgekv.cli.command import Given, command
+from edgekv.cli.command import OptionValues, command
 from edgekv.cli.constraint import ConstraintOptions
 from edgekv.cli.dialog import Dialog
 from edgekv.cli.drafts import opened_drafts
@@ -37,7 +37,7 @@ class Turn(msgspec.Struct, frozen=True):
 @command
 def chat(
     bundle: BundleArgument,
-    sampling: Given[SamplingParams],
+    sampling: OptionValues[SamplingParams],
     constraint: ConstraintOptions,
     cache: Annotated[CacheOptions, OptionGroup("Cache", only=CONVERSATION_CACHE)],
     engine: EngineOptions,

@@ -8,7 +8,8 @@
     ) -> None:
 
 A parameter whose type is a dataclass stands for an option for each annotated field, and gets an instance with the
-values that the user gave; `Given` gets these values alone. Other parameters are annotated themselves. `click` parses.
+values that the user gave; `OptionValues` gets these values alone. Other parameters are annotated themselves. `click`
+parses.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ _RENAMED = {
 _REHASH = Option("Hash all files of the bundle again, even those verified before and not changed.")
 
 
-class Given(dict[str, Any], Generic[T]):
+class OptionValues(dict[str, Any], Generic[T]):
     """The fields of a dataclass that the user gave, by name: for defaults that are known later, such as a bundle's."""
 
 
-NOTHING: Given[Any] = Given()
+NOTHING: OptionValues[Any] = OptionValues()
 """The default of a parameter without required options."""
 
 
@@ -239,7 +240,7 @@ class _Record:
     def read(self, chosen: Mapping[str, Any]) -> Any:
         values = {name: part.read(chosen) for name, part in self._parts.items() if part.is_given(chosen)}
         if self._is_given_alone:
-            return Given(values)
+            return OptionValues(values)
         if not values and self._default is not MISSING:
             return self._default
         for name, part in self._parts.items():
@@ -363,7 +364,7 @@ def _source(
                 note = replace(note, shown=None)
             return _Value(name, _from_text(annotation), note, default, title, is_optional=is_optional)
     groups = [note for note in notes if isinstance(note, OptionGroup)]
-    is_given_alone = get_origin(annotation) is Given
+    is_given_alone = get_origin(annotation) is OptionValues
     kind = get_args(annotation)[0] if is_given_alone else _from_text(annotation)
     assert is_dataclass(kind) and isinstance(kind, type), f"{name} has no Option, and is no dataclass"
     group = groups[0] if groups else OptionGroup(name.replace("_", " ").capitalize())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from edgekv.cli.command import NOTHING, Given, command
+from edgekv.cli.command import NOTHING, OptionValues, command
 from edgekv.cli.constraint import ConstraintOptions
 from edgekv.cli.drafts import opened_drafts
 from edgekv.cli.generated import print_sequences, print_stream
@@ -29,14 +29,14 @@ SEQUENCE = 0  # the id under which `--session` runs
 def generate(
     bundle: BundleArgument,
     prompt: PromptOptions,
-    sampling: Given[SamplingParams],
+    sampling: OptionValues[SamplingParams],
     constraint: ConstraintOptions,
     cache: CacheOptions,
-    prefixes: Annotated[Given[StoreConfig], OptionGroup("Prefix cache")],
-    retention: Annotated[Given[RetentionPolicy], OptionGroup("Prefix cache")],
+    prefixes: Annotated[OptionValues[StoreConfig], OptionGroup("Prefix cache")],
+    retention: Annotated[OptionValues[RetentionPolicy], OptionGroup("Prefix cache")],
     engine: EngineOptions,
     output: Output,
-    beams: Annotated[Given[BeamParams], OptionGroup("Beam search")] = NOTHING,
+    beams: Annotated[OptionValues[BeamParams], OptionGroup("Beam search")] = NOTHING,
     drafts: Annotated[Speculation | None, OptionGroup("Drafts")] = None,
     cache_salt: SaltOption = None,
     lora: LoraOption = (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Annotated
 
-from edgekv.cli.command import Given
+from edgekv.cli.command import OptionValues
 from edgekv.errors import UsageError
 from edgekv.option import Option
 from edgekv.prefix import StoreConfig
@@ -26,7 +26,7 @@ SaltOption = Annotated[
 ]
 
 
-def store_config(options: Given[StoreConfig]) -> StoreConfig | None:
+def store_config(options: OptionValues[StoreConfig]) -> StoreConfig | None:
     """The configured store; None if there is none.
 
     Raises:

@@ -25,11 +25,11 @@ from devices.report import (
     DecodeResult,
     Failure,
     GraphResult,
+    MissingMeasurement,
     Place,
     Report,
     Sample,
     SpeedResult,
-    Unmeasured,
     Verdict,
     Versions,
     impersonal,
@@ -92,7 +92,7 @@ class Runner(Protocol):
         """Those whose speed is measured; or what runs graphs without a cache of edgekv's."""
 
     @property
-    def unmeasured(self) -> Sequence[Unmeasured]:
+    def unmeasured(self) -> Sequence[MissingMeasurement]:
         """What it cannot measure."""
 
     @property
@@ -181,10 +181,10 @@ class LocalRunner:
         return REGISTERED
 
     @property
-    def unmeasured(self) -> Sequence[Unmeasured]:
+    def unmeasured(self) -> Sequence[MissingMeasurement]:
         if self.place == "npu":
             return ()
-        return (Unmeasured(what="registering addresses", reason="the emulator registers none"),)
+        return (MissingMeasurement(what="registering addresses", reason="the emulator registers none"),)
 
     @property
     def names(self) -> Sequence[str]:
@@ -417,14 +417,14 @@ def _watch(kit: Kit, runner: Runner, model: KitModel, seconds: float, journal: J
     return Outcome()
 
 
-def _unmeasured(kit: Kit, runner: Runner, samples: Sequence[Sample]) -> Iterator[Unmeasured]:
-    yield from (Unmeasured(what=part, reason=reason) for part, reason in kit.manifest.left_out.items())
+def _unmeasured(kit: Kit, runner: Runner, samples: Sequence[Sample]) -> Iterator[MissingMeasurement]:
+    yield from (MissingMeasurement(what=part, reason=reason) for part, reason in kit.manifest.left_out.items())
     yield from runner.unmeasured
     reason = "the system tells none" if samples else "there was no long decode"
     if all(sample.celsius is None for sample in samples):
-        yield Unmeasured(what="temperature", reason=reason)
+        yield MissingMeasurement(what="temperature", reason=reason)
     if all(sample.mhz is None for sample in samples):
-        yield Unmeasured(what="clock", reason=reason)
+        yield MissingMeasurement(what="clock", reason=reason)
 
 
 def _made(

@@ -64,7 +64,7 @@ def _plan(size: tuple[int, int], pictures: PictureSpec, edge: int) -> tuple[Tile
     if pictures.tiling == "none" or is_small:
         return TileGrid(size, whole=whole), steps
     if pictures.tiling == "aspect":
-        columns, rows = _nearest_grid(*steps[0], edge, pictures.least_tiles, pictures.most_tiles)
+        columns, rows = _nearest_grid(*steps[0], edge, pictures.min_tiles, pictures.max_tiles)
         steps.append((columns * edge, rows * edge))
     else:
         steps.append(_multiples(*steps[0], edge))

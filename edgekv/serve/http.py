@@ -131,12 +131,12 @@ class Bodies:
     """How large bodies may be: each, and those above `Limits.body_bytes` together. In the loop's thread.
 
     Attributes:
-        most_bytes: of one.
+        max_bytes: of one.
     """
 
     def __init__(self, limits: Limits, *, has_pictures: bool) -> None:
         """Args: limits: of the server. has_pictures: whether its model reads pictures."""
-        self.most_bytes = max(limits.picture_body_bytes if has_pictures else 0, limits.body_bytes)
+        self.max_bytes = max(limits.picture_body_bytes if has_pictures else 0, limits.body_bytes)
         self._plain_bytes = limits.body_bytes
         self._left_bytes = limits.large_bytes
 
@@ -146,8 +146,8 @@ class Bodies:
         Raises:
             ApiError: 413, it is too large; 503, others are.
         """
-        if size > self.most_bytes:
-            raise _too_large(self.most_bytes)
+        if size > self.max_bytes:
+            raise _too_large(self.max_bytes)
         if size <= self._plain_bytes:
             return held
         if size - held > self._left_bytes:

@@ -172,7 +172,7 @@ def _environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
-    class Limited(ImmutableSandboxedEnvironment):
+    class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Counts the iterations of all loops of a rendering."""
 
         intercepted_binops = frozenset({"*", "**"})
@@ -257,7 +257,7 @@ def _environment() -> Environment:
     def strftime_now(format: str) -> str:
         return datetime.now().strftime(format)
 
-    environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters |= {"tojson": to_json, "_counted": counted}
     environment.globals |= {
         "dict": Dictionary(),

@@ -41,7 +41,7 @@ one, each patch gets, `[1, 1, inputs, table_side**2]`, and what lowers the score
 COS_PORT, SIN_PORT = "position_ids_cos", "position_ids_sin"
 """Inputs of an encoder with a rotary embedding, `[1, 1, inputs, head_dim]`; the first half of the sines is negative."""
 
-MOST_SLOTS = 1 << 14
+MAX_SLOTS = 1 << 14
 """Inputs of an encoder at most."""
 
 
@@ -123,7 +123,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             pictures of one size, of which each patch has a row of its own.
         interpolation: how: bilinear with antialiasing, or bilinear between corners that stay corners. `summed` is none:
             there are two tables, of columns and of rows, and a patch has the sum of its positions in both.
-        most_patches: of the largest picture with a shape of its own; None for those of the square.
+        max_patches: of the largest picture with a shape of its own; None for those of the square.
         window: edge of the windows within which patches attend, in rows of the output; 0 if they attend to all. A
             graph's inputs stand window by window, and those at a picture's edges may not be full.
         windows: of the input.
@@ -167,7 +167,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     exact_gelu: bool = False
     table_side: Annotated[int, msgspec.Meta(ge=0, le=1 << 12)] = 0
     interpolation: Literal["antialiased", "corners", "summed"] = "antialiased"
-    most_patches: _Count | None = None
+    max_patches: _Count | None = None
     window: Annotated[int, msgspec.Meta(ge=0, le=1 << 8)] = 0
     windows: Annotated[int, msgspec.Meta(ge=0, le=1 << 12)] = 0
     full_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 12)], ...], msgspec.Meta(max_length=64)] = ()
@@ -197,14 +197,14 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("table_side: got a class; expected patches alone")
         if (self.window > 0) != (self.windows > 0) or (self.window and (self.rotary_theta is None or self.has_table)):
             raise ValueError(f"window: got {self.window}; expected windows, and a rotary embedding without a table")
-        if self.windows and not self.patches <= self.slots <= MOST_SLOTS:
-            expected = f"enough for {self.patches:,} patches, and for {MOST_SLOTS:,} at most"
+        if self.windows and not self.patches <= self.slots <= MAX_SLOTS:
+            expected = f"enough for {self.patches:,} patches, and for {MAX_SLOTS:,} at most"
             raise ValueError(f"windows: got {self.windows}; expected {expected}")
         if (not self.has_table or self.rms_norms) and self.has_shapes and (self.norms != "patches" or self.deepstack):
             raise ValueError(f"norms: got {self.norms}; expected those of patches alone, without a table of positions")
-        if self.most_patches is not None and (not self.has_shapes or self.most_patches % self.merged):
+        if self.max_patches is not None and (not self.has_shapes or self.max_patches % self.merged):
             expected = f"squares of {self.merged}, of pictures with shapes"
-            raise ValueError(f"most_patches: got {self.most_patches}; expected {expected}")
+            raise ValueError(f"max_patches: got {self.max_patches}; expected {expected}")
         if self.pooled != (self.norms == "averages") and self.norms != "both":
             raise ValueError(f"norms: got {self.norms}; expected averages where pooled is true")
         if self.kv_heads is not None and (not self.gemma_layers or self.heads % self.kv_heads):
@@ -238,7 +238,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def patches(self) -> int:
         """Patches of a picture; of the largest, if they have shapes of their own."""
-        return self.side**2 if self.most_patches is None else self.most_patches
+        return self.side**2 if self.max_patches is None else self.max_patches
 
     @property
     def keeps_means(self) -> bool:
@@ -465,8 +465,8 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             the tile's edge that hold it, or the grid of the nearest `aspect` ratio.
         resample: the filter.
         longest: the longer edge is resized to this many pixels before all else; None for no such step.
-        least_tiles: of a grid of the nearest aspect ratio.
-        most_tiles: of it.
+        min_tiles: of a grid of the nearest aspect ratio.
+        max_tiles: of it.
         mean: of each channel, subtracted from values of 0 to 1.
         deviation: of each channel, divides what is left.
         token: the text that stands for one row of the encoder's output.
@@ -499,8 +499,8 @@ class PictureSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     written: _Text = ""
     own_mark: _Text = ""
     longest: _Pixels | None = None
-    least_tiles: _Tiles = 1
-    most_tiles: _Tiles = 12
+    min_tiles: _Tiles = 1
+    max_tiles: _Tiles = 12
 
     @property
     def mark(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from edgekv.errors import CheckpointError
 from edgekv.spec import EMBEDDING, HEAD, XIELU_BETA, DecoderSpec, View, stored_name
-from exporters.checkpoint.stored import Stored, same_numbers
+from exporters.checkpoint.stored import CheckpointTensor, same_numbers
 
 _RECOMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # present in older checkpoints
 _OF_XIELU = re.compile(r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)")
@@ -16,7 +16,7 @@ _CONSTANTS = {"beta": (XIELU_BETA, XIELU_BETA), "eps": (-1e-5, 1e-5)}
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 
 
-def renamed(tensors: Mapping[str, Stored], name: Callable[[str], str | None]) -> dict[str, Stored]:
+def renamed(tensors: Mapping[str, CheckpointTensor], name: Callable[[str], str | None]) -> dict[str, CheckpointTensor]:
     """The tensors under other names.
 
     Args:
@@ -26,7 +26,7 @@ def renamed(tensors: Mapping[str, Stored], name: Callable[[str], str | None]) ->
     Raises:
         CheckpointError: two have the same name then.
     """
-    renamed: dict[str, Stored] = {}
+    renamed: dict[str, CheckpointTensor] = {}
     written: dict[str, str] = {}
     for key, stored in tensors.items():
         if (new := name(key)) is None:
@@ -42,7 +42,9 @@ def renamed(tensors: Mapping[str, Stored], name: Callable[[str], str | None]) ->
     return renamed
 
 
-def without_zero_biases(tensors: Mapping[str, Stored], read_views: Mapping[str, View]) -> dict[str, Stored]:
+def without_zero_biases(
+    tensors: Mapping[str, CheckpointTensor], read_views: Mapping[str, View]
+) -> dict[str, CheckpointTensor]:
     """Without the biases of zeros that some programs add to projections that have none."""
     extra = {key for key in tensors if key.endswith(".bias")} - {view.key for view in read_views.values()}
     extra = {key for key in extra if len(shape := tensors[key].shape) == 1 and shape[0] and not tensors[key].largest()}
@@ -81,7 +83,7 @@ def check_purpose(names: Iterable[str]) -> None:
             )
 
 
-def _check_constants(stored_tensors: Mapping[str, Stored], spec: DecoderSpec) -> None:
+def _check_constants(stored_tensors: Mapping[str, CheckpointTensor], spec: DecoderSpec) -> None:
     """Check that what files store beside the two numbers of xIELU is what graphs have in their place."""
     for key, stored in stored_tensors.items():
         match = _OF_XIELU.fullmatch(key) if spec.activation == "xielu" else None
@@ -98,7 +100,7 @@ def _check_constants(stored_tensors: Mapping[str, Stored], spec: DecoderSpec) ->
             )
 
 
-def check_tensors(tensors: Mapping[str, Stored], expected_views: Iterable[View], spec: DecoderSpec) -> None:
+def check_tensors(tensors: Mapping[str, CheckpointTensor], expected_views: Iterable[View], spec: DecoderSpec) -> None:
     """Check that all tensors of the decoder are present, and no others.
 
     Raises:

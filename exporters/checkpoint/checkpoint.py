@@ -72,7 +72,7 @@ from exporters.checkpoint.quantized import (
 from exporters.checkpoint.residual import stored_folds
 from exporters.checkpoint.sentence import SentenceModel
 from exporters.checkpoint.special import SpecialTokens, check_turn_end, check_vocabulary, special_tokens
-from exporters.checkpoint.stored import Stored, check_floats, same_numbers, stored_tensors
+from exporters.checkpoint.stored import CheckpointTensor, check_floats, same_numbers, stored_tensors
 from exporters.checkpoint.tokenizer import CheckpointTokenizer
 from exporters.checkpoint.vision import VisionEncoder
 from quant import QuantizedWeight
@@ -115,7 +115,7 @@ class Checkpoint:
     generation: GenerationRecord | None
     chat: ChatTemplates | None = field(repr=False)
     config: Mapping[str, Any] = field(repr=False)
-    _tensors: Mapping[str, Stored] = field(repr=False)
+    _tensors: Mapping[str, CheckpointTensor] = field(repr=False)
     _views: dict[str, View] = field(repr=False)
     _files: tuple[Path, ...] = field(repr=False)
     quantization: Quantization | None = None
@@ -157,7 +157,7 @@ class Checkpoint:
         check_vocabulary(tokenizer, spec.vocab, str(folder / TOKENIZER))
         special = special_tokens(config, generation, tokenizer, spec.vocab, tokenizer_files.named)
         parts = stored_tensors(folder)
-        tensors: Mapping[str, Stored] = quantization.matrices(parts) if quantization else parts
+        tensors: Mapping[str, CheckpointTensor] = quantization.matrices(parts) if quantization else parts
         check_floats(tensors)
         vision = None
         ahead = [key for key in tensors if is_of_head(key)]
@@ -258,7 +258,7 @@ class Checkpoint:
         spec = msgspec.structs.replace(spec, norm_offset=0.0, stored_names=(), fused=fused)
         tokenizer = rebuild_tokenizer(file)
         check_vocabulary(tokenizer, spec.vocab, str(path))
-        tensors: Mapping[str, Stored] = gguf_tensors(file)
+        tensors: Mapping[str, CheckpointTensor] = gguf_tensors(file)
         check_tensors(tensors, views(spec), spec)
         tensors, spec, merged = merge(tensors, spec, adapters)
         decoder_views = {view.name: view for view in views(spec)}

@@ -23,7 +23,7 @@ from edgekv.spec import (
 )
 from edgekv.spec.tensors import FURTHER_TOKENS
 from exporters.checkpoint.fold import EVERY, Floats, Rows
-from exporters.checkpoint.stored import ComputedTensor, Stored
+from exporters.checkpoint.stored import CheckpointTensor, ComputedTensor
 
 _CLUSTERS = "masked_embedding."
 """What chooses the clusters of tokens whose logits are computed; here all are."""
@@ -79,7 +79,9 @@ class _Matrix(ComputedTensor):
         return self.values[rows].copy()
 
 
-def drafter_tensors(stored: Mapping[str, Stored], spec: DecoderSpec, target: TargetTensors) -> dict[str, Stored]:
+def drafter_tensors(
+    stored: Mapping[str, CheckpointTensor], spec: DecoderSpec, target: TargetTensors
+) -> dict[str, CheckpointTensor]:
     """The tensors by name: layers are numbered behind those of the target.
 
     Args:
@@ -119,8 +121,8 @@ def is_of_head(stored: str) -> bool:
 
 
 def head_tensors(
-    stored: Mapping[str, Stored], spec: DecoderSpec, target: TargetTensors, frame: Floats
-) -> dict[str, Stored]:
+    stored: Mapping[str, CheckpointTensor], spec: DecoderSpec, target: TargetTensors, frame: Floats
+) -> dict[str, CheckpointTensor]:
     """The tensors of a model's own head for further tokens, whose embeddings and logits are the model's.
 
     Args:
@@ -148,7 +150,7 @@ def head_tensors(
     if table is not None and _differs(table, target):
         fix = "Give the checkpoint that the bundle was exported from."
         raise CheckpointError(f"weights: {EMBEDDING}", got="other embeddings", expected="the target's", fix=fix)
-    hidden, head = spec.hidden, dict[str, Stored]()
+    hidden, head = spec.hidden, dict[str, CheckpointTensor]()
     joined = _projection(own, "fc.weight", (hidden, 2 * hidden))
     of_embedding, of_state = (
         _projection(own, f"pre_fc_norm_{name}.weight", (hidden,)).read(EVERY) + np.float32(spec.norm_offset)
@@ -167,7 +169,7 @@ def head_tensors(
     return head
 
 
-def _differs(table: Stored, target: TargetTensors) -> bool:
+def _differs(table: CheckpointTensor, target: TargetTensors) -> bool:
     """Whether embeddings are those of another model than the target."""
     if table.shape != (target.spec.vocab, target.spec.hidden):
         return True
@@ -175,7 +177,7 @@ def _differs(table: Stored, target: TargetTensors) -> bool:
     return bool(np.linalg.norm(ours - theirs) > _MAX_DIFFERENCE * np.linalg.norm(theirs))
 
 
-def _projection(tensors: Mapping[str, Stored], key: str, shape: tuple[int, ...]) -> Stored:
+def _projection(tensors: Mapping[str, CheckpointTensor], key: str, shape: tuple[int, ...]) -> CheckpointTensor:
     stored = tensors.get(key)
     if stored is None or stored.shape != shape:
         raise CheckpointError(

@@ -8,10 +8,10 @@ from dataclasses import replace
 import msgspec
 
 from edgekv.spec import DecoderSpec, View, expert_projection, stored_name
-from exporters.checkpoint.stored import Stored, StoredTensor
+from exporters.checkpoint.stored import CheckpointTensor, StoredTensor
 
 
-def with_stored_experts(spec: DecoderSpec, tensors: Mapping[str, Stored]) -> DecoderSpec:
+def with_stored_experts(spec: DecoderSpec, tensors: Mapping[str, CheckpointTensor]) -> DecoderSpec:
     """The decoder with experts stored as these tensors have them; as its architecture has them if neither is there."""
     if spec.experts is None:
         return spec
@@ -23,7 +23,7 @@ def with_stored_experts(spec: DecoderSpec, tensors: Mapping[str, Stored]) -> Dec
     return msgspec.structs.replace(spec, fused=spec.fused - {"experts"}) if single in tensors else spec
 
 
-def with_rows_of_experts(tensors: Mapping[str, Stored], views: Iterable[View]) -> dict[str, Stored]:
+def with_rows_of_experts(tensors: Mapping[str, CheckpointTensor], views: Iterable[View]) -> dict[str, CheckpointTensor]:
     """The tensors, those `[E, out, in]` of all experts as `[E * out, in]`."""
     by_rows = dict(tensors)
     for view in views:

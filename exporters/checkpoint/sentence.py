@@ -25,7 +25,7 @@ from edgekv.spec.chat import DEFAULT, ChatTemplates
 from edgekv.spec.task import Pooling
 from edgekv.spec.template_sandbox import TemplateFailedError, TemplateLimitError, render_sandboxed
 from exporters.checkpoint.fold import Floats, Rows
-from exporters.checkpoint.stored import ComputedTensor, Stored, tensors_of
+from exporters.checkpoint.stored import CheckpointTensor, ComputedTensor, tensors_of
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
@@ -72,7 +72,7 @@ class Dense:
         weight: `[out, in]`.
     """
 
-    weight: Stored
+    weight: CheckpointTensor
 
     @classmethod
     def open(cls, folder: Path) -> Dense:
@@ -132,7 +132,7 @@ class _Product(ComputedTensor):
 class _Difference(ComputedTensor):
     """The row of one token in a head for text, without that of another one, `[1, hidden]`."""
 
-    head: Stored
+    head: CheckpointTensor
     yes: int
     no: int | None
 
@@ -273,7 +273,9 @@ class SentenceModel:
         """The files of the dense layers' weights."""
         return tuple(layer.weight.file for layer in self.dense)
 
-    def fitted(self, tensors: Mapping[str, Stored], spec: DecoderSpec) -> tuple[dict[str, Stored], DecoderSpec]:
+    def fitted(
+        self, tensors: Mapping[str, CheckpointTensor], spec: DecoderSpec
+    ) -> tuple[dict[str, CheckpointTensor], DecoderSpec]:
         """The tensors of a checkpoint with the head that this one needs, and the decoder with it.
 
         Args:
@@ -311,7 +313,7 @@ class SentenceModel:
         )
         return {**renamed, HEAD: head}, plain
 
-    def _difference(self, spec: DecoderSpec, head: Stored) -> ComputedTensor:
+    def _difference(self, spec: DecoderSpec, head: CheckpointTensor) -> ComputedTensor:
         assert self.score is not None, "it scores by tokens"
         if spec.logits_cap is not None or "lm_head" in spec.biased:
             got = "a cap of logits" if spec.logits_cap is not None else "a bias of the head"
@@ -321,7 +323,7 @@ class SentenceModel:
                 _refuse("LogitScore", "", f"the token {token}", f"ids below {head.shape[0]}, the vocabulary")
         return _Difference(head, self.score.yes, self.score.no)
 
-    def _product(self, spec: DecoderSpec, file: Path, own: Stored | None) -> ComputedTensor:
+    def _product(self, spec: DecoderSpec, file: Path, own: CheckpointTensor | None) -> ComputedTensor:
         """The matrix that makes embeddings of the last norm's results, `[out, hidden]`; `own`: of the model itself."""
         width, layers = spec.hidden, (*(() if own is None else (Dense(own),)), *self.dense)
         for layer in layers:

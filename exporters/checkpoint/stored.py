@@ -41,7 +41,7 @@ _BLOCK_BYTES = 1 << 24
 _INDEX_BYTES = 1 << 26
 
 
-class Stored(Protocol):
+class CheckpointTensor(Protocol):
     """A tensor of a checkpoint, stored in any type."""
 
     @property
@@ -94,7 +94,7 @@ def row_chunks(shape: tuple[int, ...]) -> list[slice]:
     return [slice(first, first + step) for first in range(0, shape[0], step)]
 
 
-def same_numbers(a: Stored, b: Stored) -> bool:
+def same_numbers(a: CheckpointTensor, b: CheckpointTensor) -> bool:
     """Whether two tensors hold the same numbers."""
     return a.shape == b.shape and all(np.array_equal(a.read(rows), b.read(rows)) for rows in row_chunks(a.shape))
 
@@ -226,7 +226,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     return places
 
 
-def check_floats(tensors: Mapping[str, Stored]) -> None:
+def check_floats(tensors: Mapping[str, CheckpointTensor]) -> None:
     """Check that what is stored as it is has a floating type of 16 or 32 bits.
 
     Raises:

@@ -52,10 +52,10 @@ from edgekv.spec.encoders.processor import read_processor
 from edgekv.spec.harmless import ENCODER, PROCESSOR
 from exporters.checkpoint.check_tensors import renamed
 from exporters.checkpoint.fold import EVERY, Floats
-from exporters.checkpoint.stored import Stored
+from exporters.checkpoint.stored import CheckpointTensor
 from quant import quantize_per_channel
 
-MOST_PATCHES = 4096
+MAX_PATCHES = 4096
 """Of a picture."""
 
 _LAYER = re.compile(r"vision\.layers\.(\d+)\.(.+)")
@@ -92,10 +92,12 @@ class VisionEncoder:
     pictures: PictureSpec
     decoder: Callable[[DecoderSpec], DecoderSpec] | None = field(repr=False)
     names: EncoderNames = field(repr=False)
-    _tensors: Mapping[str, Stored] = field(repr=False)
+    _tensors: Mapping[str, CheckpointTensor] = field(repr=False)
 
     @classmethod
-    def open(cls, config: Mapping[str, Any], folder: Path, tensors: Mapping[str, Stored]) -> VisionEncoder | None:
+    def open(
+        cls, config: Mapping[str, Any], folder: Path, tensors: Mapping[str, CheckpointTensor]
+    ) -> VisionEncoder | None:
         """The encoder of a checkpoint; None if its architecture has none that can be exported, or the
         files are those of the decoder alone.
 
@@ -175,14 +177,14 @@ class VisionEncoder:
                     field, got=f"{width}x{height}", expected=f"multiples of {step} pixels", fix=f"Use {near}."
                 )
         patches = max(width * height for width, height in sizes) // self.spec.patch**2
-        if patches > MOST_PATCHES:
-            expected = f"at most {MOST_PATCHES * self.spec.patch**2:,} pixels"
+        if patches > MAX_PATCHES:
+            expected = f"at most {MAX_PATCHES * self.spec.patch**2:,} pixels"
             raise UsageError(field, got=f"{patches:,} patches", expected=expected, fix="Use smaller sizes.")
         rows = patches // self.spec.merged
         windows = max(shapes.windows_of(width, height) for width, height in sizes)
         shapes = msgspec.structs.replace(shapes, least=min(shapes.least, rows), most=rows, windows=windows)
         pictures = msgspec.structs.replace(self.pictures, sizes=tuple(sizes), shapes=shapes)
-        spec = msgspec.structs.replace(self.spec, most_patches=patches, windows=shapes.windows, image=shapes.square)
+        spec = msgspec.structs.replace(self.spec, max_patches=patches, windows=shapes.windows, image=shapes.square)
         if spec.interpolation == "summed":
             side, stored = max(map(max, sizes)) // spec.patch, self._tensors[self.names.positions].shape[1]
             if side > stored:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import click
 
-from edgekv.cli.command import COMMON_CHIPS, Given, command
+from edgekv.cli.command import COMMON_CHIPS, OptionValues, command
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup, check_place
@@ -35,7 +35,7 @@ def export(
         ),
     ],
     target: Annotated[Path, Option("The bundle's folder; must not exist yet.", "-o --output", group="Target")],
-    chosen: Annotated[Given[ExportOptions], OptionGroup("Target")],
+    chosen: Annotated[OptionValues[ExportOptions], OptionGroup("Target")],
     run: Annotated[RunOptions, OptionGroup("Run", only=_RUN)],
     output: Output,
     lora: Annotated[
@@ -129,7 +129,7 @@ def export(
     click.echo(next_line(target, manifest, is_compiled=options.compile, for_cpu="device" not in chosen))
 
 
-def _for_cpu(options: Given[ExportOptions], *, estimate: bool) -> Given[ExportOptions]:
+def _for_cpu(options: OptionValues[ExportOptions], *, estimate: bool) -> OptionValues[ExportOptions]:
     """The options of an export without a chip.
 
     Raises:
@@ -139,14 +139,14 @@ def _for_cpu(options: Given[ExportOptions], *, estimate: bool) -> Given[ExportOp
     needing["--target-tokens-per-s"] = options.get("target_tokens_per_s")
     if option := next((name for name, value in needing.items() if value), None):
         raise UsageError("--device", got=f"none with {option}", expected=COMMON_CHIPS, fix="Add --device.")
-    return Given({**options, "check_on_htp": False})
+    return OptionValues({**options, "check_on_htp": False})
 
 
 def _export_drafter(
     checkpoint: str,
     draft_for: Path,
     folder: Path,
-    options: Given[ExportOptions],
+    options: OptionValues[ExportOptions],
     run: RunOptions,
     output: Output,
     *,

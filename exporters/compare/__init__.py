@@ -8,7 +8,7 @@ from edgekv.machine.lazy import lazy
 
 if TYPE_CHECKING:
     from exporters.compare.comparison import Comparison as Comparison, Side as Side, compare as compare
-    from exporters.compare.contender import Contender as Contender, Described as Described
+    from exporters.compare.contender import Contender as Contender, ContenderDescription as ContenderDescription
     from exporters.compare.opened import ContenderOptions as ContenderOptions, open_contender as open_contender
     from exporters.compare.plan import ComparePlan as ComparePlan
     from exporters.compare.show import comparison_lines as comparison_lines

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import edgekv
 from edgekv.cli.summary import engine_and_mode
 from edgekv.spec.chat import ChatTemplates, read_bundle_templates
-from exporters.compare.contender import Described, Timing, bytes_on_disk
+from exporters.compare.contender import ContenderDescription, Timing, bytes_on_disk
 from exporters.quantize.reference import Floats
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class BundleContender:
             self.first, self.must_begin = manifest.sink.tokens, True
         self.tokenizer: Tokenizer | None = self._model.tokenizer
         self.chat: ChatTemplates | None = read_bundle_templates(path)
-        self.described = Described(
+        self.described = ContenderDescription(
             path=str(path),
             kind=f"bundle, {manifest.recipe.name}",
             engine=f"edgekv, {engine_and_mode(self._model.engine.name)}",

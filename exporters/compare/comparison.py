@@ -11,7 +11,7 @@ import numpy as np
 from edgekv.bundle import QualityRecord
 from edgekv.errors import UsageError
 from edgekv.spec.text import encode
-from exporters.compare.contender import Contender, Described, TimedContender, Timing
+from exporters.compare.contender import Contender, ContenderDescription, TimedContender, Timing
 from exporters.compare.plan import ComparePlan
 from exporters.inspect.held_out import MEASURED_TOKENS, HeldOutChat, measure_chat
 from exporters.inspect.tally import Tally
@@ -36,7 +36,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
         decode_tokens_per_s: the same for the tokens generated after it.
     """
 
-    model: Described
+    model: ContenderDescription
     perplexity: float
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
@@ -55,7 +55,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         perplexity_ratio_error: its standard error, from the spread of the tokens' log-likelihood differences.
         kl_nats: mean Kullback-Leibler divergence of A's next-token distribution from B's, nats.
         kl_99_nats: 99 % of the tokens have at most this divergence, nats.
-        kl_most_nats: the largest divergence of a token, nats.
+        kl_max_nats: the largest divergence of a token, nats.
         top1_agreement: share of positions with the same most likely token.
         chat: on a conversation in a chat template that one of them has, and on the tokens of the template alone.
     """
@@ -69,7 +69,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     perplexity_ratio_error: float
     kl_nats: float
     kl_99_nats: float
-    kl_most_nats: float
+    kl_max_nats: float
     top1_agreement: float
     chat: tuple[QualityRecord, ...] = ()
 
@@ -111,7 +111,7 @@ def compare(
         perplexity_ratio_error=result.perplexity_ratio_error,
         kl_nats=result.kl_nats,
         kl_99_nats=result.kl_99_nats,
-        kl_most_nats=result.kl_most_nats,
+        kl_max_nats=result.kl_max_nats,
         top1_agreement=result.top1_agreement,
         chat=chat,
     )

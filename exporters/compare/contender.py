@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class Described(msgspec.Struct, frozen=True, kw_only=True):
+class ContenderDescription(msgspec.Struct, frozen=True, kw_only=True):
     """What a model is and what runs it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Contender(Protocol):
         must_begin: whether the runtime computes no text that begins otherwise.
     """
 
-    described: Described
+    described: ContenderDescription
     tokenizer: Tokenizer | None
     chat: ChatTemplates | None
     first: Sequence[int]

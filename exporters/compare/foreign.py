@@ -14,7 +14,7 @@ from edgekv.errors import EngineError
 from edgekv.machine.child import CallFailedError, Child, ChildEndedError, Job, Reply
 from edgekv.machine.scratch import scratch_folder
 from edgekv.spec.chat import ChatTemplates
-from exporters.compare.contender import Described, Timing
+from exporters.compare.contender import ContenderDescription, Timing
 from exporters.compare.messages import Measure, Open, RuntimeName, Score
 from exporters.compare.worker import measure, open_model, score
 from exporters.quantize.reference import Floats
@@ -31,7 +31,7 @@ class ForeignContender:
     def __init__(
         self,
         runtime: RuntimeName,
-        described: Described,
+        described: ContenderDescription,
         tokenizer: Tokenizer | None,
         first: Sequence[int],
         threads: int | None,

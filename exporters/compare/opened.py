@@ -16,7 +16,7 @@ from edgekv.spec.text import TOKENIZER, open_tokenizer
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.gguf import is_gguf
 from exporters.compare.bundle import BundleContender
-from exporters.compare.contender import Contender, Described, bytes_on_disk
+from exporters.compare.contender import Contender, ContenderDescription, bytes_on_disk
 from exporters.compare.foreign import ForeignContender
 from exporters.compare.messages import RuntimeName
 from exporters.compare.reference import ENGINE, ReferenceContender
@@ -140,7 +140,7 @@ def _foreign(
             expected="its runtime",
             fix=f"Install it: pip install {runtime}",
         )
-    described = Described(
+    described = ContenderDescription(
         path=str(path),
         kind=f"{runtime} folder",
         engine=f"{runtime} {version}",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgekv.spec.chat import ChatTemplates
 from exporters.checkpoint.checkpoint import Checkpoint
-from exporters.compare.contender import Described
+from exporters.compare.contender import ContenderDescription
 from exporters.quantize.reference import Floats, Reference
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ReferenceContender:
         self.chat: ChatTemplates | None = checkpoint.chat
         bos = checkpoint.special.bos
         self.first: Sequence[int] = [] if bos is None else [bos]
-        self.described = Described(
+        self.described = ContenderDescription(
             path=checkpoint.name, kind=kind, engine=ENGINE, bytes=size_bytes, context=checkpoint.spec.max_positions
         )
 

@@ -29,7 +29,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
             yield _row(label, _speed(ours), _speed(theirs), f"{theirs / ours:.2f}" if ours and theirs else "")
     yield (
         f"  {'KL divergence':<{_LABEL}}{comparison.kl_nats:.5f} nats a token of A's distribution from B's; "
-        f"99 % of tokens at most {comparison.kl_99_nats:.4f}, all at most {comparison.kl_most_nats:.4f}"
+        f"99 % of tokens at most {comparison.kl_99_nats:.4f}, all at most {comparison.kl_max_nats:.4f}"
     )
     yield f"  {'top-1 agreement':<{_LABEL}}{comparison.top1_agreement:.2%}"
     for record in comparison.chat:

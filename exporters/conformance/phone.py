@@ -18,7 +18,7 @@ import onnx
 from msgspec.structs import replace
 from onnx import helper
 
-from devices.report import DecodeResult, GraphResult, Place, Sample, SpeedResult, Unmeasured, Versions
+from devices.report import DecodeResult, GraphResult, MissingMeasurement, Place, Sample, SpeedResult, Versions
 from edgekv.bundle import Bundle, CompiledBinaries, GraphRecord, open_compiled
 from edgekv.conformance.graphs import GraphJob, compare, read_cases
 from edgekv.conformance.kit import PACKED, Arrays, Kit, KitModel, opened_model, unpack, unpack_binaries
@@ -88,10 +88,12 @@ class PhoneRunner:
         return (NET_RUN,)
 
     @property
-    def unmeasured(self) -> Sequence[Unmeasured]:
+    def unmeasured(self) -> Sequence[MissingMeasurement]:
         own = f"{NET_RUN} binds memory of its own, and the same for all runs of a start"
         alone = f"each start of {NET_RUN} loads a graph: the first step of a speed has both"
-        return Unmeasured(what="registering addresses", reason=own), Unmeasured(what="load time alone", reason=alone)
+        return MissingMeasurement(what="registering addresses", reason=own), MissingMeasurement(
+            what="load time alone", reason=alone
+        )
 
     @property
     def names(self) -> Sequence[str]:

@@ -9,7 +9,7 @@ from edgekv.machine.lazy import lazy
 if TYPE_CHECKING:
     from exporters.estimate.decode_speed import DecodeSpeed as DecodeSpeed
     from exporters.estimate.estimate import (
-        Simulated as Simulated,
+        ScheduledEstimate as ScheduledEstimate,
         check_estimate as check_estimate,
         estimate_bundle as estimate_bundle,
         estimate_config as estimate_config,

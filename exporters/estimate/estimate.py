@@ -119,7 +119,7 @@ class _Binary:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class ScheduledEstimate:
     """An estimate, and the schedules that it was made of.
 
     Attributes:
@@ -152,7 +152,7 @@ def simulate_bundle(
     in_slices: bool | None = None,
     progress: Progress = silent,
     options: HtpOptions = COMPILER_DEFAULTS,
-) -> Simulated:
+) -> ScheduledEstimate:
     """Simulate every graph that ships, the vision encoder too, in binaries as `edgekv compile` writes them.
 
     Results are kept in the cache folder, by the content of the graphs, the compiler, the chip and the options.
@@ -408,7 +408,7 @@ def _made(
     options: HtpOptions,
     *,
     in_slices: bool,
-) -> Simulated:
+) -> ScheduledEstimate:
     graphs = [graph for graph, _ in simulated]
     estimate = Estimate(
         source=source,
@@ -421,7 +421,7 @@ def _made(
         graphs=graphs,
         notes=[*_notes(device, proxies, in_slices, graphs)],
     )
-    return Simulated(estimate, {(graph.graph, graph.proxy): layer for graph, layer in simulated})
+    return ScheduledEstimate(estimate, {(graph.graph, graph.proxy): layer for graph, layer in simulated})
 
 
 def check_estimate(device: Device, graph_format: GraphFormat) -> None:

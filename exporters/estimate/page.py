@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgekv.plan.estimate import Estimate, GraphEstimate, compared
-from exporters.estimate.estimate import Simulated
+from exporters.estimate.estimate import ScheduledEstimate
 from exporters.htp.schedule import UNITS, Event
 from exporters.inspect.page import write_html
 from exporters.inspect.page.template import find_template
@@ -97,7 +97,7 @@ class Row:
     operations: Sequence[tuple[str, float]]
 
 
-def write_page(file: Path, simulated: Simulated, against: Estimate | None = None) -> None:
+def write_page(file: Path, simulated: ScheduledEstimate, against: Estimate | None = None) -> None:
     """Write the page; the file appears atomically, and replaces an earlier page.
 
     Raises:
@@ -106,7 +106,7 @@ def write_page(file: Path, simulated: Simulated, against: Estimate | None = None
     write_html(file, render_page(simulated, against), GENERATOR)
 
 
-def render_page(simulated: Simulated, against: Estimate | None = None) -> str:
+def render_page(simulated: ScheduledEstimate, against: Estimate | None = None) -> str:
     """The page as text."""
     estimate = simulated.estimate
     rows = [

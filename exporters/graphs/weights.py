@@ -208,7 +208,7 @@ class ShardWriter(PlacedWeights):
         self._tensor = tensor
         self._head_width = head_width
         self._matrices = matrices
-        self._pending: dict[str, NDArray[Any] | Streamed] = {}
+        self._pending: dict[str, NDArray[Any] | TensorStream] = {}
 
     @property
     def places(self) -> WeightPlaces:
@@ -229,7 +229,7 @@ class ShardWriter(PlacedWeights):
         place = self._places.matrices[key] = _table_place(spec.vocab, spec.hidden)
         integers, scales, _ = _names(key, place, None)
         blocks = partial(_blocks_of_rows, self._matrices[key].integers) if spec.shares_vocabulary else table.blocks
-        self._pending[integers] = Streamed(np.int8, (spec.vocab, spec.hidden), blocks)
+        self._pending[integers] = TensorStream(np.int8, (spec.vocab, spec.hidden), blocks)
         self._pending[scales] = table.scales
         self._put_tensor(EMBEDDING_STEPS, table.encoding, table.steps)
         if table.columns is not None:
@@ -254,8 +254,8 @@ class ShardWriter(PlacedWeights):
 
         place = self._places.matrices[LAYER_INPUTS] = _table_place(vocab, width)
         name, scale_name, _ = _names(LAYER_INPUTS, place, None)
-        self._pending[name] = Streamed(np.int8, (vocab, width), integers)
-        self._pending[scale_name] = Streamed(np.float32, (vocab,), lambda: scales)
+        self._pending[name] = TensorStream(np.int8, (vocab, width), integers)
+        self._pending[scale_name] = TensorStream(np.float32, (vocab,), lambda: scales)
         self.write(path)
         return reach[0], reach[1]
 
@@ -391,7 +391,7 @@ def _head_by_head(matrix: NDArray[Any], heads: int) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class TensorStream:
     """A tensor that is computed while it is written.
 
     Attributes:
@@ -405,7 +405,7 @@ class Streamed:
     blocks: Callable[[], Iterable[NDArray[Any]]]
 
 
-def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> dict[str, Extent]:
+def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | TensorStream]) -> dict[str, Extent]:
     """Write the tensors, sorted by descending type width, then by name; return the place of each.
 
     The library's writer needs memory for everything twice. The bytes are the same.
@@ -432,7 +432,7 @@ def write_shard(path: Path, tensors: Mapping[str, NDArray[Any] | Streamed]) -> d
         for name in reversed(names):
             tensor = tensors[name]
             file.seek(data + header[name]["data_offsets"][0])
-            for block in tensor.blocks() if isinstance(tensor, Streamed) else (tensor,):
+            for block in tensor.blocks() if isinstance(tensor, TensorStream) else (tensor,):
                 file.write(np.ascontiguousarray(block, tensor.dtype).data)
             if file.tell() != data + header[name]["data_offsets"][1]:
                 raise ValueError(f"{name}: got blocks of another size; expected shape {tensor.shape}")

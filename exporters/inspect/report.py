@@ -95,7 +95,7 @@ class TokenSpan(msgspec.Struct, frozen=True, kw_only=True):
 class Levels(msgspec.Struct, frozen=True):
     """Minimum and mean SQNR of a group of tensors, dB."""
 
-    least_db: float
+    min_db: float
     mean_db: float
 
 

@@ -48,9 +48,7 @@ def figures(result: Evaluation) -> list[Figure]:
             "KL divergence", f"{result.kl_nats:.5f}", f" nats a token, 99 % of tokens at most {result.kl_99_nats:.4f}"
         ),
         Figure("top-1 agreement", f"{result.top1_agreement:.2%}"),
-        Figure(
-            "SQNR", f"{result.token_sqnr_db:.1f} dB", f" per token, {result.least_token_sqnr_db:.1f} at least{first}"
-        ),
+        Figure("SQNR", f"{result.token_sqnr_db:.1f} dB", f" per token, {result.min_token_sqnr_db:.1f} at least{first}"),
     ]
     shown += [chat_figure(record) for record in result.chat]
     if (mode := result.agreement) is not None:
@@ -69,7 +67,7 @@ def figures(result: Evaluation) -> list[Figure]:
 
 def chat_figure(record: QualityRecord) -> Figure:
     """The figures of a chat, or of its template's tokens, in one line."""
-    detail = f"{record.kl_most_nats:.2g} at most; top-1 {record.top1_agreement:.2%}, {record.tokens} tokens"
+    detail = f"{record.kl_max_nats:.2g} at most; top-1 {record.top1_agreement:.2%}, {record.tokens} tokens"
     return Figure(CHAT_LABELS[record.text], f"{record.kl_nats:.2g}", f" nats a token, {detail}")
 
 
@@ -83,7 +81,7 @@ def layer_lines(report: LayersReport) -> Iterator[str]:
         cells = [*(layer.levels.get(kind) for kind in kinds), *([layer.first] if with_first else [])]
         yield _row(
             f"layer {layer.place}" if layer.place.isdecimal() else layer.place,
-            ["-" if cell is None else f"{cell.least_db:.1f} / {cell.mean_db:.1f}" for cell in cells],
+            ["-" if cell is None else f"{cell.min_db:.1f} / {cell.mean_db:.1f}" for cell in cells],
         )
     yield from _span_lines(report.spans)
     yield "largest own quantization error, suggestion, and (SQNR including the error of all inputs):"
@@ -99,7 +97,7 @@ def encoder_lines(layers: Sequence[EncoderLayerLoss]) -> Iterator[str]:
     yield "vision encoder on a drawn picture, SQNR against float32 in dB per row, minimum / median; its worst matrix:"
     for layer in layers:
         place = f"layer {layer.place}" if layer.place.isdecimal() else layer.place
-        cell = f"{layer.rows.least_db:.1f} / {layer.rows.mean_db:.1f}"
+        cell = f"{layer.rows.min_db:.1f} / {layer.rows.mean_db:.1f}"
         yield f"{_row(place, [cell])}   {layer.worst.name} ({layer.worst.own_db:.1f} dB)"
 
 

@@ -45,11 +45,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         perplexity_ratio_error: standard error of the ratio, from the spread of the tokens' log-likelihood differences.
         kl_nats: mean Kullback-Leibler divergence of the reference's next-token distribution from the bundle's, nats.
         kl_99_nats: 99 % of the tokens have at most this divergence, nats.
-        kl_most_nats: the largest divergence of a token, nats.
+        kl_max_nats: the largest divergence of a token, nats.
         top1_agreement: share of positions with the same most likely token.
         sqnr_db: SQNR of the logits summed over all tokens, dB. A few tokens with large logits can dominate it.
         token_sqnr_db: mean of the SQNR of each token's logits, dB, at all positions but 0.
-        least_token_sqnr_db: the lowest of them, dB.
+        min_token_sqnr_db: the lowest of them, dB.
         first_sqnr_db: mean SQNR of the logits at position 0, dB; None if none were measured.
         engine: name of the engine.
         text: name of the text.
@@ -66,11 +66,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     perplexity_ratio_error: float
     kl_nats: float
     kl_99_nats: float
-    kl_most_nats: float
+    kl_max_nats: float
     top1_agreement: float
     sqnr_db: float
     token_sqnr_db: float
-    least_token_sqnr_db: float
+    min_token_sqnr_db: float
     engine: str
     text: str
     first_sqnr_db: float | None = None
@@ -220,9 +220,9 @@ class Tally:
             text=name,
             tokens=evaluation.tokens,
             kl_nats=_rounded(evaluation.kl_nats),
-            kl_most_nats=_rounded(evaluation.kl_most_nats),
+            kl_max_nats=_rounded(evaluation.kl_max_nats),
             top1_agreement=round(evaluation.top1_agreement, 4),
-            least_token_sqnr_db=round(evaluation.least_token_sqnr_db, 1),
+            min_token_sqnr_db=round(evaluation.min_token_sqnr_db, 1),
         )
 
     def evaluation(self, engine: str, text: str, pages: Pages | None = None) -> Evaluation:
@@ -240,11 +240,11 @@ class Tally:
             perplexity_ratio_error=ratio * float((nll - reference).std()) / math.sqrt(len(nll)),
             kl_nats=float(kl.mean()),
             kl_99_nats=float(np.quantile(kl, 0.99)),
-            kl_most_nats=float(kl.max()),
+            kl_max_nats=float(kl.max()),
             top1_agreement=self._agreed / len(nll),
             sqnr_db=10 * math.log10(float(signal.sum() / noise.sum())),
             token_sqnr_db=float(rest_db.mean()),
-            least_token_sqnr_db=float(rest_db.min()),
+            min_token_sqnr_db=float(rest_db.min()),
             first_sqnr_db=float(first_db.mean()) if len(first_db) else None,
             engine=engine,
             text=text,

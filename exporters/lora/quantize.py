@@ -129,16 +129,16 @@ def _normalized(factors: Factors) -> Factors:
     return Factors(factors.left * np.where(lengths > 0, lengths, 0).astype(np.float32), factors.right / safe[:, None])
 
 
-def _balanced(factors: Factors, most_right: float, most_left: float) -> Factors:
+def _balanced(factors: Factors, max_right: float, max_left: float) -> Factors:
     """The same product, with what is too large for B moved to A as far as `x A` has room.
 
     Args:
         factors: of the length 1.
-        most_right: the largest element that A can have.
-        most_left: the same of B.
+        max_right: the largest element that A can have.
+        max_left: the same of B.
     """
     tiny = np.finfo(np.float32).tiny
-    needed = np.abs(factors.left).max(axis=0) / most_left
-    room = np.minimum(_ROOM, most_right / np.maximum(np.abs(factors.right).max(axis=1), tiny))
+    needed = np.abs(factors.left).max(axis=0) / max_left
+    room = np.minimum(_ROOM, max_right / np.maximum(np.abs(factors.right).max(axis=1), tiny))
     moved = np.clip(needed, 1, np.maximum(room, 1)).astype(np.float32)
     return Factors(factors.left / moved, factors.right * moved[:, None])

@@ -28,7 +28,7 @@ from quant import Method
 SHARD, _TILES = "weights-vision.safetensors", "tiles.npz"
 
 
-class Encoded(VisionRecord, frozen=True, kw_only=True):
+class EncoderResult(VisionRecord, frozen=True, kw_only=True):
     """What a manifest says of an encoder, and how far its rows reach.
 
     Attributes:
@@ -51,7 +51,7 @@ class Encoded(VisionRecord, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class EncoderPiece(Piece):
-    """A vision encoder in integers; answers `Encoded`.
+    """A vision encoder in integers; answers `EncoderResult`.
 
     Attributes:
         exact: the decoder, whose residual its rows belong to.
@@ -79,7 +79,7 @@ class EncoderPiece(Piece):
     def needs(self) -> tuple[str, ...]:
         return (self.tiles,)
 
-    def make(self, folder: Path, inputs: Inputs) -> Encoded:
+    def make(self, folder: Path, inputs: Inputs) -> EncoderResult:
         vision = inputs.encoder(self.exact).with_sizes(self.pictures.sizes)
         if (msgspec.structs.replace(vision.spec, wide=self.encoder.wide), vision.pictures) != (
             self.encoder,
@@ -119,7 +119,7 @@ class EncoderPiece(Piece):
         in_pictures = np.concatenate([row_places(*self.encoder.grid_of(*tile.shape[1::-1])) for tile in tiles])
         np.savez(folder / PICTURE_ROWS, rows=rows, places=in_pictures)
         told(steps, steps)
-        return Encoded(
+        return EncoderResult(
             file=target.name,
             encoder=self.encoder,
             pictures=self.pictures,

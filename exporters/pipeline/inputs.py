@@ -37,7 +37,7 @@ from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Changes
 from exporters.quantize.sink import FloatSink, is_sink
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_wanted import SinkRequest
 from exporters.quantize.survey import Survey
 from exporters.quantize.windows import Room
 
@@ -46,7 +46,7 @@ LAYER = "layer"
 TEXT = "text.txt"
 TOKENS = "tokens.npy"
 PICTURE_ROWS = "rows.npz"
-_MOST_KEPT = 4  # decoders of a process
+_MAX_KEPT = 4  # decoders of a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class DecoderKey:
     target: str = ""
     pictures: str | None = None
     survey: str | None = None
-    sink: SinkWanted = field(default_factory=SinkWanted)
+    sink: SinkRequest = field(default_factory=SinkRequest)
     first: tuple[int, ...] = ()
     transforms: RecipeRecord | None = None
     kv_dtype: KvDtype | None = None
@@ -329,7 +329,7 @@ class Inputs:
         """What the survey decides."""
         name = hashed(key)
         if name not in self._surveyed:
-            if len(self._surveyed) > _MOST_KEPT:
+            if len(self._surveyed) > _MAX_KEPT:
                 self._surveyed.clear()
             self._surveyed[name] = self._decided(key)
         return self._surveyed[name]
@@ -451,7 +451,7 @@ class Inputs:
         name = hashed(exact)
         known = self._exact.get(name)
         if known is None or known[0] is not checkpoint:
-            if len(self._exact) > _MOST_KEPT:
+            if len(self._exact) > _MAX_KEPT:
                 self._exact.clear()
             if exact.pictures is None:
                 decoder = checkpoint.as_spec(exact.spec)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgekv.bundle import BundleWeights, WeightPlaces, is_plain_path
 from edgekv.errors import EdgeKVError, UsageError
 from edgekv.machine.json_file import read_json
-from exporters.graphs.weights import Streamed, write_shard
+from exporters.graphs.weights import TensorStream, write_shard
 from exporters.quantize.reference import Floats
 from exporters.quantize.windows import Windows
 from quant import QuantizedWeight, Range
@@ -103,9 +103,9 @@ class LayerFile:
             shared: its keys and values that later layers read.
             unreached: see `Quantizer.unreached`.
         """
-        tensors: dict[str, NDArray[Any] | Streamed] = {}
+        tensors: dict[str, NDArray[Any] | TensorStream] = {}
         if hidden is not None:
-            tensors["hidden"] = Streamed(np.float32, hidden.shape, lambda: hidden)
+            tensors["hidden"] = TensorStream(np.float32, hidden.shape, lambda: hidden)
         tensors |= {_SHARED + name: rows for name, rows in shared.items()}
         tensors |= {f"{name}.sample": seen.sample for name, seen in ranges.items() if seen.sample.size}
         extents = write_shard(folder / _TENSORS, tensors)

@@ -54,7 +54,7 @@ class Piece(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedPiece:
     """A piece and what its executor must know of it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan:
         residual_every: of how many layers one stores its residual; see `Inputs`.
     """
 
-    pieces: dict[str, Planned] = field(default_factory=dict)
+    pieces: dict[str, PlannedPiece] = field(default_factory=dict)
     sources: dict[str, Callable[[Path], object]] = field(default_factory=dict)
     residual_every: int = 1
 
@@ -84,7 +84,7 @@ class Plan:
         """Add a piece unless it is there; returns its name."""
         name = piece.name
         if name not in self.pieces:
-            self.pieces[name] = Planned(piece, ram_bytes)
+            self.pieces[name] = PlannedPiece(piece, ram_bytes)
         return name
 
     def give(self, write: Callable[[Path], object], *content: object) -> str:
@@ -103,7 +103,7 @@ class Plan:
                 waiting += self.pieces[name].piece.needs
         return ancestors
 
-    def unfinished(self, store: PieceStore, targets: Iterable[str]) -> dict[str, Planned]:
+    def unfinished(self, store: PieceStore, targets: Iterable[str]) -> dict[str, PlannedPiece]:
         """The pieces to do for these targets: without what is finished, and without all that only it needs.
 
         A finished piece that left out what one of them reads is removed, and done again.

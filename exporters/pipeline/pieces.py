@@ -264,7 +264,7 @@ class CheckPiece(Piece):
         return floating_nodes([inputs.bundle(self.bundle) / self.file], find(self.soc))
 
 
-class Compiled(CompiledBinary, frozen=True, kw_only=True):
+class CompileResult(CompiledBinary, frozen=True, kw_only=True):
     """A binary, the float nodes of each file in it, and the peak RAM of its compiler, if that is known."""
 
     floating: dict[str, list[str]]
@@ -273,7 +273,7 @@ class Compiled(CompiledBinary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CompilePiece(Piece):
-    """A context binary for a chip, checked for float nodes in the same run; answers `Compiled`.
+    """A context binary for a chip, checked for float nodes in the same run; answers `CompileResult`.
 
     Attributes:
         bundle: name of the bundle.
@@ -298,7 +298,7 @@ class CompilePiece(Piece):
     def needs(self) -> tuple[str, ...]:
         return (self.bundle,)
 
-    def make(self, folder: Path, inputs: Inputs) -> Compiled:
+    def make(self, folder: Path, inputs: Inputs) -> CompileResult:
         place = inputs.bundle(self.bundle)
         floating: dict[str, list[str]] = {}
         peaks: dict[str, int] = {}
@@ -312,7 +312,7 @@ class CompilePiece(Piece):
             lint=floating.__setitem__,
             options=self.htp,
         )
-        return Compiled(
+        return CompileResult(
             file=binary.file,
             wrappers=binary.wrappers,
             graphs=binary.graphs,
@@ -356,7 +356,7 @@ class EstimatePiece(Piece):
 
 @dataclass(frozen=True, slots=True)
 class CompileTflitePiece(Piece):
-    """A `.tflite` file whose graphs call one context for a chip; answers `Compiled`.
+    """A `.tflite` file whose graphs call one context for a chip; answers `CompileResult`.
 
     Attributes:
         bundle: name of the bundle.
@@ -379,11 +379,11 @@ class CompileTflitePiece(Piece):
     def needs(self) -> tuple[str, ...]:
         return (self.bundle,)
 
-    def make(self, folder: Path, inputs: Inputs) -> Compiled:
+    def make(self, folder: Path, inputs: Inputs) -> CompileResult:
         device, target = find(self.soc), folder / self.file
         compile_tflite(inputs.bundle(self.bundle) / self.file, target, self.graphs, device)
         check_chip(target, device)
-        return Compiled(
+        return CompileResult(
             file=self.file,
             wrappers=dict.fromkeys(self.graphs, self.file),
             graphs=len(self.graphs),
@@ -429,13 +429,13 @@ def read_estimate(store: PieceStore, name: str) -> list[Simulation]:
     return [Simulation(*both) for both in zip(costs, schedules, strict=True)]
 
 
-def read_compiled(store: PieceStore, name: str) -> Compiled:
+def read_compiled(store: PieceStore, name: str) -> CompileResult:
     """The answer of a finished `CompilePiece`.
 
     Raises:
         UsageError: it names other files than those of its piece.
     """
-    compiled, files = store.answer(name, Compiled), store.files(name)
+    compiled, files = store.answer(name, CompileResult), store.files(name)
     named = {compiled.file, *compiled.wrappers.values()}
     if named != {*files}:
         raise UsageError(

@@ -41,8 +41,8 @@ from exporters.pipeline.pieces import (
 from exporters.pipeline.place import Identity
 from exporters.pipeline.quality import (
     EncodePiece,
-    Measured,
     QualityPiece,
+    QualityWindows,
     ReferencePiece,
     Text,
     quality_bytes,
@@ -54,7 +54,7 @@ from exporters.pipeline.write import CacheForm, ExportResult, WritePiece, initia
 from exporters.plan import ExportPlan
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import needs_quantized_pass
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_wanted import SinkRequest
 from exporters.resources import generated_bytes
 from quant import WEIGHT_TYPES, WeightDtype, WeightType
 
@@ -104,7 +104,7 @@ class Planner:
         survey = SurveyPiece(pictured.alone, None if windows is None else give_tokens(self.plan, windows), len(first))
         ram_bytes = quantizing_bytes(export)
         has_none = checkpoint.spec.delta_rule is not None or checkpoint.spec.bidirectional
-        sink = SinkWanted("none") if has_none else options.sink
+        sink = SinkRequest("none") if has_none else options.sink
         surveyed = replace(pictured, survey=self.plan.put(survey, ram_bytes), sink=sink, first=first)
         has_heads = recipe.heads != "none"
         adapters = _adapters(export) if has_heads else ()
@@ -190,11 +190,11 @@ class Planner:
             lora=None if options.lora is None else options.lora.slots(checkpoint.spec),
         )
 
-    def measured(self, export: ExportPlan, decoder: DecoderKey, text: Text) -> Measured:
+    def measured(self, export: ExportPlan, decoder: DecoderKey, text: Text) -> QualityWindows:
         """Windows of a text on which a bundle is measured."""
         of_text, special = decoder.of_text, export.checkpoint.special
         piece = EncodePiece(of_text.exact, self._identity.tokenizer, give_text(self.plan, text.content))
-        return Measured(
+        return QualityWindows(
             decoder=of_text,
             bos=() if special.bos is None else (special.bos,),
             context=export.options.contexts[-1],
@@ -207,7 +207,7 @@ class Planner:
         checkpoint = export.checkpoint
         if checkpoint.task is not None:
             return self._task_quality(export, checkpoint.task, decoder, write)
-        measured: dict[TextName, Measured] = {}
+        measured: dict[TextName, QualityWindows] = {}
         if export.options.check_quality:
             prose = Text("prose", held_out_prose(), MEASURED_TOKENS["prose"])
             measured["prose"] = self.measured(export, decoder, prose)

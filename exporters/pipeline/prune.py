@@ -16,7 +16,7 @@ _DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruneResult:
     """What was removed.
 
     Attributes:
@@ -52,7 +52,7 @@ def mark_used(store: PieceStore, keys: set[str]) -> None:
             continue
 
 
-def prune(store: PieceStore, days: float) -> Pruned:
+def prune(store: PieceStore, days: float) -> PruneResult:
     """Remove pieces last used more than so many days ago, and what was begun then and nobody writes any more."""
     oldest, pieces, size_bytes = time.time() - days * _DAY_S, 0, 0
     for folder in [*store.folder.iterdir()] if store.folder.is_dir() else []:
@@ -62,7 +62,7 @@ def prune(store: PieceStore, days: float) -> Pruned:
         size_bytes += sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         shutil.rmtree(folder, ignore_errors=True)
         pieces += 1
-    return Pruned(pieces, size_bytes)
+    return PruneResult(pieces, size_bytes)
 
 
 def _used(folder: Path) -> float | None:

@@ -84,7 +84,7 @@ class EncodePiece(Piece):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class QualityWindows:
     """Windows of a text.
 
     Attributes:
@@ -136,7 +136,7 @@ class ReferencePiece(Piece):
 
     kind: ClassVar[str] = "reference"
 
-    measured: tuple[Measured, ...]
+    measured: tuple[QualityWindows, ...]
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -211,9 +211,9 @@ class QualityPiece(Piece):
     kind: ClassVar[str] = "quality"
 
     bundle: str
-    texts: tuple[tuple[TextName, Measured], ...]
+    texts: tuple[tuple[TextName, QualityWindows], ...]
     reference: str | None = None
-    by_layer: Measured | None = None
+    by_layer: QualityWindows | None = None
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from itertools import groupby
 from edgekv.machine.system import return_freed_memory
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.parallel import Job, side_by_side
-from exporters.pipeline.piece import Plan, Planned
+from exporters.pipeline.piece import Plan, PlannedPiece
 from exporters.pipeline.store import MissingPieceError, PieceRecord
 from exporters.progress import Progress
 
@@ -61,7 +61,7 @@ def run_serial(plan: Plan, targets: Sequence[str], inputs: Inputs, progress: Pro
 def _run(
     plan: Plan,
     ancestors: set[str],
-    unfinished: Mapping[str, Planned],
+    unfinished: Mapping[str, PlannedPiece],
     inputs: Inputs,
     progress: Progress,
     *,
@@ -91,7 +91,7 @@ def _run(
                 progress(stage, done[kind], totals[kind])
 
 
-def _groups(unfinished: Mapping[str, Planned]) -> Iterator[tuple[tuple[str, bool], list[str]]]:
+def _groups(unfinished: Mapping[str, PlannedPiece]) -> Iterator[tuple[tuple[str, bool], list[str]]]:
     """Names of pieces of one kind that follow each other."""
     for key, names in groupby(unfinished, lambda name: (unfinished[name].piece.kind, unfinished[name].piece.in_child)):
         yield key, [*names]

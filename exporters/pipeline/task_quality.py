@@ -116,7 +116,7 @@ def compared(exact: Floats, actual: Floats) -> EmbeddingQuality:
     return EmbeddingQuality(
         texts=len(exact),
         cosine=float(cosines.mean()),
-        least_cosine=float(cosines.min()),
+        min_cosine=float(cosines.min()),
         same_first=float((firsts[0] == firsts[1]).mean()),
     )
 
@@ -127,7 +127,7 @@ def compared_scores(exact: Doubles, actual: Doubles) -> RankingQuality:
     return RankingQuality(
         pairs=exact.size,
         difference=float(apart.mean()),
-        most_difference=float(apart.max()),
+        max_difference=float(apart.max()),
         same_first=float((exact.argmax(-1) == actual.argmax(-1)).mean()),
     )
 

@@ -48,7 +48,7 @@ from exporters.lora.base import ExportedBase, write_lora_base
 from exporters.lora.encodings import lora_encodings
 from exporters.lora.options import LoraOptions
 from exporters.lora.quantize import largest_elements
-from exporters.pipeline.encoder import Encoded
+from exporters.pipeline.encoder import EncoderResult
 from exporters.pipeline.inputs import BUNDLE, DecoderKey, Inputs, ProvenAdapter, SurveyResult
 from exporters.pipeline.layer_file import LayerMatrices
 from exporters.pipeline.piece import Piece
@@ -202,7 +202,7 @@ class WritePiece(Piece):
         bundle.mkdir()
         vision = embedded = None
         if self.encoder is not None:
-            vision = inputs.store.answer(self.encoder, Encoded)
+            vision = inputs.store.answer(self.encoder, EncoderResult)
             for name in (vision.file, *vision.weights.files):
                 link_or_copy(inputs.store.path(self.encoder) / name, bundle / name)
             embedded = Range(vision.low, vision.high)

@@ -170,17 +170,17 @@ def check_states_are_read(spec: DecoderSpec, length: int) -> None:
         )
 
 
-def as_chats(text: str, most_characters: int) -> list[Conversation]:
+def as_chats(text: str, max_characters: int) -> list[Conversation]:
     """The paragraphs of a text as conversations: the user has the first sentence, and the assistant the rest.
 
     Args:
         text: the text.
-        most_characters: of it, from its start; paragraphs are whole.
+        max_characters: of it, from its start; paragraphs are whole.
     """
     messages, used = list[dict[str, str]](), 0
     for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
         first, _, rest = paragraph.partition(". ")
-        if rest and used < most_characters:
+        if rest and used < max_characters:
             messages += [{"role": "user", "content": first + "."}, {"role": "assistant", "content": rest}]
             used += len(paragraph)
     return [messages[at : at + _MESSAGES] for at in range(0, len(messages), _MESSAGES)]

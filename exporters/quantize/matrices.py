@@ -72,7 +72,7 @@ from quant import (
 )
 from quant.products import in_threads
 
-_MOST_AT_START = 16.0
+_MAX_AT_START = 16.0
 _LONGEST_AT_START = 4.0
 FEED_FORWARD_END = 4
 """The group of matrices behind the feed-forward."""
@@ -248,7 +248,7 @@ class PairedOps(NumpyOps):
         taken, self.ranges = self.ranges, {}
         starts, self.starts = self.starts, {}
         for name, start in starts.items():
-            taken[name].widen(start, _MOST_AT_START)
+            taken[name].widen(start, _MAX_AT_START)
         return taken
 
     def observe_lengths(self, name: str, windows: Iterable[Floats]) -> None:
@@ -702,6 +702,6 @@ def _first_measured(sink: int, tokens: int) -> int:
     """The first position of a window of this many tokens that counts in full for ranges and GPTQ's sums.
 
     The token behind the sink can be massive too: in SmolLM2-135M 1,039 where no later one exceeds 13. A range for it
-    would leave the others 6 bits less, so it is clipped where it exceeds them by more than `_MOST_AT_START` times.
+    would leave the others 6 bits less, so it is clipped where it exceeds them by more than `_MAX_AT_START` times.
     """
     return min(sink + 1, tokens - 1) if sink else 0

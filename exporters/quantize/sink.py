@@ -17,7 +17,7 @@ from edgekv.machine.tensor_file import encode_tensors
 from edgekv.spec import LOGITS
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Floats
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_wanted import SinkRequest
 from exporters.quantize.survey import Outlier
 from quant import Encoding
 
@@ -50,7 +50,7 @@ class FloatSink:
         (folder / SINK_FILE).write_bytes(encode_tensors(integers))
 
 
-def sink_candidates(checkpoint: Checkpoint, option: SinkWanted) -> tuple[int, ...]:
+def sink_candidates(checkpoint: Checkpoint, option: SinkRequest) -> tuple[int, ...]:
     """The tokens at the start of every text: those asked for, or bos, or where texts have none, how chats begin.
 
     Raises:
@@ -74,7 +74,7 @@ def sink_candidates(checkpoint: Checkpoint, option: SinkWanted) -> tuple[int, ..
     return special.eos[:1]
 
 
-def is_sink(outlier: Outlier, option: SinkWanted, tokens: Sequence[int]) -> bool:
+def is_sink(outlier: Outlier, option: SinkRequest, tokens: Sequence[int]) -> bool:
     """Whether the first tokens of all texts become a sink: they are wanted, or they span the ranges of all others.
 
     Args:

@@ -11,7 +11,7 @@ _MODES: dict[str, Literal["auto", "none"]] = {"auto": "auto", "none": "none"}
 
 
 @dataclass(frozen=True, slots=True)
-class SinkWanted:
+class SinkRequest:
     """The `--sink` of an export.
 
     Attributes:
@@ -23,7 +23,7 @@ class SinkWanted:
     tokens: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> SinkWanted:
+    def parse(cls, text: str) -> SinkRequest:
         """Read the option.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import click
 
 from devices import Device
-from edgekv.cli.command import NOTHING, Given, command
+from edgekv.cli.command import NOTHING, OptionValues, command
 from edgekv.cli.output import Output, print_json
 from edgekv.errors import UsageError
 from edgekv.machine.text_file import read_text_file
@@ -124,7 +124,7 @@ def sweep(
     folder: Annotated[Path, Option("Folder for results, page, bundles and pieces.", "-o --output")],
     axes: Annotated[Axes, OptionGroup("Combinations")],
     output: Output,
-    common: Annotated[Given[ExportOptions], OptionGroup("Exports", only=_COMMON)] = NOTHING,
+    common: Annotated[OptionValues[ExportOptions], OptionGroup("Exports", only=_COMMON)] = NOTHING,
     compiles: Annotated[
         bool | None,
         Option("Also write context binaries.", "--compile/--no-compile", shown="yes, without --skip-htp-check"),

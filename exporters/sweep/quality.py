@@ -12,7 +12,7 @@ from exporters.inspect.evaluate import evaluate_windows
 from exporters.inspect.tally import Evaluation
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Piece
-from exporters.pipeline.quality import Measured, StoredLogits
+from exporters.pipeline.quality import QualityWindows, StoredLogits
 
 ENGINE = "cpu"
 
@@ -30,7 +30,7 @@ class EvaluatePiece(Piece):
 
     kind: ClassVar[str] = "evaluate"
 
-    measured: Measured
+    measured: QualityWindows
     bundle: str
     reference: str
     engine: str = ENGINE

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from devices import find
-from edgekv.cli.command import NOTHING, Given, Group
+from edgekv.cli.command import NOTHING, Group, OptionValues
 from edgekv.cli.model import BundleArgument
 from edgekv.cli.output import Output, print_json
 from edgekv.cli.pictures import ImageOption
@@ -117,7 +117,7 @@ def bundle_genai(
     bundle: BundleArgument,
     target: OutputFolder,
     output: Output,
-    choices: Annotated[Given[GenaiOptions], OptionGroup("Folder")] = NOTHING,
+    choices: Annotated[OptionValues[GenaiOptions], OptionGroup("Folder")] = NOTHING,
     engine: Annotated[Literal["htp", "cpu"], Option("Engine that runs the graphs.", group="Folder")] = "htp",
     force: ForceOption = False,
 ) -> None:

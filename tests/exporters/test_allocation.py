@@ -240,10 +240,10 @@ def test_a_divergence_is_kept(checkpoint: Checkpoint, tmp_path: Path, cache: Pat
 
 def test_a_size_and_a_divergence_both_hold_or_are_refused(checkpoint: Checkpoint, tmp_path: Path, cache: Path) -> None:
     export(checkpoint, tmp_path / "small", cache, recipe="w4a16")
-    most_mb = 1.3 * folder_bytes(tmp_path / "small") / 1e6
-    both = {"target_mb": most_mb, "check_quality": True}
+    max_mb = 1.3 * folder_bytes(tmp_path / "small") / 1e6
+    both = {"target_mb": max_mb, "check_quality": True}
     export(checkpoint, tmp_path / "both", cache, max_kl=10.0, **both)
-    assert folder_bytes(tmp_path / "both") <= most_mb * 1e6
+    assert folder_bytes(tmp_path / "both") <= max_mb * 1e6
     with pytest.raises(
         UsageError, match=r"--max-kl: got 1e-06 with --target-mb .*; expected .* or more, which the types"
     ):
@@ -258,10 +258,10 @@ def test_types_are_chosen_for_a_simulated_speed(tmp_path: Path, cache: Path) -> 
     blocks = export(checkpoint, tmp_path / "blocks", cache, recipe="w4a16-lpbq64")
     slow, fast = (decoded_per_s(manifest_with(blocks, dtype), cache) for dtype in ("lpbq64", "int4"))
     assert fast > 1.1 * slow
-    most_bytes = folder_bytes(tmp_path / "blocks")
-    goals = {"target_mb": most_bytes / 1e6, "target_tokens_per_s": (slow + fast) / 2}
+    max_bytes = folder_bytes(tmp_path / "blocks")
+    goals = {"target_mb": max_bytes / 1e6, "target_tokens_per_s": (slow + fast) / 2}
     found = export(checkpoint, tmp_path / "fast", cache, **goals)
-    assert folder_bytes(tmp_path / "fast") <= most_bytes
+    assert folder_bytes(tmp_path / "fast") <= max_bytes
     assert decoded_per_s(found, cache) >= goals["target_tokens_per_s"]
     layers = {each.dtype for each in found.recipe.weights if each.tensor.startswith("model.layers.")}
     assert layers > {"int4"}, "slower types, as there is time for them"

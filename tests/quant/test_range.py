@@ -70,7 +70,7 @@ def test_every_element_of_a_head_is_in_the_sample() -> None:
     assert {*found.sample.tolist()} == {*range(64)} and 3000 < len(found.sample) < 5000
 
 
-def test_the_symmetric_encoding_has_the_least_error_on_the_sample() -> None:
+def test_the_symmetric_encoding_has_the_min_error_on_the_sample() -> None:
     """Of a normal distribution with one value far outside, which is clipped; without a sample nothing is."""
     values = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
     values[0] = 8.0

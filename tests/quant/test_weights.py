@@ -178,7 +178,7 @@ def test_8_bits_are_symmetric_and_4_bits_use_every_level():
     assert {(each.bits, each.limits) for each in WEIGHT_TYPES.values()} == {(8, (-127, 127)), (4, (-8, 7))}
 
 
-def test_inputs_are_ordered_from_the_most_important_one():
+def test_inputs_are_ordered_from_the_max_important_one():
     inputs = LayerInputs(INPUTS, INPUTS)
     assert (np.diff(inputs.importance[inputs.order]) <= 0).all()
 

@@ -222,7 +222,7 @@ def assert_same_or_tied(
     expected: Sequence[int],
     before: Sequence[int],
     model: edgekv.Model,
-    most_steps: int = SUM_STEPS,
+    max_steps: int = SUM_STEPS,
 ) -> None:
     """Equal, or else the two candidates at the first difference are as good as tied.
 
@@ -231,7 +231,7 @@ def assert_same_or_tied(
         expected: what the other one chose.
         before: the tokens that both began with.
         model: for the logits.
-        most_steps: steps of the logits' integers that a tie may be apart.
+        max_steps: steps of the logits' integers that a tie may be apart.
     """
     assert len(found) == len(expected)
     differing = [at for at, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
@@ -240,7 +240,7 @@ def assert_same_or_tied(
     at = differing[0]
     logits = model.score([*before, *expected[:at]])[-1]
     gap = abs(logits[found[at]] - logits[expected[at]]) / model.bundle.manifest.encodings["logits"].scale
-    assert gap <= most_steps, f"token {at}: {found[at]} or {expected[at]}, {gap:.1f} steps apart"
+    assert gap <= max_steps, f"token {at}: {found[at]} or {expected[at]}, {gap:.1f} steps apart"
 
 
 class Separate:

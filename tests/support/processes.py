@@ -162,18 +162,18 @@ class Hold(Odd):
     number: int
 
     def make(self, folder: Path, inputs: Inputs) -> int:
-        mark, most_bytes = inputs.store.folder / f"holds-{os.getpid()}-{self.number}", 0
+        mark, max_bytes = inputs.store.folder / f"holds-{os.getpid()}-{self.number}", 0
         memory = bytearray(self.held_bytes)
         mark.write_text(str(len(memory)))
         try:
             end = time.monotonic() + 1
             while time.monotonic() < end:
                 marks = inputs.store.folder.glob(f"holds-{os.getpid()}-*")
-                most_bytes = max(most_bytes, sum(int(_text(each) or 0) for each in marks))
+                max_bytes = max(max_bytes, sum(int(_text(each) or 0) for each in marks))
                 time.sleep(0.02)
         finally:
             mark.unlink()
-        return most_bytes
+        return max_bytes
 
 
 @dataclass(frozen=True, slots=True)

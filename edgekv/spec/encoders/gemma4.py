@@ -81,7 +81,7 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
         eps=eps,
         table_side=side,
         interpolation="summed",
-        most_patches=shapes.most * shapes.merge**2,
+        max_patches=shapes.most * shapes.merge**2,
         rotary_theta=rope.number("rope_theta", 100.0),
         norms="averages",
         pooled=True,

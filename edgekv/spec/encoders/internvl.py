@@ -95,8 +95,8 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     return PictureSpec(
         tiling="aspect" if max_tiles > 1 else "none",
         resample="bicubic",
-        least_tiles=processor.size("min_patches", 1),
-        most_tiles=max_tiles,
+        min_tiles=processor.size("min_patches", 1),
+        max_tiles=max_tiles,
         mean=mean,
         deviation=deviation,
         token="<IMG_CONTEXT>",

@@ -79,8 +79,8 @@ def pictures(config: Config, processor: Config) -> PictureSpec:
     return PictureSpec(
         tiling="aspect" if splits else "none",
         resample="bilinear",
-        least_tiles=least,
-        most_tiles=most,
+        min_tiles=least,
+        max_tiles=most,
         mean=mean,
         deviation=deviation,
         token="<image>",

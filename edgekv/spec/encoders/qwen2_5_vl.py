@@ -63,7 +63,7 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
         merge=shapes.merge,
         output=read_width(config, vision, "out_hidden_size"),
         eps=EPS,
-        most_patches=shapes.most * shapes.merge**2,
+        max_patches=shapes.most * shapes.merge**2,
         window=shapes.window,
         windows=shapes.windows,
         full_layers=tuple(sorted({*vision.layers("fullatt_block_indexes", layers)})),

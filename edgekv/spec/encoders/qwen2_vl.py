@@ -64,7 +64,7 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
         merge=shapes.merge,
         output=read_width(config, vision, "hidden_size"),
         eps=EPS,
-        most_patches=shapes.most * shapes.merge**2,
+        max_patches=shapes.most * shapes.merge**2,
         rotary_theta=read_theta(vision),
         projector="mlp",
         projector_width=hidden * shapes.merge**2,

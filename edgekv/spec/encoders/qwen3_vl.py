@@ -68,7 +68,7 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
         eps=EPS,
         table_side=side,
         interpolation="corners",
-        most_patches=shapes.most * shapes.merge**2,
+        max_patches=shapes.most * shapes.merge**2,
         rotary_theta=read_theta(vision),
         deepstack=deepstack,
         projector="mlp",

@@ -71,11 +71,11 @@ def read_shapes(vision: Config, processor: Config, patch_default: int, window: i
         most=rows,
         split_above=4096.0,
         window=edge,
-        windows=_most_windows(rows, edge) if edge else 0,
+        windows=_max_windows(rows, edge) if edge else 0,
     )
 
 
-def _most_windows(rows: int, edge: int) -> int:
+def _max_windows(rows: int, edge: int) -> int:
     """Windows of any picture of at most so many rows that is not too long."""
     sizes = ((down, across) for down in range(1, rows + 1) for across in range(1, rows // down + 1))
     return max(-(-a // edge) * -(-b // edge) for a, b in sizes if max(a, b) <= _LONGEST * min(a, b))

@@ -22,9 +22,9 @@ _NAMES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7:
 _SCALARS = {kind: np.dtype(name) for kind, name in _NAMES.items()}  # by the number of the type
 _WHOLE_NUMBER = 4  # uint32
 _STRING, _ARRAY = 8, 9
-_MOST_ELEMENTS = 1 << 23  # of all arrays: ten times the tokens and merges of the largest vocabularies
+_MAX_ELEMENTS = 1 << 23  # of all arrays: ten times the tokens and merges of the largest vocabularies
 _DEEPEST = 4
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 _ALIGNMENT = "general.alignment"
 
 
@@ -151,8 +151,8 @@ class _Walk:
             raise LayoutError(f"{key}: arrays nested more than {_DEEPEST} deep")
         inner, count = self.number(_U32), self.number(_U64)
         self._elements += count
-        if self._elements > _MOST_ELEMENTS:
-            raise LayoutError(f"{key}: arrays of {self._elements:,} elements, more than {_MOST_ELEMENTS:,}")
+        if self._elements > _MAX_ELEMENTS:
+            raise LayoutError(f"{key}: arrays of {self._elements:,} elements, more than {_MAX_ELEMENTS:,}")
         if inner == _STRING:
             return [self.text() for _ in range(count)]
         if inner == _ARRAY:
@@ -162,7 +162,7 @@ class _Walk:
     def tensor(self) -> TensorPlace:
         """The next tensor's entry."""
         name, count = self.text(), self.number(_U32)
-        if not 1 <= count <= _MOST_DIMENSIONS:
+        if not 1 <= count <= _MAX_DIMENSIONS:
             raise LayoutError(f"the tensor {name} of {count} dimensions")
         dimensions = tuple(self.number(_U64) for _ in range(count))
         if 0 in dimensions:

@@ -19,7 +19,7 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _HEADER = struct.Struct("<4sIQQ")
 _NUMBERS = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-_LEAST_ENTRY_BYTES = 13  # a key of one character, its type, and one byte
+_MIN_ENTRY_BYTES = 13  # a key of one character, its type, and one byte
 _TRUNCATED = "It is truncated or damaged: download it again."
 
 
@@ -122,7 +122,7 @@ def _check_header(path: Path) -> None:
             expected="version 2 or 3, little-endian",
             fix="Convert the model again with a current llama.cpp.",
         )
-    if (tensors + keys) * _LEAST_ENTRY_BYTES > path.stat().st_size:
+    if (tensors + keys) * _MIN_ENTRY_BYTES > path.stat().st_size:
         raise CheckpointError(
             str(path),
             got=f"{tensors:,} tensors and {keys:,} fields in {path.stat().st_size:,} bytes",

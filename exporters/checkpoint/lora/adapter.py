@@ -17,7 +17,7 @@ from edgekv.spec import EMBEDDING, HEAD, DecoderSpec, text_tensor
 from exporters.checkpoint.lora.choice import AdapterChoice
 from exporters.checkpoint.lora.config import ADAPTER_CONFIG, LoraConfig, refuse
 from exporters.checkpoint.lora.merged import LowRank, MergedTensor
-from exporters.checkpoint.stored import Stored, StoredTensor, check_floats, tensors_of
+from exporters.checkpoint.stored import CheckpointTensor, StoredTensor, check_floats, tensors_of
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -156,8 +156,8 @@ class Adapter:
 
 
 def merge(
-    tensors: Mapping[str, Stored], spec: DecoderSpec, choices: Sequence[AdapterChoice]
-) -> tuple[dict[str, Stored], DecoderSpec, tuple[Adapter, ...]]:
+    tensors: Mapping[str, CheckpointTensor], spec: DecoderSpec, choices: Sequence[AdapterChoice]
+) -> tuple[dict[str, CheckpointTensor], DecoderSpec, tuple[Adapter, ...]]:
     """The tensors with adapters merged into them, and the decoder, whose head is untied where only one of both changes.
 
     Raises:

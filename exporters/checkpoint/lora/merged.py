@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from exporters.checkpoint.stored import ComputedTensor, Stored, StoredTensor
+from exporters.checkpoint.stored import CheckpointTensor, ComputedTensor, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MergedTensor(ComputedTensor):
 
     file: Path
     shape: tuple[int, ...]
-    base: Stored
+    base: CheckpointTensor
     added: tuple[LowRank, ...]
 
     def read(self, rows: slice | NDArray[np.int64]) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ from exporters.checkpoint.quantized.packed import (
     integer_matrix,
     matrix_shape,
 )
-from exporters.checkpoint.stored import Stored, StoredTensor
+from exporters.checkpoint.stored import CheckpointTensor, StoredTensor
 
 _ACTIVATIONS = (
     *(".input_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".output_zero_point"),
@@ -50,7 +50,7 @@ class Quantization:
     layouts: tuple[PackedLayout, ...]
     schemes: tuple[Scheme, ...]
 
-    def matrices(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored]:
+    def matrices(self, tensors: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
         """The tensors with each matrix under the name that it has unquantized.
 
         Raises:
@@ -60,7 +60,7 @@ class Quantization:
         endings = {part for layout in self.layouts for part in layout.parts}
         modules = dict.fromkeys(key.rpartition(".")[0] for key in tensors if key.endswith(marks))
         parts = {module + part for module in modules for part in endings}
-        left: dict[str, Stored] = {
+        left: dict[str, CheckpointTensor] = {
             key: tensor for key, tensor in tensors.items() if key not in parts and not key.endswith(_ACTIVATIONS)
         }
         return left | {f"{module}.weight": self._matrix(module, tensors) for module in modules}

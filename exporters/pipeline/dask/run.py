@@ -26,7 +26,7 @@ from exporters.pipeline.dask.fitness import RAM, TOPIC, FitWorkers, WorkerRequir
 from exporters.pipeline.dask.limit import within
 from exporters.pipeline.hashed import hashed
 from exporters.pipeline.inputs import Inputs
-from exporters.pipeline.piece import Piece, Plan, Planned
+from exporters.pipeline.piece import Piece, Plan, PlannedPiece
 from exporters.pipeline.place import Identity, Place
 from exporters.pipeline.store import PieceStore
 from exporters.progress import Progress, silent
@@ -161,7 +161,7 @@ def _other_versions(client: Client) -> list[str]:
 
 def run_pieces(
     client: Client,
-    unfinished: Mapping[str, Planned],
+    unfinished: Mapping[str, PlannedPiece],
     requirements: WorkerRequirements,
     progress: Progress,
     say: Say,
@@ -221,7 +221,7 @@ def run_pieces(
     left, ended = {*unfinished}, as_completed(futures.values(), loop=client.loop)
     watch = _Watch(client, mark, say)
 
-    def least_bytes() -> int:
+    def min_bytes() -> int:
         """RAM of the smallest piece that could run now."""
         ready = [unfinished[name] for name in left if left.isdisjoint(unfinished[name].piece.needs)]
         return min((planned.ram_bytes for planned in ready), default=0)
@@ -237,7 +237,7 @@ def run_pieces(
     try:
         while not ended.is_empty():
             time.sleep(_POLL_S)
-            watch.look(len(unfinished) - len(left), len(unfinished), least_bytes)
+            watch.look(len(unfinished) - len(left), len(unfinished), min_bytes)
             while not told.empty():
                 finished([told.get()])
             for future in ended.next_batch(block=False):
@@ -324,13 +324,13 @@ class _Watch:
         self._moved = (-1, 0.0)
         self._idle_since: float | None = None
 
-    def look(self, done: int, total: int, least_bytes: Callable[[], int]) -> None:
+    def look(self, done: int, total: int, min_bytes: Callable[[], int]) -> None:
         """Look, once in a while.
 
         Args:
             done: number of finished pieces.
             total: number of pieces.
-            least_bytes: RAM of the smallest piece that could run now.
+            min_bytes: RAM of the smallest piece that could run now.
 
         Raises:
             ServiceError: the scheduler or all fitting workers are gone, or no piece has ended for a long time.
@@ -349,7 +349,7 @@ class _Watch:
                 self._say(f"worker {come} joined")
         self._workers = {*workers}
         self._expect_movement(done, total, now)
-        ram_bytes = least_bytes()
+        ram_bytes = min_bytes()
         resources_of_workers = [info["resources"] for info in workers.values()]
         is_fit = any(
             self._mark in resources and resources.get(RAM, 0) >= ram_bytes for resources in resources_of_workers
@@ -402,7 +402,7 @@ def _workers(client: Client) -> dict[str, Any]:
 
 
 def _named(
-    unfinished: Mapping[str, Planned], chain: Sequence[str], store: PieceStore, error: BaseException
+    unfinished: Mapping[str, PlannedPiece], chain: Sequence[str], store: PieceStore, error: BaseException
 ) -> tuple[str, BaseException]:
     """The piece that failed, and its error; errors of Dask become ones that name the fix."""
     if isinstance(error, PieceError):

@@ -20,7 +20,7 @@ from exporters.targets.aihub.options import Runtime
 if TYPE_CHECKING:
     from edgekv.bundle import Bundle
     from exporters.targets.aihub.account import Account
-    from exporters.targets.aihub.fetch import Fetched
+    from exporters.targets.aihub.fetch import FetchRecord
     from exporters.targets.aihub.ledger import JobRecord, Ledger
     from exporters.targets.aihub.run import HubRun, Target
 
@@ -173,7 +173,7 @@ def _finish(bundle: Bundle, account: Account, ledger: Ledger, run: HubRun, *, as
     check_all_done(run.records)
 
 
-def _print(bundle: Bundle, records: Sequence[JobRecord], fetched: Sequence[Fetched], *, as_json: bool) -> None:
+def _print(bundle: Bundle, records: Sequence[JobRecord], fetched: Sequence[FetchRecord], *, as_json: bool) -> None:
     from exporters.targets.aihub.fetch import HubReport, show_report
 
     report = HubReport(bundle=str(bundle.path), jobs=list(records), devices=list(fetched))

@@ -65,7 +65,7 @@ class ProfileResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     layers: dict[str, int]
 
 
-class Fetched(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FetchRecord(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`fetched.json`, beside the files of one hosted device. `checked` says whether a step there was compared.
 
     Attributes:
@@ -81,7 +81,7 @@ class Fetched(TargetRecord, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     comparisons: list[Comparison]
 
 
-def fetch_device(bundle: Bundle, account: Account, ledger: Ledger, records: Sequence[JobRecord]) -> Fetched | None:
+def fetch_device(bundle: Bundle, account: Account, ledger: Ledger, records: Sequence[JobRecord]) -> FetchRecord | None:
     """Download one device's finished jobs and replace its folder in one step. Files of earlier fetches are reused.
 
     Args:
@@ -116,7 +116,7 @@ def fetch_device(bundle: Bundle, account: Account, ledger: Ledger, records: Sequ
             elif record.kind == "infer":
                 comparisons.append(_compare(bundle, account, ledger, record))
         return write_record(
-            Fetched,
+            FetchRecord,
             folder,
             FETCHED,
             bundle,
@@ -129,7 +129,7 @@ def fetch_device(bundle: Bundle, account: Account, ledger: Ledger, records: Sequ
         )
 
 
-def _model(account: Account, record: JobRecord, folder: Path, earlier: Path, kept: Fetched | None) -> Artefact:
+def _model(account: Account, record: JobRecord, folder: Path, earlier: Path, kept: FetchRecord | None) -> Artefact:
     """The product of a compile or link job; copied if an earlier fetch has downloaded it."""
     for artefact in kept.artefacts if kept is not None else ():
         if artefact.job == record.id:
@@ -186,12 +186,12 @@ def _compare(bundle: Bundle, account: Account, ledger: Ledger, record: JobRecord
     return compare(bundle.manifest, record.graphs[0], record.id, expected, outputs)
 
 
-def _read(folder: Path) -> Fetched | None:
+def _read(folder: Path) -> FetchRecord | None:
     """The result of an earlier fetch, with its files verified."""
     if not (folder / FETCHED).is_file():
         return None
     fix = f"Remove {folder} and fetch again."
-    return read_record(Fetched, folder, FETCHED, expected="the record that edgekv wrote", fix=fix)
+    return read_record(FetchRecord, folder, FETCHED, expected="the record that edgekv wrote", fix=fix)
 
 
 _FILE_COLUMNS = 200
@@ -241,7 +241,7 @@ class HubReport(msgspec.Struct, frozen=True, kw_only=True):
 
     bundle: str
     jobs: list[JobRecord]
-    devices: list[Fetched]
+    devices: list[FetchRecord]
 
 
 def show_devices(rows: Sequence[HostedRow]) -> None:
@@ -274,7 +274,7 @@ def show_report(report: HubReport) -> None:
         console.print(f"next: edgekv hub infer {shlex.quote(report.bundle)} --devices {names}", soft_wrap=True)
 
 
-def _results(device: Fetched) -> dict[str, str]:
+def _results(device: FetchRecord) -> dict[str, str]:
     """The result of each job, by its id."""
     texts = {}
     for artefact in device.artefacts:

@@ -187,13 +187,13 @@ class OutputError(msgspec.Struct, frozen=True, kw_only=True):
         sqnr_db: power of the CPU engine's values over that of the difference, 10 log10(sum x^2 / sum (x - y)^2);
             none if the values are equal.
         differing: share of the values that are not equal.
-        most_steps: greatest difference, in steps of the output's encoding.
+        max_steps: greatest difference, in steps of the output's encoding.
     """
 
     name: str
     sqnr_db: float | None
     differing: float
-    most_steps: float
+    max_steps: float
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,5 +262,5 @@ def _error(name: str, encoding: Encoding, expected: NDArray[Any], value: NDArray
         name=name,
         sqnr_db=None if noise == 0 else 10 * math.log10(max(signal, 1e-300) / noise),
         differing=float(np.count_nonzero(difference) / difference.size),
-        most_steps=float(np.abs(difference).max() / encoding.scale),
+        max_steps=float(np.abs(difference).max() / encoding.scale),
     )

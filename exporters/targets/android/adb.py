@@ -94,7 +94,7 @@ class Adb:
         return end.output
 
     @contextmanager
-    def stream(self, command: str) -> Iterator[Streamed]:
+    def stream(self, command: str) -> Iterator[ShellProcess]:
         """A command of the phone's shell whose output is read while it runs."""
         with started(
             "program",
@@ -105,7 +105,7 @@ class Adb:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         ) as child:
-            yield Streamed(child, vendor_timeout_s())
+            yield ShellProcess(child, vendor_timeout_s())
 
     def push(self, local: Path, remote: str) -> None:
         """Copy a file to the phone, or a folder whose name there is new.
@@ -150,7 +150,7 @@ class Adb:
         return [self._client, "-s", self.serial, *arguments]
 
 
-class Streamed:
+class ShellProcess:
     """A running command of the phone's shell."""
 
     def __init__(self, child: subprocess.Popen[bytes], limit_s: float) -> None:
@@ -200,15 +200,15 @@ def _states(listing: str) -> dict[str, str]:
     return {serial.strip(): state.strip() for serial, state in pairs}
 
 
-def _run(command: Sequence[str], most_s: float = math.inf) -> ShellEnd:
-    limit_s = min(most_s, vendor_timeout_s())
+def _run(command: Sequence[str], max_s: float = math.inf) -> ShellEnd:
+    limit_s = min(max_s, vendor_timeout_s())
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
         fix = "Run: adb kill-server."
-        if limit_s < most_s:
+        if limit_s < max_s:
             fix += f" Or set {TIMEOUT_VARIABLE} to allow more time."
         raise EngineError("adb", got=f"no answer within {limit_s:g} s", expected="an answer", fix=fix) from None
     return ShellEnd(done.returncode, done.stdout.decode("utf-8", "replace"))

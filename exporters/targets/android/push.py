@@ -437,7 +437,7 @@ class OnPhone:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class Deployment:
     """What is on the phone now.
 
     Attributes:
@@ -455,7 +455,7 @@ class Deployed:
 
 def deploy(
     adb: Adb, payload: Payload, folder: str, *, qairt: Sequence[Path], chip: str | None, progress: Progress
-) -> Deployed:
+) -> Deployment:
     """Check everything, then push what changed.
 
     Args:
@@ -479,7 +479,7 @@ def deploy(
         push = Push.plan(adb, there, files)
         check_room(adb, folder, [push])
         push.run(adb, progress=progress)
-        return Deployed(phone, OnPhone(there, "", ""), push, None)
+        return Deployment(phone, OnPhone(there, "", ""), push, None)
     with scratch_folder("qairt") as scratch:
         runner = runner_of(payload.genie)
         sdk = find_qairt(qairt, payload.arch, runner, scratch)
@@ -490,7 +490,7 @@ def deploy(
         libraries.run(adb, progress=progress)
         check_program(adb, f"{held}/{runner}")
         push.run(adb, progress=progress)
-        return Deployed(phone, OnPhone(there, held, payload.config), push, libraries)
+        return Deployment(phone, OnPhone(there, held, payload.config), push, libraries)
 
 
 def library_folder(folder: str, qairt: Qairt, arch: int) -> str:

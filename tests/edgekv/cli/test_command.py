@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import edgekv
 from edgekv.cli import run
-from edgekv.cli.command import Given, command, option_words
+from edgekv.cli.command import OptionValues, command, option_words
 from edgekv.cli.commands import find_commands
 from edgekv.errors import UsageError
 from edgekv.option import Argument, Option, OptionGroup, parse_numbers
@@ -62,7 +62,7 @@ def bake(
 
 
 @command
-def describe(cake: Given[Cake]) -> None:
+def describe(cake: OptionValues[Cake]) -> None:
     made.append(cake)
 
 

@@ -144,7 +144,7 @@ def test_speculation_comes_back_when_the_text_begins_to_repeat_itself():
     assert run.passes < 980 + 90
 
 
-def test_drafts_are_at_most_as_long_as_asked_for():
+def test_drafts_are_at_max_as_long_as_asked_for():
     drafter = adaptive(record_of(r1=10, r8=11, r16=12), most=4)
     assert len(drafter.propose(LOOP[:100], 15)) == 4
     assert len(adaptive(record_of(r1=10, r8=11, r16=12)).propose(LOOP[:100], 2)) == 2

@@ -212,7 +212,7 @@ def test_lookup_proposes_what_followed_in_several_places() -> None:
     assert not PromptLookup(tree=True).propose([1, 2, 3], 9)
 
 
-def test_a_corpus_proposes_the_most_frequent_continuations() -> None:
+def test_a_corpus_proposes_the_max_frequent_continuations() -> None:
     tokens = np.array([1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 5, 0], np.uint32)
     tree = CorpusDrafter(CorpusIndex(build_index(tokens), len(tokens)), tree=True).propose([1, 2], 6)
     assert isinstance(tree, DraftTree)

@@ -82,7 +82,7 @@ def test_a_corpus_has_the_longest_context_and_what_followed_it(corpus: list[int]
             assert list(index.after(place, 5)) == corpus[at : at + 5]
 
 
-def test_a_corpus_proposes_the_most_frequent_continuation():
+def test_a_corpus_proposes_the_max_frequent_continuation():
     corpus = [5, 1, 2, 8, 6, 1, 2, 9, 7, 1, 2, 9]
     drafter = CorpusDrafter(CorpusIndex(build_index(np.array(corpus, np.uint32)), len(corpus)))
     assert drafter.propose([0, 1, 2], 1) == (9,)

@@ -67,7 +67,7 @@ def same(found: CacheState, expected: CacheState) -> bool:
     return found.positions == expected.positions and all(np.array_equal(found.rows[name], rows[name]) for name in rows)
 
 
-def test_a_batch_has_the_graph_of_the_most_tokens_and_the_largest_context(verifying: Path) -> None:
+def test_a_batch_has_the_graph_of_the_max_tokens_and_the_largest_context(verifying: Path) -> None:
     with edgekv.load(verifying) as model:
         graph = model.engine.graphs.largest_verify()
         assert (graph.ar, graph.record.context) == (8, CONTEXT)

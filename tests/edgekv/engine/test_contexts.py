@@ -165,7 +165,7 @@ def test_growth_goes_with_what_can_grow(bundles: dict[str, Path]) -> None:
         edgekv.load(bundles["three"], kv_growth="together").generate(PROMPT, 4, num_beams=2)
 
 
-def test_a_new_text_begins_in_the_least_context(bundles: dict[str, Path]) -> None:
+def test_a_new_text_begins_in_the_min_context(bundles: dict[str, Path]) -> None:
     model = edgekv.load(bundles["three"], policy="sinks(4, 20)")
     first = [token.id for token in model.generate(PROMPT, 60, ignore_eos=True)]
     model.engine.graphs._loaded.clear()
@@ -200,7 +200,7 @@ def test_one_binary_holds_all_graphs(compiled: dict[str, Path]) -> None:
     assert shared.graphs == 6 and record.files[shared.file].bytes < alone / 2
 
 
-def test_the_least_context_that_has_room_is_chosen() -> None:
+def test_the_min_context_that_has_room_is_chosen() -> None:
     assert [choose_context(columns, [16, 32]) for columns in (1, 16, 17, 32, 33)] == [16, 16, 32, 32, 32]
 
 

@@ -43,7 +43,7 @@ def session(bundle: Path, decode: GraphRecord) -> ort.InferenceSession:
 
 
 @given(st.integers(1, 100), st.integers(0, 127))
-def test_the_least_graph_that_takes_all_is_chosen(remaining: int, length: int) -> None:
+def test_the_min_graph_that_takes_all_is_chosen(remaining: int, length: int) -> None:
     ar = choose_ar(remaining, (1, 8, 32), lambda ar: length <= 128 - ar)
     assert ar == 1 or length <= 128 - ar
     if length <= 96:

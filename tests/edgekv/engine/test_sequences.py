@@ -150,7 +150,7 @@ def test_beyond_the_budget_a_new_sequence_is_refused() -> None:
     assert manager.ids == [1, 2]
 
 
-def test_under_pressure_the_least_recently_used_give_way() -> None:
+def test_under_pressure_the_min_recently_used_give_way() -> None:
     manager = _manager(2 * BYTES, evicts=True)
     for sequence in (1, 2, 1, 3):
         manager.get_or_create(sequence)
@@ -309,7 +309,7 @@ def test_busy_caches_are_left_alone():
     assert pool.choose([1, 2, 4], NOBODY, 2) == busy
 
 
-def test_the_least_recently_used_one_makes_room():
+def test_the_min_recently_used_one_makes_room():
     pool = _roomy()
     first = _ask(pool, [1, 1], most=2)
     _ask(pool, [2, 2], most=2)

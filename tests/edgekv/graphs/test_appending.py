@@ -32,7 +32,7 @@ def _run(folder: Path, prompt: list[int] = PROMPT, new: int = NEW, **options: An
         return [token.id for token in found], np.stack([np.asarray(token.logits, float) for token in found]), names
 
 
-def _least_db(expected: Any, found: Any) -> float:
+def _min_db(expected: Any, found: Any) -> float:
     noise = np.square(found - expected).mean(axis=1)
     return float((10 * np.log10(expected.var(axis=1) / np.maximum(noise, 1e-9))).min())
 
@@ -43,7 +43,7 @@ def test_every_strategy_decodes_alike(small: Path, strategy: Any) -> None:
     tokens, logits, names = _run(small, kv_update=strategy)
     plain, expected, _ = _run(small, kv_update="shift-concat")
     assert ("ar1_cl64_appending" in names) == (strategy != "shift-concat")
-    assert tokens == plain and _least_db(expected, logits) > 40
+    assert tokens == plain and _min_db(expected, logits) > 40
 
 
 @pytest.mark.parametrize("policy", ["sliding-window", "sinks(4, 40)", "keydiff(40)"])
@@ -59,7 +59,7 @@ def test_tokens_leave_as_elsewhere(small: Path, policy: str, strategy: Any) -> N
 def test_a_first_token_alone_and_a_full_context(small: Path) -> None:
     tokens, logits, names = _run(small, [7], 63)
     plain, expected, _ = _run(small, [7], 63, kv_update="shift-concat")
-    assert names == {"ar1_cl64_appending"} and tokens == plain and _least_db(expected, logits) > 40
+    assert names == {"ar1_cl64_appending"} and tokens == plain and _min_db(expected, logits) > 40
 
 
 def test_a_rewound_text_has_the_bits_of_a_new_one(small: Path) -> None:
@@ -110,7 +110,7 @@ def test_any_architecture(tmp_path: Path, architecture: str, recipe: str, option
     tokens, logits, names = _run(folder)
     plain, expected, _ = _run(folder, kv_update="shift-concat")
     assert any("appending" in name for name in names)
-    assert tokens == plain and _least_db(expected, logits) > 40
+    assert tokens == plain and _min_db(expected, logits) > 40
 
 
 def _scale_types(folder: Path, mode: RenderedMode, scratch: Path) -> set[bytes]:
@@ -144,7 +144,7 @@ def test_matrices_with_the_scales_of_the_cache(tmp_path: Path, architecture: str
     for options in ({"cpu_mode": "exact16"}, {}, {"kv_update": "shift-concat"}):
         with edgekv.load(folder, **{"cpu_mode": "fast", "threads": 1, **options}) as model:
             logits.append(np.stack([model.session.feed([token]).copy() for token in PROMPT]).astype(float))
-    appended_db, plain_db = (_least_db(logits[0], found) for found in logits[1:])
+    appended_db, plain_db = (_min_db(logits[0], found) for found in logits[1:])
     assert appended_db > plain_db - 2 and plain_db > 10
 
 

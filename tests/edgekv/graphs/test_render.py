@@ -58,7 +58,7 @@ def _usual_step(bundle: Bundle, graph: GraphRecord) -> Arrays:
     return feeds
 
 
-def test_graphs_above_the_limit_of_the_cache_go_the_least_recently_used_first(
+def test_graphs_above_the_limit_of_the_cache_go_the_min_recently_used_first(
     kept: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened = open_bundle(bundle)

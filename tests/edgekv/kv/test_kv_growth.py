@@ -49,14 +49,14 @@ def large(growth: GrowthName, strategy: str = "slot") -> KVCache:
     )
 
 
-def least_context(cache: KVCache, ar: int) -> int:
+def min_context(cache: KVCache, ar: int) -> int:
     return next((context for context in CONTEXTS if cache.length + ar <= context), CONTEXTS[-1])
 
 
 def feed(cache: KVCache, ar: int, numbers: list[int]) -> list[int]:
     """One step of the graph of the least context; returns the tokens that it saw, the same in every tensor."""
     seen = set()
-    for group, window in zip(cache.groups, cache.window(ar, least_context(cache, ar)), strict=True):
+    for group, window in zip(cache.groups, cache.window(ar, min_context(cache, ar)), strict=True):
         for store in group.arenas:
             for tensor, base in enumerate(store.addresses):
                 past = rows_of(store, tensor, base + store.past_offset_bytes(window), store.past_shape(window.columns))
@@ -222,7 +222,7 @@ def test_layers_with_a_window_of_their_own_stay_as_they_are():
     cache = KVCache(geometry, ar=[1], strategy="slot", allocation=Allocation(Growth(CONTEXTS)))
     assert [group.geometry.numbers for group in cache.groups] == [(0, 2), (1,), (3,)]
     for _ in range(32):
-        cache.window(1, least_context(cache, 1))
+        cache.window(1, min_context(cache, 1))
         cache.commit(1)
     assert [group.reallocations for group in cache.groups] == [0, 2, 2]
 

@@ -122,8 +122,8 @@ def plain_keydiff(keys: list[np.ndarray], budget: int, recent: int) -> list[int]
         unit = tensor / np.linalg.norm(tensor, axis=1, keepdims=True)
         mean = unit.mean(axis=0)
         scores += unit @ mean / np.linalg.norm(mean)
-    most_alike = np.argsort(-scores[: len(scores) - recent], kind="stable")[: len(scores) - budget]
-    return [age for age in range(len(scores)) if age not in most_alike]
+    max_alike = np.argsort(-scores[: len(scores) - recent], kind="stable")[: len(scores) - budget]
+    return [age for age in range(len(scores)) if age not in max_alike]
 
 
 @pytest.mark.thorough
@@ -135,7 +135,7 @@ def plain_keydiff(keys: list[np.ndarray], budget: int, recent: int) -> list[int]
     recent=st.integers(1, 4),
     steps=st.lists(st.tuples(st.sampled_from([1, 4]), st.integers(0, 4)), min_size=20, max_size=80),
 )
-def test_keydiff_keeps_the_keys_least_like_the_mean_and_absolute_positions(made, budget, recent, steps):
+def test_keydiff_keeps_the_keys_min_like_the_mean_and_absolute_positions(made, budget, recent, steps):
     model = Model(made, policy=KeyDiff(budget, recent))
     cache, wanted = model.cache, []
     for ar, fill in steps:
@@ -160,7 +160,7 @@ def test_keydiff_keeps_the_keys_least_like_the_mean_and_absolute_positions(made,
 
 
 @pytest.mark.parametrize(("budget", "leaving"), [(5, [1]), (4, [1, 3]), (3, [1, 2, 3])])
-def test_the_most_similar_keys_leave_and_of_equal_ones_the_older(budget, leaving):
+def test_the_max_similar_keys_leave_and_of_equal_ones_the_older(budget, leaving):
     similarity = [0.1, 0.9, 0.5, 0.9, 0.95, 0.8]
     assert KeyDiff(budget, recent=2).leaving(6, lambda: similarity) == leaving
 

@@ -165,7 +165,7 @@ def test_sizes_of_pictures_are_those_of_transformers(checkpoint: Checkpoint):
 def test_pictures_of_chosen_sizes_alone_have_a_table_for_their_edges(checkpoint: Checkpoint):
     assert checkpoint.vision is not None
     vision = checkpoint.vision.with_sizes(((120, 72), (48, 96)))
-    assert (vision.spec.table_side, vision.spec.most_patches) == (30, 540)
+    assert (vision.spec.table_side, vision.spec.max_patches) == (30, 540)
     wanted = encode(NumpyEncoder(vision), vision.spec, [_shown(vision, photo(*SHAPED_SIZES[0]))])[0]
     assert np.abs(wanted - GOLDEN["rows"][: len(wanted)]).max() < 1e-4 * np.abs(wanted).max()
     with pytest.raises(UsageError, match=r"--picture-sizes: got an edge of 1200 pixels; expected at most 1024"):

@@ -801,9 +801,9 @@ def _tile(bundle: Bundle) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize(("mode", "least_db"), [("exact16", 45), ("fast", 30 if multiplies_integers() else 28)])
+@pytest.mark.parametrize(("mode", "min_db"), [("exact16", 45), ("fast", 30 if multiplies_integers() else 28)])
 def test_each_mode_of_the_cpu_gives_the_rows(
-    write: Callable[[Path], Path], mode: CpuMode, least_db: float, tmp_path: Path
+    write: Callable[[Path], Path], mode: CpuMode, min_db: float, tmp_path: Path
 ):
     """Against `emulate`; `fast` rounds the results of norms to 8 bits."""
     bundle = open_bundle(exported(write(tmp_path / "checkpoint"), export_options(context=96, ar=(1, 16))))
@@ -811,7 +811,7 @@ def test_each_mode_of_the_cpu_gives_the_rows(
     rows, wanted = (PictureEncoder(bundle, engine).encode(tile).embeddings.astype(np.int64) for engine in engines)
     noise = np.square(rows - wanted).sum(-1)
     power = np.square(wanted - bundle.manifest.encodings["embedding"].zero_point).sum(-1)
-    assert (10 * np.log10(power / np.maximum(noise, 1))).min() > least_db
+    assert (10 * np.log10(power / np.maximum(noise, 1))).min() > min_db
 
 
 @pytest.mark.slow
@@ -883,7 +883,7 @@ def test_eval_shows_where_the_error_of_an_encoder_arises(
     assert run(["eval", str(bundle), "--text", str(text), "--tokens", "64", "--layers", "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["encoder"]
     assert [each["place"] for each in layers] == ["patches", "0", "1", "rows"]
-    levels = [each["rows"]["least_db"] for each in layers]
+    levels = [each["rows"]["min_db"] for each in layers]
     assert levels[0] > max(levels[1:]) and min(levels) > 25
     opened, source = open_bundle(bundle), Checkpoint.open(str(checkpoint))
     vision = source.vision
@@ -912,7 +912,7 @@ def test_a_recipe_keeps_matrices_of_an_encoder_at_16_bits(
         bundle = open_bundle(exported(checkpoint, options))
         assert bundle.manifest.vision is not None
         layers = measure_encoder(bundle, Checkpoint.open(str(checkpoint)))
-        measured.append((bundle.manifest.vision, layers[-1].rows.least_db))
+        measured.append((bundle.manifest.vision, layers[-1].rows.min_db))
         tile = _tile(bundle)
         rows, wanted = (
             PictureEncoder(bundle, CpuEngine(1, mode=mode)).encode(tile).embeddings for mode in ("exact16", "emulate")

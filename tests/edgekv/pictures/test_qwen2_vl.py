@@ -171,7 +171,7 @@ def test_rows_in_integers_are_those_of_transformers(
     )
     assert _db(exact, wanted).min() > 30
     assert _db(mixed, exact).min() > 45 and _db(fast, exact).min() > 28
-    assert min(layer.rows.least_db for layer in measure_encoder(opened, checkpoint)) > 30
+    assert min(layer.rows.min_db for layer in measure_encoder(opened, checkpoint)) > 30
 
 
 @pytest.mark.parametrize("mode", ["emulate", "fast"])

@@ -215,7 +215,7 @@ def test_more_calibration_tokens_take_hardly_more_ram():
     [(EMBEDDED, 4, 8192, 135_000_000), (SMOLLM2, 2, 8192, 252_000_000), (LLAMA_1B, 1, 4096, 1_029_000_000)],
     ids=["embedded", "two layers of SmolLM2", "one layer of Llama"],
 )
-def test_the_exporters_peak_is_at_most_what_the_plan_says(decoder, layers, tokens, peak_bytes):
+def test_the_exporters_peak_is_at_max_what_the_plan_says(decoder, layers, tokens, peak_bytes):
     tensors = 2 * layers * decoder.kv_heads
     assert peak_bytes <= quantization_bytes(decoder, tensors, tokens, 512) <= 1.2 * peak_bytes
 
@@ -294,7 +294,7 @@ def test_the_exporter_writes_what_the_plan_says(tmp_path):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (16, 8), (8, 8), (14, 2)])
-def test_a_layer_of_a_graph_takes_at_most_what_the_plan_says(heads, kv_heads, tmp_path):
+def test_a_layer_of_a_graph_takes_at_max_what_the_plan_says(heads, kv_heads, tmp_path):
     """And hardly less: of graphs in which every tensor has an encoding of its own."""
     sizes = {"hidden_size": heads * 64, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 64}
     found = dict[str, list[int]]()
@@ -384,7 +384,7 @@ def test_the_largest_context_fits_and_the_next_does_not(tmp_path):
     assert not plan_of(path, device=SM8650, context=largest + 32, kv="s16").fit.fits
 
 
-def test_the_largest_context_is_at_most_the_models_own(tmp_path):
+def test_the_largest_context_is_at_max_the_models_own(tmp_path):
     made = plan_of(write_config(tmp_path, max_position_embeddings=8200), device=SM8650, context=512)
     assert made.fit.largest_context == 8192
     path = write_config(tmp_path, max_position_embeddings=8192)

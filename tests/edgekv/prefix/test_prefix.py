@@ -131,7 +131,7 @@ def test_a_public_sequence_is_found_under_any_salt() -> None:
     assert found(store, SEQUENCE, "t") == 8
 
 
-def test_the_lowest_priority_goes_first_and_the_least_recently_used_within_it() -> None:
+def test_the_lowest_priority_goes_first_and_the_min_recently_used_within_it() -> None:
     store = store_of(4)
     for token, priority in ((1, 80), (2, 10), (3, 35), (4, 35)):
         insert(store, (token, token), priority)
@@ -172,7 +172,7 @@ def test_ranges_are_read_as_users_write_them(text: str, wanted: TokenRangeRetent
 
 
 @pytest.mark.parametrize("field", ["max_bytes", "max_tokens", "disk_cache_size", "free_memory_fraction"])
-def test_a_budget_of_nothing_is_refused_and_the_least_one_taken(field: str) -> None:
+def test_a_budget_of_nothing_is_refused_and_the_min_one_taken(field: str) -> None:
     with pytest.raises(PrefixError, match=field):
         StoreConfig(**{field: 0})
     assert StoreConfig(**{field: 1})
@@ -423,7 +423,7 @@ def store_of_four() -> PrefixStore:
 # ---------------------------------------------------------------------- budgets
 
 
-def test_the_least_of_the_limits_is_the_budget() -> None:
+def test_the_min_of_the_limits_is_the_budget() -> None:
     def budget(**changes: object) -> int:
         config = StoreConfig(**{"tokens_per_block": STEP, **changes})  # type: ignore[arg-type]
         return config.memory_bytes(split_layers(GEOMETRY), GEOMETRY.context, free_bytes=1000)

@@ -465,7 +465,7 @@ def test_the_limit_is_that_of_the_folder(tmp_path: Path) -> None:
     assert [found(store, (3, 3)) for store in stores] == [2, 2]
 
 
-def test_the_least_recently_used_file_of_any_process_goes_first(tmp_path: Path) -> None:
+def test_the_min_recently_used_file_of_any_process_goes_first(tmp_path: Path) -> None:
     size = saved(tmp_path / "probe", (0, 0))[0].stat().st_size
     folder, limit = tmp_path / "shared", 3 * size + 100
     one, other = (opened(folder, disk_cache_size=limit) for _ in range(2))

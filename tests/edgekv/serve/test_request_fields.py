@@ -330,7 +330,7 @@ def test_an_answer_ends_at_a_stop_token(client: OpenAI, alone: edgekv.Model):
     assert [each.id for each in generation] == [token] and generation.stats.stop_reason == "eos"
 
 
-def test_an_answer_has_no_end_before_the_least_tokens(client: OpenAI, alone: edgekv.Model):
+def test_an_answer_has_no_end_before_the_min_tokens(client: OpenAI, alone: edgekv.Model):
     """Neither the checkpoint's nor that of the request."""
     (token,) = alone.encode("e")[-1:]
     for end in (token, alone.bundle.manifest.tokens.eos[0]):

@@ -487,7 +487,7 @@ def test_a_strange_part_never_gives_a_traceback(
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.htp
-def test_the_least_integers_mean_the_same_on_the_htp(folder: Path, tmp_path: Path) -> None:
+def test_the_min_integers_mean_the_same_on_the_htp(folder: Path, tmp_path: Path) -> None:
     """-128, which edgekv's own rounding never uses."""
     write_compressed(folder, bits=8, dtype=np.float16)
     options = small_options("as-stored", context=64, ar=(1, 16))

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from devices import find
-from devices.report import GraphResult, Report, Sample, Unmeasured, read_report
+from devices.report import GraphResult, MissingMeasurement, Report, Sample, read_report
 from edgekv.cli import run
 from edgekv.conformance.graphs import GraphJob
 from edgekv.conformance.kit import LIMIT_BYTES, Kit, open_kit
@@ -69,7 +69,7 @@ def test_encoders_give_their_integers(tmp_path: Path, name: str) -> None:
 
 
 def test_a_page_says_what_was_not_measured_and_shows_the_long_decode() -> None:
-    gap = Unmeasured(what="registering addresses", reason="<a program> binds its own memory")
+    gap = MissingMeasurement(what="registering addresses", reason="<a program> binds its own memory")
     samples = [Sample(at_s=10.0 * number, tokens_per_s=50.0, celsius=40.0 + number) for number in range(3)]
     page = render_page(kits.report(unmeasured=[gap], samples=samples))
     assert "Not measured" in page and "&lt;a program&gt; binds its own memory" in page

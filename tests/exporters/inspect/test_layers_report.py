@@ -26,7 +26,7 @@ from exporters.inspect.layers import LayerMeter
 from exporters.inspect.probe import Probe
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_wanted import SinkRequest
 from quant import quantize
 from tests.support.checkpoints import ARCHITECTURES, CONFIG, NEWER, write_checkpoint, write_sinking
 from tests.support.exports import export_options, exported
@@ -95,7 +95,7 @@ def test_every_architecture_has_a_level_for_every_layer_and_tensor(tmp_path: Pat
     ]
     assert min(loss.sqnr_db for loss in found.tensors if loss.kind == "weight") > 30
     assert min(loss.own_db for loss in found.tensors) > 15  # of values that calibration never saw
-    assert all(layer.levels["weight"].least_db <= layer.levels["weight"].mean_db for layer in found.layers[1:])
+    assert all(layer.levels["weight"].min_db <= layer.levels["weight"].mean_db for layer in found.layers[1:])
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def sinking(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def test_the_sink_is_named_where_it_spans_the_range(sinking: Checkpoint) -> None:
-    options = export_options(recipe(ALL), context=64, ar=(1, 16), sink=SinkWanted("none"))
+    options = export_options(recipe(ALL), context=64, ar=(1, 16), sink=SinkRequest("none"))
     folder = exported(sinking.folder, options)
     found = report(folder, sinking)
     spans = {span.name: span for span in found.spans}

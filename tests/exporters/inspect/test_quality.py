@@ -51,7 +51,7 @@ def test_an_export_says_what_eval_finds(talker: Path, changes: dict[str, str]) -
             wanted = evaluate(model, opened, texts[each.text], "", tokens=each.tokens)
             assert each.kl_nats == pytest.approx(wanted.kl_nats, rel=0.06)
             assert each.top1_agreement == pytest.approx(wanted.top1_agreement, abs=3e-3)  # a near tie
-            assert each.least_token_sqnr_db == pytest.approx(wanted.least_token_sqnr_db, abs=0.06)
+            assert each.min_token_sqnr_db == pytest.approx(wanted.min_token_sqnr_db, abs=0.06)
 
 
 def test_the_reference_holds_some_rows_of_the_head_at_a_time(

@@ -51,7 +51,7 @@ def test_metrics_follow_their_definitions(logits):
     levels = 10 * np.log10((expected**2).sum(-1) / ((actual - expected) ** 2).sum(-1))
     rest = levels[np.arange(200) % 100 != 0]
     assert found.token_sqnr_db == pytest.approx(rest.mean(), abs=1e-3)
-    assert found.least_token_sqnr_db == pytest.approx(rest.min(), abs=1e-3)
+    assert found.min_token_sqnr_db == pytest.approx(rest.min(), abs=1e-3)
     assert found.first_sqnr_db == pytest.approx((levels[0] + levels[100]) / 2, abs=1e-3)
 
 
@@ -87,7 +87,7 @@ def test_one_loud_token_owns_the_sum_but_not_the_mean_over_tokens(logits):
     after = evaluated(expected, actual, window)
     assert after.sqnr_db > before.sqnr_db + 20
     assert after.first_sqnr_db == before.first_sqnr_db
-    assert after.least_token_sqnr_db == before.least_token_sqnr_db
+    assert after.min_token_sqnr_db == before.min_token_sqnr_db
     assert after.kl_nats == pytest.approx(before.kl_nats, rel=0.05)
 
 
@@ -99,4 +99,4 @@ def test_a_broken_model_has_an_infinite_perplexity():
     tally.add(Window.of(tokens), np.zeros((5, 8), np.float32), broken)
     found = tally.evaluation("cpu", "text")
     assert found.perplexity == found.perplexity_ratio == math.inf
-    assert found.kl_most_nats == pytest.approx(found.kl_nats)
+    assert found.kl_max_nats == pytest.approx(found.kl_nats)

@@ -30,7 +30,7 @@ from exporters.pipeline.quality import MEASURED_TOKENS, ReferencePiece, Text
 from exporters.plan import plan_export
 from exporters.quantize.effort import Effort
 from exporters.quantize.recipe import WeightRule, find_recipe
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_wanted import SinkRequest
 from exporters.sweep.combination import Combination
 from exporters.sweep.sweep import _add
 from exporters.targets.aihub.run import PackPiece
@@ -281,7 +281,7 @@ INPUTS: dict[str, tuple[Callable[[Export], None], set[str]]] = {
     "tokenizer": (tokenizer, AFTER_SURVEY),
     "sampling defaults": (json_file("generation_config.json", do_sample=True, temperature=0.5), BUNDLE),
     "chat template": (template, {*BUNDLE, "encode chat", "reference prose"}),
-    "sink": (options(sink=SinkWanted("tokens", (256,))), AFTER_SURVEY - ENCODED),
+    "sink": (options(sink=SinkRequest("tokens", (256,))), AFTER_SURVEY - ENCODED),
     "text to learn from": (
         options(effort=Effort(3, descent_bits=4, weighs_attention=True, written_tokens=128)),
         {"text", *QUANTIZED, *BUNDLE},

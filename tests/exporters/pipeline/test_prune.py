@@ -8,7 +8,7 @@ import pytest
 
 from edgekv.errors import UsageError
 from edgekv.machine.scratch import held_folder
-from exporters.pipeline.prune import Pruned, check_prunable, mark_used, prune
+from exporters.pipeline.prune import PruneResult, check_prunable, mark_used, prune
 from exporters.pipeline.store import PieceStore
 from tests.support.processes import left_by_a_killed_process
 
@@ -26,7 +26,7 @@ def test_pieces_that_nobody_uses_are_removed(tmp_path):
     with held_folder(tmp_path, ".partial") as held:
         os.utime(held / ".lock", (0, 0))
         os.utime(held, (0, 0))
-        assert prune(store, 30) == Pruned(2, size_bytes)
+        assert prune(store, 30) == PruneResult(2, size_bytes)
         assert held.is_dir(), "what a living process writes is left alone, however old"
     assert {path.name for path in tmp_path.iterdir()} == {"used", "new", "notes.txt"}
     with pytest.raises(UsageError, match="--prune: got it for memory://pieces"):

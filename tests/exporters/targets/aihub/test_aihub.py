@@ -117,7 +117,7 @@ def test_outputs_that_are_off_by_one_step_are_seen_in_each(
     (device,) = answer(capsys, "infer", str(small), "--devices", "SM8650", *POLL)["devices"]
     outputs = [output for comparison in device["comparisons"] for output in comparison["outputs"]]
     assert len(outputs) == 2 * (1 + 8)
-    assert all(output["differing"] == 1 and abs(output["most_steps"] - 1) < 0.01 for output in outputs)
+    assert all(output["differing"] == 1 and abs(output["max_steps"] - 1) < 0.01 for output in outputs)
     assert all(20 < output["sqnr_db"] < 120 for output in outputs)
 
 

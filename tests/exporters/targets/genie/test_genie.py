@@ -23,7 +23,7 @@ from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.graph import RopeTable
 from edgekv.spec import Rope
 from edgekv.text import SamplingParams, Token
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_wanted import SinkRequest
 from exporters.targets.genie import dialog, write
 from exporters.targets.genie.config import Debug, GenieConfig
 from exporters.targets.genie.dialog import GenieDialog
@@ -159,7 +159,7 @@ def test_a_model_with_states_gives_the_tokens_of_edgekv(tmp_path: Path, bits: in
 
 def test_a_sink_of_a_model_with_states_is_refused(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES["lfm2"], gain=1.0)
-    bundle = _export(checkpoint, sink=SinkWanted("tokens", (256,)))
+    bundle = _export(checkpoint, sink=SinkRequest("tokens", (256,)))
     with pytest.raises(BundleError, match="sink: got a first token that is restored, of a model with states"):
         write_genie(bundle, tmp_path / "genie", GenieOptions())
 
@@ -328,7 +328,7 @@ def test_a_context_in_which_genie_misplaces_keys_is_refused(tmp_path: Path, cont
 
 
 @pytest.mark.thorough
-def test_the_least_context_that_genie_runs(tmp_path: Path) -> None:
+def test_the_min_context_that_genie_runs(tmp_path: Path) -> None:
     bundle = _export(write_checkpoint(tmp_path / "checkpoint"), context=96)
     assert write_genie(bundle, tmp_path / "genie", GenieOptions()).checked
 
@@ -474,7 +474,7 @@ def test_genie_begins_with_the_sink(sinking: Path, tmp_path: Path, capsys: pytes
 @pytest.mark.thorough
 def test_genie_saves_the_sink_as_it_was_written(sinking: Path, tmp_path: Path) -> None:
     """Two tokens in a cache of 16 bits, of the parts of a split model that reads embeddings from a table."""
-    wanted = SinkWanted("tokens", (256, 40))
+    wanted = SinkRequest("tokens", (256, 40))
     bundle = _export(sinking, context=32, ar=(1,), kv_dtype="s16", splits=2, sink=wanted)
     assert write_genie(bundle, tmp_path / "genie", GenieOptions()).checked
     folder, saved = open_genie_folder(tmp_path / "genie"), tmp_path / "saved"
