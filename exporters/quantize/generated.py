@@ -85,10 +85,10 @@ def generated_windows(
         progress: called with the number of tokens written, and of all.
     """
     first = beginnings.first
-    each = texts_of(length, 2 * len(beginnings.chat))
-    written = -(-(length - len(first)) // each)
+    texts_per_window = texts_of(length, 2 * len(beginnings.chat))
+    written = -(-(length - len(first)) // texts_per_window)
     random, weights = np.random.default_rng(number), Weights(tensors)
-    drawn = beginnings.drawn(windows * each, random)
+    drawn = beginnings.drawn(windows * texts_per_window, random)
     groups = [slice(start, start + _TEXTS_AT_ONCE) for start in range(0, len(drawn), _TEXTS_AT_ONCE)]
     done = [0] * len(groups)
 
