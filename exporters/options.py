@@ -19,7 +19,7 @@ from edgekv.spec.geometry import KeyLayout, KvDtype
 from exporters.graphs.places import EmbeddingPlace, HeadPlace
 from exporters.lora.options import LoraOptions
 from exporters.quantize.effort import DEFAULT_EFFORT, Effort
-from exporters.quantize.sink_wanted import SinkRequest
+from exporters.quantize.sink_request import SinkRequest
 
 if TYPE_CHECKING:
     from exporters.quantize.recipe import Recipe

@@ -37,7 +37,7 @@ from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import Recipe
 from exporters.quantize.reference import Changes
 from exporters.quantize.sink import FloatSink, is_sink
-from exporters.quantize.sink_wanted import SinkRequest
+from exporters.quantize.sink_request import SinkRequest
 from exporters.quantize.survey import Survey
 from exporters.quantize.windows import Room
 

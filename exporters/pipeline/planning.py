@@ -54,7 +54,7 @@ from exporters.pipeline.write import CacheForm, ExportResult, WritePiece, initia
 from exporters.plan import ExportPlan
 from exporters.quantize.generated import WINDOWS_AT_ONCE
 from exporters.quantize.matrices import needs_quantized_pass
-from exporters.quantize.sink_wanted import SinkRequest
+from exporters.quantize.sink_request import SinkRequest
 from exporters.resources import generated_bytes
 from quant import WEIGHT_TYPES, WeightDtype, WeightType
 

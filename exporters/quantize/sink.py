@@ -17,7 +17,7 @@ from edgekv.machine.tensor_file import encode_tensors
 from edgekv.spec import LOGITS
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.quantize.reference import Floats
-from exporters.quantize.sink_wanted import SinkRequest
+from exporters.quantize.sink_request import SinkRequest
 from exporters.quantize.survey import Outlier
 from quant import Encoding
 

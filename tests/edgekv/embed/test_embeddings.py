@@ -31,7 +31,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.pipeline.task_quality import compared
 from exporters.quantize.reference import Reference
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_request import SinkRequest
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.embedders import EMBEDDERS, GOLDEN, TEXTS, embedder_of, with_modules, write_embedder
 from tests.support.exports import ROOT, export_options, exported, exported_architecture, small_options
@@ -291,7 +291,7 @@ def test_lengths_are_contexts_not_steps(tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "changes"),
-    [("--sink", {"sink": SinkWanted("tokens", (256,))}), ("--max-attention-window", {"max_attention_window": (40,)})],
+    [("--sink", {"sink": SinkRequest("tokens", (256,))}), ("--max-attention-window", {"max_attention_window": (40,)})],
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_options_of_a_cache_are_refused_where_nothing_is_cached(tmp_path, option, changes):

@@ -23,7 +23,7 @@ from exporters.lora.options import LoraOptions
 from exporters.lora.quantize import folded_factors
 from exporters.lora.ranges import adapted_ranges
 from exporters.quantize.reference import NO_CHANGES, Reference
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_request import SinkRequest
 from tests.support.checkpoints import ARCHITECTURES, NEWER, OLDER, write_checkpoint, write_sinking
 from tests.support.exports import export_options, exported
 from tests.support.foreign_files import write_adapter
@@ -37,7 +37,7 @@ OTHER_MODULES = {
 }
 BOS = 256
 TOKENS = [BOS, *range(40, 60)]
-OPTIONS = export_options(context=64, ar=(1, 8), lora=LoraOptions(8), sink=SinkWanted("none"))
+OPTIONS = export_options(context=64, ar=(1, 8), lora=LoraOptions(8), sink=SinkRequest("none"))
 WEAK = 0.2
 """lora_alpha of adapters that move a random model about as far as training moves a trained one."""
 
@@ -149,7 +149,7 @@ def test_a_scale_given_when_adding_stays(slots: Path, adapters: Path, base: Path
 def test_the_sink_is_computed_with_the_adapter(tmp_path: Path) -> None:
     base = write_sinking(tmp_path / "base", NEWER)
     write_adapter(tmp_path / "lora", base, ("k_proj", "v_proj"), lora_alpha=WEAK)
-    options = replace(OPTIONS, sink=SinkWanted("tokens", (BOS,)))
+    options = replace(OPTIONS, sink=SinkRequest("tokens", (BOS,)))
     bundle = shutil.copytree(exported(base, options), tmp_path / "bundle")
     add(bundle, tmp_path / "lora", "tuned")
     assert error(bundle, floats(base, (tmp_path / "lora", 1.0)), "tuned") < 3 * error(bundle, floats(base), None)
@@ -312,7 +312,7 @@ def test_calibration_covers_what_results_reach_with_adapters(sink: Literal["none
     write_adapter(tmp_path / "lora", base, EVERY, lora_alpha=8)
     choice, losses = AdapterChoice(tmp_path / "lora"), []
     for calibrate in ((), (choice,)):
-        options = replace(OPTIONS, sink=SinkWanted(sink), lora=LoraOptions(8, reach=4, calibrate=calibrate))
+        options = replace(OPTIONS, sink=SinkRequest(sink), lora=LoraOptions(8, reach=4, calibrate=calibrate))
         bundle = shutil.copytree(exported(base, options), tmp_path / f"{len(calibrate)}")
         add(bundle, tmp_path / "lora", "tuned")
         losses.append(error(bundle, floats(base, (tmp_path / "lora", 1.0)), "tuned"))

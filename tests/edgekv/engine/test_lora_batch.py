@@ -13,7 +13,7 @@ from edgekv.text import Token
 from exporters.checkpoint.lora import AdapterChoice
 from exporters.lora.add import add_lora
 from exporters.lora.options import LoraOptions
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_request import SinkRequest
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import export_options, exported
 from tests.support.foreign_files import write_adapter
@@ -26,7 +26,7 @@ STEPS = 6
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora-batch")
     base = write_checkpoint(folder / "base")
-    sink = SinkWanted("tokens", (256,))  # rows of its own with each adapter
+    sink = SinkRequest("tokens", (256,))  # rows of its own with each adapter
     options = export_options(context=96, ar=(1, 8), draft_rows=(8,), lora=LoraOptions(4), sink=sink)
     shutil.copytree(exported(base, options), folder / "bundle")
     for seed, name in enumerate("ab"):

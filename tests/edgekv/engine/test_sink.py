@@ -31,7 +31,7 @@ from exporters.quantize.matrices import Quantizer
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from exporters.quantize.sink import sink_candidates
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_request import SinkRequest
 from tests.support.checkpoints import ARCHITECTURES, NEWER, WINDOW, write_checkpoint, write_sinking
 from tests.support.exports import export_options, exported, small_options
 from tests.support.serving import served
@@ -53,13 +53,13 @@ def sinking(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path) -> Path:
-    options = export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=SinkWanted("none"))
+    options = export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=SinkRequest("none"))
     return exported(checkpoint, options)
 
 
 @pytest.fixture(scope="module")
 def several(checkpoint: Path) -> Path:
-    sink = SinkWanted("tokens", tuple(PROMPT[:3]))
+    sink = SinkRequest("tokens", tuple(PROMPT[:3]))
     return exported(checkpoint, export_options(context=128, ar=(1, 16), calibration_tokens=512, sink=sink))
 
 
@@ -120,7 +120,7 @@ def test_layers_with_a_window_lose_the_sink_as_the_model_does(tmp_path: Path) ->
     assert len(PROMPT) / 2 > WINDOW
     changes = {"context": 128, "ar": (1, 16), "calibration_tokens": 512}
     bundle = exported(folder, export_options(**changes))
-    spanned = exported(folder, export_options(**changes, sink=SinkWanted("none")))
+    spanned = exported(folder, export_options(**changes, sink=SinkRequest("none")))
     assert open_bundle(bundle).manifest.sink is not None
     assert token_sqnr_db(bundle, folder) > token_sqnr_db(spanned, folder) + 10
 
@@ -350,10 +350,10 @@ def test_windows_without_room_behind_the_sink_are_refused(
 def test_texts_without_bos_begin_as_chats_or_with_eos(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "plain", {**NEWER, "bos_token_id": None})
     (folder / "generation_config.json").unlink()
-    assert sink_candidates(Checkpoint.open(str(folder)), SinkWanted()) == (257,)
+    assert sink_candidates(Checkpoint.open(str(folder)), SinkRequest()) == (257,)
     (folder / "chat_template.jinja").write_text("A{% for m in messages %}{{ m['content'] }}{% endfor %}")
     chat = Checkpoint.open(str(folder))
-    assert sink_candidates(chat, SinkWanted()) == (chat.encode("A")[0],)
+    assert sink_candidates(chat, SinkRequest()) == (chat.encode("A")[0],)
 
 
 def test_a_massive_token_behind_the_sink_widens_ranges_by_four_bits_at_most(checkpoint: Path) -> None:

@@ -34,7 +34,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import export_bundle
 from exporters.htp.check import floating_nodes
 from exporters.quantize.reference import Reference
-from exporters.quantize.sink_wanted import SinkWanted
+from exporters.quantize.sink_request import SinkRequest
 from exporters.targets.aihub.sample import take_sample
 from tests.support.bundles import Oracle, with_drafts
 from tests.support.checkpoints import ARCHITECTURES, WINDOW, write_checkpoint
@@ -133,7 +133,7 @@ def test_the_rows_of_a_sink_are_states_too(tmp_path: Path) -> None:
     """A sink shorter than a state, and a longer one."""
     text = [256, *range(40, 60)]
     for count in (1, 3):
-        sink = SinkWanted("tokens", tuple(text[:count]))
+        sink = SinkRequest("tokens", tuple(text[:count]))
         with edgekv.load(hybrid(tmp_path / str(count), sink=sink), cpu_mode="emulate") as model:
             assert model.cache.tokens_seen == count
             found = model.bundle.manifest.encodings["logits"].dequantize(model.session.feed(text[count:]))

@@ -26,7 +26,7 @@ from exporters.inspect.layers import LayerMeter
 from exporters.inspect.probe import Probe
 from exporters.quantize.calibrate import token_windows
 from exporters.quantize.recipe import Recipe, WeightRule, find_recipe
-from exporters.quantize.sink_wanted import SinkRequest
+from exporters.quantize.sink_request import SinkRequest
 from quant import quantize
 from tests.support.checkpoints import ARCHITECTURES, CONFIG, NEWER, write_checkpoint, write_sinking
 from tests.support.exports import export_options, exported

@@ -30,7 +30,7 @@ from exporters.pipeline.quality import MEASURED_TOKENS, ReferencePiece, Text
 from exporters.plan import plan_export
 from exporters.quantize.effort import Effort
 from exporters.quantize.recipe import WeightRule, find_recipe
-from exporters.quantize.sink_wanted import SinkRequest
+from exporters.quantize.sink_request import SinkRequest
 from exporters.sweep.combination import Combination
 from exporters.sweep.sweep import _add
 from exporters.targets.aihub.run import PackPiece

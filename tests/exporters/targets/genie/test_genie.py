@@ -23,7 +23,7 @@ from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
 from edgekv.runtime.graph import RopeTable
 from edgekv.spec import Rope
 from edgekv.text import SamplingParams, Token
-from exporters.quantize.sink_wanted import SinkRequest
+from exporters.quantize.sink_request import SinkRequest
 from exporters.targets.genie import dialog, write
 from exporters.targets.genie.config import Debug, GenieConfig
 from exporters.targets.genie.dialog import GenieDialog
