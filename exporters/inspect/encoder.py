@@ -119,7 +119,7 @@ def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched
     options = session_options(bundle.path, None)
     session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS)
     integers = session.run([*names.values()], graph_inputs(shown, record.encoder, record.encodings))
-    at = [shown.output_rows(record.encoder) if name == _ROWS else shown.slots for name in names]
+    at = [shown.output_rows(record.encoder) if name in _PORTS else shown.slots for name in names]
     return {
         name: record.encodings[name].dequantize(rows[0, 0, places])
         for name, rows, places in zip(names, integers, at, strict=True)

@@ -89,7 +89,7 @@ UNBOUND = {"type": "object", "properties": {"a": {"not": {}}}}
         (CHAT, b"{", 400, "body", "JSON"),
         (CHAT, b'{"x":' + b"[" * 9999, 400, "body", "recursion"),
         (CHAT, b'"\\ud800"', 400, "body", "JSON"),
-        (CHAT, b'{"model": "\xff"}', 400, "body", "utf-8"),
+        (CHAT, b'{"model": "\xff"}', 400, "body", "UTF-8"),
         (CHAT, b"null", 400, None, "body: Expected `object`, got `null`."),
         (CHAT, {"model": NAME}, 400, "messages", "missing"),
         (CHAT, _messages(USER, model=3), 400, "model", "Expected `str | null`"),

@@ -105,13 +105,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-def test_local_workers_leave_nothing_in_the_temporary_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+LISTED = """
+import tempfile
+from pathlib import Path
+from exporters.options import LOCAL
+from exporters.pipeline.dask.cluster import connected
+if __name__ == "__main__":
     with connected(LOCAL, 1, 1):
-        assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == ["edgekv"]
-    assert not [*tmp_path.iterdir()]
+        print(*(path.name.partition("-")[0] for path in Path(tempfile.gettempdir()).iterdir()))
+"""
+
+
+@pytest.mark.slow
+def test_local_workers_leave_nothing_in_the_temporary_directory(tmp_path):
+    """A process of its own: Dask's configuration is that of a process, and clusters of other tests may be ending."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "listed.py").write_text(LISTED)
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    command = [sys.executable, str(tmp_path / "listed.py")]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "edgekv\n"
+    assert not [*temporary.iterdir()]
 
 
 @pytest.mark.slow
