@@ -113,7 +113,8 @@ class Graphs:
         self.pictures: PictureRows | None = None
         if bundle.manifest.vision is not None:
             self._embeddings = self.pictures = PictureRows(bundle.embeddings(), PictureEncoder(bundle, engine))
-        self._layer_inputs: Embeddings | None = (table := bundle.layer_inputs())
+        self._layer_inputs: Embeddings | None
+        self._layer_inputs = table = bundle.layer_inputs()
         if self.pictures is not None and (width := bundle.manifest.model.gathered_width):
             encoding = bundle.manifest.encodings[LAYER_INPUTS_PORT]
             self._layer_inputs = PictureLayerRows(self.pictures, width, encoding, table)

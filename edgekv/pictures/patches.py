@@ -77,7 +77,7 @@ def encoder_inputs(pixels: NDArray[np.uint8], spec: EncoderSpec, pictures: Pictu
 
 
 def _window_slots(rows: int, columns: int, spec: EncoderSpec) -> NDArray[np.int64]:
-    """Where the patches of so many rows and columns of squares stand: window by window, each in its own square."""
+    """The place of each patch of a grid of merged squares: window by window, each padded to a full one."""
     edge = spec.window
     down, across = np.divmod(np.arange(rows * columns), columns)
     windows = down // edge * -(-columns // edge) + across // edge

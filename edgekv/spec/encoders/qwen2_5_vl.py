@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.encoders.names import EncoderNames
 from edgekv.spec.encoders.processor import read_heads
 from edgekv.spec.encoders.qwen_vl import (
-    EPS,
     FRAMES,
+    LAYER,
+    MERGER_NAMES,
+    describe_encoder,
     in_sections,
     read_pictures,
     read_shapes,
-    read_theta,
-    read_width,
 )
 from edgekv.spec.vision import EncoderSpec, PictureShapes, PictureSpec
 
 MODEL_TYPES = ("qwen2_5_vl",)
 
-_MODEL, _LAYER = "model.visual.", "model.visual.blocks.{layer}."
-
-NAMES = EncoderNames(
-    patches=_MODEL + "patch_embed.proj",
-    positions="",
-    attention_norm=_LAYER + "norm1",
-    q=_LAYER + "attn.qkv",
-    k=_LAYER + "attn.qkv",
-    v=_LAYER + "attn.qkv",
-    o=_LAYER + "attn.proj",
-    feed_forward_norm=_LAYER + "norm2",
-    fc1=_LAYER + "mlp.gate_proj",
-    up=_LAYER + "mlp.up_proj",
-    fc2=_LAYER + "mlp.down_proj",
-    last_norm=_MODEL + "merger.ln_q",
-    projector=_MODEL + "merger.mlp.0",
-    projector_out=_MODEL + "merger.mlp.2",
-    frames=FRAMES,
+NAMES = dataclasses.replace(
+    MERGER_NAMES, fc1=LAYER + "mlp.gate_proj", up=LAYER + "mlp.up_proj", fc2=LAYER + "mlp.down_proj"
 )
 
 
@@ -50,26 +35,17 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     vision.expect("in_chans", 3)
     vision.expect("temporal_patch_size", FRAMES)
     vision.ignore("spatial_patch_size", "tokens_per_second")  # the first is patch_size, the second is of videos
-    layers, (heads, hidden) = vision.size("depth"), read_heads(vision, "num_heads", parts=4)
+    heads, hidden = read_heads(vision, "num_heads", parts=4)
     shapes = _shapes(vision, processor)
-    return EncoderSpec(
-        model_type=config.text("model_type"),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        intermediate=vision.size("intermediate_size"),
-        image=shapes.square,
-        patch=shapes.patch,
-        merge=shapes.merge,
-        output=read_width(config, vision, "out_hidden_size"),
-        eps=EPS,
-        max_patches=shapes.most * shapes.merge**2,
+    inner = vision.size("intermediate_size")
+    spec = describe_encoder(
+        config, vision, shapes, hidden=hidden, heads=heads, inner=inner, width_field="out_hidden_size"
+    )
+    return replace(
+        spec,
         window=shapes.window,
         windows=shapes.windows,
-        full_layers=tuple(sorted({*vision.layers("fullatt_block_indexes", layers)})),
-        rotary_theta=read_theta(vision),
-        projector="mlp",
-        projector_width=hidden * shapes.merge**2,
+        full_layers=tuple(sorted({*vision.layers("fullatt_block_indexes", spec.layers)})),
         feed_forward="gated",
         rms_norms=True,
     )

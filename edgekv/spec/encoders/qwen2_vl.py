@@ -6,39 +6,13 @@ from msgspec.structs import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.encoders.names import EncoderNames
 from edgekv.spec.encoders.processor import read_heads
-from edgekv.spec.encoders.qwen_vl import (
-    EPS,
-    FRAMES,
-    in_sections,
-    read_pictures,
-    read_shapes,
-    read_theta,
-    read_width,
-)
+from edgekv.spec.encoders.qwen_vl import FRAMES, MERGER_NAMES, describe_encoder, in_sections, read_pictures, read_shapes
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("qwen2_vl",)
 
-_MODEL, _LAYER = "model.visual.", "model.visual.blocks.{layer}."
-
-NAMES = EncoderNames(
-    patches=_MODEL + "patch_embed.proj",
-    positions="",
-    attention_norm=_LAYER + "norm1",
-    q=_LAYER + "attn.qkv",
-    k=_LAYER + "attn.qkv",
-    v=_LAYER + "attn.qkv",
-    o=_LAYER + "attn.proj",
-    feed_forward_norm=_LAYER + "norm2",
-    fc1=_LAYER + "mlp.fc1",
-    fc2=_LAYER + "mlp.fc2",
-    last_norm=_MODEL + "merger.ln_q",
-    projector=_MODEL + "merger.mlp.0",
-    projector_out=_MODEL + "merger.mlp.2",
-    frames=FRAMES,
-)
+NAMES = MERGER_NAMES
 
 _PATCH = 14
 
@@ -53,23 +27,9 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     vision.ignore("spatial_patch_size")  # patch_size
     heads, hidden = read_heads(vision, "num_heads", width="embed_dim", parts=4)
     shapes = read_shapes(vision, processor, _PATCH)
-    return EncoderSpec(
-        model_type=config.text("model_type"),
-        layers=vision.size("depth"),
-        hidden=hidden,
-        heads=heads,
-        intermediate=vision.size("mlp_ratio") * hidden,
-        image=shapes.square,
-        patch=shapes.patch,
-        merge=shapes.merge,
-        output=read_width(config, vision, "hidden_size"),
-        eps=EPS,
-        max_patches=shapes.most * shapes.merge**2,
-        rotary_theta=read_theta(vision),
-        projector="mlp",
-        projector_width=hidden * shapes.merge**2,
-        feed_forward="quick",
-    )
+    inner = vision.size("mlp_ratio") * hidden
+    spec = describe_encoder(config, vision, shapes, hidden=hidden, heads=heads, inner=inner, width_field="hidden_size")
+    return replace(spec, feed_forward="quick")
 
 
 def pictures(config: Config, processor: Config) -> PictureSpec:

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
-from edgekv.spec.encoders.names import EncoderNames
 from edgekv.spec.encoders.processor import read_heads, read_side
 from edgekv.spec.encoders.qwen_vl import (
     EPS,
     FRAMES,
+    LAYER,
+    MERGER_NAMES,
+    MODEL,
+    describe_encoder,
     read_pictures,
     read_sections,
     read_shapes,
-    read_theta,
-    read_width,
 )
 from edgekv.spec.vision import EncoderSpec, PictureSpec
 
 MODEL_TYPES = ("qwen3_vl",)
 
-_MODEL, _LAYER = "model.visual.", "model.visual.blocks.{layer}."
-_DEEPSTACK = _MODEL + "deepstack_merger_list.{number}."
+_DEEPSTACK = MODEL + "deepstack_merger_list.{number}."
 
-NAMES = EncoderNames(
-    patches=_MODEL + "patch_embed.proj",
-    positions=_MODEL + "pos_embed.weight",
-    attention_norm=_LAYER + "norm1",
-    q=_LAYER + "attn.qkv",
-    k=_LAYER + "attn.qkv",
-    v=_LAYER + "attn.qkv",
-    o=_LAYER + "attn.proj",
-    feed_forward_norm=_LAYER + "norm2",
-    fc1=_LAYER + "mlp.linear_fc1",
-    fc2=_LAYER + "mlp.linear_fc2",
-    last_norm=_MODEL + "merger.norm",
-    projector=_MODEL + "merger.linear_fc1",
-    projector_out=_MODEL + "merger.linear_fc2",
+NAMES = dataclasses.replace(
+    MERGER_NAMES,
+    positions=MODEL + "pos_embed.weight",
+    fc1=LAYER + "mlp.linear_fc1",
+    fc2=LAYER + "mlp.linear_fc2",
+    last_norm=MODEL + "merger.norm",
+    projector=MODEL + "merger.linear_fc1",
+    projector_out=MODEL + "merger.linear_fc2",
     deepstack=(_DEEPSTACK + "norm", _DEEPSTACK + "linear_fc1", _DEEPSTACK + "linear_fc2"),
-    frames=FRAMES,
 )
 
 _PATCH = 16
@@ -51,30 +46,15 @@ def describe(config: Config, processor: Config) -> EncoderSpec:
     vision.expect("hidden_act", "gelu_pytorch_tanh")
     vision.expect("in_channels", 3)
     vision.expect("temporal_patch_size", FRAMES)
-    layers, (heads, hidden) = vision.size("depth"), read_heads(vision, "num_heads", parts=4)
+    heads, hidden = read_heads(vision, "num_heads", parts=4)
     side = read_side(vision, "num_position_embeddings", 2304)
-    deepstack = _deepstack(vision, layers)
+    deepstack = _deepstack(vision, vision.size("depth"))
     shapes = read_shapes(vision, processor, _PATCH)
-    return EncoderSpec(
-        model_type=config.text("model_type"),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        intermediate=vision.size("intermediate_size"),
-        image=shapes.square,
-        patch=shapes.patch,
-        merge=shapes.merge,
-        output=read_width(config, vision, "out_hidden_size"),
-        eps=EPS,
-        table_side=side,
-        interpolation="corners",
-        max_patches=shapes.most * shapes.merge**2,
-        rotary_theta=read_theta(vision),
-        deepstack=deepstack,
-        projector="mlp",
-        projector_width=hidden * shapes.merge**2,
-        projector_eps=EPS,
+    inner = vision.size("intermediate_size")
+    spec = describe_encoder(
+        config, vision, shapes, hidden=hidden, heads=heads, inner=inner, width_field="out_hidden_size"
     )
+    return replace(spec, table_side=side, interpolation="corners", deepstack=deepstack, projector_eps=EPS)
 
 
 def pictures(config: Config, processor: Config) -> PictureSpec:

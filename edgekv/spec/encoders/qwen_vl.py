@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from edgekv.spec.config import Config
 from edgekv.spec.decoder import DecoderSpec
+from edgekv.spec.encoders.names import EncoderNames
 from edgekv.spec.encoders.processor import BICUBIC, CLIP_DEVIATION, CLIP_MEAN, read_normalization
-from edgekv.spec.vision import PictureShapes, PictureSpec
+from edgekv.spec.vision import EncoderSpec, PictureShapes, PictureSpec
 
 FRAMES = 2
 """Of a patch: a picture is shown as two."""
 EPS = 1e-6
 """Of the norms."""
+
+MODEL, LAYER = "model.visual.", "model.visual.blocks.{layer}."
+"""Where a checkpoint has the encoder, and a layer of it."""
+MERGER_NAMES = EncoderNames(
+    patches=MODEL + "patch_embed.proj",
+    positions="",
+    attention_norm=LAYER + "norm1",
+    q=LAYER + "attn.qkv",
+    k=LAYER + "attn.qkv",
+    v=LAYER + "attn.qkv",
+    o=LAYER + "attn.proj",
+    feed_forward_norm=LAYER + "norm2",
+    fc1=LAYER + "mlp.fc1",
+    fc2=LAYER + "mlp.fc2",
+    last_norm=MODEL + "merger.ln_q",
+    projector=MODEL + "merger.mlp.0",
+    projector_out=MODEL + "merger.mlp.2",
+    frames=FRAMES,
+)
+"""Names of Qwen2-VL; the others differ in some."""
 
 _IMAGE_TOKEN = 151655
 _MAX_ROWS = 256
@@ -19,7 +40,7 @@ _LONGEST = 4
 """How many times as long as wide a picture may be without being made smaller for the sake of windows."""
 
 
-def read_width(config: Config, vision: Config, field: str) -> int:
+def _read_width(config: Config, vision: Config, field: str) -> int:
     """Width of the encoder's rows, which is that of the decoder.
 
     Args:
@@ -36,7 +57,42 @@ def read_width(config: Config, vision: Config, field: str) -> int:
     return width
 
 
-def read_theta(vision: Config) -> float:
+def describe_encoder(
+    config: Config, vision: Config, shapes: PictureShapes, *, hidden: int, heads: int, inner: int, width_field: str
+) -> EncoderSpec:
+    """A ViT with a rotary embedding of rows and columns and a merger of two matrices: what all three have.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        vision: its `vision_config`.
+        shapes: of pictures.
+        hidden: width of the residual.
+        heads: of attention.
+        inner: width of the feed-forward.
+        width_field: of `vision_config`, with the width of the rows.
+
+    Raises:
+        CheckpointError: the decoder has another width.
+    """
+    return EncoderSpec(
+        model_type=config.text("model_type"),
+        layers=vision.size("depth"),
+        hidden=hidden,
+        heads=heads,
+        intermediate=inner,
+        image=shapes.square,
+        patch=shapes.patch,
+        merge=shapes.merge,
+        output=_read_width(config, vision, width_field),
+        eps=EPS,
+        max_patches=shapes.most * shapes.merge**2,
+        rotary_theta=_read_theta(vision),
+        projector="mlp",
+        projector_width=hidden * shapes.merge**2,
+    )
+
+
+def _read_theta(vision: Config) -> float:
     """Base of the rotary embedding of rows and columns."""
     rope = vision.table("rope_parameters")
     rope.expect("rope_type", "axial", "default")
@@ -76,7 +132,7 @@ def read_shapes(vision: Config, processor: Config, patch_default: int, window: i
 
 
 def _max_windows(rows: int, edge: int) -> int:
-    """Windows of any picture of at most so many rows that is not too long."""
+    """The most windows that a picture of at most `rows` rows needs, unless it is longer than `_LONGEST` allows."""
     sizes = ((down, across) for down in range(1, rows + 1) for across in range(1, rows // down + 1))
     return max(-(-a // edge) * -(-b // edge) for a, b in sizes if max(a, b) <= _LONGEST * min(a, b))
 
