@@ -14,9 +14,9 @@ BIN := .venv/bin
 # No core is without a worker, so that one thread each is enough for BLAS; integers do not depend on how many it has.
 # Bytecode is kept, also where the environment says otherwise: hundreds of child processes would compile every module.
 PYTEST = $(BLAS) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-# The BLAS of numpy 1.26 computes with SSE alone, three times as slowly, on processors that are newer than it.
-BLAS = $(shell OPENBLAS_VERBOSE=2 $(BIN)/python -c "import numpy" 2>&1 | grep -q Prescott && \
-	grep -qs avx512f /proc/cpuinfo && echo OPENBLAS_CORETYPE=SkylakeX)
+# The command `edgekv` names the fastest kernels of BLAS that the processor has; so do tests.
+BLAS = $(shell $(BIN)/python -c "from edgekv.machine.blas import *; use_fastest_kernels(); \
+	print(*[f'{VARIABLE}={kernels}' for kernels in [os.environ.get(VARIABLE)] if kernels])" 2>/dev/null)
 SELECT := not numpy2 and not thorough
 TESTS :=
 PIP_OPTIONS :=

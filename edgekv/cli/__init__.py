@@ -15,6 +15,9 @@ def main() -> NoReturn:
     if refusal := refused_interpreter(sys.version_info[:2], sys.maxsize.bit_length() + 1):
         print(f"edgekv: error: {refusal}", file=sys.stderr)
         sys.exit(1)
+    from edgekv.machine.blas import use_fastest_kernels
+
+    use_fastest_kernels()  # before numpy is imported
     from edgekv.cli.app import main
 
     main()
