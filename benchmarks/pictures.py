@@ -34,6 +34,7 @@ from edgekv.graphs.float_encoder import FloatEncoderOps
 from edgekv.graphs.products import Products, Rows
 from edgekv.graphs.weight_file import WeightFile
 from edgekv.kv.memory import aligned_zeros
+from edgekv.machine.graph_file import write_graph
 from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs, row_places
 from edgekv.runtime.cpu import CpuEngine
 from edgekv.runtime.litert import LitertEngine
@@ -195,7 +196,7 @@ def measure_speed(shape: str, tiles: int, layers: int | None = None) -> None:
         folder = Path(scratch)
         store.write(folder / "weights-vision.safetensors")
         record = VisionRecord(
-            file="vision.onnx",
+            file=ENCODER_FILES["onnx"],
             encoder=tensors.spec,
             pictures=vision.pictures,
             encodings=found.encodings,
@@ -228,14 +229,14 @@ def measure_speed(shape: str, tiles: int, layers: int | None = None) -> None:
 def _write(
     tensors: EncoderTensors, prepared: PictureSpec, pictures: Sequence[EncoderInputs], file: Path
 ) -> Mapping[str, Encoding]:
-    spec, is_onnx = tensors.spec, file.suffix == ".onnx"
+    spec, is_onnx = tensors.spec, file.name == ENCODER_FILES["onnx"]
     found = quantize_encoder(tensors, prepared, pictures, "u16" if is_onnx else "s16")
     if is_onnx:
         store = ShardWriter(tensors.tensor, lambda _: spec.head_dim, found.matrices)
         graph = QdqEncoder(spec, found.encodings, store)
         outputs = graph.build()
         store.write(file.parent / "weights-vision.safetensors")
-        onnx.save(graph.finish(outputs), file)
+        write_graph(graph.finish(outputs).SerializeToString(), file)
     else:
         write_tflite_encoder(tensors, found.matrices, found.encodings, file)
     return found.encodings
@@ -244,7 +245,7 @@ def _write(
 def _compare(vision: VisionEncoder, picture: EncoderInputs, encodings: Mapping[str, Encoding], file: Path) -> None:
     """Print the SQNR of the rows of a picture, and what a tile takes."""
     spec, given = vision.spec, graph_inputs(picture, vision.spec, encodings)
-    if file.suffix == ".onnx":
+    if file.name == ENCODER_FILES["onnx"]:
         engine, session = "emulate", CpuEngine(1).session(file)
 
         def run() -> NDArray[Any]:
@@ -279,7 +280,7 @@ def _compare(vision: VisionEncoder, picture: EncoderInputs, encodings: Mapping[s
 def _compile(file: Path) -> None:
     """Print what compiling for SM8650 takes."""
     began, device, found = time.perf_counter(), find("SM8650"), ""
-    if file.suffix == ".onnx":
+    if file.name == ENCODER_FILES["onnx"]:
         floating, peaks = dict[str, list[str]](), dict[str, int]()
         (target := file.parent / "compiled").mkdir()
         models = {ENCODER: file}

@@ -20,6 +20,7 @@ from edgekv.bundle import (
     file_hashes,
 )
 from edgekv.errors import UsageError
+from edgekv.machine.graph_file import graph_content
 from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
@@ -207,7 +208,7 @@ def compile_folder(
 
 def _give_folder(plan: Plan, inputs: Inputs, folder: Path, models: Mapping[str, Path]) -> str:
     """Add a folder with ONNX files and the files of their weights, where it is; returns its name."""
-    weights = {name for file in models.values() for name in weight_files(onnx.load(file, load_external_data=False))}
+    weights = {name for file in models.values() for name in weight_files(onnx.load_from_string(graph_content(file)))}
     with file_hashes() as known:
         files = sorted({*(file.name for file in models.values()), *weights})
         hashes = [(name, known.sha256_of(folder / name)) for name in files]

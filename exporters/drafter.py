@@ -19,6 +19,7 @@ from edgekv.bundle import (
 from edgekv.errors import UsageError
 from edgekv.graphs.decoder import last_norm
 from edgekv.kv import KvTensor
+from edgekv.machine.graph_file import GRAPH_SUFFIX
 from edgekv.plan import DEFAULT_RECIPE
 from edgekv.spec import (
     FINAL_NORM,
@@ -162,7 +163,7 @@ class Drafter:
             for ar in sorted({1} | {rows for rows in prefilled if rows < context}):
                 name, first, stop = f"ar{ar}_cl{context}", self.spec.first_layer, self.spec.layers
                 part = PartRecord(
-                    name=name, file=f"{name}.onnx", first_layer=first, stop_layer=stop, embeds=True, head=True
+                    name=name, file=f"{name}{GRAPH_SUFFIX}", first_layer=first, stop_layer=stop, embeds=True, head=True
                 )
                 role: Role = "decode" if ar == 1 else "prefill"
                 graphs.append(GraphRecord(name=name, parts=[part], ar=ar, context=context, role=role))

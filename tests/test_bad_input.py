@@ -103,7 +103,7 @@ def test_a_limit_of_attention_that_is_not_above_the_largest_ar(tmp_path, capsys,
 
 
 @pytest.mark.parametrize("command", ["generate", "eval", "compile"])
-@pytest.mark.parametrize("name", ["weights-layer-02.safetensors", "ar1_cl128.onnx", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["weights-layer-02.safetensors", "ar1_cl128.onnx.gz", "tokenizer.json"])
 def test_a_bundle_with_a_changed_byte(bundle, tmp_path, capsys, command, name):
     copy = tmp_path / "bundle"
     shutil.copytree(bundle, copy)

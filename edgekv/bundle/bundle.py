@@ -12,6 +12,7 @@ from edgekv.bundle.manifest_file import export_again, read_manifest
 from edgekv.bundle.verified import file_hashes
 from edgekv.bundle.weights import BundleWeights, EmbeddingTable
 from edgekv.errors import BundleError
+from edgekv.machine.graph_file import GRAPH_SUFFIX
 from edgekv.machine.steps import step
 from edgekv.spec import EMBEDDING_COLUMNS, LAYER_INPUTS, LAYER_INPUTS_PORT, GraphRecord, PartRecord, table_key
 from edgekv.spec.text import TOKENIZER, open_tokenizer
@@ -19,9 +20,8 @@ from edgekv.spec.text import TOKENIZER, open_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Files that a runtime could load; other files, such as notes, are ignored.
-_KNOWN_SUFFIXES = frozenset({".onnx", ".data", ".bin", ".safetensors", ".tflite"})
-_KNOWN_NAMES = frozenset({TOKENIZER})
+# Files that an engine could load; other files, such as notes and unpacked graphs, are ignored.
+_KNOWN_ENDS = (GRAPH_SUFFIX, ".data", ".bin", ".safetensors", ".tflite", TOKENIZER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def _check_unlisted(folder: Path, manifest: Manifest) -> None:
     for path in sorted(folder.iterdir()):  # subfolders such as `compiled` have their own manifests
-        known = path.suffix in _KNOWN_SUFFIXES or path.name in _KNOWN_NAMES
-        if known and path.name not in manifest.files:
+        if path.name.endswith(_KNOWN_ENDS) and path.name not in manifest.files:
             fix = "Move it out of the bundle."
             raise BundleError(str(path), got="a file that the manifest does not list", expected="listed files", fix=fix)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any, Literal
 
-FORMAT = 8
+FORMAT = 9
 SEAL = "seal"
 HEADS_FILE = "heads.safetensors"
 """What an export has folded into queries, keys and values."""

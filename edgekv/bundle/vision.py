@@ -5,12 +5,13 @@ from __future__ import annotations
 from edgekv.bundle.formats import GraphFormat
 from edgekv.bundle.records import Count, Record
 from edgekv.bundle.weights import WeightPlaces
+from edgekv.machine.graph_file import GRAPH_SUFFIX
 from edgekv.spec import EncoderSpec, PictureSpec
 from quant import Encoding
 
 ENCODER = "vision"
 """The name of an encoder's graph."""
-ENCODER_FILES: dict[GraphFormat, str] = {"onnx": "vision.onnx", "tflite": "vision.tflite"}
+ENCODER_FILES: dict[GraphFormat, str] = {"onnx": f"vision{GRAPH_SUFFIX}", "tflite": "vision.tflite"}
 
 
 class VisionRecord(Record, frozen=True):

@@ -102,7 +102,7 @@ def _export_rows(export: ExportCost) -> list[Row]:
     check = f"of which {duration(export.check_seconds)} for the HTP check" if export.check_seconds else "no HTP check"
     listed = ", ".join(f"{name} {gb(peak_bytes)}" for name, peak_bytes in phases.items())
     return [
-        ("graph", gb(export.graph_bytes), f"each of {export.graphs}, without weights"),
+        ("graph", gb(export.graph_bytes), f"each of {export.graphs}, without weights; compressed on disk"),
         ("bundle", gb(export.bundle_bytes), "on disk"),
         ("RAM to export", gb(export.peak_bytes), listed),
         ("time to export", duration(export.seconds), check),

@@ -15,6 +15,7 @@ from edgekv.errors import EngineError
 from edgekv.graphs.cpu_mode import BUILDING_EXTRA, RenderedMode, can_build
 from edgekv.graphs.processor import processor
 from edgekv.graphs.source import PartSource, Source
+from edgekv.machine.graph_file import graph_content
 from edgekv.machine.program import program_sha256
 from edgekv.machine.scratch import atomic_file, held_folder, scratch_folder
 from edgekv.machine.steps import step
@@ -43,7 +44,7 @@ def emulated_bytes(source: PartSource, *, batch_invariant: bool = False) -> byte
         if (graph := _read(kept)) is not None:
             return graph
     if not batch_invariant and not can_build():
-        return read_file(source.file, _LARGEST_BYTES)
+        return graph_content(source.file)
     # Importing onnx takes a third of a second; kept graphs do not need it.
     from edgekv.graphs.build import emulated
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import msgspec
 
 from edgekv.plan.host_speed import HostSpeed
-from edgekv.plan.parts import EncoderPlan
+from edgekv.plan.parts import COMPRESSED, EncoderPlan
 from edgekv.spec import CHECKPOINT_TOKENS, Decoder, Geometry, LayeredGeometry, Weights
 
 _WINDOW = 512  # of calibration text, in tokens
@@ -58,8 +58,6 @@ Decode has the query heads of a KV head as rows of one product.
 _EXPERT_GRAPH_BYTES = 4_100
 """For each expert of each layer: a graph of 12 experts has 3,930 more for each than one of 4."""
 
-_COMPRESSED = 0.14  # share of a graph's file that is left: of SmolLM2-135M's 2.01 MB, 0.28
-
 _CHECK_PROCESS_BYTES = 148_000_000
 _CHECK_BYTES_PER_WEIGHT_BYTE = 2.1
 _CHECK_BYTES_PER_GRAPH_BYTE = 186  # one check took 655 MB: a graph of 1.76 MB, and by the recipe 86 MB of weights
@@ -88,7 +86,7 @@ class ExportCost(msgspec.Struct, frozen=True, kw_only=True):
         export_seconds: calibration and quantization.
         check_seconds: the HTP compiler's check, one graph after another.
         graphs: one for each AR, and one that scores all tokens.
-        graph_bytes: the file of each graph, without weights; that of the one that scores is compressed.
+        graph_bytes: each graph without weights, before it is compressed.
         bundle_bytes: weights and graphs on disk.
         host: the machine whose times they are.
     """
@@ -199,18 +197,18 @@ def _base_bytes(decoder: Decoder) -> int:
 
 
 def graph_bytes(decoder: Decoder) -> int:
-    """Bytes of the file of the largest graph without weights: nodes and names, by number of heads."""
+    """Bytes of the largest graph without weights, before it is compressed: nodes and names, by number of heads."""
     return decoder.layers * layer_graph_bytes(decoder)
 
 
 def graphs_bytes(decoder: Decoder, graphs: int) -> int:
-    """Bytes of the files of so many graphs: one decodes, one scores and is compressed, the others are prefill."""
+    """Bytes of the files of so many graphs: one decodes, the others have rows."""
     decode = decoder.layers * layer_graph_bytes(decoder, is_decode=True)
-    return decode + round((graphs - 2 + _COMPRESSED) * graph_bytes(decoder))
+    return round(COMPRESSED * (decode + (graphs - 1) * graph_bytes(decoder)))
 
 
 def layer_graph_bytes(decoder: Decoder, *, is_decode: bool = False) -> int:
-    """One layer's share of the file of a graph: of the largest, or of one that decodes."""
+    """One layer's share of a graph before it is compressed: of the largest, or of one that decodes."""
     has_rows = is_decode and decoder.heads > decoder.kv_heads
     per_head, per_kv_head, per_layer = _DECODE_GRAPH_BYTES if has_rows else _PREFILL_GRAPH_BYTES
     experts = _EXPERT_GRAPH_BYTES * decoder.experts if decoder.experts > 1 else 0

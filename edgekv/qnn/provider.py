@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from devices import Device, Proxy
 from edgekv.errors import EngineError
-from edgekv.machine.graph_file import WEIGHTS_FOLDER, loadable
+from edgekv.machine.graph_file import WEIGHTS_FOLDER, is_compressed, loadable
 from edgekv.machine.native_output import NativeOutput, captured_output
 from edgekv.qnn.vendor_libraries import SKEL_VARIABLE, Platform, search_paths
 
@@ -51,13 +51,14 @@ def create_session(
     options = ort.SessionOptions()
     options.log_severity_level = _WARNING
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    for key, value in session_config.items():
+    weights = {WEIGHTS_FOLDER: str(model_path.parent.absolute())} if is_compressed(model_path) else {}
+    for key, value in {**weights, **session_config}.items():
         options.add_session_config_entry(key, value)
     target = {"backend_path": provider.backend_path, "soc_model": str(device.soc_model), **provider_options}
     with captured_output() as output:
         try:
             options.add_provider_for_devices([provider.device], target)
-            return ort.InferenceSession(_model(model_path, options), options)
+            return ort.InferenceSession(loadable(model_path), options)
         except Exception as error:  # the runtime's exceptions have no common base
             failure = str(error)
     raise EngineError(
@@ -66,14 +67,6 @@ def create_session(
         expected=f"a graph that the HTP (V{device.arch}) runs completely",
         fix="Export it again with this edgekv; if it stays refused, report the nodes named here.",
     )
-
-
-def _model(path: Path, options: ort.SessionOptions) -> str | bytes:
-    """What a session is made of; the weights of content are beside its file."""
-    model = loadable(path)
-    if isinstance(model, bytes):
-        options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent.absolute()))
-    return model
 
 
 def compiler() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from devices import find, find_proxy
+from edgekv.machine.graph_file import WEIGHTS_FOLDER, is_compressed
 from edgekv.machine.system import peak_bytes
 
 
@@ -15,6 +16,7 @@ class HtpStep(msgspec.Struct, frozen=True, kw_only=True):
     """One session to create: an ONNX file, and options of ONNX Runtime and of its QNN provider.
 
     Attributes:
+        model: the file, which may be compressed.
         folder: the current folder, where the provider leaves files of some options; None for that of the model.
     """
 
@@ -57,15 +59,16 @@ def create_sessions(job: HtpJob) -> int:
     device = find_proxy(job.soc) if job.is_proxy else find(job.soc)
     alive = []
     models = [Path(step.model).absolute() for step in job.steps]
-    for step, model in zip(job.steps, models, strict=True):
+    for number, (step, model) in enumerate(zip(job.steps, models, strict=True), 1):
         # ONNX Runtime names a compiled graph after a hash of the path it is given: a bare file name gives the same
-        # bytes in every folder.
+        # bytes in every folder. That of content is the folder of its weights, which each graph spells in its own way.
         os.chdir(step.folder or model.parent)
+        weights = "/".join([str(model.parent) if step.folder else ".", *"." * number])
         alive.append(
             create_session(
                 model if step.folder else Path(model.name),
                 device,
-                session_config=step.session_config,
+                session_config={**step.session_config, **({WEIGHTS_FOLDER: weights} if is_compressed(model) else {})},
                 provider_options=step.provider_options,
             )
         )

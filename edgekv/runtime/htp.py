@@ -161,11 +161,11 @@ class HtpEngine:
         Raises:
             EngineError: the runtime is missing or refused the graph.
         """
-        return self.load(file, file.stem)
+        return self.load(file, ENCODER)
 
     def _any_session(self) -> ort.InferenceSession:
         if not self._sessions and self.first is not None:
-            self.load(self.first, self.first.stem)
+            self.load(self.first, self.first.name)
         return next(iter(self._sessions.values()))
 
     def session(self, graph: Path) -> ort.InferenceSession:

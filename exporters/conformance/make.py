@@ -42,6 +42,7 @@ from edgekv.conformance.kit import (
 from edgekv.conformance.models import GOLDEN_TOKENS, measured_graphs
 from edgekv.errors import EngineError, UsageError
 from edgekv.machine.child import CallFailedError, ChildEndedError, call
+from edgekv.machine.graph_file import graph_content
 from edgekv.machine.scratch import scratch_folder
 from edgekv.machine.system import format_bytes, link_or_copy
 from edgekv.plan import Overrides, find_subject, make_plan
@@ -270,7 +271,7 @@ class Family:
         graphs = self.graphs(chosen)
         wrappers = self.compiled(graphs)
         orders = {
-            name: order_of(onnx.load(graphs.models[name], load_external_data=False))
+            name: order_of(onnx.load_from_string(graph_content(graphs.models[name])))
             for name in ("whole", *graphs.layers)
         }
         job = FamilyJob(

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from msgspec import structs
-
 from edgekv.bundle import GraphFormat, WeightPlaces
 from edgekv.graphs.decoder import decoder_layer, drafter_input
-from edgekv.machine.graph_file import write_graph
+from edgekv.machine.graph_file import GRAPH_SUFFIX, write_graph
 from edgekv.spec import (
     EMBEDDINGS,
     FINAL_NORM,
@@ -75,7 +73,7 @@ def _plan(steps: Mapping[int, list[int]], verify: list[int] | None, split: Split
     def record(n: int, s: int, role: Role) -> GraphRecord:
         gives_all = role in ("score", "verify")
         name = f"ar{n}_cl{s}" + (f"_{role}" if gives_all else "")
-        parts = [*_parts(name, f"ar{n}_cl{s}", n if gives_all else 1, split, role)]
+        parts = [*_parts(name, f"ar{n}_cl{s}", n if gives_all else 1, split)]
         return GraphRecord(name=name, parts=parts, ar=n, context=s, role=role)
 
     largest = 1
@@ -88,13 +86,13 @@ def _plan(steps: Mapping[int, list[int]], verify: list[int] | None, split: Split
     yield record(largest, max(steps), "score")
 
 
-def _parts(graph: str, shared: str, head_rows: int, split: Split, role: Role) -> Iterator[PartRecord]:
+def _parts(graph: str, shared: str, head_rows: int, split: Split) -> Iterator[PartRecord]:
     """The parts of a graph; `shared` names the parts that graphs of other roles use too."""
 
     def part(name: str, layers: range, *, head: bool) -> PartRecord:
         embeds = split.embeds and layers.start == 0
         first, stop = layers.start, layers.stop
-        file = f"{name}.onnx"
+        file = f"{name}{GRAPH_SUFFIX}"
         return PartRecord(name=name, file=file, first_layer=first, stop_layer=stop, embeds=embeds, head=head)
 
     *others, last = split.layers
@@ -106,9 +104,7 @@ def _parts(graph: str, shared: str, head_rows: int, split: Split, role: Role) ->
         name = "head" if head_rows == 1 else f"head_ar{head_rows}"
         yield part(name, range(last.stop, last.stop), head=True)
     else:
-        own = part(f"{graph}_part{len(split.layers)}" if others else graph, last, head=True)
-        # No device scores, so no other program reads what only that role has.
-        yield structs.replace(own, file=f"{own.file}.gz") if role == "score" else own
+        yield part(f"{graph}_part{len(split.layers)}" if others else graph, last, head=True)
 
 
 def write_layer(tensors: Tensors, matrices: QuantizedMatrices, layer: int, folder: Path) -> WeightPlaces:

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.graphs.decoder import decoder_layer, drafter_input, layer_result, part_end
+from edgekv.machine.graph_file import write_graph
 from edgekv.machine.system import link_or_copy
 from edgekv.spec import EMBEDDINGS, DecoderSpec, KeyLayout, hidden_name
 from exporters.graphs.nodes import Tensor
@@ -95,7 +96,7 @@ def save_model_beside(model: onnx.ModelProto, path: Path, weights: Path) -> None
     for name in weight_files(model):
         if not (link := path.parent / name).exists():
             link_or_copy(weights / name, link)
-    onnx.save(model, path)
+    write_graph(model.SerializeToString(), path)
 
 
 def weight_files(model: onnx.ModelProto) -> list[str]:

@@ -12,6 +12,7 @@ import msgspec
 from devices import Device, Proxy
 from edgekv.errors import EngineError
 from edgekv.machine.child import ChildEndedError, call
+from edgekv.machine.graph_file import graph_name
 from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn.worker import HtpJob, HtpStep, create_sessions
 
@@ -95,7 +96,7 @@ def run_and_lint(device: Device, steps: Sequence[HtpStep]) -> tuple[int, list[li
             dumping.append(msgspec.structs.replace(step, provider_options=options))
         peak_bytes = run_steps(device, dumping)
         nodes_of_graphs = [
-            [f"{Path(step.model).stem}: {node}" for node in _floating_in(folder)]
+            [f"{graph_name(Path(step.model))}: {node}" for node in _floating_in(folder)]
             for step, folder in zip(steps, folders, strict=True)
         ]
     return peak_bytes, nodes_of_graphs

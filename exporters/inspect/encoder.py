@@ -15,6 +15,7 @@ from onnx import helper
 from edgekv.bundle import Bundle, BundleWeights, VisionRecord
 from edgekv.graphs.encoder import encoder_exit, encoder_layer, layer_rows
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
+from edgekv.machine.graph_file import graph_content
 from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs
 from edgekv.spec import LAYER_ROWS_PORT, ROWS_PORT
 from exporters.checkpoint.checkpoint import Checkpoint
@@ -110,7 +111,7 @@ class _MeasuringEncoder(NumpyEncoder):
 
 def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched: list[str]) -> Mapping[str, Floats]:
     """What the graph computes."""
-    model = onnx.load(bundle.path / record.file, load_external_data=False)
+    model = onnx.load_from_string(graph_content(bundle.path / record.file))
     names = {name: _PORTS.get(name, name + _INTEGERS) for name in watched}
     for name, output in names.items():
         if name not in _PORTS:

@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 
 import msgspec
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from edgekv.bundle import ENCODER_FILES, GraphFormat, RotationName, VisionRecord, WeightPlaces
+from edgekv.machine.graph_file import write_graph
 from edgekv.pictures import encoder_inputs, row_places
 from edgekv.spec import EncoderSpec, PictureSpec
 from exporters.checkpoint.rotate import ResidualRotation
@@ -111,7 +111,7 @@ class EncoderPiece(Piece):
             graph = QdqEncoder(self.encoder, quantized.encodings, store)
             outputs = graph.build()
             store.write(folder / SHARD)
-            onnx.save(graph.finish(outputs), target)
+            write_graph(graph.finish(outputs).SerializeToString(), target)
             places = store.places
         rows = np.concatenate(quantized.rows)
         if turn is not None:  # its inverse is its transpose

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import onnx
 
 from edgekv.errors import EngineError
+from edgekv.machine.graph_file import graph_content
 from edgekv.machine.system import free_memory_bytes
 from edgekv.plan import compile_bytes
 from exporters.progress import Progress
@@ -69,9 +70,10 @@ def compiler_bytes(models: Sequence[Path]) -> int:
     """Estimated RAM to compile ONNX files, which share their weights, into one binary."""
     weights_bytes = packed_bytes = graph_bytes = 0
     for path in models:
-        graph_bytes = max(graph_bytes, path.stat().st_size)
+        content = graph_content(path)
+        graph_bytes = max(graph_bytes, len(content))
         sizes, packed = dict[tuple[str, str], int](), dict[tuple[str, str], int]()
-        for tensor in onnx.load(path, load_external_data=False).graph.initializer:
+        for tensor in onnx.load_from_string(content).graph.initializer:
             place = {entry.key: entry.value for entry in tensor.external_data}
             if place:
                 at, length = (place["location"], place.get("offset", "0")), int(place["length"])

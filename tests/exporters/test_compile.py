@@ -9,6 +9,7 @@ import edgekv
 from devices import find
 from edgekv.bundle import open_bundle, open_compiled
 from edgekv.errors import BundleError, EngineError, UsageError
+from edgekv.machine.graph_file import graph_name
 from edgekv.qnn import provider as qnn
 from edgekv.runtime import HtpEngine, make_engine
 from edgekv.runtime.load_options import EngineOptions
@@ -128,7 +129,7 @@ assert all((outputs[1][name] == value).all() for name, value in outputs[0].items
 print("equal")
 """
     wrapper = folder / "compiled" / "SM8650" / record.binaries[0].wrappers["ar1_cl64"]
-    command = [sys.executable, "-c", program, str(folder / "ar1_cl64.onnx"), str(wrapper)]
+    command = [sys.executable, "-c", program, str(folder / "ar1_cl64.onnx.gz"), str(wrapper)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] == "equal"
 
 
@@ -137,7 +138,7 @@ def test_the_engine_loads_what_was_compiled_and_gives_the_same_tokens(small_comp
     shutil.copytree(folder, bare := tmp_path / "bare", ignore=shutil.ignore_patterns("compiled"))
     wrappers = {graph: name for b in record.binaries if b.graphs == 1 for graph, name in b.wrappers.items()}
     found = make_engine(open_bundle(folder), EngineOptions("htp")).compiled
-    assert {graph.stem: wrapper.name for graph, wrapper in found.items()} == wrappers
+    assert {graph_name(graph): wrapper.name for graph, wrapper in found.items()} == wrappers
     assert make_engine(open_bundle(bare), EngineOptions("htp")) == HtpEngine(find("SM8650"))
     texts = [
         [token.id for token in edgekv.load(each, engine="htp").generate("def main(", max_new_tokens=8)]

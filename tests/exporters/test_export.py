@@ -20,7 +20,6 @@ from devices import find
 from edgekv.bundle import open_bundle
 from edgekv.cli import run
 from edgekv.errors import EngineError, UsageError
-from edgekv.machine.graph_file import graph_content
 from edgekv.plan import Overrides, find_subject
 from edgekv.qnn import provider as qnn
 from edgekv.spec import View
@@ -35,6 +34,7 @@ from exporters.plan import export_geometry
 from exporters.quantize.calibrate import read_calibration
 from exporters.quantize.recipe import Recipe, WeightRule
 from quant import quantize_per_channel
+from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.support.exports import export_options, exported, small_options
 
@@ -59,7 +59,7 @@ def shapes(values) -> dict[str, list[int]]:
 
 def test_graphs_are_static_and_single_head(small):
     for graph in open_bundle(small).manifest.graphs:
-        model = onnx.load_from_string(graph_content(small / graph.file))
+        model = stored_graph(small / graph.file)
         inputs, outputs = shapes(model.graph.input), shapes(model.graph.output)
         assert inputs["input_ids"] == [1, graph.ar]
         assert inputs["attention_mask"] == [1, 1, graph.ar, 64]
@@ -78,7 +78,7 @@ def test_graphs_are_static_and_single_head(small):
 def test_past_and_new_rows_of_a_head_have_one_encoding_in_all_graphs(small):
     manifest = open_bundle(small).manifest
     for graph in manifest.graphs:
-        model = onnx.load_from_string(graph_content(small / graph.file))
+        model = stored_graph(small / graph.file)
         readers = {node.input[0]: node for node in model.graph.node if node.op_type == "DequantizeLinear"}
         writers = {node.output[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
         for tensor in manifest.geometry.names():
@@ -104,7 +104,7 @@ def test_heads_are_slices_of_the_quantized_matrix(small, tmp_path):
 def test_all_graphs_point_at_the_same_bytes(small):
     places: dict[str, tuple[str, ...]] = {}
     for graph in open_bundle(small).manifest.graphs:
-        model = onnx.load_from_string(graph_content(small / graph.file))
+        model = stored_graph(small / graph.file)
         for tensor in model.graph.initializer:
             place = tuple(entry.value for entry in tensor.external_data)
             assert places.setdefault(tensor.name, place) == place
@@ -228,7 +228,7 @@ def test_keys_may_lie_in_columns_and_give_the_same_tokens(wide_on_htp, wide_colu
         for engine, tried in strategies.items():
             for strategy in tried:
                 models[layout, strategy, engine] = edgekv.load(bundle, engine, kv_update=strategy)
-    graph = onnx.load(wide_columns / "ar32_cl128.onnx", load_external_data=False).graph
+    graph = stored_graph(wide_columns / "ar32_cl128.onnx.gz").graph
     assert shapes(graph.input)["past_key_0_h0_in"] == [1, 1, 64, 96]
     assert shapes(graph.output)["past_key_0_h0_out"] == [1, 1, 64, 32]
     tokens = models["rows", "slot", "cpu"].encode("def __init__(self, name):\n    self.name = name\n" * 2)[:45]
@@ -364,7 +364,7 @@ def test_the_manifest_says_where_the_bundle_is_from(small):
     assert raw["source"]["calibration"] == "edgekv's own" and raw["source"]["calibration_tokens"] > 500
     rope = raw["model"]["rope"]
     assert rope["rope_type"] == "llama3" and rope["parameters"]["factor"] == 8
-    assert set(raw["files"]) >= {"tokenizer.json", "ar1_cl64.onnx", "weights-head.safetensors"}
+    assert set(raw["files"]) >= {"tokenizer.json", "ar1_cl64.onnx.gz", "weights-head.safetensors"}
 
 
 @pytest.mark.parametrize(("context", "is_long"), [(64, False), (128, True)])

@@ -34,7 +34,9 @@ from edgekv.conformance.kit import (
 from edgekv.conformance.models import ModelJob, decode
 from edgekv.errors import EngineError
 from edgekv.kv import KVCache
+from edgekv.machine.graph_file import write_graph
 from edgekv.machine.tensor_file import encode_tensors
+from tests.support.bundles import stored_graph
 
 SOC = "SM8750"
 CODE = ("exporters.conformance.make", "exporters.conformance.record")
@@ -263,9 +265,9 @@ def write_faulty(folder: Path, change: Callable[[onnx.ModelProto], onnx.ModelPro
     family = Family("llama", find(SOC), folder, folder / "scratch")
     graphs = family.graphs([])
     for path in graphs.models.values():
-        model = onnx.load(path, load_external_data=False)
+        model = stored_graph(path)
         path.unlink()
-        onnx.save(change(model), path)
+        write_graph(change(model).SerializeToString(), path)
     for wrapper in family.compiled(graphs).values():
         pack(wrapper.with_name(f"{wrapper.stem}_qnn.bin"))
     shutil.rmtree(folder / "scratch")

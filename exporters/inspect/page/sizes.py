@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from edgekv.bundle import Bundle, Manifest
+from edgekv.machine.graph_file import GRAPH_SUFFIX
 from edgekv.spec import EMBEDDING, EMBEDDING_STEPS, HEAD, HEAD_TURN
 from quant import WEIGHT_TYPES
 
@@ -68,7 +69,7 @@ def _matrix(key: str) -> tuple[str, str]:
 def _file(name: str) -> tuple[str, str]:
     """What a file is, by its path in the bundle, and its kind."""
     folder, _, inner = name.partition("/")
-    if name.endswith((".onnx", ".onnx.gz")):
+    if name.endswith((".onnx", GRAPH_SUFFIX)):
         return "graphs (.onnx)", "graphs"
     if folder == "compiled" and inner:
         return f"binaries for {inner.partition('/')[0]}", "binaries"

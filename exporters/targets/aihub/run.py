@@ -19,6 +19,7 @@ from devices import CATALOGUE, Device, UnknownDeviceError, find
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.errors import BundleError, ServiceError, UsageError
 from edgekv.machine.child import TIMEOUT_VARIABLE, vendor_timeout_s
+from edgekv.machine.graph_file import graph_content
 from edgekv.machine.scratch import atomic_file
 from exporters.compile import open_store
 from exporters.options import RunOptions
@@ -206,7 +207,7 @@ def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> Path:
         BundleError: a weight of the graph is not in the bundle.
     """
     name = graph_name(graph)
-    model = onnx.load(bundle.graph_path(graph), load_external_data=False)
+    model = onnx.load_from_string(graph_content(bundle.graph_path(graph)))
     model.graph.name = name
     extents = _redirect(model, bundle, graph, f"{name}.data")
     target = folder / f"{name}.onnx.zip"

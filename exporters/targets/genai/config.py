@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from edgekv.bundle import GraphRecord, Manifest
+from edgekv.machine.graph_file import plain_name
 from exporters.graphs.qdq import stacked_new, stacked_past
 
 CONFIG = "genai_config.json"
@@ -129,10 +130,14 @@ def genai_config(
     pipeline = {
         "position-processor": Stage(filename=POSITION_PROCESSOR, inputs=[POSITION_IDS, HELD_TOKENS], outputs=made),
         "prefill": Stage(
-            filename=prefill.file, inputs=reads, outputs=writes, session_options=options, run_on_token_gen=False
+            filename=plain_name(prefill.file),
+            inputs=reads,
+            outputs=writes,
+            session_options=options,
+            run_on_token_gen=False,
         ),
         "decode": Stage(
-            filename=decode.file, inputs=reads, outputs=writes, session_options=options, run_on_prompt=False
+            filename=plain_name(decode.file), inputs=reads, outputs=writes, session_options=options, run_on_prompt=False
         ),
         "dequantizer": Stage(filename=DEQUANTIZER, inputs=[ports.exit.name], outputs=[FLOAT_LOGITS]),
     }

@@ -15,6 +15,7 @@ from devices import Device
 from edgekv.bundle import Bundle, GraphRecord, Manifest, atomic_directory
 from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
+from edgekv.machine.graph_file import plain_name
 from edgekv.machine.json_file import readable_json
 from edgekv.runtime.graph import rope_tables
 from edgekv.spec import LOGITS, MASK, rope_inputs
@@ -69,15 +70,15 @@ def write_genai(
             for name in manifest.weights.files:
                 shutil.copyfile(bundle.path / name, graphs / name)
         for graph in (decode, prefill):
-            save_part(stacked_graph(bundle, graph), graphs / graph.file, bundle.path)
+            save_part(stacked_graph(bundle, graph), graphs / plain_name(graph.file), bundle.path)
         if options.check:
-            stacked = {graph.name: graphs / graph.file for graph in (decode, prefill)}
+            stacked = {graph.name: graphs / plain_name(graph.file) for graph in (decode, prefill)}
             progress("compare", 0, 1)
             prove_integers(bundle, stacked, options.device)
             progress("compare", 1, 1)
         floating = None
         if options.device:
-            compiled = [graphs / graph.file for graph in (decode, prefill)]
+            compiled = [graphs / plain_name(graph.file) for graph in (decode, prefill)]
             floating = _compile(bundle, options.device, compiled, folder, options, progress)
             shutil.rmtree(graphs)
         save_model(position_processor(manifest, decode.context), folder / POSITION_PROCESSOR)

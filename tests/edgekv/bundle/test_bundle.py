@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import onnxruntime as ort
 import pytest
 
 from edgekv.bundle import (
@@ -29,11 +30,12 @@ from edgekv.bundle import (
 from edgekv.bundle.formats import SEAL, seal_of
 from edgekv.cli import run
 from edgekv.errors import BundleError
+from edgekv.machine.graph_file import graph_content, plain_name
 from edgekv.spec import DecoderSpec, Rope
 from quant import Encoding
 from tests.support.bundles import change_manifest, int8_recipe, places_in_one_file, replace_in_manifest
 
-GRAPH, WEIGHTS = "ar1_cl8.onnx", "weights.bin"
+GRAPH, WEIGHTS = "ar1_cl8.onnx.gz", "weights.bin"
 U8 = Encoding(dtype="u8", scale=0.5, zero_point=128)
 U16 = Encoding(dtype="u16", scale=0.5, zero_point=32768)
 
@@ -96,6 +98,15 @@ def test_a_bundle_is_found_as_it_was_written(folder: Path) -> None:
 
 def test_the_exported_bundle_is_whole(bundle: Path) -> None:
     assert open_bundle(bundle).tokenizer().encode("import os").ids
+
+
+def test_unpacked_graphs_beside_the_weights_are_ignored(small: Path) -> None:
+    """As `gunzip -k` leaves them, for tools that read plain ones."""
+    graphs = open_bundle(small).manifest.graph_files
+    for file in graphs:
+        (small / plain_name(file)).write_bytes(graph_content(small / file))
+    assert open_bundle(small).manifest.graph_files == graphs
+    ort.InferenceSession(small / plain_name(graphs[0]), providers=["CPUExecutionProvider"])
 
 
 def test_a_changed_byte_of_an_exported_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
@@ -208,7 +219,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file too few": (lambda f: (f / GRAPH).unlink(), f"{GRAPH}: got no such file; expected a file of 7 bytes"),
     "a file cut short": (lambda f: (f / GRAPH).write_bytes(b"a gra"), f"{GRAPH}: got 5 bytes; expected 7 bytes"),
     "a changed byte": (lambda f: (f / GRAPH).write_bytes(b"a grAph"), f"{GRAPH}: got sha256"),
-    "a graph too many": (lambda f: (f / "other.onnx").write_bytes(b""), "other.onnx: got a file that the manifest"),
+    "a graph too many": (lambda f: (f / "b.onnx.gz").write_bytes(b""), "b.onnx.gz: got a file that the manifest"),
     "a graph that is no file of it": (lambda f: _rewrite(f, f'"file": "{GRAPH}"', '"file": "x"'), "file: got 'x'"),
     "a file of somewhere else": (
         lambda f: _rewrite(f, '"tokenizer.json": {', '"../tokenizer.json": {'),

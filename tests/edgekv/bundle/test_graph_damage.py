@@ -8,13 +8,13 @@ from hashlib import sha256
 from pathlib import Path
 
 import msgspec
-import onnx
 import pytest
 
 import edgekv
 from edgekv.bundle import FileRecord, open_bundle, write_manifest
 from edgekv.errors import BundleError
-from edgekv.machine.graph_file import graph_content, write_graph
+from edgekv.machine.graph_file import write_graph
+from tests.support.bundles import stored_graph
 
 
 @pytest.mark.parametrize("size", [-1, "batch", "rows_", "rows_x", "", 10**12], ids=repr)
@@ -27,7 +27,7 @@ def test_a_dimension_that_is_not_static_is_refused(
     files = dict(bundle.manifest.files)
     for graph in bundle.manifest.graphs:
         path = bundle.path / graph.parts[0].file
-        model = onnx.load_from_string(graph_content(path))
+        model = stored_graph(path)
         dimension = next(
             each for each in model.graph.input if each.name.startswith("past_")
         ).type.tensor_type.shape.dim[2]

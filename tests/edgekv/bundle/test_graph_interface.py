@@ -11,11 +11,11 @@ import edgekv
 from devices import find
 from edgekv.bundle import Bundle, open_bundle, read_manifest
 from edgekv.errors import BundleError
-from edgekv.machine.graph_file import graph_content
 from edgekv.spec import DecoderInterface, Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
 from exporters.quantize.recipe import find_recipe
+from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, EVERY_OPERATION, write_checkpoint
 from tests.support.exports import exported_architecture
 from tests.support.thorough import variants
@@ -50,7 +50,7 @@ def test_the_manifest_gives_the_ports_of_every_file_in_order(tmp_path: Path, nam
     bundle = export(tmp_path, name, **LAYOUTS[layout])
     for graph in bundle.manifest.graphs:
         for part in graph.parts:
-            found = onnx.load_from_string(graph_content(bundle.part_path(part))).graph
+            found = stored_graph(bundle.part_path(part)).graph
             interface = bundle.manifest.interface.graph(graph, part)
             assert interface.inputs == tuple(map(in_file, found.input))
             assert interface.outputs == tuple(map(in_file, found.output))

@@ -189,7 +189,7 @@ def test_a_graph_that_is_not_compiled_is_said_to_be_and_ctrl_c_ends_it(talker: P
     arguments = ["-c", IMPATIENT, "generate", str(talker), "Hello", "--engine", "htp"]
     run = pexpect.spawn(sys.executable, arguments, encoding="utf-8", timeout=60, preexec_fn=_take_signals)
     run.expect("is not compiled for SM8650, so each run compiles its graphs. Once: edgekv compile ")
-    run.expect(r"\[compile ar1_cl512\.onnx for SM8650, \d+ s\]")
+    run.expect(r"\[compile ar1_cl512\.onnx\.gz for SM8650, \d+ s\]")
     run.sendintr()
     assert _ended(run) == 130
 

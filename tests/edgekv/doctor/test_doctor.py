@@ -19,6 +19,7 @@ from edgekv.doctor.examine import run_probe
 from edgekv.doctor.finding import NotInstalledError
 from edgekv.doctor.samples import IR_VERSION, OPSET, onnx_norm_case, write_onnx_norm
 from tests.support.aihub_server import DEVICES, TOKEN, AiHub
+from tests.support.bundles import stored_graph
 
 PACKAGES = {
     "engine cpu": "onnxruntime",
@@ -155,7 +156,7 @@ def test_the_sample_graph_has_the_operator_set_of_exported_graphs(small: Path, t
     """A runtime that loads the sample and not a bundle would be called working."""
     write_onnx_norm(tmp_path / "norm.onnx")
     sample = onnx.load(tmp_path / "norm.onnx")
-    exported = onnx.load(next(small.glob("ar1_*.onnx")), load_external_data=False)
+    exported = stored_graph(next(small.glob("ar1_*.onnx.gz")))
     for model in (sample, exported):
         assert ([each.version for each in model.opset_import], model.ir_version) == ([OPSET], IR_VERSION)
     assert {node.op_type for node in sample.graph.node} <= {node.op_type for node in exported.graph.node}

@@ -207,7 +207,7 @@ def test_the_modes_of_the_cpu_compute_wide_kernels_and_gates(tmp_path: Path, mod
 @pytest.mark.parametrize("name", variants(["lfm2", "lfm3"], ["lfm3"]))
 def test_every_graph_is_integers_alone_on_the_htp(tmp_path: Path, name: str) -> None:
     bundle = hybrid(tmp_path, name)
-    files = [bundle / f"{graph}.onnx" for graph in ("ar1_cl160", "ar16_cl160", "ar8_cl160_verify")]
+    files = [bundle / f"{graph}.onnx.gz" for graph in ("ar1_cl160", "ar16_cl160", "ar8_cl160_verify")]
     assert not floating_nodes(files, find("SM8650"))
 
 

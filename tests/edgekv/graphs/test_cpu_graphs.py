@@ -102,7 +102,7 @@ def test_the_number_of_nodes_does_not_grow_with_the_heads(tmp_path: Path) -> Non
     for heads in (4, 8):
         shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
         bundle = exported(write_checkpoint(tmp_path / f"{heads}", shape), export_options(context=16, ar=(1,)))
-        graph = emulated(source_of(bundle, "ar1_cl16.onnx")).graph
+        graph = emulated(source_of(bundle, "ar1_cl16.onnx.gz")).graph
         constants = {each.name for each in graph.initializer}
         for node in graph.node:  # the runtime computes these when it loads the graph
             if constants.issuperset(node.input):
@@ -140,7 +140,7 @@ def test_each_graph_and_each_bundle_has_a_graph_of_its_own(small: Path, tmp_path
     other = exported(
         write_checkpoint(tmp_path / "other", {"num_hidden_layers": 1}), export_options(context=64, ar=(1,))
     )
-    found = {emulated_bytes(source_of(small, f"ar{ar}_cl64.onnx")) for ar in (1, 8)} | {
+    found = {emulated_bytes(source_of(small, f"ar{ar}_cl64.onnx.gz")) for ar in (1, 8)} | {
         emulated_bytes(source_of(other))
     }
     assert len(found) == 3 == len([*kept.iterdir()])

@@ -351,7 +351,7 @@ def test_prefixes_rewinds_and_drafts_change_no_bit(either: Path) -> None:
 @pytest.mark.slow
 def test_every_graph_is_integers_alone_on_the_htp(either: Path) -> None:
     graphs = ["ar1_cl128", "ar64_cl128", "ar8_cl128_verify"]
-    assert not floating_nodes([either / f"{name}.onnx" for name in graphs], find("SM8750"))
+    assert not floating_nodes([either / f"{name}.onnx.gz" for name in graphs], find("SM8750"))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def _rendered(graph: Path, mode: Any = "fast", *, batch_invariant: bool = False)
 
 
 def test_no_weight_is_kept_as_float(small: Path, kept: Path) -> None:
-    graph = _rendered(small / "ar1_cl64.onnx").graph
+    graph = _rendered(small / "ar1_cl64.onnx.gz").graph
     floats = [each for each in graph.initializer if each.data_type == onnx.TensorProto.FLOAT]
     scales = {node.input[2] for node in graph.node if node.op_type in ("MatMulNBits", "DynamicQuantizeMatMul")}
     assert len(scales) > 4
@@ -150,14 +150,16 @@ def test_no_weight_is_kept_as_float(small: Path, kept: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["exact16", "fast"])
 def test_rows_are_alike_without_a_further_node_where_queries_share_keys(small: Path, kept: Path, mode: str) -> None:
-    graphs = [_rendered(small / "ar1_cl64.onnx", mode, batch_invariant=invariant).graph for invariant in (False, True)]
+    graphs = [
+        _rendered(small / "ar1_cl64.onnx.gz", mode, batch_invariant=invariant).graph for invariant in (False, True)
+    ]
     counts = [Counter(node.op_type for node in graph.node) for graph in graphs]
     assert counts[0] == counts[1]
 
 
 def test_a_layer_takes_few_nodes(small: Path, kept: Path) -> None:
     layers = open_bundle(small).manifest.model.layers
-    counts = [node.op_type for node in _rendered(small / "ar1_cl64.onnx").graph.node]
+    counts = [node.op_type for node in _rendered(small / "ar1_cl64.onnx.gz").graph.node]
     assert len(counts) <= 31 * layers + 20
     for op in ("Sigmoid", "Sub", "RMSNormalization", "Transpose"):
         assert op not in counts
@@ -189,7 +191,7 @@ def _weight(dtype: WeightDtype, rows: int, largest: int = 16) -> QuantizedWeight
 
 
 def test_a_rendered_graph_is_kept_and_made_again_when_its_weights_are_damaged(small: Path, kept: Path) -> None:
-    path = small / "ar1_cl64.onnx"
+    path = small / "ar1_cl64.onnx.gz"
     with rendered_graph(_source(path), "fast") as (content, folder):
         assert folder == kept
     weights = max(kept.glob("*.weights"), key=lambda file: file.stat().st_size)
@@ -205,7 +207,7 @@ def test_a_rendered_graph_is_kept_and_made_again_when_its_weights_are_damaged(sm
 
 def test_each_mode_has_a_rendering_of_its_own(small: Path, kept: Path) -> None:
     modes: tuple[Any, ...] = ("fast", "exact16")
-    assert len({_rendered(small / "ar1_cl64.onnx", mode).SerializeToString() for mode in modes}) == 2
+    assert len({_rendered(small / "ar1_cl64.onnx.gz", mode).SerializeToString() for mode in modes}) == 2
     assert len([*kept.glob("*.onnx")]) == 2
 
 
@@ -250,11 +252,11 @@ def test_prefill_multiplies_integers_of_8_bits(small: Path, kept: Path) -> None:
     """
     layers = open_bundle(small).manifest.model.layers
     for mode, parts in (("exact16", 2 * 4), ("fast", 4)):
-        ops = Counter(node.op_type for node in _rendered(small / "ar8_cl64.onnx", mode).graph.node)
+        ops = Counter(node.op_type for node in _rendered(small / "ar8_cl64.onnx.gz", mode).graph.node)
         assert ops["MatMulIntegerToFloat"] == parts * layers + 2 * (mode == "exact16")
         assert ops["DynamicQuantizeLinear"] == 4 * layers * (mode == "exact16")
         assert ops["DynamicQuantizeMatMul"] == 2 * (mode == "fast")
-    assert "MatMulIntegerToFloat" not in [node.op_type for node in _rendered(small / "ar1_cl64.onnx").graph.node]
+    assert "MatMulIntegerToFloat" not in [node.op_type for node in _rendered(small / "ar1_cl64.onnx.gz").graph.node]
 
 
 @pytest.mark.skipif(not multiplies_integers(), reason="no VNNI: prefill multiplies in blocks")
@@ -355,7 +357,7 @@ def _files_of_weights(graph: Path, mode: Any = "fast") -> set[str]:
 
 def test_weights_lie_in_files_as_kernels_read_them(small: Path, kept: Path) -> None:
     """A session maps them: it makes no copies."""
-    graph = _rendered(small / "ar1_cl64.onnx").graph
+    graph = _rendered(small / "ar1_cl64.onnx.gz").graph
     read = {node.input[1] for node in graph.node if node.op_type in ("MatMulNBits", "DynamicQuantizeMatMul")}
     matrices = [tensor for tensor in graph.initializer if tensor.name in read and tensor.external_data]
     assert len(matrices) >= 4
@@ -371,7 +373,7 @@ def test_weights_lie_in_files_as_kernels_read_them(small: Path, kept: Path) -> N
 
 @pytest.mark.parametrize("mode", ["exact16", "fast"])
 def test_graphs_share_the_files_of_equal_weights(small: Path, kept: Path, mode: CpuMode) -> None:
-    decode, prefill = (_files_of_weights(small / name, mode) for name in ("ar1_cl64.onnx", "ar8_cl64.onnx"))
+    decode, prefill = (_files_of_weights(small / name, mode) for name in ("ar1_cl64.onnx.gz", "ar8_cl64.onnx.gz"))
     shared = decode & prefill
     assert shared and {path.name for path in kept.glob("*.weights")} == decode | prefill
     if multiplies_integers() and mode == "exact16":
@@ -392,7 +394,7 @@ def test_weights_that_no_graph_uses_are_removed(tmp_path: Path) -> None:
 def test_graphs_kept_by_an_older_version_are_ignored(small: Path, kept: Path) -> None:
     kept.mkdir(parents=True)
     (kept / "old.onnx").write_bytes(sha256(b"\xff" * 99).digest() + b"\xff" * 99)
-    assert _rendered(small / "ar1_cl64.onnx").graph.node
+    assert _rendered(small / "ar1_cl64.onnx.gz").graph.node
 
 
 @pytest.mark.slow
@@ -436,7 +438,7 @@ def _resident_bytes(files: set[Path]) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
 def test_a_graph_that_has_not_run_for_a_while_leaves_no_weights_in_memory(small: Path, kept: Path) -> None:
     """Each session maps files of its own, also those that graphs share: on processors without VNNI, all."""
-    files = {kept / file for ar in (1, 8) for file in _files_of_weights(small / f"ar{ar}_cl64.onnx")}
+    files = {kept / file for ar in (1, 8) for file in _files_of_weights(small / f"ar{ar}_cl64.onnx.gz")}
     with edgekv.load(small, cpu_mode="fast") as model:
         resident = [_resident_bytes(files) for _ in model.generate([*range(5, 21)], 30, ignore_eos=True)]
         assert resident[0] == 0 < resident[-1] == max(resident), "weights of a prompt leave with its step"
@@ -460,7 +462,7 @@ def test_rows_of_a_prompt_do_not_depend_on_what_the_cache_held_before(small_expo
 def test_without_the_package_that_builds_only_kept_graphs_run(
     small: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = small / "ar1_cl64.onnx"
+    path = small / "ar1_cl64.onnx.gz"
     with rendered_graph(_source(path), "fast") as (content, folder):
         assert folder == kept
     monkeypatch.setitem(sys.modules, "onnx", None)

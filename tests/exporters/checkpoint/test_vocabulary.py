@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import onnx
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -33,6 +32,7 @@ from exporters.inspect.probe import Probe
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from exporters.quantize.table import Table
+from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.support.exports import export_options, exported
 
@@ -87,7 +87,7 @@ def test_a_tied_vocabulary_is_stored_once(tied: Bundle, untied: Bundle) -> None:
     assert EMBEDDING not in places.matrices and places.matrices[HEAD].by_outputs
     assert untied.manifest.weights.matrices[EMBEDDING].by_outputs
     assert not untied.manifest.weights.matrices[HEAD].by_outputs
-    graph = onnx.load(tied.graph_path(tied.manifest.graphs[0]), load_external_data=False).graph
+    graph = stored_graph(tied.graph_path(tied.manifest.graphs[0])).graph
     stored = {each.name: {entry.key: entry.value for entry in each.external_data} for each in graph.initializer}
     assert stored["embedding.table"] == stored[f"{HEAD}.int8"]
     turn_bytes = places.bytes(HEAD_TURN)

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 
 from edgekv.bundle import Bundle, open_bundle
-from edgekv.machine.graph_file import graph_content
+from edgekv.runtime import CpuEngine
 from exporters.graphs.parts import build_part, save_part, weight_files
 from exporters.lora.options import LoraOptions
+from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported, exported_architecture
 from tests.support.thorough import variants
@@ -44,7 +43,7 @@ def _check_parts(bundle: Bundle) -> None:
     for graph in bundle.manifest.graphs:
         for part in graph.parts:
             built = build_part(bundle.manifest, graph, part).finish()
-            assert built == onnx.load_from_string(graph_content(bundle.part_path(part)))
+            assert built == stored_graph(bundle.part_path(part))
 
 
 def test_keys_in_columns_are_those_of_an_export_with_this_layout(tmp_path: Path) -> None:
@@ -56,10 +55,10 @@ def test_keys_in_columns_are_those_of_an_export_with_this_layout(tmp_path: Path)
     record = rows.manifest.graph("decode")
     assert record is not None
     built = build_part(rows.manifest, record, record.part, key_layout="columns")
-    assert built.finish() == onnx.load(columns.graph_path(record), load_external_data=False)
+    assert built.finish() == stored_graph(columns.graph_path(record))
     save_part(built, tmp_path / "graph.onnx", rows.path)
     assert {path.name for path in tmp_path.iterdir()} >= {"graph.onnx", *weight_files(built.finish())}
-    found, wanted = (ort.InferenceSession(path) for path in (tmp_path / "graph.onnx", columns.graph_path(record)))
+    found, wanted = (CpuEngine().session(path) for path in (tmp_path / "graph.onnx", columns.graph_path(record)))
     random = np.random.default_rng(0)
     feeds = {}
     for port in wanted.get_inputs():

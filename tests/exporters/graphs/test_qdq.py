@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 
 from devices import find
@@ -14,14 +13,14 @@ from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.graphs import decoder
 from edgekv.runtime import HtpEngine
 from exporters.graphs.parts import build_part, save_part
-from tests.support.bundles import Arrays, any_step, outputs
+from tests.support.bundles import Arrays, any_step, outputs, stored_graph
 from tests.support.checkpoints import EVERY_OPERATION
 from tests.support.exports import exported_architecture
 from tests.support.thorough import variants
 
 
 def _operations(bundle: Bundle, graph: GraphRecord) -> Counter[str]:
-    return Counter(node.op_type for node in onnx.load(bundle.graph_path(graph), load_external_data=False).graph.node)
+    return Counter(node.op_type for node in stored_graph(bundle.graph_path(graph)).graph.node)
 
 
 def test_decode_multiplies_the_queries_that_share_keys_at_once(small: Path) -> None:

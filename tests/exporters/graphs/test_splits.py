@@ -14,6 +14,7 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, UsageError
+from edgekv.machine.graph_file import graph_name
 from edgekv.plan import divide
 from edgekv.runtime import CpuEngine, make_engine
 from edgekv.runtime.load_options import EngineOptions
@@ -106,7 +107,7 @@ def test_graphs_share_parts_and_weights(bundles: dict[str, Path], two: Bundle) -
     assert names["ar8_cl48"] == ["ar8_cl48_part1", "ar8_cl48_part2", "head"]
     assert names["ar8_cl48_score"] == ["ar8_cl48_part1", "ar8_cl48_part2", "head_ar8"]
     whole = open_bundle(bundles["whole"]).manifest
-    assert [graph.file for graph in whole.graphs[:2]] == ["ar1_cl24.onnx", "ar8_cl24.onnx"] and whole.is_whole
+    assert [graph.file for graph in whole.graphs[:2]] == ["ar1_cl24.onnx.gz", "ar8_cl24.onnx.gz"] and whole.is_whole
     assert {n: r for n, r in two.manifest.files.items() if "weights" in n} == {
         n: r for n, r in whole.files.items() if "weights" in n
     }
@@ -157,7 +158,7 @@ def test_the_engine_loads_what_was_compiled_of_each_part(bundles: dict[str, Path
     rows = [edgekv.load(bundle, "htp").session.feed(PROMPT[:4]).copy()]
     compile_bundle(bundle, DEVICE, choice=BinaryChoice(per_graph=True))
     loaded = make_engine(bundle, EngineOptions("htp")).compiled
-    assert {part.stem: wrapper.stem for part, wrapper in loaded.items()} == {
+    assert {graph_name(part): wrapper.stem for part, wrapper in loaded.items()} == {
         name: name for name in ("ar1_cl24_body", "head")
     }
     rows.append(edgekv.load(bundle, "htp").session.feed(PROMPT[:4]).copy())

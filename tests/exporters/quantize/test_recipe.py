@@ -21,6 +21,7 @@ from exporters.quantize.effort import EFFORTS, Effort
 from exporters.quantize.matrices import needs_quantized_pass
 from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
+from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, NEWER, config_of, write_checkpoint
 from tests.support.exports import export_options, exported, small_options
 from tests.support.thorough import variants
@@ -85,7 +86,7 @@ def test_4_bits_are_integers_on_the_htp_and_half_the_bytes(checkpoint, name):
     bundle = exported(checkpoint.folder, export_options(name, context=64, ar=(1, 16), check_on_htp=True))
     manifest = open_bundle(bundle).manifest
     assert manifest.htp_check == "integers-only"
-    graph = onnx.load(bundle / "ar1_cl64.onnx", load_external_data=False).graph
+    graph = stored_graph(bundle / "ar1_cl64.onnx.gz").graph
     stored = {each.name: each for each in graph.initializer}["model.layers.0.mlp.up_proj.weight.int4"]
     assert stored.data_type == onnx.TensorProto.INT4 and list(stored.dims) == [64, 128]
     assert {each.key: each.value for each in stored.external_data}["length"] == str(64 * 128 // 2)

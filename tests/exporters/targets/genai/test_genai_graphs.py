@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.errors import EngineError
+from edgekv.machine.graph_file import plain_name
 from edgekv.runtime import CpuEngine, HtpEngine
 from edgekv.runtime.graph import rope_tables
 from exporters.graphs.parts import save_part
@@ -37,7 +38,7 @@ def small(request, tmp_path_factory) -> Bundle:
 
 def write_stacked(bundle: Bundle, role: str, folder: Path) -> Path:
     record = bundle.manifest.graph(role)
-    path = folder / f"stacked_{record.file}"
+    path = folder / f"stacked_{plain_name(record.file)}"
     save_part(stacked_graph(bundle, record), path, bundle.path)
     return path
 

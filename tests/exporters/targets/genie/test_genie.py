@@ -20,6 +20,7 @@ from devices import find
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.cli import run
 from edgekv.errors import BundleError, EdgeKVError, EngineError, UsageError
+from edgekv.machine.graph_file import graph_content
 from edgekv.runtime.graph import RopeTable
 from edgekv.spec import Rope
 from edgekv.text import SamplingParams, Token
@@ -211,10 +212,11 @@ def test_a_misnamed_cache_tensor_is_found_where_genie_finds_nothing(
     """In a graph before it is compiled, and in a binary that Genie loads without a word."""
     (graph,) = (each for each in columns.manifest.graphs if each.role == "decode")
     wanted = GeniePorts.of(columns.manifest, graph, graph.part)
-    wanted.compare(graph.file, read_ports(columns.graph_path(graph)))
+    exported = tmp_path / "exported.onnx"
+    exported.write_bytes(graph_content(columns.graph_path(graph)))
+    wanted.compare(graph.file, read_ports(exported))
     right, wrong = "past_key_1_h0_in", "past_kez_1_h0_in"
-    onnx_bytes = columns.graph_path(graph).read_bytes()
-    (tmp_path / "misnamed.onnx").write_bytes(onnx_bytes.replace(right.encode(), wrong.encode()))
+    (tmp_path / "misnamed.onnx").write_bytes(exported.read_bytes().replace(right.encode(), wrong.encode()))
     message = rf"got no {right}; expected {right} u8 \[1, 1, 64, 127\], .*Genie would load it"
     with pytest.raises(BundleError, match=message):
         wanted.compare(graph.file, read_ports(tmp_path / "misnamed.onnx"))
