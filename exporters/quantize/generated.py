@@ -20,6 +20,7 @@ from edgekv.graphs.decoder import decoder_layer, logits
 from edgekv.graphs.delta_rule import DeltaInputs, recall
 from edgekv.kv import KvTensor
 from edgekv.spec.linear import DeltaRule
+from edgekv.spec.tensors import by_inputs
 from exporters.checkpoint.tensors import Tensors
 from exporters.quantize.calibrate import CHAT_SHARE
 from exporters.quantize.reference import Floats, NumpyOps, Weights
@@ -31,7 +32,6 @@ WINDOWS_AT_ONCE = 32
 _TEXT_TOKENS = 128
 """Least tokens of each text that is written. A window holds several: more at a time take less time each."""
 _TEXTS_AT_ONCE = 64
-_ROWS_AT_ONCE = 4096  # of a matrix in a product
 _SUMMED = 256  # probabilities, before one of their sums is drawn
 
 
@@ -138,7 +138,9 @@ def _texts(
         for layer in range(spec.layers):
             hidden = decoder_layer(ops, spec, layer, hidden)
         if position + 1 >= least:
-            sampled = _sampled(logits(ops, spec, hidden)[:, 0] + refused, random)
+            scores = logits(ops, spec, hidden)[:, 0]
+            scores += refused
+            sampled = _sampled(scores, random)
             tokens[:, position + 1] = np.where(position + 1 >= ends, sampled, tokens[:, position + 1])
         progress(position + 2)
     return tokens[:, :length]
@@ -166,18 +168,12 @@ class _DecodeOps(NumpyOps):
         self._multiplied: tuple[Floats | None, dict[str, Floats]] = None, {}
 
     def product(self, x: Floats, weight: str, rows: slice, gain: float) -> Floats:
-        """One product for all sequences and for all heads; otherwise numpy reads the matrix once for each.
-
-        The matrix is the left operand: BLAS is slow where the left one has few rows.
-        """
+        """One product for all sequences and for all heads; otherwise numpy reads the matrix once for each."""
         if self._multiplied[0] is not x:
             self._multiplied = x, {}
         products = self._multiplied[1]
         if weight not in products:
-            matrix, columns = self._weights[weight], x[:, 0].T
-            parts = range(0, len(matrix), _ROWS_AT_ONCE)
-            whole = np.concatenate([matrix[start : start + _ROWS_AT_ONCE] @ columns for start in parts])
-            products[weight] = np.ascontiguousarray(whole.T)[:, None]
+            products[weight] = (x[:, 0] @ by_inputs(self._weights[weight]))[:, None]
         product = products[weight][..., rows]
         return product * np.float32(gain) if gain != 1 else product
 
@@ -227,7 +223,9 @@ class _DecodeOps(NumpyOps):
 def _sampled(scores: Floats, random: np.random.Generator) -> NDArray[np.int64]:
     """A token for each row of logits `[sequences, V]`, at temperature 1: a block of the vocabulary, then one of it."""
     chances = np.zeros((len(scores), -(-scores.shape[1] // _SUMMED) * _SUMMED), np.float32)
-    np.exp(scores - scores.max(-1, keepdims=True), out=chances[:, : scores.shape[1]])
+    for row, chance in zip(scores, chances[:, : scores.shape[1]], strict=True):  # in a core's cache
+        np.subtract(row, row.max(), out=chance)
+        np.exp(chance, out=chance)
     likely = chances.reshape(len(scores), -1, _SUMMED)
     sums = likely.sum(-1).cumsum(-1, dtype=np.float64)
     drawn = random.random((len(scores), 1)) * sums[:, -1:]
