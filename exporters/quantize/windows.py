@@ -22,32 +22,56 @@ _FLOAT_BYTES = 4
 class Room:
     """Memory for values of windows.
 
+    While memory is taken for an owner, that of values which are gone is kept for the next of the same size: the system
+    fills new memory with zeros, which takes as long as to compute some of them.
+
     Args:
         free_bytes: that they may take together.
     """
 
     def __init__(self, free_bytes: int = 0) -> None:
         self._free_bytes = free_bytes
+        self._owners = 0
+        self._kept: list[Floats] = []
 
     def array(self, shape: tuple[int, ...]) -> Floats | None:
         """Memory for values of this shape until nobody has them any more; None if there is not enough."""
         size_bytes = _FLOAT_BYTES * prod(shape)
         if size_bytes > self._free_bytes:
             return None
-        self._free_bytes -= size_bytes
-        values = np.empty(shape, np.float32)
-        weakref.finalize(values, self._give_back, size_bytes)
-        return values
+        at = next((at for at, kept in enumerate(self._kept) if kept.nbytes == size_bytes), None)
+        memory = None if at is None else self._kept.pop(at)
+        self._use(size_bytes)
+        if memory is None:
+            memory = np.empty(prod(shape), np.float32)
+        values = np.frombuffer(memory.data, np.float32)  # all of its parts refer to it, not to `memory`
+        weakref.finalize(values, self._give_back, memory)
+        return values.reshape(shape)
 
     def take(self, size_bytes: int, most: int, owner: object) -> int:
         """Take memory that many times at most, as often as it is there, until `owner` is gone; returns how often."""
         count = min(most, self._free_bytes // size_bytes)
-        self._free_bytes -= count * size_bytes
-        weakref.finalize(owner, self._give_back, count * size_bytes)
+        self._use(count * size_bytes)
+        self._owners += 1
+        weakref.finalize(owner, self._end, count * size_bytes)
         return count
 
-    def _give_back(self, size_bytes: int) -> None:
+    def _use(self, size_bytes: int) -> None:
+        """Take memory, and free what is kept beyond the bytes that are left."""
+        self._free_bytes -= size_bytes
+        while sum(kept.nbytes for kept in self._kept) > self._free_bytes:
+            self._kept.pop(0)
+
+    def _give_back(self, memory: Floats) -> None:
+        self._free_bytes += memory.nbytes
+        if self._owners:
+            self._kept.append(memory)
+
+    def _end(self, size_bytes: int) -> None:
         self._free_bytes += size_bytes
+        self._owners -= 1
+        if not self._owners:
+            self._kept.clear()
 
 
 class Windows:

@@ -1,6 +1,7 @@
 """Values of calibration windows, in memory or in a file."""
 
 import errno
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,41 @@ def test_memory_is_taken_until_its_owner_is_gone() -> None:
     assert room.take(40, 3, owner) == 0
     del owner
     assert room.take(40, 1, room) == 1
+
+
+def test_memory_of_values_that_are_gone_is_kept_for_the_next_of_their_size() -> None:
+    shape, owner = (2, 1, 4, 3), Windows(np.zeros((1, 1, 1, 1), np.float32), (1, 1, 1, 1))
+    room = Room(2 * drawn(*shape).nbytes + 40)
+    assert room.take(40, 1, owner) == 1
+    values = room.array(shape)
+    assert values is not None
+    address = values.ctypes.data
+    del values
+    again, other = room.array(shape), room.array(shape)
+    assert again is not None
+    assert again.ctypes.data == address
+    assert other is not None, "nothing kept takes the room of values that are in use"
+    assert other.ctypes.data != address
+    del again, other
+    assert room.array((5, 1, 4, 3)) is None
+    assert room.array((4, 1, 4, 3)) is not None, "what is kept is freed for values of another size"
+
+
+def test_no_memory_is_kept_once_nobody_has_taken_any() -> None:
+    shape, owner = (2, 1, 1000, 100), Windows(np.zeros((1, 1, 1, 1), np.float32), (1, 1, 1, 1))
+    room = Room(2 * drawn(*shape).nbytes)
+    tracemalloc.start()
+    room.take(40, 1, owner)
+    values = room.array(shape)
+    assert values is not None
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    del values
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    del owner
+    left_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes > held_bytes / 2
+    assert left_bytes < held_bytes / 2
 
 
 def test_a_full_disk_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
