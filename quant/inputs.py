@@ -72,24 +72,33 @@ class LayerInputs:
     @cached_property
     def factor(self) -> Floats:
         """`[in, in]`, the upper triangular U with U U^T = H + damping, rows and columns in `order`."""
-        hessian = np.zeros((len(self.order), len(self.order)), np.float32)
+        return cholesky(self.hessian.copy() if "hessian" in vars(self) else self._squares())
+
+    @cached_property
+    def hessian(self) -> Floats:
+        """`[in, in]`, H + damping, rows and columns in `order`; cheap before `factor`, which overwrites the sums."""
+        if "factor" in vars(self):
+            return product(self.factor, self.factor.T)
+        squares = self._squares()
+        for start in range(0, len(squares), _COLUMNS_AT_ONCE):
+            here = slice(start, start + _COLUMNS_AT_ONCE)
+            squares[here, : here.start] = squares[: here.start, here].T
+        return squares
+
+    def _squares(self) -> Floats:
+        """H + damping, but nothing further below the diagonal than blocks of columns reach: `cholesky` reads none."""
+        squares = np.zeros((len(self.order), len(self.order)), np.float32)
         for tokens in self._tokens():
             rows = self._quantized[tokens][:, self.order]
 
             def add(start: int, rows: Floats = rows) -> None:
                 here, stop = slice(start, start + _COLUMNS_AT_ONCE), start + _COLUMNS_AT_ONCE
-                hessian[:stop, here] += product(rows[:, :stop].T, rows[:, here])
+                squares[:stop, here] += product(rows[:, :stop].T, rows[:, here])
 
-            # Nothing further below the diagonal: `cholesky` does not read it.
-            for _ in in_threads(add, range(0, len(hessian), _COLUMNS_AT_ONCE)[::-1]):
+            for _ in in_threads(add, range(0, len(squares), _COLUMNS_AT_ONCE)[::-1]):
                 pass
-        hessian[np.diag_indices(len(hessian))] += self.damping
-        return cholesky(hessian)
-
-    @cached_property
-    def hessian(self) -> Floats:
-        """`[in, in]`, H + damping, rows and columns in `order`."""
-        return product(self.factor, self.factor.T)
+        squares[np.diag_indices(len(squares))] += self.damping
+        return squares
 
     def compensated(self, weight: Floats, columns: slice) -> Floats:
         """Columns of W + (H + damping)^-1 X^T ((E - X) W + M), rows in `order`.

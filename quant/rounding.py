@@ -100,6 +100,8 @@ def _gptq(
     Returns:
         The grid of the columns; their integers are written to `integers`.
     """
+    if method != "gptq":
+        _ = inputs.hessian  # costs a product more behind the factor
     order, factor = inputs.order, inputs.factor
     target = inputs.compensated(weight, columns)
     if isinstance(grid_or_type, Grid):
