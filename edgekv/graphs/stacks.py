@@ -30,14 +30,12 @@ class View:
         heads: of the stack; 0 if there is none.
         head: its number in the stack.
         encodings: of its integers, one for each head.
-        blocks: of a stack that is divided along the rows, the tensors of its blocks; `tensor` is the first one.
     """
 
     tensor: str
     heads: int = 0
     head: int = 0
     encodings: tuple[Encoding, ...] = ()
-    blocks: tuple[str, ...] = ()
 
 
 class HeadStacks(ABC):

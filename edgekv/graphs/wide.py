@@ -1,31 +1,45 @@
-"""The CPU's graph of a prompt: attention in blocks of rows, each over the columns that it can see."""
+"""The CPU's graph of a prompt: attention in halves of the rows, each over the columns that it can see."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from edgekv.graphs.floats import GATE_AND_UP, FloatOps, Projection
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.stacks import View
-from edgekv.spec import FLOAT, KvTensor, hidden_name
+from edgekv.spec import FLOAT, hidden_name
 
-_BLOCK_ROWS = 128
-"""Rows of a block. Fewer skip more of what no row sees, but take more nodes."""
+_MAX_WHOLE_ROWS = 128
+"""More rows are two halves to attention. Fewer would skip more of what no row sees, but take more nodes."""
+_MAX_INDEX = np.iinfo(np.int64).max
+
+
+class _Half(NamedTuple):
+    """Adjacent rows of a window, and the columns that they see.
+
+    Attributes:
+        first: the first row, `[1]`; None for 0.
+        end: the row behind the last one; None for all rows.
+        columns: how many columns they see; None for all.
+        mask: the name of their mask, `[1, 1, rows, columns]`.
+    """
+
+    first: str | None
+    end: str | None
+    columns: str | None
+    mask: str
 
 
 class WideOps(FloatOps):
-    """A block's rows see no new token behind its last one, so those columns are neither multiplied nor summed.
+    """Attention to keys of the cache is one node, `Attention`: what it computes of a head stays in the core's cache.
 
-    The first of n blocks over nothing but new tokens reads an n-th of the columns, the last one all of them. From
-    scores to results of attention, the queries that share keys are rows of one stack, `[kv_heads, 1, group * rows,
-    columns]`. Gates and what they multiply are products of their own, so that no result is divided.
+    Of a window's halves, the first one does not read the columns that only the last one sees. A step has at least two
+    tokens, so that neither is empty. Caps of scores have nodes of their own. Gates and what they multiply are products
+    of their own, so that no result is divided.
     """
-
-    _layer = 0
-    """The layer that is under construction."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As `FloatOps`. Hidden states stay floats where a bundle's graphs may not be divided."""
@@ -34,6 +48,10 @@ class WideOps(FloatOps):
         exported = {part.name for graph in source.manifest.graphs for part in graph.parts}
         layers = range(self.spec.layers + (source.graph.parts[-1].name not in exported))
         self._ports = self._ports.with_float_hidden(hidden_name(layer) for layer in layers)
+        self._keys: dict[str, View] = {}
+        """By the tensor of queries, the keys that they are compared with."""
+        self._masks: dict[str, str] = {}
+        """By the tensor of queries, the mask of their layer."""
 
     def entry(self) -> View:
         hidden = super().entry()
@@ -50,96 +68,64 @@ class WideOps(FloatOps):
         own = Projection.of(weight)
         return together if own is None or own.name.rpartition(".")[2] not in GATE_AND_UP else (own,)
 
-    def append_to_cache(self, new: View, tensor: KvTensor) -> View:
-        self._layer = tensor.layer
-        return super().append_to_cache(new, tensor)
+    # ------------------------------------------------------------------ attention
 
     def scores(self, query: View, keys: View, name: str) -> View:
-        if keys.tensor in self._tails:
+        """The queries themselves, where `attend` computes all."""
+        if not self._is_cached(keys) or self.spec.attention_cap is not None:
             return super().scores(query, keys, name)
-
-        def scored() -> View:
-            rows = self._blocks_of(query.tensor)
-            columns = self._seen(self._dequantized(keys))
-            blocks = []
-            for block, seen in zip(rows, columns, strict=True):
-                left, count = self._rows_of_groups(replace(query, tensor=block), keys)
-                blocks.append(self._multiply(left, seen, count, transposed=True))
-            return View(blocks[0], query.heads, blocks=tuple(blocks))
-
-        return replace(self._once(("scores", query.tensor, keys.tensor), scored), head=query.head)
+        self._keys[query.tensor] = keys
+        return query
 
     def masked(self, scores: View, layer: int, name: str) -> View:
-        mask = self._input(self._decoder.mask(layer))
-        group = self.spec.group(layer)
+        if scores.tensor not in self._keys:
+            return super().masked(scores, layer, name)
+        self._masks[scores.tensor] = self._decoder.mask(layer)
+        return scores
 
-        def blocks() -> tuple[str, ...]:
-            seen = [self._slice(rows, 3, end) for rows, end in zip(self._blocks_of(mask), self._ends(), strict=True)]
-            if group == 1:
-                return tuple(seen)
-            return tuple(self._nodes.add("Concat", [rows] * group, f"{rows}.of_group", axis=2) for rows in seen)
-
-        return self._each("Add", [scores, View(mask, blocks=self._once(("blocks of", mask, group), blocks))], name)
+    def softmax(self, x: View, name: str) -> View:
+        """That of a router is one."""
+        return x if x.tensor in self._keys else super().softmax(x, name)
 
     def attend(self, weights: View, values: View, name: str) -> View:
-        if not self._is_cached(values):
+        if weights.tensor not in self._keys:
             return super().attend(weights, values, name)
+        attended = self._once(("attend", weights.tensor, values.tensor), lambda: self._attended(weights, values, name))
+        return replace(attended, head=weights.head)
 
-        def attended() -> View:
-            products = []
-            for block, seen in zip(weights.blocks, self._seen(self._dequantized(values)), strict=True):
-                rows = weights.heads // values.heads * self._ar
-                products.append(self._apart(self._multiply(block, seen, rows), weights.heads))
-            return View(self._nodes.add("Concat", products, name, axis=2), weights.heads)
+    def _attended(self, query: View, values: View, name: str) -> View:
+        """The results of all queries, `[heads, 1, AR, D]`."""
+        nodes, keys = self._nodes, self._keys[query.tensor]
 
-        return replace(self._once(("attend", weights.tensor, values.tensor), attended), head=weights.head)
+        def of_model(stack: str, heads: int) -> str:
+            return nodes.reshape(stack, [1, heads, -1, 0])
 
-    def _each(self, op: str, views: Sequence[View], name: str, more: Sequence[str] = (), **attributes: Any) -> View:
-        first = next((view for view in views if view.blocks), None)
-        if first is None:
-            return super()._each(op, views, name, more, **attributes)
+        rows = of_model(query.tensor, query.heads)
+        cached = [of_model(self._dequantized(view), view.heads) for view in (keys, values)]
+        results = []
+        for half in self._halves(self._masks[query.tensor]):
+            seen = [self._slice(stack, 2, None, half.columns) for stack in cached]
+            inputs = [self._slice(rows, 2, half.first, half.end), *seen, half.mask]
+            results.append(nodes.add("Attention", inputs, name, scale=1.0))  # queries are scaled
+        together = results[0] if len(results) == 1 else nodes.add("Concat", results, name, axis=2)
+        return View(nodes.reshape(together, [query.heads, 1, -1, 0]), query.heads)
 
-        def make() -> View:
-            parts = zip(*(view.blocks for view in views), strict=True)
-            blocks = tuple(self._nodes.add(op, [*part, *more], name, **attributes) for part in parts)
-            return View(blocks[0], first.heads, blocks=blocks)
+    def _halves(self, mask: str) -> list[_Half]:
+        """Of the rows of a window, by the mask of a layer."""
+        nodes, floats = self._nodes, self._input(mask)
 
-        return replace(self._once((op, *(view.tensor for view in views)), make), head=first.head)
-
-    # ------------------------------------------------------------------ blocks
-
-    @property
-    def _count(self) -> int:
-        """The number of blocks; with fewer tokens than AR the last ones are empty."""
-        return -(-self._ar // _BLOCK_ROWS)
-
-    def _blocks_of(self, x: str) -> list[str]:
-        """The rows of each block of a tensor with rows in its third axis."""
-        if self._count == 1:
-            return [x]
-        bounds = [self._nodes.integers([at * _BLOCK_ROWS]) for at in range(self._count + 1)]
-        axis = self._nodes.integers([2])
-        return [self._nodes.add("Slice", [x, *pair, axis], f"{x}.block") for pair in pairwise(bounds)]
-
-    def _seen(self, rows: str) -> list[str]:
-        """The past and new rows that each block sees: the last one all of them."""
-        return self._once(("seen", rows), lambda: [self._slice(rows, 2, end) for end in self._ends()])
-
-    def _ends(self) -> list[str | None]:
-        """How many columns of the layer each block sees, `[1]`; None for all of them."""
-        mask = self._decoder.mask(self._layer)
-        nodes = self._nodes
-
-        def ends() -> list[str | None]:
+        def halves() -> list[_Half]:
             rows, columns = (nodes.add("Shape", [mask], f"{mask}.size", start=axis, end=axis + 1) for axis in (2, 3))
-            past = nodes.add("Sub", [columns, rows], f"{mask}.past")
-            sums = ([past, nodes.integers([at * _BLOCK_ROWS])] for at in range(1, self._count))
-            return [*(nodes.add("Add", terms, f"{mask}.end") for terms in sums), None]
+            middle = nodes.add("Div", [rows, nodes.integers([2])], f"{mask}.middle")
+            seen = nodes.add("Sub", [columns, nodes.add("Sub", [rows, middle], f"{mask}.last")], f"{mask}.seen")
+            first = self._slice(self._slice(floats, 2, None, middle), 3, None, seen)
+            return [_Half(None, middle, seen, first), _Half(middle, None, None, self._slice(floats, 2, middle, None))]
 
-        return self._once(("ends", mask), ends)
+        return self._once(("halves", mask), halves) if self._ar > _MAX_WHOLE_ROWS else [_Half(None, None, None, floats)]
 
-    def _slice(self, x: str, axis: int, end: str | None) -> str:
-        """The first elements along an axis."""
-        if end is None:
+    def _slice(self, x: str, axis: int, first: str | None, end: str | None) -> str:
+        """The elements along an axis between two places, `[1]`; None for the first and the last one."""
+        if first is end is None:
             return x
-        return self._nodes.add("Slice", [x, self._nodes.integers([0]), end, self._nodes.integers([axis])], f"{x}.seen")
+        bounds = first or self._nodes.integers([0]), end or self._nodes.integers([_MAX_INDEX])
+        return self._nodes.add("Slice", [x, *bounds, self._nodes.integers([axis])], f"{x}.slice")

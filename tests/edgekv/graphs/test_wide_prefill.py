@@ -113,6 +113,7 @@ def test_elsewhere_prompts_run_in_the_bundles_graphs(small: Path, options: Any) 
 @pytest.mark.parametrize(
     ("architecture", "options", "window"),
     [
+        ("gemma2", {}, 12),  # caps of scores
         ("gemma3", {}, 12),  # layers that attend to 24 tokens
         ("llama-2", {"splits": 2, "head": "own", "embedding": "host"}, 32),
         ("llama-2", {"kv_dtype": "s16", "ar": (1,)}, 32),  # no prefill graph at all
@@ -132,14 +133,14 @@ def test_windows_of_other_bundles(tmp_path: Path, architecture: str, options: An
     assert 10 * np.log10(logits[0].var() / noise) > 25
 
 
-def test_blocks_of_rows_change_only_the_order_of_sums(
+def test_halves_of_rows_change_only_the_order_of_sums(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows of full blocks, of a part of the last one, and of so few tokens that the last ones are empty."""
+    """Windows of as many rows as there can be, of an odd number, and of as few as there can be."""
     scored = []
     for rows in (8, 1000):
-        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / f"blocks of {rows}"))
-        monkeypatch.setattr("edgekv.graphs.wide._BLOCK_ROWS", rows)
+        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / f"at most {rows} whole"))
+        monkeypatch.setattr("edgekv.graphs.wide._MAX_WHOLE_ROWS", rows)
         with edgekv.load(small, cpu_mode="exact16", threads=1) as model:
             logits = [model.session.feed(PROMPT[at:to]).copy() for at, to in ((0, 24), (24, 27), (27, 29))]
             logits.append(model.session.feed([*range(60, 92)]).copy())
