@@ -64,6 +64,16 @@ def free_memory_bytes() -> int:
         ) from None
 
 
+def is_short_of_memory() -> bool:
+    """Whether less than a quarter of the machine's RAM is available; False if the system does not report it."""
+    try:
+        free_bytes = free_memory_bytes()
+    except EngineError:
+        return False
+    total_bytes = memory_bytes()
+    return total_bytes is not None and free_bytes < total_bytes // 4
+
+
 def memory_bytes() -> int | None:
     """RAM of the machine in bytes; None if the system does not report it."""
     if os.name == "nt":

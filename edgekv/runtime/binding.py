@@ -536,7 +536,11 @@ class MemoryBinding:
             self._experts.note()
 
     def release(self) -> None:
-        if self._weights is not None:
+        if self._weights is None:
+            return
+        if self._experts is None:
+            self._weights.release_idle()
+        else:  # within a budget
             self._weights.release()
 
     def _expected(self) -> Sequence[_Place] | None:

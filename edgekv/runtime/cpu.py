@@ -31,6 +31,7 @@ from edgekv.machine.steps import step
 from edgekv.machine.system import format_bytes, free_memory_bytes, return_freed_memory
 from edgekv.runtime.binding import BatchInvariance, Binding, MemoryBinding
 from edgekv.runtime.expert_memory import ExpertMemory, PartExperts
+from edgekv.runtime.idle_memory import IdleMemory
 from edgekv.runtime.mapped import MappedWeights
 from edgekv.runtime.result_memory import release_results, share_results
 
@@ -60,6 +61,7 @@ class CpuEngine:
     _sessions: dict[Path, _Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
     _manifests: dict[Path, Manifest] = field(default_factory=dict, repr=False, compare=False)
     _run_as: dict[Path, Manifest] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _idle_results: IdleMemory = field(default_factory=IdleMemory, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, bundle: Bundle, threads: int | None) -> CpuEngine:
@@ -145,8 +147,9 @@ class CpuEngine:
         return MemoryBinding(session, weights, experts=experts)
 
     def release_results(self) -> None:
-        """Give memory back to the system that a larger step needed."""
-        release_results()
+        """Give memory back to the system that a larger step needed, if it is to leave; see `IdleMemory`."""
+        if self._idle_results.leaves():
+            release_results()
 
     def encoder(self, file: Path) -> Binding:
         """A vision encoder: in `emulate` its graph as it is, else one that is built for the mode.

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from edgekv.runtime.idle_memory import IdleMemory
+
 _PROCESS = Path("/proc/self")
 _ENTRY = np.dtype(np.uint64)  # of `pagemap`, one for each page
 _DONTNEED = 4  # MADV_DONTNEED: pages of files are read again when they are needed
@@ -23,6 +25,7 @@ class MappedWeights:
 
     def __init__(self) -> None:
         self._places: dict[str, list[tuple[int, int]]] = {}
+        self._idle = IdleMemory()
 
     @classmethod
     @contextmanager
@@ -34,6 +37,11 @@ class MappedWeights:
             for name, start, length in _mapped(folder) - before:
                 if _is_as_in_file(pages, start, length):
                     weights._places.setdefault(name, []).append((start, length))
+
+    def release_idle(self) -> None:
+        """Let the system take all pages, if they are to leave; see `IdleMemory`."""
+        if self._idle.leaves():
+            self.release()
 
     def release(self, name: str | None = None) -> None:
         """Let the system take the pages, of one file or of all.

@@ -16,6 +16,7 @@ from edgekv.graphs.cpu_mode import CpuMode
 from edgekv.graphs.source import wide_prefill
 from edgekv.runtime import CpuEngine, StaticGraph
 from edgekv.runtime.binding import Binding, MemoryBinding
+from edgekv.runtime.mapped import MappedWeights
 from tests.support.bundles import Arrays, any_step, as_loaded
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported
@@ -200,3 +201,21 @@ def test_parts_leave_memory_one_by_one_at_the_end_of_a_prompt(small: Path, monke
     assert len({first, last, head}) == 3
     assert events[:2] == [("run", first), ("run", last)]
     assert events[2:] == [(name, binding) for binding in (first, last, head) for name in ("run", "release")]
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_pages_leave_at_the_end_of_the_first_prompt_and_later_where_memory_is_short(
+    small: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    left = list[MappedWeights]()
+    monkeypatch.setattr("edgekv.runtime.idle_memory.is_short_of_memory", lambda: is_short)
+    with edgekv.load(small, cpu_mode="fast") as model:
+        model.session._graphs.prepare("prefill", "decode")
+        monkeypatch.setattr(MappedWeights, "release", lambda weights: left.append(weights))
+        for prompt in range(3):
+            model.session.feed(PROMPT)
+            model.session.feed([7])
+            # Those of decode steps before the prompt, and of each part of it: once it has run, and as an idle graph's.
+            assert len(left) == (1 + 2 * 3 if is_short else 1 + 3 if prompt == 0 else 0)
+            left.clear()
+            model.session.reset()

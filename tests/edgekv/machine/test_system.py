@@ -48,6 +48,17 @@ def test_a_system_that_reports_no_free_memory_is_named(monkeypatch: pytest.Monke
         free_memory_bytes()
 
 
+@pytest.mark.parametrize(
+    ("free_bytes", "total_bytes", "is_short"), [(24, 100, True), (25, 100, False), (1, None, False)]
+)
+def test_memory_is_short_below_a_quarter(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, total_bytes: int | None, is_short: bool
+) -> None:
+    monkeypatch.setattr(system, "free_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr(system, "memory_bytes", lambda: total_bytes)
+    assert system.is_short_of_memory() == is_short
+
+
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_windows_is_asked_for_its_memory(monkeypatch: pytest.MonkeyPatch, succeeds: bool) -> None:
     def status(found: object) -> bool:
