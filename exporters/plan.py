@@ -140,7 +140,8 @@ def plan_export(checkpoint: Checkpoint, options: ExportOptions) -> ExportPlan:
     checkpoint = checkpoint.as_spec(spec)
     options = options.for_checkpoint(is_quantized=checkpoint.quantization is not None)
     options = replace(options, recipe=resolve(options.recipe, checkpoint))
-    options = replace(options, recipe=options.recipe.with_effort(options.effort, checkpoint.spec))
+    recipe = options.recipe.for_decoder(checkpoint.spec.sizes).with_effort(options.effort, checkpoint.spec)
+    options = replace(options, recipe=recipe)
     pictures = None
     if (vision := checkpoint.vision) is not None:
         checkpoint = replace(checkpoint, vision=(vision := vision.with_sizes(options.picture_sizes)))

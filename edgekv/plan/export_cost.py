@@ -32,7 +32,6 @@ _WINDOW = 512  # of calibration text, in tokens
 _DELTA_WINDOW = 4 * CHECKPOINT_TOKENS  # in a shorter context too: texts that go on for ever read S in any
 
 _CALIBRATION_TOKENS, _CALIBRATION_TOKENS_LARGE = 12_800, 4_096
-_LARGE_PARAMETERS = 500_000_000
 
 _SAMPLE = 4_096  # elements sampled from a cache tensor in a window; at most twice as many
 _MAX_SAMPLED = 131_072  # of all windows
@@ -124,8 +123,7 @@ def calibration_window(context: int, *, has_delta_rule: bool) -> int:
 
 def default_calibration_tokens(decoder: Decoder) -> int:
     """Default number of calibration tokens: fewer for large models, which need more time for each."""
-    parameters = decoder.all_layer_parameters + decoder.table_parameters
-    return _CALIBRATION_TOKENS if parameters < _LARGE_PARAMETERS else _CALIBRATION_TOKENS_LARGE
+    return _CALIBRATION_TOKENS_LARGE if decoder.is_large else _CALIBRATION_TOKENS
 
 
 def window_bytes(decoder: Decoder, window: int) -> int:

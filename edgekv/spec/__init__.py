@@ -135,6 +135,7 @@ if TYPE_CHECKING:
         RECIPE_TYPES as RECIPE_TYPES,
         Decoder as Decoder,
         Weights as Weights,
+        end_layers as end_layers,
         front_bits as front_bits,
         head_type as head_type,
         recipe_weights as recipe_weights,

@@ -189,6 +189,11 @@ class Decoder:
         return self.vocab * self.layer_inputs
 
     @property
+    def is_large(self) -> bool:
+        """Whether layers and embeddings have 500 M parameters or more."""
+        return self.all_layer_parameters + self.table_parameters >= _LARGE_PARAMETERS
+
+    @property
     def parameters(self) -> int:
         """Elements of all matrices that graphs multiply by; a tied head counts once."""
         return self.all_layer_parameters + self.table_parameters + (0 if self.tied_head else self.head_parameters)
@@ -246,11 +251,13 @@ class LayerTypes:
     int8: frozenset[MatrixRole]
     lpbq64: frozenset[MatrixRole] = frozenset()
 
-    def of(self, role: MatrixRole) -> WeightType:
-        """The type of a matrix."""
-        return WEIGHT_TYPES["int8" if role in self.int8 else "lpbq64" if role in self.lpbq64 else self.dtype]
+    def of(self, role: MatrixRole, *, in_end: bool = False) -> WeightType:
+        """The type of a matrix, in an end layer or in another one."""
+        is_wide = in_end or role in self.int8
+        return WEIGHT_TYPES["int8" if is_wide else "lpbq64" if role in self.lpbq64 else self.dtype]
 
 
+_LAYERS_PER_END, _LARGE_PARAMETERS = 12, 500_000_000
 _IN_8_BITS: frozenset[MatrixRole] = frozenset(
     {"k", "v", "head_gate", "conv_in", "conv_out", "delta_rates", "router", "layer_gate", "layer_out"}
 )
@@ -259,6 +266,19 @@ RECIPE_TYPES = {weight_type.recipe: LayerTypes(name, _IN_8_BITS) for name, weigh
     "w4a16-uplpbq64-down8": LayerTypes("int4", _IN_8_BITS | {"down"}, frozenset({"up"})),
 }
 """Weight types of the layers in the shipped recipes, by name; the head is int8, if the name does not say more."""
+
+
+def end_layers(decoder: Decoder) -> frozenset[int]:
+    """The layers that 4-bit recipes keep at 8 bits: the first one, and one in twelve at the end, such as 28, 29 of 30.
+
+    There 4 bits lose most. A decoder of fewer than 12 layers has none, and one of 500 M parameters or more neither: it
+    loses less, and its speed is bound by bytes.
+    """
+    last = decoder.layers // _LAYERS_PER_END
+    if not last or decoder.is_large:
+        return frozenset()
+    return frozenset({0, *range(decoder.layers - last, decoder.layers)})
+
 
 HEAD_MARK = "-head-"
 """What stands in a recipe's name between that of the other matrices and the type of the head: `w4a16-head-int4`."""
@@ -297,17 +317,20 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     recipe, head = head_type(recipe)
     bits, is_shared = front_bits(recipe), decoder.tied_head and head == "int8"
     layers, packed = [2 * 2 * decoder.hidden] * decoder.layers, [0] * decoder.layers
+    ends = end_layers(decoder)
     for kind in decoder.layer_kinds:
-        if bits is not None:
-            all_bytes = round(kind.parameters * bits / 8)
-            packed_bytes = round(kind.parameters / 2 * (MAX_BITS - bits) / (MAX_BITS - MIN_BITS))
-        else:
-            types = RECIPE_TYPES[recipe]
-            all_bytes = sum(types.of(role).matrix_bytes(rows, columns) for role, rows, columns in kind.matrices)
-            packed_bytes = sum(types.of(role).packed_bytes(rows, columns) for role, rows, columns in kind.matrices)
-        for layer in kind.numbers:
-            layers[layer] += all_bytes
-            packed[layer] += packed_bytes
+        for in_end in (False, True):
+            if bits is not None:
+                all_bytes = round(kind.parameters * bits / 8)
+                packed_bytes = round(kind.parameters / 2 * (MAX_BITS - bits) / (MAX_BITS - MIN_BITS))
+            else:
+                types = [(RECIPE_TYPES[recipe].of(role, in_end=in_end), *shape) for role, *shape in kind.matrices]
+                all_bytes = sum(each.matrix_bytes(rows, columns) for each, rows, columns in types)
+                packed_bytes = sum(each.packed_bytes(rows, columns) for each, rows, columns in types)
+            for layer in kind.numbers:
+                if (layer in ends) == in_end:
+                    layers[layer] += all_bytes
+                    packed[layer] += packed_bytes
     byte = WEIGHT_TYPES["int8"]
     table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
     turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if is_shared else 0

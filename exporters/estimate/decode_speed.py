@@ -96,7 +96,7 @@ class DecodeSpeed:
 
     def _estimate(self, types: Mapping[str, WeightDtype], graphs: Sequence[GraphRecord]) -> Estimate:
         rules = [WeightRule(tensors=name, dtype=dtype, method="nearest") for name, dtype in types.items()]
-        recipe = msgspec.structs.replace(self.recipe, weights=(*self.recipe.weights, *rules))
+        recipe = msgspec.structs.replace(self.recipe, weights=(*self.recipe.weights, *rules), ends=None)
         run, progress = self.run, self.progress
         return estimate_spec(self.spec, recipe, graphs, self.interface, self.device, run, progress=progress)
 

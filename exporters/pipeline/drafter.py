@@ -94,7 +94,7 @@ def plan_drafter(plan: Plan, drafter: Drafter, options: ExportOptions, identity:
         UsageError: the recipe or the calibration text does not fit.
     """
     target, spec, source = drafter.target.manifest, drafter.spec, drafter.source
-    recipe = options.recipe.with_effort(options.effort, spec)
+    recipe = options.recipe.for_decoder(spec.sizes).with_effort(options.effort, spec)
     recipe.check(spec)
     record = drafter.transforms(recipe.record(spec))
     calibration = read_calibration(options.calibration, source.folder)

@@ -62,7 +62,7 @@ class Allocation:
             WeightRule(tensors=tensor, dtype=dtype, method=base.rule(tensor).method)
             for tensor, dtype in self.types.items()
         ]
-        return msgspec.structs.replace(base, name=name, weights=(*base.weights, *rules), mean_bits=None)
+        return msgspec.structs.replace(base, name=name, weights=(*base.weights, *rules), ends=None, mean_bits=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from edgekv.machine.json_file import readable_json
 from edgekv.machine.scratch import atomic_file
 from edgekv.machine.system import MIB, read_file
 from edgekv.spec.decoder import DecoderSpec, SplitChannel, Vocabulary
-from edgekv.spec.sizes import FRONT, HEAD_MARK, MAX_BITS, MIN_BITS, front_bits, head_type
+from edgekv.spec.sizes import FRONT, HEAD_MARK, MAX_BITS, MIN_BITS, Decoder, end_layers, front_bits, head_type
 from edgekv.spec.tensors import HEAD, HEAD_TURN, matrices
 from edgekv.spec.vision import CENTER, TABLE, EncoderSpec
 from exporters.checkpoint.neurons import applied_scaling
@@ -76,6 +76,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             them; see `exporters.quantize.as_stored`.
         heads: `aligned` turns and scales keys and values of each head; see `exporters.checkpoint.aligned`. It replaces
             `value_rotation` and `key_scaling`.
+        ends: type of all matrices in the first layer and the last ones; see `edgekv.spec.end_layers`. It wins over the
+            rules. None for that of the rules.
         mean_bits: bits a weight that the matrices of the layers have at most on average, with their scales; an export
             gives each the type with which they lose least. None for the types of the rules.
         encoder_16bit: patterns over names of matrices of a vision encoder, such as `vision.layers.*.fc2.weight`, that
@@ -92,6 +94,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     outlier_channels: OutlierChannels = "split"
     keep_stored: bool = False
     heads: HeadsName = "none"
+    ends: WeightDtype | None = None
     mean_bits: _MeanBits | None = None
     encoder_16bit: tuple[str, ...] = ()
 
@@ -135,6 +138,16 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise UsageError(
                 str(file), got=error.strerror, expected="a file that can be written", fix="Choose another place."
             ) from None
+
+    def for_decoder(self, decoder: Decoder) -> Recipe:
+        """With rules for the layers at the ends of a decoder in place of `ends`."""
+        if self.ends is None:
+            return self
+        rules = [
+            WeightRule(tensors=f"model.layers.{layer}.*", dtype=self.ends, method="gptq")
+            for layer in sorted(end_layers(decoder))
+        ]
+        return msgspec.structs.replace(self, weights=(*self.weights, *rules), ends=None)
 
     def with_effort(self, effort: Effort, spec: DecoderSpec) -> Recipe:
         """The same types, rounded with this effort.

@@ -686,6 +686,12 @@ def test_the_weights_of_a_recipe_are_those_of_its_rules(name):
     assert found.packed_head_bytes == head.packed_bytes(2048, 128256)
 
 
+def test_the_end_layers_of_a_small_model_are_counted_with_8_bits():
+    four, eight = (recipe_weights(SMOLLM2, name) for name in ("w4a16-lpbq64", "w8a16"))
+    assert [layer for layer in range(30) if four.layer_bytes[layer] == eight.layer_bytes[layer]] == [0, 28, 29]
+    assert [layer for layer in range(30) if not four.packed_bytes[layer]] == [0, 28, 29]
+
+
 def test_a_tied_head_of_4_bits_has_a_table_beside_it():
     """On disk that costs bytes; a graph holds fewer, as the compiler stores a shared table twice."""
     tied = replace(LLAMA_1B, tied_head=True)

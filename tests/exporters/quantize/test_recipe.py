@@ -1,6 +1,7 @@
 import ast
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,23 @@ import pytest
 import edgekv
 from edgekv.bundle import RecipeRecord, WeightRecord, open_bundle
 from edgekv.errors import UsageError
-from edgekv.spec import Config, describe
+from edgekv.spec import Config, Decoder, describe
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import FoldedCheckpoint
 from exporters.checkpoint.rotate import applied_rotation, hadamard, principal_directions
 from exporters.export import export_bundle
+from exporters.quantize.allocation import Allocation
 from exporters.quantize.effort import EFFORTS, Effort
 from exporters.quantize.matrices import needs_quantized_pass
 from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
+from quant import WeightDtype
 from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, NEWER, config_of, write_checkpoint
 from tests.support.exports import export_options, exported, small_options
 from tests.support.thorough import variants
 
+SMOLLM2 = Decoder(layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 
 
@@ -157,6 +161,25 @@ def test_a_tied_head_of_4_bits_leaves_the_embeddings_at_8(checkpoint, tmp_path):
     assert Recipe.of(manifest.recipe).rule("lm_head.weight").method in ("gptq", "descent")
 
 
+@pytest.mark.parametrize(
+    ("layers", "ends"), [(6, []), (12, [0, 11]), (24, [0, 22, 23]), (30, [0, 28, 29]), (32, [0, 30, 31])]
+)
+def test_the_layers_at_the_ends_of_small_models_keep_8_bits(layers, ends):
+    sizes = replace(SMOLLM2, layers=layers)
+    recipe = find_recipe("w4a16-lpbq64").for_decoder(sizes)
+    names = {layer: f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(layers)}
+    assert [layer for layer, name in names.items() if recipe.rule(name).dtype == "int8"] == ends
+    assert recipe.for_decoder(sizes) == recipe
+    large = replace(sizes, vocab=-(-500_000_000 // sizes.hidden))
+    assert find_recipe("w4a16-lpbq64").for_decoder(large).rule(names[0]).dtype == "lpbq64"
+
+
+def test_types_that_are_chosen_for_each_matrix_hold_at_the_ends_too():
+    types: dict[str, WeightDtype] = {"model.layers.0.mlp.up_proj.weight": "lpbq64"}
+    chosen = Allocation(types, bytes=1, nats=0.0).recipe(find_recipe("w4a16-lpbq64"), "chosen")
+    assert chosen.for_decoder(SMOLLM2).rule("model.layers.0.mlp.up_proj.weight").dtype == "lpbq64"
+
+
 def test_what_its_name_says_has_8_bits():
     recipe, layer = find_recipe("w4a16-lpbq32-updown8"), "model.layers.3."
     attention = {f"{name}_proj": recipe.rule(f"{layer}self_attn.{name}_proj.weight").dtype for name in "qkvo"}
@@ -248,6 +271,7 @@ CHANGED: dict[str, Any] = {
     "outlier_channels": "keep",
     "keep_stored": True,
     "heads": "aligned",
+    "ends": "int8",
     "mean_bits": 4.5,
     "encoder_16bit": ("vision.layers.*.fc2.weight",),
 }
