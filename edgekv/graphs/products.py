@@ -26,7 +26,7 @@ _MIN_BLOCK_ROWS, _BLOCK_ROWS, _BYTE_BLOCK_ROWS = 32, 64, 128
 """Of matrices with one scale a column; activations get a scale for each block. Bytes are faster in larger ones, which
 only results of norms fill evenly."""
 _INT8_ACTIVATIONS = 4
-_GROUP_INPUTS = 512  # of activations that share a range, where they are no results of norms
+_GROUP_INPUTS = 768  # of activations that share a range, where they are no results of norms
 _MAX_GROUPS = 4  # each has a product of its own
 _GROUP_MULTIPLE = 32
 _STEPS = (1 / 127, 1 / 127 / 254)  # of the largest element: the rest is at most half a step, 127 smaller ones
