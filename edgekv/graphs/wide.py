@@ -10,7 +10,7 @@ import numpy as np
 from edgekv.graphs.floats import GATE_AND_UP, FloatOps, Projection
 from edgekv.graphs.processor import multiplies_integers
 from edgekv.graphs.stacks import View
-from edgekv.spec import FLOAT, hidden_name
+from edgekv.spec import hidden_name
 
 _MAX_WHOLE_ROWS = 128
 """More rows are two halves to attention. Fewer would skip more of what no row sees, but take more nodes."""
@@ -53,13 +53,9 @@ class WideOps(FloatOps):
         self._masks: dict[str, str] = {}
         """By the tensor of queries, the mask of their layer."""
 
-    def entry(self) -> View:
-        hidden = super().entry()
-        if self._ports.entry.dtype != FLOAT or not self._part.layers:
-            return hidden
-        # A norm that includes a sum rounds in another order than a norm alone: where layers are divided changes no bit.
-        nothing = self._nodes.add("Mul", [hidden.tensor, self._nodes.number(0)], "nothing")
-        return self.add(hidden, View(nothing), "hidden")
+    def add(self, a: View, b: View, name: str) -> View:
+        """One node: of many rows, a norm that includes the sum takes longer than both do apart."""
+        return self._each("Add", [a, b], name)
 
     def _together(self, weight: str) -> tuple[Projection, ...]:
         together = super()._together(weight)
