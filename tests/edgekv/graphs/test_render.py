@@ -262,10 +262,10 @@ def test_prefill_multiplies_integers_of_8_bits(small: Path, kept: Path) -> None:
 @pytest.mark.skipif(not multiplies_integers(), reason="no VNNI: prefill multiplies in blocks")
 def test_an_outlier_takes_bits_from_its_group_of_inputs_alone(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    rows = random.normal(size=(1, 8, 1536)).astype(np.float32)
+    rows = random.normal(size=(1, 8, 2304)).astype(np.float32)
     rows[0, :, 7] = 400
     weight = QuantizedWeight(
-        random.integers(-127, 128, (1536, 32)).astype(np.int8), Grid("int8", np.ones(32, np.float32))
+        random.integers(-127, 128, (2304, 32)).astype(np.int8), Grid("int8", np.ones(32, np.float32))
     )
     weight.integers[7] = 0  # what the others lose is seen
     losses = []
