@@ -22,7 +22,7 @@ from quant import WEIGHT_TYPES, WeightDtype
 _FILE_COPIES = 3  # its parts, the file put together, and what is handed to the system
 _PROCESS_BYTES = 200_000_000  # the interpreter, its packages and the tokenizer
 _ENGINE_COPIES = 4  # of a bundle
-_RECORDS = 0.45  # of a graph before it is compressed
+_RECORDS = 0.41  # of a graph before it is compressed
 _SHARE_OF_FREE = 4
 _COPIES_OF_SCORES = 4  # logits, those that may be drawn, and their exponentials
 _RESIDUALS_BYTES = 500_000_000  # that an export may write to be resumed, whatever the size of its bundle
@@ -180,7 +180,7 @@ def other_bytes(checkpoint: Checkpoint, graphs: int, head: WeightDtype | None = 
         (0 if head is None else type_bytes(spec, HEAD, head))
         + graphs_bytes(spec.sizes, graphs)
         + records
-        + len(checkpoint.tokenizer.to_str())
+        + len(checkpoint.tokenizer_json())
     )
 
 

@@ -15,7 +15,7 @@ from edgekv.bundle.formats import FORMAT, SEAL, Content, seal_of
 from edgekv.bundle.manifest import MANIFEST, Manifest
 from edgekv.errors import BundleError, MissingBundleError
 from edgekv.machine.decoding import DECODERS, convert
-from edgekv.machine.json_file import read_json, readable_json
+from edgekv.machine.json_file import json_of_lines, read_json
 from edgekv.spec import identify
 
 _UPGRADE = "Install a newer edgekv: pip install -U edgekv"
@@ -56,9 +56,9 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest.json` into a folder, sealed, and indented for readers."""
+    """Write `manifest.json` into a folder, sealed, in lines for readers."""
     content = DECODERS[Content].decode(msgspec.json.encode(manifest, order="deterministic"))
-    (folder / MANIFEST).write_bytes(readable_json(content | {SEAL: seal_of(content)}))
+    (folder / MANIFEST).write_bytes(json_of_lines(content | {SEAL: seal_of(content)}))
 
 
 def export_again(folder: Path) -> str:

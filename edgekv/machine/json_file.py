@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,6 +70,29 @@ def decode_json(
     ) as failure:  # msgspec's and Unicode's are ValueErrors
         got = "values nested too deeply" if isinstance(failure, RecursionError) else (str(failure) or "too much data")
         raise error(field, got=got, expected=expected, fix=fix) from None
+
+
+def json_of_lines(content: object) -> bytes:
+    """JSON in UTF-8 that stays short: one line for each object or array of plain values, with a final newline."""
+    return "".join(_lines(content, "")).encode() + b"\n"
+
+
+def _lines(content: object, indent: str) -> Iterator[str]:
+    fields = content.items() if isinstance(content, dict) else [(None, item) for item in _items(content)]
+    if not any(isinstance(value, dict | list) for _, value in fields):
+        yield msgspec.json.encode(content).decode()
+        return
+    begin, end = "{}" if isinstance(content, dict) else "[]"
+    separator, inner = begin, f"{indent} "
+    for name, value in fields:
+        yield f"{separator}\n{inner}" + ("" if name is None else f"{msgspec.json.encode(name).decode()}: ")
+        yield from _lines(value, inner)
+        separator = ","
+    yield f"\n{indent}{end}"
+
+
+def _items(content: object) -> list[object]:
+    return content if isinstance(content, list) else []
 
 
 def readable_json(content: object, *, indent: int = 1) -> bytes:

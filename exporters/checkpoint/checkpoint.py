@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,7 +72,7 @@ from exporters.checkpoint.residual import stored_folds
 from exporters.checkpoint.sentence import SentenceModel
 from exporters.checkpoint.special import SpecialTokens, check_turn_end, check_vocabulary, special_tokens
 from exporters.checkpoint.stored import CheckpointTensor, check_floats, same_numbers, stored_tensors
-from exporters.checkpoint.tokenizer import CheckpointTokenizer
+from exporters.checkpoint.tokenizer import CheckpointTokenizer, short_json
 from exporters.checkpoint.vision import VisionEncoder
 from quant import QuantizedWeight
 
@@ -291,16 +290,17 @@ class Checkpoint:
         """A hash of the configuration."""
         return hashlib.sha256(msgspec.json.encode(self.config, order="sorted")).hexdigest()
 
+    def tokenizer_json(self) -> bytes:
+        """The `tokenizer.json` of a bundle."""
+        file = self.tokenizer_file
+        return short_json(self.tokenizer.to_str() if file is None else file.read_text("utf-8"))
+
     def write_tokenizer(self, folder: Path) -> None:
         """Write `tokenizer.json`, and `tokenizer_config.json` with what else transformers' `AutoTokenizer` reads.
 
         That is the class, special tokens by name, and the chat templates.
         """
-        path = folder / TOKENIZER
-        if self.tokenizer_file is not None:
-            shutil.copyfile(self.tokenizer_file, path)
-        else:
-            self.tokenizer.save(str(path), pretty=False)
+        (folder / TOKENIZER).write_bytes(self.tokenizer_json())
         config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {"clean_up_tokenization_spaces": False, **self.special.named}
         if self.chat is None:  # a template reads only names that the tokenizer has

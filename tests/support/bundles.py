@@ -50,9 +50,9 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) ->
 
 
 def replace_in_manifest(folder: Path, old: str, new: str) -> None:
-    """Replace text in the manifest, and seal it again."""
+    """Replace text in the manifest, as JSON with a field on each line, and seal it again."""
     file = folder / MANIFEST
-    text = file.read_text("utf-8")
+    text = json.dumps(json.loads(file.read_text("utf-8")), indent=1)
     assert old in text
     file.unlink()
     file.write_text(text.replace(old, new), "utf-8")

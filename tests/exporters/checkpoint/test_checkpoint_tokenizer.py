@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer, models
 
 import edgekv
 from edgekv.errors import CheckpointError
@@ -14,7 +16,7 @@ from edgekv.spec.chat import ChatTemplates, read_bundle_templates, write_templat
 from edgekv.spec.text import encode
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.generation import generation_record
-from exporters.checkpoint.tokenizer import CheckpointTokenizer
+from exporters.checkpoint.tokenizer import CheckpointTokenizer, short_json
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.exports import export_options, exported
 
@@ -118,12 +120,44 @@ def test_a_bundle_has_the_tokens_the_template_and_the_ends_of_all_files(tmp_path
         assert [token.id for token in answer] == [260] and answer.stats.stop_reason == "eos"
 
 
-def test_a_tokenizer_file_that_says_all_is_copied(tmp_path: Path) -> None:
+_PIECES = st.text('ab# \u0120\n\u00a0"\\', min_size=1, max_size=3) | st.just("#version")
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(_PIECES, _PIECES), max_size=4))
+def test_a_tokenizer_in_fewer_bytes_is_the_same(merges: list[tuple[str, str]]) -> None:
+    pieces = dict.fromkeys(piece for left, right in merges for piece in (left, right, left + right))
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
+    short = short_json(tokenizer.to_str(pretty=True)).decode()
+    assert Tokenizer.from_str(short).to_str() == tokenizer.to_str()
+    assert len(short) <= len(tokenizer.to_str())
+
+
+def test_merges_are_texts_unless_a_piece_has_a_space() -> None:
+    def merges(pairs: list[tuple[str, str]]) -> object:
+        pieces = dict.fromkeys(piece for left, right in pairs for piece in (left, right, left + right))
+        model = models.BPE({piece: number for number, piece in enumerate(pieces)}, pairs)
+        return json.loads(short_json(Tokenizer(model).to_str()))["model"]["merges"]
+
+    assert merges([("a", "b"), ("ab", "c")]) == ["a b", "ab c"]
+    assert merges([("a", "b"), (" ", "c")]) == [["a", "b"], [" ", "c"]]
+
+
+@pytest.mark.parametrize(
+    "model", [models.Unigram([("<unk>", 0.0), ("a", -1.2345678901234567)], 0), models.WordLevel({"a": 0}, "a")]
+)
+def test_a_tokenizer_without_merges_is_the_same_in_fewer_bytes(model: models.Model) -> None:
+    tokenizer = Tokenizer(model)
+    assert short_json(tokenizer.to_str(pretty=True)).decode() == tokenizer.to_str()
+
+
+def test_a_tokenizer_file_that_says_all_is_written_as_it_is(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|0|>", "eos_token": "<|1|>"}))
     (copy := tmp_path / "copy").mkdir()
     Checkpoint.open(str(folder)).write_tokenizer(copy)
-    assert (copy / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    written, read = ((place / "tokenizer.json").read_text("utf-8") for place in (copy, folder))
+    assert json.loads(written) == json.loads(read) and len(written) < len(read)
     assert json.loads((copy / "tokenizer_config.json").read_text()) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
