@@ -1,6 +1,6 @@
 """Random checkpoints of real models' exact shapes, written some rows at a time.
 
-    python -m benchmarks.large_checkpoint SHAPE DIR
+    python -m benchmarks.large_checkpoint SHAPE DIR [--layers N]
 
 How integers were chosen does not show in a bundle's speed: `edgekv export DIR -o BUNDLE --effort 0 --no-quality-check`
 gives one for benchmarks of the CPU engine.
@@ -283,8 +283,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="Fewer layers than the model has, which all have the same shape.")
     args = parser.parse_args()
-    write_large_checkpoint(args.folder, args.shape)
+    write_large_checkpoint(args.folder, args.shape, {} if args.layers is None else {"num_hidden_layers": args.layers})
 
 
 if __name__ == "__main__":

@@ -91,14 +91,14 @@ def descend(
         max_sweeps: over all rows; fewer if the integers change no more.
     """
     slopes = product(hessian, rounded * steps - target)
-    for _ in range(max_sweeps):
+    moves = np.zeros_like(slopes)  # those of rows that come next are of the sweep before
+    for sweep in range(max_sweeps):
         changed = 0
         for start in range(0, len(rounded), _ROWS_AT_ONCE):
-            here = slice(start, start + _ROWS_AT_ONCE)
-            moves = _descend_part(rounded[here], slopes[here].copy(), steps[here], limits, hessian[here, here])
-            if moves.any():
-                slopes += product(hessian[:, here], moves)
-                changed += np.count_nonzero(moves)
+            here, moved = slice(start, start + _ROWS_AT_ONCE), slice(None if sweep else start)
+            slopes[here] += product(hessian[here, moved], moves[moved])
+            moves[here] = _descend_part(rounded[here], slopes[here].copy(), steps[here], limits, hessian[here, here])
+            changed += np.count_nonzero(moves[here])
         if changed <= _FEW * rounded.size:
             break
 
@@ -116,14 +116,13 @@ def _descend_part(rounded: NDArray[np.int8], slopes: Floats, steps: Floats, limi
 
 def _descend_rows(rounded: NDArray[np.int8], slopes: Floats, steps: Floats, limits: Limits, hessian: Floats) -> Floats:
     """One pass over a few rows; returns by how much their values changed."""
-    before, moves = rounded.astype(np.float32), np.empty_like(slopes)
-    curvatures = steps * np.diagonal(hessian)[:, None]
-    best = np.empty_like(before)
+    before, per_step, curvatures = rounded.astype(np.float32), 1 / steps, np.diagonal(hessian)[:, None]
+    best, relative = before - slopes * (per_step / curvatures), hessian / curvatures
+    moves = np.empty_like(best)
     for row, integers in enumerate(best):
-        slope = hessian[row, :row] @ moves[:row]
-        slope += slopes[row]
-        slope /= curvatures[row]
-        np.subtract(before[row], slope, out=integers)
+        earlier = relative[row, :row] @ moves[:row]
+        earlier *= per_step[row]
+        integers -= earlier
         round_within(integers, limits, out=integers)
         np.subtract(integers, before[row], out=moves[row])
         moves[row] *= steps[row]
