@@ -77,28 +77,25 @@ class LayerInputs:
     @cached_property
     def hessian(self) -> Floats:
         """`[in, in]`, H + damping, rows and columns in `order`; cheap before `factor`, which overwrites the sums."""
-        if "factor" in vars(self):
-            return product(self.factor, self.factor.T)
-        squares = self._squares()
-        for start in range(0, len(squares), _COLUMNS_AT_ONCE):
-            here = slice(start, start + _COLUMNS_AT_ONCE)
-            squares[here, : here.start] = squares[: here.start, here].T
-        return squares
+        return product(self.factor, self.factor.T) if "factor" in vars(self) else self._squares()
 
     def _squares(self) -> Floats:
-        """H + damping, but nothing further below the diagonal than blocks of columns reach: `cholesky` reads none."""
+        """See `hessian`. Summed in the order of inputs, which need not be copied in another one, above the diagonal."""
         squares = np.zeros((len(self.order), len(self.order)), np.float32)
+        columns = [slice(start, start + _COLUMNS_AT_ONCE) for start in range(0, len(squares), _COLUMNS_AT_ONCE)]
         for tokens in self._tokens():
-            rows = self._quantized[tokens][:, self.order]
+            rows = self._quantized[tokens]
 
-            def add(start: int, rows: Floats = rows) -> None:
-                here, stop = slice(start, start + _COLUMNS_AT_ONCE), start + _COLUMNS_AT_ONCE
-                squares[:stop, here] += product(rows[:, :stop].T, rows[:, here])
+            def add(here: slice, rows: Floats = rows) -> None:
+                squares[: here.stop, here] += product(rows[:, : here.stop].T, rows[:, here])
 
-            for _ in in_threads(add, range(0, len(squares), _COLUMNS_AT_ONCE)[::-1]):
+            for _ in in_threads(add, columns[::-1]):
                 pass
-        squares[np.diag_indices(len(squares))] += self.damping
-        return squares
+        for here in columns:
+            squares[here, : here.start] = squares[: here.start, here].T
+        ordered: Floats = squares[np.ix_(self.order, self.order)]
+        ordered[np.diag_indices(len(ordered))] += self.damping
+        return ordered
 
     def compensated(self, weight: Floats, columns: slice) -> Floats:
         """Columns of W + (H + damping)^-1 X^T ((E - X) W + M), rows in `order`.

@@ -105,7 +105,7 @@ def product(left: Floats, right: Floats) -> Floats:
     parts = [slice(start, start + _COLUMNS_AT_ONCE) for start in range(0, right.shape[1], _COLUMNS_AT_ONCE)]
 
     def part(columns: slice) -> None:
-        result[:, columns] = left @ right[:, columns]
+        np.matmul(left, right[:, columns], out=result[:, columns])
 
     with one_thread():
         if not _BLAS.divides or result.size * len(right) < _FEWEST_PARALLEL:

@@ -171,8 +171,11 @@ class NumpyBlocks:
         return self._seen(name, np.float32(0.5) * x * (1 + _erf(x * np.float32(0.5**0.5))))
 
     def sigmoid(self, x: Floats, name: str) -> Floats:
+        sigmoid = np.negative(x)
         with np.errstate(over="ignore"):
-            return self._seen(name, 1 / (1 + np.exp(-x)))
+            np.exp(sigmoid, out=sigmoid)
+        sigmoid += 1
+        return self._seen(name, np.reciprocal(sigmoid, out=sigmoid))
 
     def multiply(self, a: Floats, b: Floats, name: str) -> Floats:
         return self._seen(name, a * b)
@@ -187,7 +190,8 @@ class NumpyBlocks:
         return self._seen(name, query @ keys.swapaxes(-1, -2))
 
     def softmax(self, x: Floats, name: str) -> Floats:
-        weights: Floats = np.exp(x - x.max(-1, keepdims=True))
+        weights: Floats = x - x.max(-1, keepdims=True)
+        np.exp(weights, out=weights)
         weights /= weights.sum(-1, keepdims=True)
         return weights
 
@@ -302,7 +306,10 @@ class NumpyOps(NumpyBlocks, DeltaOps[Floats]):
     def rms_norm(self, x: Floats, weight: str, name: str, *, gain: float = 1.0) -> Floats:
         variance = np.square(x).mean(-1, keepdims=True)
         scale = 1 / np.sqrt(variance + np.float32(self._spec.eps))
-        normed: Floats = x * scale * self._weights[weight] * np.float32(gain)
+        normed: Floats = x * scale
+        normed *= self._weights[weight]
+        if gain != 1:
+            normed *= np.float32(gain)
         return self._seen(name, normed)
 
     def subtract(self, a: Floats, b: Floats, name: str) -> Floats:
