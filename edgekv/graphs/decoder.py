@@ -202,6 +202,10 @@ class Ops(BlockOps[V], Protocol[V]):
 
     # What a runtime may have an operation of its own for.
 
+    def read_on(self, x: V, layer: int) -> V:
+        """The rows of x that something reads behind the mixers of a layer."""
+        return x
+
     def mixture(self, spec: DecoderSpec, layer: int, x: V) -> V:
         """The weighted sum of a layer's experts, `[1, 1, AR, H]`."""
         return expert_sum(self, spec, layer, expert_inners(self, spec, layer, x))
@@ -291,10 +295,14 @@ def decoder_layer(ops: Ops[V], spec: DecoderSpec, layer: int, hidden: V) -> V:
     matrices that read one input, or with that input.
     """
     x = mixer_inputs(ops, spec, layer, hidden)
-    before, hidden = hidden, _add_mixers(ops, spec, layer, hidden, _mixed(ops, spec, layer, x))
+    mixed = [ops.read_on(rows, layer) for rows in _mixed(ops, spec, layer, x)]
+    before = ops.read_on(hidden, layer)
+    hidden = _add_mixers(ops, spec, layer, before, mixed)
     if not spec.has_feed_forward(layer):
         return hidden
-    if spec.parallel != "one-norm":
+    if spec.parallel == "one-norm":
+        x = ops.read_on(x, layer)
+    else:
         x = feed_forward_inputs(ops, spec, layer, before if spec.parallel else hidden)
     if spec.has_experts(layer):
         return ops.add(hidden, ops.mixture(spec, layer, x), layer_result(spec, layer))

@@ -108,6 +108,8 @@ class FloatOps(StackedOps):
         """Sums that no node computes yet: the norm that reads one may."""
         self._turning: set[str] = set()
         """Stacks of queries and keys."""
+        self._axis = "tokens"
+        """What rows of products are, but for those of the head; see `Rows`."""
         self._chosen: list[str] = []
         """By layer, 1 for each expert that a row has chosen, `[E]`."""
 
@@ -151,8 +153,8 @@ class FloatOps(StackedOps):
         readers = keys if projection is None else [f"{sibling.key}.weight" for sibling in _siblings(projection)]
         only_bytes = all(matrices[key].dtype == "int8" for key in readers if key in matrices)
         tensor = self._tensor(x)
-        is_normal, axis = tensor in self._normal or keys[0] == HEAD, "outputs" if keys[0] == HEAD else "tokens"
-        rows = Rows(tensor, axis, self._rows, is_normal, only_bytes)
+        is_normal = tensor in self._normal or keys[0] == HEAD
+        rows = Rows(tensor, "outputs" if keys[0] == HEAD else self._axis, self._rows, is_normal, only_bytes)
         weight = beside([self._matrix(key) for key in keys])
         return self._products.multiply(rows, weight, keys[0], self._row_gains(keys[0]))
 

@@ -50,8 +50,8 @@ class WideOps(FloatOps):
         self._ports = self._ports.with_float_hidden(hidden_name(layer) for layer in layers)
         self._keys: dict[str, View] = {}
         """By the tensor of queries, the keys that they are compared with."""
-        self._masks: dict[str, str] = {}
-        """By the tensor of queries, the mask of their layer."""
+        self._layers: dict[str, int] = {}
+        """By the tensor of queries, their layer."""
 
     def add(self, a: View, b: View, name: str) -> View:
         """One node: of many rows, a norm that includes the sum takes longer than both do apart."""
@@ -63,6 +63,39 @@ class WideOps(FloatOps):
             return together
         own = Projection.of(weight)
         return together if own is None or own.name.rpartition(".")[2] not in GATE_AND_UP else (own,)
+
+    # ------------------------------------------------------------------ the last layer
+
+    def _reads_last_row(self, layer: int) -> bool:
+        """Whether the head alone reads what is behind the mixers of a layer: of the last token.
+
+        Not in `exact16`, where the rows of a step share ranges: a layer's results are those of all rows.
+        """
+        spec, part = self.spec, self._part
+        if self._mode != "fast" or layer != spec.layers - 1 or part.stop_layer != spec.layers or part.head:
+            return False
+        reads_all = spec.gives_hidden or spec.target is not None
+        return not (reads_all or spec.layer_inputs or spec.picture_layers > layer)
+
+    def read_on(self, x: View, layer: int) -> View:
+        if not self._reads_last_row(layer):
+            return x
+        self._axis = "last row"  # of all products that follow
+        tensor = self._tensor(x)
+        last = self._once(("last row", tensor), lambda: self._slice(tensor, 1, self._nodes.integers([-1]), None))
+        if tensor in self._normal:
+            self._normal.add(last)
+        return View(last)
+
+    def give(self, result: View) -> None:
+        """As many rows as there are tokens: those that nothing reads are 0."""
+        layers = self._part.layers
+        if not layers or not self._reads_last_row(layers[-1]):
+            return super().give(result)
+        nodes = self._nodes
+        others = nodes.add("Sub", [self._tokens(), nodes.integers([1])], "others")
+        pads = nodes.add("Concat", [nodes.integers([0]), others, nodes.integers([0, 0, 0, 0])], "pads", axis=0)
+        return super().give(View(nodes.add("Pad", [self._tensor(result), pads], "padded")))
 
     # ------------------------------------------------------------------ attention
 
@@ -76,7 +109,7 @@ class WideOps(FloatOps):
     def masked(self, scores: View, layer: int, name: str) -> View:
         if scores.tensor not in self._keys:
             return super().masked(scores, layer, name)
-        self._masks[scores.tensor] = self._decoder.mask(layer)
+        self._layers[scores.tensor] = layer
         return scores
 
     def softmax(self, x: View, name: str) -> View:
@@ -90,8 +123,8 @@ class WideOps(FloatOps):
         return replace(attended, head=weights.head)
 
     def _attended(self, query: View, values: View, name: str) -> View:
-        """The results of all queries, `[heads, 1, AR, D]`."""
-        nodes, keys = self._nodes, self._keys[query.tensor]
+        """The results of all queries that something reads, `[heads, 1, rows, D]`."""
+        nodes, keys, layer = self._nodes, self._keys[query.tensor], self._layers[query.tensor]
 
         def of_model(stack: str, heads: int) -> str:
             return nodes.reshape(stack, [1, heads, -1, 0])
@@ -99,16 +132,24 @@ class WideOps(FloatOps):
         rows = of_model(query.tensor, query.heads)
         cached = [of_model(self._dequantized(view), view.heads) for view in (keys, values)]
         results = []
-        for half in self._halves(self._masks[query.tensor]):
+        is_gated = self.spec.head_gates or self.spec.output_gates  # by all rows
+        reads_all = is_gated or not self._reads_last_row(layer)
+        for half in self._halves(layer) if reads_all else [self._last(layer)]:
             seen = [self._slice(stack, 2, None, half.columns) for stack in cached]
             inputs = [self._slice(rows, 2, half.first, half.end), *seen, half.mask]
             results.append(nodes.add("Attention", inputs, name, scale=1.0))  # queries are scaled
         together = results[0] if len(results) == 1 else nodes.add("Concat", results, name, axis=2)
         return View(nodes.reshape(together, [query.heads, 1, -1, 0]), query.heads)
 
-    def _halves(self, mask: str) -> list[_Half]:
-        """Of the rows of a window, by the mask of a layer."""
-        nodes, floats = self._nodes, self._input(mask)
+    def _last(self, layer: int) -> _Half:
+        """The last row of a window, which sees all columns."""
+        last = self._nodes.integers([-1])
+        return _Half(last, None, None, self._slice(self._input(self._decoder.mask(layer)), 2, last, None))
+
+    def _halves(self, layer: int) -> list[_Half]:
+        """The halves of a window's rows."""
+        nodes, mask = self._nodes, self._decoder.mask(layer)
+        floats = self._input(mask)
 
         def halves() -> list[_Half]:
             rows, columns = (nodes.add("Shape", [mask], f"{mask}.size", start=axis, end=axis + 1) for axis in (2, 3))

@@ -150,6 +150,37 @@ def test_halves_of_rows_change_only_the_order_of_sums(
     assert (10 * np.log10(scored[0].var(axis=1) / np.maximum(noise, 1e-9)) > 30).all()
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "smollm2",
+        pytest.param("cohere", marks=pytest.mark.slow),  # attention and feed-forward read one norm
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", marks=pytest.mark.slow),  # gates of heads, and a rule in place of attention
+        pytest.param("falcon_h1", marks=pytest.mark.slow),  # two mixers
+    ],
+)
+def test_the_last_layer_computes_the_row_that_the_head_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", ARCHITECTURES[architecture])
+    folder = exported(checkpoint, export_options(context=64, ar=(1, 8)))
+    scored, rows = [], []
+    for number in (1, 8):
+        monkeypatch.setenv("EDGEKV_CACHE_DIR", str(tmp_path / f"rows {number}"))
+        if number > 1:
+            monkeypatch.setattr("edgekv.graphs.wide.WideOps._reads_last_row", lambda ops, layer: False)
+        with edgekv.load(folder, cpu_mode="fast", threads=1) as model:
+            scored.append(
+                np.stack([model.session.feed(PROMPT[at:to]).ravel() for at, to in ((0, 8), (8, 15), (15, 29))])
+            )
+            (graph,) = model.session._graphs.loaded
+            hidden = graph._exits[f"hidden_{model.bundle.manifest.model.layers}"]
+            rows.append(np.count_nonzero(hidden[0, 0, :14].any(axis=-1)))
+    assert rows == [1, 14]
+    assert np.abs(scored[0].astype(int) - scored[1]).max() <= 2, "attention to one row adds up in another order"
+
+
 @pytest.mark.parametrize("mode", ["exact16", "fast"])
 def test_parts_of_a_prompt_have_the_bits_of_the_whole(small: Path, mode: CpuMode, monkeypatch: Any) -> None:
     logits = []
