@@ -16,6 +16,7 @@ from exporters.quantize.matrices import Quantizer
 from quant import WeightDtype
 
 _TOKENS = 4096
+_WEIGHED = 0.5  # what `attention` leaves of the loss of GPTQ, with which types are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +55,7 @@ class SensitivityPiece(Piece):
                 quantizer.head_candidates(types.get(HEAD, ())) if layer is None else quantizer.candidates(layer, types)
             )
 
-        return matrix_costs(quantized, tensors, measured, context, inputs.progress, sink=sink)
+        costs = matrix_costs(quantized, tensors, measured, context, inputs.progress, sink=sink)
+        for name in (rule.tensor for rule in self.rules if rule.method == "attention" and rule.tensor in costs):
+            costs[name] = {dtype: _WEIGHED * nats for dtype, nats in costs[name].items()}
+        return costs

@@ -6,13 +6,15 @@ import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
 from devices import find
-from edgekv.bundle import Manifest, RecipeRecord, open_bundle
+from edgekv.bundle import Manifest, RecipeRecord, WeightRecord, open_bundle
 from edgekv.cli import run
 from edgekv.errors import UsageError
 from edgekv.spec import EMBEDDING, HEAD, Config, DecoderInterface, DecoderSpec, describe, matrices
@@ -21,6 +23,9 @@ from exporters.estimate import DecodeSpeed, estimate_spec
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.graphs.onnx import plan_graphs
 from exporters.graphs.split import Split
+from exporters.pipeline import sensitivity
+from exporters.pipeline.inputs import DecoderKey
+from exporters.plan import plan_export
 from exporters.quantize.allocation import Front, Fronts, possible_types, type_bytes
 from exporters.quantize.recipe import Recipe, find_recipe
 from quant import WEIGHT_TYPES, WeightDtype
@@ -172,8 +177,30 @@ def test_a_bundle_is_as_large_as_it_may_be(checkpoint: Checkpoint, tmp_path: Pat
     assert found.recipe.name == f"{middle:g}mb"
     types = Counter(WEIGHT_TYPES[each.dtype].bits for each in found.recipe.weights)
     assert types[4] and types[8]
-    assert {each.method for each in found.recipe.weights} <= {"descent", "gptq", "nearest"}
+    assert {each.method for each in found.recipe.weights} <= {"attention", "descent", "gptq", "nearest"}
     assert export(checkpoint, tmp_path / "large", cache, target_mb=100).recipe.name == "100mb"
+
+
+def test_queries_that_attention_will_round_count_half_of_what_gptq_loses(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    gptq = {"q_proj": {"int4": 0.4, "int8": 0.002}, "o_proj": {"int4": 0.4, "int8": 0.002}}
+    monkeypatch.setattr(sensitivity, "matrix_costs", lambda *_, **__: {name: {**nats} for name, nats in gptq.items()})
+    monkeypatch.setattr(sensitivity, "Quantizer", lambda *_, **__: None)
+    exact = plan_export(checkpoint, options()).survey_tokens
+    inputs: Any = SimpleNamespace(
+        surveyed=lambda _: SimpleNamespace(tokens=exact, sink_tokens=0),
+        folded=lambda _: None,
+        store=SimpleNamespace(folder=tmp_path),
+        progress=None,
+    )
+    rules = tuple(
+        WeightRecord(tensor=name, dtype="int4", method=method)
+        for name, method in (("q_proj", "attention"), ("o_proj", "descent"))
+    )
+    key = DecoderKey("weights", "config", checkpoint.spec, 64)
+    costs = sensitivity.SensitivityPiece(key, rules, ()).make(tmp_path, inputs)
+    assert costs == {"q_proj": {"int4": 0.2, "int8": 0.001}, "o_proj": gptq["o_proj"]}
 
 
 def mean_bits(checkpoint: Checkpoint, recipe: RecipeRecord) -> float:
