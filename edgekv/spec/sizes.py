@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from edgekv.spec.linear import DeltaRule
@@ -324,9 +325,9 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
                 all_bytes = round(kind.parameters * bits / 8)
                 packed_bytes = round(kind.parameters / 2 * (MAX_BITS - bits) / (MAX_BITS - MIN_BITS))
             else:
-                types = [(RECIPE_TYPES[recipe].of(role, in_end=in_end), *shape) for role, *shape in kind.matrices]
-                all_bytes = sum(each.matrix_bytes(rows, columns) for each, rows, columns in types)
-                packed_bytes = sum(each.packed_bytes(rows, columns) for each, rows, columns in types)
+                types, matrices = partial(RECIPE_TYPES[recipe].of, in_end=in_end), kind.matrices
+                all_bytes = sum(types(role).matrix_bytes(rows, columns) for role, rows, columns in matrices)
+                packed_bytes = sum(types(role).packed_bytes(rows, columns) for role, rows, columns in matrices)
             for layer in kind.numbers:
                 if (layer in ends) == in_end:
                     layers[layer] += all_bytes

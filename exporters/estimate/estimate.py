@@ -288,7 +288,8 @@ def estimate_spec(
         UsageError: no chip stands for this one.
         EngineError: the compiler is missing, crashed, or writes something else.
     """
-    recipe, vocabulary = recipe.for_decoder(spec.sizes), cast(Vocabulary, "apart")
+    recipe = recipe.for_decoder(spec.sizes)
+    vocabulary: Vocabulary = "apart"
     if recipe.shares_vocabulary(spec):
         vocabulary = shared_vocabulary(applied_rotation(spec, recipe.rotation))
         recipe = recipe.sharing_vocabulary(vocabulary)
