@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, cast
 
@@ -466,8 +467,9 @@ def _whole(bundle: Bundle, graphs: Sequence[GraphRecord]) -> Iterator[_Binary]:
 def _slices(decoder: _Decoder, folder: Path) -> Iterator[_Binary]:
     """A binary for each kind of pair of layers, one for the last pair with the head; equal ones are compiled once.
 
-    A slice begins and ends with what overlaps with its neighbours in the whole. What each joint saves is known from two
-    pairs and the four layers of both, and counts once for each joint: so the times of binaries may be below 0.
+    A slice begins and ends with what overlaps with its neighbours in the whole. What each joint saves is known from the
+    most frequent two pairs and the four layers of both, and counts once for each joint: so the times of binaries may be
+    below 0.
     """
     layers = decoder.layers
     ranges = [range(at, min(at + _SLICE_LAYERS, layers)) for at in range(0, layers, _SLICE_LAYERS)]
@@ -477,9 +479,12 @@ def _slices(decoder: _Decoder, folder: Path) -> Iterator[_Binary]:
     counts, joints = Counter(forms), len(ranges) - 1
     kinds = dict(reversed([*zip(forms, ranges, strict=True)]))
     if joints:
-        for form in forms[:2]:
+        neighbours = [*pairwise(forms)]
+        (both, _), *_ = Counter(neighbours).most_common(1)
+        at = neighbours.index(both)
+        for form in both:
             counts[form] -= joints
-        yield _Binary(_write(decoder, range(ranges[0].start, ranges[1].stop), folder), joints)
+        yield _Binary(_write(decoder, range(ranges[at].start, ranges[at + 1].stop), folder), joints)
     counts[forms[-1]] -= 1
     for form, covered in kinds.items():
         if counts[form]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from edgekv.machine import child
 from edgekv.plan import PlanOptions
 from edgekv.spec import KeyLayout
 from exporters.estimate import estimate_bundle, estimate_config, simulate_bundle
-from exporters.estimate.estimate import _form, _part, check_estimate
+from exporters.estimate.estimate import _Decoder, _form, _part, _slices, check_estimate
 from exporters.graphs.parts import build_part
 from exporters.htp import estimate as simulation
 from exporters.htp.costs import read_costs
@@ -35,7 +36,7 @@ from exporters.options import RunOptions
 from exporters.pipeline import pieces
 from tests.exporters.pipeline.test_pipeline import files_of_at_most
 from tests.support.checkpoints import write_checkpoint
-from tests.support.exports import export_options, exported
+from tests.support.exports import export_options, exported, small_options
 from tests.support.kits import report
 from tests.support.picture_models import (
     SMALL,
@@ -106,6 +107,16 @@ def test_an_estimate_is_kept_by_content_beside_reports(
     beside = estimate_bundle(opened, find("SM8650"), run)
     (note,) = set(beside.notes) - set(first.notes)
     assert note.startswith("Measured on SM8650 (report galaxy): large, AR-1") and beside.graphs == first.graphs
+
+
+def test_a_joint_is_measured_where_layers_are_as_most_are(tmp_path: Path) -> None:
+    """The layers at both ends have 8 bits: what their joints save says little about the others."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", {"num_hidden_layers": 12, "vocab_size": 512})
+    opened = open_bundle(exported(checkpoint, small_options("w4a16", context=64, ar=(1, 8))))
+    (decode,) = (graph for graph in opened.manifest.graphs if graph.role == "decode")
+    decoder = _Decoder("12 layers", 12, [decode], partial(build_part, opened.manifest), opened.path)
+    times = {file.parent.name: binary.times for binary in _slices(decoder, tmp_path) for file in binary.files.values()}
+    assert times == {"2-6": 5, "0-2": 1, "2-4": -6, "10-12-head": 1}
 
 
 @pytest.mark.htp
