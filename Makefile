@@ -13,10 +13,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # No core is without a worker, so that one thread each is enough for BLAS; integers do not depend on how many it has.
 # Bytecode is kept, also where the environment says otherwise: hundreds of child processes would compile every module.
-PYTEST = $(BLAS) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal
-# The command `edgekv` names the fastest kernels of BLAS that the processor has; so do tests.
-BLAS = $(shell $(BIN)/python -c "from edgekv.machine.blas import *; use_fastest_kernels(); \
-	print(*[f'{VARIABLE}={kernels}' for kernels in [os.environ.get(VARIABLE)] if kernels])" 2>/dev/null)
+PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 SELECT := not numpy2 and not thorough
 TESTS :=
 PIP_OPTIONS :=
