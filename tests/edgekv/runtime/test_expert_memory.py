@@ -23,8 +23,9 @@ PAGE = 4096
 PROMPT = [*range(3, 40)]
 SIZES = {"granitemoe": {"intermediate_size": 64}, "lfm2_moe": {"moe_intermediate_size": 64}}
 """A graph itself has matrices below 4 KiB."""
-READ = range(2 * 15 + 19 * 2 * 3, 2 * 16 + 19 * 2 * 3 + 1)
-"""Experts of two windows of prefill, which read nearly all, and of 19 steps, which read three in each of two layers."""
+READ = range(15 + 2 * 3 + 19 * 2 * 3, 16 + 2 * 3 + 19 * 2 * 3 + 1)
+"""Experts of two windows of prefill, which read nearly all of the first layer and of the last one the three of a row,
+and of 19 steps, which read three in each of two layers."""
 LAYER = 8 * 6 * PAGE
 """Experts of a layer of `granitemoe`, as prefill reads them: the least budget."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
