@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import onnx
-
 from devices import Device
 from edgekv.bundle import (
     COMPILED,
@@ -20,13 +18,12 @@ from edgekv.bundle import (
     file_hashes,
 )
 from edgekv.errors import UsageError
-from edgekv.machine.graph_file import graph_content
 from edgekv.machine.scratch import scratch_folder
 from edgekv.qnn import provider as qnn
 from edgekv.qnn.options import FASTEST, HtpOptions
 from exporters.capabilities import ENGINE, Capabilities
 from exporters.graphs.divided import check_divisible, write_divided
-from exporters.graphs.parts import weight_files
+from exporters.graphs.parts import stored_graph, weight_files
 from exporters.htp.compile import COMPILER_DEFAULTS, Watch, binary_sets, device_parts, unwatched, write_compiled
 from exporters.htp.compile_tflite import compiler as tflite_compiler
 from exporters.options import RunOptions
@@ -208,7 +205,7 @@ def compile_folder(
 
 def _give_folder(plan: Plan, inputs: Inputs, folder: Path, models: Mapping[str, Path]) -> str:
     """Add a folder with ONNX files and the files of their weights, where it is; returns its name."""
-    weights = {name for file in models.values() for name in weight_files(onnx.load_from_string(graph_content(file)))}
+    weights = {name for file in models.values() for name in weight_files(stored_graph(file))}
     with file_hashes() as known:
         files = sorted({*(file.name for file in models.values()), *weights})
         hashes = [(name, known.sha256_of(folder / name)) for name in files]

@@ -42,7 +42,6 @@ from edgekv.conformance.kit import (
 from edgekv.conformance.models import GOLDEN_TOKENS, measured_graphs
 from edgekv.errors import EngineError, UsageError
 from edgekv.machine.child import CallFailedError, ChildEndedError, call
-from edgekv.machine.graph_file import graph_content
 from edgekv.machine.scratch import scratch_folder
 from edgekv.machine.system import format_bytes, link_or_copy
 from edgekv.plan import Overrides, find_subject, make_plan
@@ -66,7 +65,7 @@ from exporters.conformance.record import (
 )
 from exporters.estimate import estimate_bundle
 from exporters.export import export_bundle
-from exporters.graphs.parts import build_part, save_part
+from exporters.graphs.parts import build_part, save_part, stored_graph
 from exporters.htp.check import run_steps
 from exporters.htp.compile import COMPILER_DEFAULTS, with_level
 from exporters.inspect.probe import layer_graphs
@@ -270,10 +269,7 @@ class Family:
         """Its graph and its operations, as far as they are wanted."""
         graphs = self.graphs(chosen)
         wrappers = self.compiled(graphs)
-        orders = {
-            name: order_of(onnx.load_from_string(graph_content(graphs.models[name])))
-            for name in ("whole", *graphs.layers)
-        }
+        orders = {name: order_of(stored_graph(graphs.models[name])) for name in ("whole", *graphs.layers)}
         job = FamilyJob(
             bundle=str(graphs.bundle.path),
             soc=self._device.soc,

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from edgekv.bundle import GraphRecord, Manifest, PartRecord
 from edgekv.graphs.decoder import decoder_layer, drafter_input, layer_result, part_end
-from edgekv.machine.graph_file import write_graph
+from edgekv.machine.graph_file import graph_content, write_graph
 from edgekv.machine.system import link_or_copy
 from edgekv.spec import EMBEDDINGS, DecoderSpec, KeyLayout, hidden_name
 from exporters.graphs.nodes import Tensor
@@ -97,6 +97,15 @@ def save_model_beside(model: onnx.ModelProto, path: Path, weights: Path) -> None
         if not (link := path.parent / name).exists():
             link_or_copy(weights / name, link)
     write_graph(model.SerializeToString(), path)
+
+
+def stored_graph(path: Path) -> onnx.ModelProto:
+    """A graph without its weights, from a file that may be compressed.
+
+    Raises:
+        BundleError: the file is damaged.
+    """
+    return onnx.load_from_string(graph_content(path))
 
 
 def weight_files(model: onnx.ModelProto) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import helper
@@ -15,12 +14,12 @@ from onnx import helper
 from edgekv.bundle import Bundle, BundleWeights, VisionRecord
 from edgekv.graphs.encoder import encoder_exit, encoder_layer, layer_rows
 from edgekv.graphs.onnx_session import PROVIDERS, session_options
-from edgekv.machine.graph_file import graph_content
 from edgekv.pictures import EncoderInputs, encoder_inputs, graph_inputs
 from edgekv.spec import LAYER_ROWS_PORT, ROWS_PORT
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.rotate import ResidualRotation
 from exporters.checkpoint.vision import RotatedEncoder, VisionEncoder, WideEncoder
+from exporters.graphs.parts import stored_graph
 from exporters.inspect.report import EncoderLayerLoss, EncoderMatrix, Levels
 from exporters.quantize.encoder import EncoderTensors, NumpyEncoder
 from exporters.quantize.pictures import drawn_picture
@@ -111,7 +110,7 @@ class _MeasuringEncoder(NumpyEncoder):
 
 def _results(bundle: Bundle, record: VisionRecord, shown: EncoderInputs, watched: list[str]) -> Mapping[str, Floats]:
     """What the graph computes."""
-    model = onnx.load_from_string(graph_content(bundle.path / record.file))
+    model = stored_graph(bundle.path / record.file)
     names = {name: _PORTS.get(name, name + _INTEGERS) for name in watched}
     for name, output in names.items():
         if name not in _PORTS:

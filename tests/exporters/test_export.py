@@ -27,6 +27,7 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.cli.exported import export_warnings
 from exporters.export import ExportOptions, RunOptions, export_bundle
 from exporters.graphs.nodes import parameter_names
+from exporters.graphs.parts import stored_graph
 from exporters.htp.check import floating_nodes
 from exporters.pipeline.pieces import LayerPiece
 from exporters.pipeline.write import WritePiece
@@ -34,7 +35,6 @@ from exporters.plan import export_geometry
 from exporters.quantize.calibrate import read_calibration
 from exporters.quantize.recipe import Recipe, WeightRule
 from quant import quantize_per_channel
-from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, OLDER, write_checkpoint
 from tests.support.exports import export_options, exported, small_options
 

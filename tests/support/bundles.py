@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import onnx
 from msgspec import structs
 
 import edgekv
@@ -31,7 +30,6 @@ from edgekv.draft import Speculation
 from edgekv.engine import Generation
 from edgekv.engine.beam_search import BeamSearch, Hypothesis
 from edgekv.graphs.source import PartSource
-from edgekv.machine.graph_file import graph_content
 from edgekv.runtime.binding import Binding
 from edgekv.spec import EMBEDDING_STEPS, DecoderSpec, table_key, views
 from edgekv.spec.tensors import matrices
@@ -96,11 +94,6 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def source_of(folder: Path, file: str = "ar1_cl64.onnx.gz") -> PartSource:
     return PartSource.of(folder, open_bundle(folder).manifest, file)
-
-
-def stored_graph(path: Path) -> onnx.ModelProto:
-    """A graph of a bundle, without its weights."""
-    return onnx.load_from_string(graph_content(path))
 
 
 def any_step(bundle: Bundle, graph: GraphRecord, part: PartRecord | None = None) -> Arrays:

@@ -36,7 +36,7 @@ from edgekv.errors import EngineError
 from edgekv.kv import KVCache
 from edgekv.machine.graph_file import write_graph
 from edgekv.machine.tensor_file import encode_tensors
-from tests.support.bundles import stored_graph
+from exporters.graphs.parts import stored_graph
 
 SOC = "SM8750"
 CODE = ("exporters.conformance.make", "exporters.conformance.record")

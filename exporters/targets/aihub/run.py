@@ -19,9 +19,9 @@ from devices import CATALOGUE, Device, UnknownDeviceError, find
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.errors import BundleError, ServiceError, UsageError
 from edgekv.machine.child import TIMEOUT_VARIABLE, vendor_timeout_s
-from edgekv.machine.graph_file import graph_content
 from edgekv.machine.scratch import atomic_file
 from exporters.compile import open_store
+from exporters.graphs.parts import stored_graph
 from exporters.options import RunOptions
 from exporters.pipeline.inputs import Inputs
 from exporters.pipeline.piece import Piece, Plan
@@ -207,7 +207,7 @@ def pack_graph(bundle: Bundle, graph: GraphRecord, folder: Path) -> Path:
         BundleError: a weight of the graph is not in the bundle.
     """
     name = graph_name(graph)
-    model = onnx.load_from_string(graph_content(bundle.graph_path(graph)))
+    model = stored_graph(bundle.graph_path(graph))
     model.graph.name = name
     extents = _redirect(model, bundle, graph, f"{name}.data")
     target = folder / f"{name}.onnx.zip"

@@ -14,7 +14,7 @@ import edgekv
 from edgekv.bundle import FileRecord, open_bundle, write_manifest
 from edgekv.errors import BundleError
 from edgekv.machine.graph_file import write_graph
-from tests.support.bundles import stored_graph
+from exporters.graphs.parts import stored_graph
 
 
 @pytest.mark.parametrize("size", [-1, "batch", "rows_", "rows_x", "", 10**12], ids=repr)

@@ -14,8 +14,8 @@ from edgekv.errors import BundleError
 from edgekv.spec import DecoderInterface, Port
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.export import ExportOptions, export_bundle
+from exporters.graphs.parts import stored_graph
 from exporters.quantize.recipe import find_recipe
-from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, EVERY_OPERATION, write_checkpoint
 from tests.support.exports import exported_architecture
 from tests.support.thorough import variants

@@ -18,8 +18,8 @@ from edgekv.doctor import examine, list_packages, require
 from edgekv.doctor.examine import run_probe
 from edgekv.doctor.finding import NotInstalledError
 from edgekv.doctor.samples import IR_VERSION, OPSET, onnx_norm_case, write_onnx_norm
+from exporters.graphs.parts import stored_graph
 from tests.support.aihub_server import DEVICES, TOKEN, AiHub
-from tests.support.bundles import stored_graph
 
 PACKAGES = {
     "engine cpu": "onnxruntime",

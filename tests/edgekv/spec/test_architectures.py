@@ -23,12 +23,12 @@ from edgekv.spec.tensors import views
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.lora import Adapter, AdapterChoice
 from exporters.export import export_bundle
+from exporters.graphs.parts import stored_graph
 from exporters.htp.check import floating_nodes
 from exporters.lora.base import ExportedBase
 from exporters.lora.options import LoraOptions
 from exporters.lora.quantize import folded_factors
 from exporters.quantize.reference import Reference
-from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, EVERY_OPERATION, LONGROPE, YARN, as_saved, write_checkpoint
 from tests.support.embedders import WITHOUT_TEXT
 from tests.support.exports import export_options, exported

@@ -27,12 +27,12 @@ from edgekv.spec import (
 from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import transformed, transformed_as
 from exporters.checkpoint.rotate import applied_rotation, shared_vocabulary
+from exporters.graphs.parts import stored_graph
 from exporters.htp.check import floating_nodes
 from exporters.inspect.probe import Probe
 from exporters.quantize.recipe import find_recipe
 from exporters.quantize.reference import Reference
 from exporters.quantize.table import Table
-from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, NEWER, write_checkpoint
 from tests.support.exports import export_options, exported
 

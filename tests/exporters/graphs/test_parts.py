@@ -10,9 +10,8 @@ import pytest
 
 from edgekv.bundle import Bundle, open_bundle
 from edgekv.runtime import CpuEngine
-from exporters.graphs.parts import build_part, save_part, weight_files
+from exporters.graphs.parts import build_part, save_part, stored_graph, weight_files
 from exporters.lora.options import LoraOptions
-from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, write_checkpoint
 from tests.support.exports import export_options, exported, exported_architecture
 from tests.support.thorough import variants

@@ -12,8 +12,8 @@ from devices import find
 from edgekv.bundle import Bundle, GraphRecord, open_bundle
 from edgekv.graphs import decoder
 from edgekv.runtime import HtpEngine
-from exporters.graphs.parts import build_part, save_part
-from tests.support.bundles import Arrays, any_step, outputs, stored_graph
+from exporters.graphs.parts import build_part, save_part, stored_graph
+from tests.support.bundles import Arrays, any_step, outputs
 from tests.support.checkpoints import EVERY_OPERATION
 from tests.support.exports import exported_architecture
 from tests.support.thorough import variants

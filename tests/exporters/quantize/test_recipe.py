@@ -18,13 +18,13 @@ from exporters.checkpoint.checkpoint import Checkpoint
 from exporters.checkpoint.folded import FoldedCheckpoint
 from exporters.checkpoint.rotate import applied_rotation, hadamard, principal_directions
 from exporters.export import export_bundle
+from exporters.graphs.parts import stored_graph
 from exporters.quantize.allocation import Allocation
 from exporters.quantize.effort import EFFORTS, Effort
 from exporters.quantize.matrices import needs_quantized_pass
 from exporters.quantize.recipe import Recipe, WeightRule, describe_recipe, find_recipe, recipe_names
 from exporters.quantize.reference import Reference
 from quant import WeightDtype
-from tests.support.bundles import stored_graph
 from tests.support.checkpoints import ARCHITECTURES, NEWER, config_of, write_checkpoint
 from tests.support.exports import export_options, exported, small_options
 from tests.support.thorough import variants

@@ -16,10 +16,10 @@ from edgekv.engine.sink import read_sink
 from edgekv.errors import BundleError, UsageError
 from edgekv.machine.graph_file import write_graph
 from edgekv.runtime import CpuEngine
+from exporters.graphs.parts import stored_graph
 from exporters.quantize.recipe import find_recipe
 from exporters.targets.aihub.run import pack_graph
 from exporters.targets.aihub.sample import Sample, read_sample, take_sample
-from tests.support.bundles import stored_graph
 from tests.support.checkpoints import NEWER, write_sinking
 from tests.support.exports import export_options, exported
 
