@@ -8,6 +8,8 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+from edgekv.machine.system import instructions
+
 _ARM = ("aarch64", "arm64")
 
 
@@ -33,11 +35,10 @@ def multiplies_integers() -> bool:
 @lru_cache(maxsize=1)
 def processor() -> str:
     """What kernels depend on: the architecture and, if the system tells them, the instructions."""
-    flags: list[str] = []
+    known = frozenset[str]()
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text("ascii", "replace").splitlines()
-        flags = next((sorted(line.split()) for line in lines if line.lower().startswith(("flags", "features"))), [])
-    return " ".join([platform.machine(), *flags])
+        known = instructions(Path("/proc/cpuinfo").read_text("ascii", "replace"))
+    return " ".join([platform.machine(), *sorted(known)])
 
 
 def processors() -> int:

@@ -11,6 +11,8 @@ from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from edgekv.machine.system import instructions
+
 VARIABLE = "OPENBLAS_CORETYPE"
 
 # Names in OpenBLAS, and the flags in /proc/cpuinfo of what their kernels execute; the first that fits.
@@ -22,9 +24,7 @@ _KERNELS = (
 
 def kernels_for(cpuinfo: str) -> str | None:
     """The kernels for a processor, by the text of /proc/cpuinfo; None if it names neither AVX-512 nor AVX2."""
-    lines = (line.partition(":") for line in cpuinfo.splitlines())
-    flags = next((set(value.split()) for name, _, value in lines if name.strip() == "flags"), set())
-    return next((kernels for kernels, needed in _KERNELS if needed <= flags), None)
+    return next((kernels for kernels, needed in _KERNELS if needed <= instructions(cpuinfo)), None)
 
 
 def use_fastest_kernels(environment: MutableMapping[str, str] = os.environ) -> None:

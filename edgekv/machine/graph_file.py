@@ -26,7 +26,7 @@ def graph_content(path: Path) -> bytes:
     Raises:
         BundleError: the file is damaged.
     """
-    if path.suffix != _COMPRESSED:
+    if not is_compressed(path):
         return path.read_bytes()
     try:
         with gzip.open(path) as file:
@@ -38,7 +38,7 @@ def graph_content(path: Path) -> bytes:
 
 def loadable(path: Path) -> str | bytes:
     """What the runtime makes a session of: the path, or the content of a compressed file; its weights are beside it."""
-    return graph_content(path) if path.suffix == _COMPRESSED else str(path)
+    return graph_content(path) if is_compressed(path) else str(path)
 
 
 def plain_name(name: str) -> str:
@@ -58,7 +58,7 @@ def is_compressed(path: Path) -> bool:
 
 def write_graph(content: bytes, path: Path) -> None:
     """Write a serialized ONNX model, compressed if the name says so; the same bytes each time."""
-    if path.suffix == _COMPRESSED:
+    if is_compressed(path):
         compressed = io.BytesIO()
         # gzip.compress writes the operating system into the header.
         with gzip.GzipFile("", "wb", fileobj=compressed, mtime=0) as file:

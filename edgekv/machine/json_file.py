@@ -78,7 +78,8 @@ def json_of_lines(content: object) -> bytes:
 
 
 def _lines(content: object, indent: str) -> Iterator[str]:
-    fields = content.items() if isinstance(content, dict) else [(None, item) for item in _items(content)]
+    items = content if isinstance(content, list) else []
+    fields = content.items() if isinstance(content, dict) else [(None, item) for item in items]
     if not any(isinstance(value, dict | list) for _, value in fields):
         yield msgspec.json.encode(content).decode()
         return
@@ -89,10 +90,6 @@ def _lines(content: object, indent: str) -> Iterator[str]:
         yield from _lines(value, inner)
         separator = ","
     yield f"\n{indent}{end}"
-
-
-def _items(content: object) -> list[object]:
-    return content if isinstance(content, list) else []
 
 
 def readable_json(content: object, *, indent: int = 1) -> bytes:

@@ -26,6 +26,7 @@ _CACHE_LIMIT = "8GB"
 # More digits than any size, fewer than Python's limit.
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_INSTRUCTIONS = ("flags", "Features")  # of x86, and of Arm
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -72,6 +73,12 @@ def is_short_of_memory() -> bool:
         return False
     total_bytes = memory_bytes()
     return total_bytes is not None and free_bytes < total_bytes // 4
+
+
+def instructions(cpuinfo: str) -> frozenset[str]:
+    """Instruction sets of a machine's first processor, by the text of its /proc/cpuinfo, as Linux names them."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    return next((frozenset(value.split()) for name, _, value in lines if name.strip() in _INSTRUCTIONS), frozenset())
 
 
 def memory_bytes() -> int | None:

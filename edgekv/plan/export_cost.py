@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgekv.plan.host_speed import HostSpeed
+from edgekv.plan.host_speed import ROUNDING_PRODUCTS, HostSpeed
 from edgekv.plan.parts import COMPRESSED, EncoderPlan
 from edgekv.spec import CHECKPOINT_TOKENS, Decoder, Geometry, LayeredGeometry, Weights
 
@@ -67,7 +67,7 @@ _CHECK_BYTES_PER_GRAPH_BYTE = 186  # one check took 655 MB: a graph of 1.76 MB, 
 _MEASURED_TOKENS = 768  # of the texts that show what was lost, by the exact decoder and by the graphs
 _FACTOR_PRODUCTS = 1 / 3  # by the cube of the inputs
 _BUSY = 0.78  # share of the cores' time that an export uses
-_HEAD_ELEMENTS, _HEAD_PRODUCTS = 0.4, 3  # of a head in 8 bits beside matrices in 4; see `HostSpeed`
+_HEAD_ELEMENTS = 0.4  # of a head in 8 bits beside matrices in 4; see `HostSpeed`
 _SCORES_OF_A_VALUE = 2.5  # a value's norms, activations, samples and files take as long as so many scores
 _CHECK_SECONDS = 0.7
 _CHECK_SECONDS_PER_WEIGHT_BYTE = 7e-9
@@ -284,7 +284,7 @@ def _export_seconds(decoder: Decoder, tokens: int, window: int, host: HostSpeed,
     products += hidden * (parameters + decoder.table_parameters)  # rotation of the residual
     kinds = decoder.layer_kinds
     pairs = sum(kind.layers * matrix.inputs**2 * matrix.outputs for kind in kinds for matrix in kind.matrices)
-    head_products = _HEAD_PRODUCTS if is_followed else host.rounding_products
+    head_products = ROUNDING_PRODUCTS["gptq"] if is_followed else host.rounding_products
     products += host.rounding_products * pairs + head_products * hidden * decoder.table_parameters
     scores: float = passes * (decoder.layers - decoder.convolutions) * decoder.heads * tokens * window
     values = _attention_width(decoder, 0) + _feed_forward_width(decoder)

@@ -22,7 +22,7 @@ _ROUNDED = 256, 1024  # inputs and outputs of the matrix that is rounded: as man
 _TOKENS = 1024  # of its inputs
 _DRIFT = 0.1  # of the quantized model's inputs: as 4 bits leave them
 
-_ROUNDING_PRODUCTS = {"gptq": 3, "descent": 7}
+ROUNDING_PRODUCTS = {"gptq": 3, "descent": 7}
 """Multiply-adds for each output and pair of inputs, by method, beside the factor of the inputs' squares.
 
 They count as many sweeps of descent as matrices of real models take, four; random ones take fewer.
@@ -54,7 +54,7 @@ _TYPICAL = HostSpeed(
     products_per_s=100e9,
     scores_per_s=9.5e8,
     elements_per_s=8e6,
-    rounding_products=_ROUNDING_PRODUCTS["descent"],
+    rounding_products=ROUNDING_PRODUCTS["descent"],
     is_measured=False,
 )
 """Of an x86 server with AVX-512, and 4 bits."""
@@ -81,14 +81,14 @@ def measure_host(dtype: WeightDtype) -> HostSpeed:
     method: Literal["gptq", "descent"] = "descent" if WEIGHT_TYPES[dtype].is_packed else "gptq"
     with one_thread():
         products_per_s = rows.size * _WIDTH / _seconds(lambda: rows @ matrix)
-        of_products_s = _ROUNDING_PRODUCTS[method] * weight.size * len(weight) / products_per_s
+        of_products_s = ROUNDING_PRODUCTS[method] * weight.size * len(weight) / products_per_s
         rounding_s = _seconds(lambda: quantize(weight, dtype, method, inputs))
         return HostSpeed(
             cores=processors(),
             products_per_s=products_per_s,
             scores_per_s=scores.size / _seconds(lambda: _softmax(scores)),
             elements_per_s=weight.size / max(rounding_s - of_products_s, rounding_s / 4),
-            rounding_products=_ROUNDING_PRODUCTS[method],
+            rounding_products=ROUNDING_PRODUCTS[method],
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 from edgekv.spec.linear import DeltaRule
@@ -257,6 +256,12 @@ class LayerTypes:
         is_wide = in_end or role in self.int8
         return WEIGHT_TYPES["int8" if is_wide else "lpbq64" if role in self.lpbq64 else self.dtype]
 
+    def layer_bytes(self, kind: LayerKind, *, in_end: bool) -> tuple[int, int]:
+        """Bytes of the matrices of a layer, and those of them that contain two 4-bit integers each."""
+        matrices = [(self.of(role, in_end=in_end), rows, columns) for role, rows, columns in kind.matrices]
+        all_bytes = sum(dtype.matrix_bytes(rows, columns) for dtype, rows, columns in matrices)
+        return all_bytes, sum(dtype.packed_bytes(rows, columns) for dtype, rows, columns in matrices)
+
 
 _LAYERS_PER_END, _LARGE_PARAMETERS = 12, 500_000_000
 _IN_8_BITS: frozenset[MatrixRole] = frozenset(
@@ -320,18 +325,17 @@ def recipe_weights(decoder: Decoder, recipe: str) -> Weights:
     layers, packed = [2 * 2 * decoder.hidden] * decoder.layers, [0] * decoder.layers
     ends = end_layers(decoder)
     for kind in decoder.layer_kinds:
-        for in_end in (False, True):
-            if bits is not None:
-                all_bytes = round(kind.parameters * bits / 8)
-                packed_bytes = round(kind.parameters / 2 * (MAX_BITS - bits) / (MAX_BITS - MIN_BITS))
-            else:
-                types, matrices = partial(RECIPE_TYPES[recipe].of, in_end=in_end), kind.matrices
-                all_bytes = sum(types(role).matrix_bytes(rows, columns) for role, rows, columns in matrices)
-                packed_bytes = sum(types(role).packed_bytes(rows, columns) for role, rows, columns in matrices)
-            for layer in kind.numbers:
-                if (layer in ends) == in_end:
-                    layers[layer] += all_bytes
-                    packed[layer] += packed_bytes
+        if bits is not None:
+            inner = end = (
+                round(kind.parameters * bits / 8),
+                round(kind.parameters / 2 * (MAX_BITS - bits) / (MAX_BITS - MIN_BITS)),
+            )
+        else:
+            inner, end = (RECIPE_TYPES[recipe].layer_bytes(kind, in_end=in_end) for in_end in (False, True))
+        for layer in kind.numbers:
+            all_bytes, packed_bytes = end if layer in ends else inner
+            layers[layer] += all_bytes
+            packed[layer] += packed_bytes
     byte = WEIGHT_TYPES["int8"]
     table_bytes, step_bytes = byte.matrix_bytes(decoder.hidden, decoder.vocab), 2 * decoder.vocab
     turn_bytes = byte.matrix_bytes(decoder.hidden, decoder.hidden) + step_bytes if is_shared else 0
